@@ -1,0 +1,74 @@
+"""Writing that a kill cannot tear: a temporary name in the same folder, fsync, rename, fsync of the folder."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finefit.errors import DiskFull
+from finefit.facts.files import free_bytes
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` in one instant: a reader sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with full_disk_named(path, len(text)):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def link(path: Path, target: str) -> None:
+    """A relative symbolic link, replaced in one instant."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+sync_folder = sync_file
+
+
+@contextmanager
+def full_disk_named(path: Path, needed_bytes: int) -> Iterator[None]:
+    """Turns `no space left` from any writer below into an error that names the place and the bytes.
+
+    safetensors reports it as an exception of its own type, with the system's text in it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        raise disk_full(path, needed_bytes, free_bytes(path)) from error
+
+
+def disk_full(path: Path, needed_bytes: int, free: int) -> DiskFull:
+    return DiskFull(
+        f"the disk is full: {path} needs {needed_bytes:,} bytes, {free:,} are free",
+        "free some space or lower save.keep, then give the same command again: it goes on from the last checkpoint",
+    )
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = str(error)
+    return "No space left on device" in text or "Disk quota exceeded" in text

@@ -1,0 +1,154 @@
+"""A checkpoint is visible only when it is whole: staged in a hidden folder, fsynced, listed with sha256 in a manifest, renamed, and only
+then are old ones removed. What is read back is verified first."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from finefit.artifacts.atomic import disk_full, full_disk_named, link, sync_file, sync_folder
+from finefit.errors import RunError
+from finefit.facts.files import free_bytes
+
+MANIFEST = "finefit_manifest.json"
+_NAME = re.compile(r"^checkpoint-(\d+)$")
+_STAGING = ".staging-"
+_DOOMED = ".removing-"
+_BLOCK = 1 << 20
+
+
+def step_of(checkpoint: Path) -> int:
+    match = _NAME.match(checkpoint.name)
+    if match is None:
+        raise RunError(f"{checkpoint.name} is no checkpoint name", "checkpoints are called checkpoint-<step>")
+    return int(match[1])
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Visible checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if _NAME.match(p.name) and p.is_dir()), key=step_of)
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    fill: Callable[[Path], None],
+    *,
+    needed_bytes: int,
+    free: Callable[[Path], int] = free_bytes,
+) -> Path:
+    """`fill` writes the files into a folder that nobody else sees."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
+    final = folder / f"checkpoint-{step}"
+    if (available := free(folder)) < needed_bytes:
+        raise disk_full(final, needed_bytes, available)
+    staging = folder / f"{_STAGING}{final.name}"
+    staging.mkdir()
+    try:
+        with full_disk_named(final, needed_bytes):
+            fill(staging)
+            _seal(staging)
+    except BaseException:
+        shutil.rmtree(staging)
+        raise
+    if final.exists():  # a checkpoint that failed verification and is being written again
+        _remove(final)
+    staging.rename(final)
+    sync_folder(folder)
+    return final
+
+
+def _seal(staging: Path) -> None:
+    files = sorted(p for p in staging.rglob("*") if p.is_file())
+    manifest = {
+        "version": 1,
+        "files": {p.relative_to(staging).as_posix(): {"size_bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
+    }
+    path = staging / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for file in (*files, path):
+        file.chmod(path.stat().st_mode)  # safetensors makes its files private; these follow the user's umask
+        sync_file(file)
+    for inner in (*(p for p in staging.rglob("*") if p.is_dir()), staging):
+        sync_folder(inner)
+
+
+def problems(checkpoint: Path) -> list[str]:
+    """What differs from the manifest; empty when every byte is as it was written."""
+    try:
+        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{MANIFEST} is damaged"]
+    present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file()} - {MANIFEST}
+    found = [f"{name} is not in the manifest" for name in sorted(present - expected.keys())]
+    for name, (size, digest) in expected.items():
+        path = checkpoint / name
+        if name not in present:
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            found.append(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
+        elif _sha256(path) != digest:
+            found.append(f"{name} has changed since it was written")
+    return found
+
+
+def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a line for each newer one that does not."""
+    rejected: list[str] = []
+    for checkpoint in reversed(list_checkpoints(folder)):
+        if not (found := problems(checkpoint)):
+            return checkpoint, rejected
+        rejected.append(f"{checkpoint.name} is passed over: {'; '.join(found)}")
+    return None, rejected
+
+
+def superfluous(steps: Collection[int], *, keep: int, protected: Collection[int]) -> list[int]:
+    """The steps whose checkpoints may go: not among the newest `keep`, and not protected (best, newest verified, resumed from)."""
+    kept = set(sorted(steps)[-keep:]) | set(protected)
+    return sorted(set(steps) - kept)
+
+
+def rotate(folder: Path, *, keep: int, protected: Collection[int]) -> list[int]:
+    gone = superfluous([step_of(p) for p in list_checkpoints(folder)], keep=keep, protected=protected)
+    for step in gone:
+        _remove(folder / f"checkpoint-{step}")
+    return gone
+
+
+def name_checkpoint(folder: Path, alias: str, checkpoint: Path) -> None:
+    """`best` and `final` are stable names beside the numbered checkpoints."""
+    if (folder / alias).is_dir() and not (folder / alias).is_symlink():  # a copy that followed the link
+        _remove(folder / alias)
+    link(folder / alias, checkpoint.name)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a kill left half written or half removed."""
+    for path in folder.glob(".*"):
+        if path.name.startswith((_STAGING, _DOOMED)):
+            shutil.rmtree(path)
+        elif path.name.endswith(".tmp"):
+            path.unlink()
+
+
+def _remove(checkpoint: Path) -> None:
+    """Renamed out of sight first, so that no half-removed checkpoint is ever visible."""
+    doomed = checkpoint.with_name(f"{_DOOMED}{checkpoint.name}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

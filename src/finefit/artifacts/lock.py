@@ -1,0 +1,76 @@
+"""One process at a time works in a run directory. The operating system holds the lock, so it ends with its holder, however that one ends;
+the file beside it says who the holder is."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from finefit.errors import RunError
+
+_ORPHAN_SECONDS = 60.0
+
+
+@contextmanager
+def run_lock(path: Path) -> Iterator[int]:
+    """Yields the descriptor that holds the lock; a child that inherits it keeps the lock alive."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(descriptor, path)
+        _write_holder(descriptor)
+        yield descriptor
+        os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _ORPHAN_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pid, host = _read_holder(path)
+            orphaned = host == socket.gethostname() and pid is not None and not psutil.pid_exists(pid)
+            if not orphaned or time.monotonic() > deadline:
+                raise RunError(
+                    f"{path.parent.name} is already being worked on by process {pid} on {host}",
+                    f"follow it with `finefit watch {path.parent}`, or stop it with `kill {pid}`: it saves first",
+                ) from None
+            time.sleep(0.2)  # its launcher is gone and the worker is saving its last checkpoint
+
+
+def _write_holder(descriptor: int) -> None:
+    holder = {"version": 1, "pid": os.getpid(), "host": socket.gethostname()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _read_holder(path: Path) -> tuple[int | None, str]:
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return int(holder["pid"]), str(holder["host"])
+    except (ValueError, KeyError, TypeError):
+        return None, "an unknown host"
+
+
+def holder_of(path: Path) -> int | None:
+    """The pid that holds the lock now; None when nobody does."""
+    if not path.exists():
+        return None
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(path)[0]
+    else:
+        return None
+    finally:
+        os.close(descriptor)

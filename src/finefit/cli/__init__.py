@@ -1,0 +1,49 @@
+"""The command line: one file per verb; heavy rooms are imported inside the commands, so that `--help` answers at once."""
+
+import json
+import sys
+import traceback
+
+import typer
+
+from finefit.cli import demo, doctor, evaluate, recipes, run, watch
+from finefit.errors import FinefitError
+
+INTERRUPTED = 3
+FAULT = 70
+
+app = typer.Typer(
+    name="finefit",
+    help="Fine-tuning of language models that fits your card, first time.",
+    epilog="Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, 70 a fault of finefit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(run.run)
+app.command(name="eval")(evaluate.evaluate)
+app.command()(watch.watch)
+app.command()(demo.demo)
+app.command()(recipes.recipes)
+app.command()(doctor.doctor)
+
+
+def main() -> None:
+    try:
+        app()
+    except FinefitError as error:
+        _tell(type(error).__name__, error.problem, error.remedy, error.exit_code)
+    except KeyboardInterrupt:
+        _tell("Interrupted", "interrupted", "give the same command again", INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 the boundary to the user: what nobody foresaw is a fault of ours
+        traceback.print_exc()
+        _tell(type(error).__name__, f"a fault of finefit: {error}", "please report it with the lines above", FAULT)
+
+
+def _tell(kind: str, problem: str, remedy: str, exit_code: int) -> None:
+    if "--json" in sys.argv:
+        failure = {"kind": kind, "problem": problem, "remedy": remedy, "exit_code": exit_code}
+        typer.echo(json.dumps({"error": failure}, indent=2))
+    typer.echo(f"error: {problem}" + (f"\n{remedy}" if remedy else ""), err=True)
+    sys.exit(exit_code)

@@ -1,0 +1,1 @@
+"""Rows in, supervised tokens out: every row is used, or dropped with a reason."""

@@ -1,0 +1,75 @@
+"""What can go wrong, by the boundary that was crossed. Each type carries the exit code of the command line.
+
+FinefitError                   70  a fault of ours, if it reaches the user bare
+├── UserError                   2  the user can mend it
+│   ├── SpecError                  the spec file or an override
+│   ├── DataError                  a row or a data file
+│   ├── ModelError                 weights, tokenizer, adapter targets
+│   └── RunError                   a run directory: locked, changed inputs, a foreign checkpoint
+├── FindingError                1  the run was stopped by what it found
+│   └── Diverged                   a loss or gradient that is not finite
+└── Resumable                   3  stopped early; the same command goes on
+    ├── Interrupted                a signal
+    ├── DiskFull                   no room for a checkpoint
+    └── WorkerDied                 a child process was killed
+"""
+
+from typing import ClassVar
+
+
+class FinefitError(Exception):
+    """`problem` says what is wrong with the values and why it matters, `remedy` what to do."""
+
+    exit_code: ClassVar[int] = 70
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n{self.remedy}" if self.remedy else self.problem
+
+
+class UserError(FinefitError):
+    exit_code = 2
+
+
+class SpecError(UserError):
+    pass
+
+
+class DataError(UserError):
+    pass
+
+
+class ModelError(UserError):
+    pass
+
+
+class RunError(UserError):
+    pass
+
+
+class FindingError(FinefitError):
+    exit_code = 1
+
+
+class Diverged(FindingError):
+    pass
+
+
+class Resumable(FinefitError):
+    exit_code = 3
+
+
+class Interrupted(Resumable):
+    pass
+
+
+class DiskFull(Resumable):
+    pass
+
+
+class WorkerDied(Resumable):
+    pass

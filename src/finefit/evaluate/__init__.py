@@ -1,0 +1,1 @@
+"""Answers and scores of one checkpoint, in a process of its own."""

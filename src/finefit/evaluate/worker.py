@@ -1,0 +1,92 @@
+"""`python -m finefit.evaluate.worker REQUEST.json`: answers every item of a task with one checkpoint and leaves one record."""
+
+import logging
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+from pydantic import TypeAdapter
+
+from finefit.artifacts.checkpoint import problems
+from finefit.artifacts.journal import Journal, read_lines
+from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, Stage, read_record, write_record
+from finefit.artifacts.rundir import StageDir
+from finefit.data.prepared import read_items
+from finefit.data.render import open_renderer
+from finefit.data.tasks import TASKS
+from finefit.errors import FinefitError, Interrupted, RunError
+from finefit.evaluate.answers import answers
+from finefit.evaluate.score import score_item, summarise
+from finefit.model.load import load_for_answers, quiet
+from finefit.model.locate import locate
+
+log = logging.getLogger("finefit")
+_ITEM = TypeAdapter(EvalItem)
+
+
+def evaluate(where: StageDir, request: EvalRequest) -> EvalResult:
+    stage, task = read_record(where.stage, Stage), TASKS[request.evaluation.task]
+    torch.set_num_threads(stage.threads)
+    rows = read_items(where.prepared("test.jsonl"))
+    chosen = _sample(len(rows), request.evaluation.limit, stage.seed)
+    items_path = where.eval_items(task.name, request.checkpoint)
+    done = {item.item: item for item in (_ITEM.validate_python(line) for line in read_lines(items_path))}
+    todo = [at for at in chosen if at not in done]
+    began = time.perf_counter()
+    if todo:
+        renderer = open_renderer(where.tokenizer, stage.template)
+        if renderer.sha256() != stage.template_sha256:
+            raise RunError("the prompt template of this run has changed since it was trained: answers would be worth nothing")
+        model = _load(where, stage, request.checkpoint)
+        prompts = [renderer.prompt_tokens(task.prompt(rows[at])) for at in todo]
+        settings = request.evaluation
+        with Journal(items_path) as journal:
+            for index, answer in answers(model, renderer, prompts, max_new_tokens=settings.max_new_tokens, batch=settings.batch, device=stage.device):
+                at = todo[index]
+                item = score_item(task, at, rows[at], prompt=renderer.prompt_text(task.prompt(rows[at])), answer=answer)
+                journal.write(**_ITEM.dump_python(item, mode="json"))
+                done[at] = item
+    return summarise(task, request.checkpoint, [done[at] for at in chosen], seconds=time.perf_counter() - began)
+
+
+def _sample(num_rows: int, limit: int | None, seed: int) -> list[int]:
+    if limit is None or limit >= num_rows:
+        return list(range(num_rows))
+    return sorted(random.Random(seed).sample(range(num_rows), limit))
+
+
+def _load(where: StageDir, stage: Stage, checkpoint: str) -> torch.nn.Module:
+    path = None if checkpoint == "base" else where.checkpoints / checkpoint
+    if path is not None and (found := problems(path)):
+        raise RunError(f"{checkpoint} does not verify: {'; '.join(found)}", "evaluate another checkpoint")
+    located = locate(stage.model, where.run)
+    if located.fingerprint != stage.model_fingerprint:
+        raise RunError(f"the model {stage.model_name} has changed since this run began")
+    dtype = torch.bfloat16 if stage.precision == "bf16" else torch.float32
+    return load_for_answers(located.folder, path, device=stage.device, dtype=dtype)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    raise Interrupted(f"stopped by {signal.Signals(number).name}")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, _stop)
+    quiet()
+    path = Path(sys.argv[1]).resolve()
+    where, request = StageDir(path.parents[2]), read_record(path, EvalRequest)
+    try:
+        write_record(where.eval_result(request.evaluation.task, request.checkpoint), evaluate(where, request))
+    except FinefitError as error:
+        log.error("%s", error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

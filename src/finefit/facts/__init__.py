@@ -1,0 +1,1 @@
+"""What the world is: machine, model folders, files, power. Read, never judged."""

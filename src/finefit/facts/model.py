@@ -1,0 +1,230 @@
+"""What a model folder holds, read from its config and the headers of its safetensors files; no weights are loaded.
+
+The fingerprint covers what decides the model's answers: config, tokenizer, and of each weight file its size, header, 64 evenly
+spaced blocks and the head of every tensor. The heads catch training that touched only small tensors (a router, the norms), which
+lie between the blocks.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from finefit.errors import ModelError
+
+TEXT_FILES = (
+    *("config.json", "generation_config.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""The small files of the fingerprint, where they exist."""
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NUM_BLOCKS = 64
+BLOCK_BYTES = 64 * 1024
+HEAD_BYTES = 4 * 1024
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+FETCH_AGAIN = "the file was not copied or downloaded to its end; fetch it again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHeader:
+    config: dict[str, Any]
+    num_parameters: int | None
+    """None for quantised weights, which pack several parameters into one stored element."""
+    weight_bytes: int
+    fingerprint: str
+    files: tuple[str, ...]
+    """Every file that the fingerprint covers."""
+    dtype: str | None
+    """Torch's name of the type that most stored elements have; None for a file without tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+    """First byte and the byte after the last, counted from the end of the header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    path: Path
+    size_bytes: int
+    header: bytes
+    tensors: dict[str, Tensor]
+
+
+TENSORS = TypeAdapter(dict[str, Tensor])
+SHARDS = TypeAdapter(dict[str, str])
+
+
+def read_model_folder(path: Path) -> ModelHeader:
+    try:
+        _require_folder(path)
+        config = read_config(path)
+        weights = [read_weight_file(path / name) for name in find_weight_files(path)]
+        texts = [path / name for name in TEXT_FILES if (path / name).is_file()]
+        return _summarise(config, texts, weights)
+    except OSError as error:
+        raise ModelError(f"{error.filename or path} cannot be read: {error.strerror}", "check that this user may read it") from error
+
+
+def _summarise(config: dict[str, Any], texts: list[Path], weights: list[WeightFile]) -> ModelHeader:
+    tensors = [tensor for file in weights for tensor in file.tensors.values()]
+    return ModelHeader(
+        config=config,
+        num_parameters=None if "quantization_config" in config else sum(prod(tensor.shape) for tensor in tensors),
+        weight_bytes=sum(end - start for start, end in (tensor.data_offsets for tensor in tensors)),
+        fingerprint=fingerprint(texts, weights),
+        files=tuple(file.name for file in (*texts, *(weight.path for weight in weights))),
+        dtype=_main_dtype(tensors),
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no config.json, so it is not a model folder", _remedy_without_config(path))
+    config = _read_json(file)
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds a {type(config).__name__}, not an object", "restore the file from where the model came from")
+    return config
+
+
+def find_weight_files(path: Path) -> tuple[str, ...]:
+    """As transformers chooses: the single file, else the shards of the index."""
+    if (path / WEIGHTS).is_file():
+        return (WEIGHTS,)
+    if (path / INDEX).is_file():
+        return _find_shards(path)
+    pickled = sorted(file.name for file in path.glob("*.bin") if file.name.startswith("pytorch_model"))
+    if pickled:
+        raise ModelError(
+            f"{path / pickled[0]} is pickled, which runs code when it is loaded; {path} has no {WEIGHTS}",
+            "convert it to safetensors: load the model with transformers and call save_pretrained on it",
+        )
+    raise ModelError(f"{path} has no weights: neither {WEIGHTS} nor {INDEX} is there", "fetch the weights, or name the folder that holds them")
+
+
+def _find_shards(path: Path) -> tuple[str, ...]:
+    index = _read_json(path / INDEX)
+    try:
+        shards = sorted(set(SHARDS.validate_python(index["weight_map"]).values()))
+    except (KeyError, TypeError, ValidationError) as error:
+        raise ModelError(f"{path / INDEX} has no weight_map of tensor and file names", FETCH_AGAIN) from error
+    missing = [name for name in shards if not (path / name).is_file()]
+    if missing:
+        raise ModelError(f"{path} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}", "fetch what is missing")
+    return tuple(shards)
+
+
+def read_weight_file(path: Path) -> WeightFile:
+    """Safetensors: 8 bytes of header length (little endian), the header in JSON, the data."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = int.from_bytes(start, "little")
+        if start == b"version ":
+            raise ModelError(f"{path} is a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
+        if len(start) < 8 or header_bytes > size_bytes - 8:
+            raise ModelError(f"{path} is truncated: {size_bytes:,} bytes do not hold its header of {header_bytes:,}", FETCH_AGAIN)
+        header = file.read(header_bytes)
+    weights = WeightFile(path=path, size_bytes=size_bytes, header=header, tensors=_parse_header(path, header))
+    _require_all_data(weights)
+    return weights
+
+
+def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        return TENSORS.validate_python(entries)
+    except (ValueError, AttributeError, TypeError) as error:  # not JSON, not an object, or not entries of tensors
+        raise ModelError(f"{path} has a header that is not safetensors', so its tensors are unknown", FETCH_AGAIN) from error
+
+
+def _require_all_data(weights: WeightFile) -> None:
+    end = max((tensor.data_offsets[1] for tensor in weights.tensors.values()), default=0)
+    expected = 8 + len(weights.header) + end
+    if weights.size_bytes < expected:
+        raise ModelError(f"{weights.path} is truncated: it has {weights.size_bytes:,} of {expected:,} bytes", FETCH_AGAIN)
+
+
+def fingerprint(texts: Iterable[Path], weights: Iterable[WeightFile]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.read_bytes()
+        digest.update(f"{text.name} {len(content)}\n".encode() + content)
+    for file in weights:
+        digest.update(f"{file.path.name} {file.size_bytes} {len(file.header)}\n".encode() + file.header)
+        with file.path.open("rb") as opened:
+            for start, length in _sampled_spans(file):
+                opened.seek(start)
+                digest.update(opened.read(length))
+    return digest.hexdigest()
+
+
+def _sampled_spans(file: WeightFile) -> list[tuple[int, int]]:
+    """Starts and lengths, in the order of the file; all of it where the blocks would cover it."""
+    if file.size_bytes <= NUM_BLOCKS * BLOCK_BYTES:
+        return [(0, file.size_bytes)]
+    last = file.size_bytes - BLOCK_BYTES
+    blocks = {(last * block // (NUM_BLOCKS - 1), BLOCK_BYTES) for block in range(NUM_BLOCKS)}
+    data = 8 + len(file.header)
+    heads = {(data + start, min(HEAD_BYTES, end - start)) for start, end in (tensor.data_offsets for tensor in file.tensors.values())}
+    return sorted(blocks | heads)
+
+
+def _main_dtype(tensors: list[Tensor]) -> str | None:
+    num_elements: Counter[str] = Counter()
+    for tensor in tensors:
+        num_elements[tensor.dtype] += prod(tensor.shape)
+    return next((DTYPES.get(dtype, dtype.lower()) for dtype, _ in num_elements.most_common(1)), None)
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}", FETCH_AGAIN) from error
+
+
+def _require_folder(path: Path) -> None:
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ModelError(f"{path} is a file; a model is a folder with config.json and safetensors", f"name its folder: {path.parent}")
+    siblings = _folders(path.parent) if path.parent.is_dir() else []
+    near = get_close_matches(path.name, siblings, n=3, cutoff=0.5)
+    raise ModelError(f"the model folder {path} does not exist", _suggest(path.parent, near) or "paths are relative to the spec file")
+
+
+def _remedy_without_config(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return "it is an adapter: name the model that it was trained on, or merge the two first"
+    inside = [name for name in _folders(path) if (path / name / "config.json").is_file()]
+    return _suggest(path, inside[:3]) or "name a folder that transformers can load"
+
+
+def _folders(path: Path) -> list[str]:
+    return sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+
+
+def _suggest(parent: Path, names: list[str]) -> str:
+    return f"did you mean {' or '.join(str(parent / name) for name in names)}?" if names else ""

@@ -1,0 +1,1 @@
+"""Models: found, loaded, given adapters, saved in the ecosystem's own layout."""

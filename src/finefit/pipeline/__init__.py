@@ -1,0 +1,1 @@
+"""Stages as processes: prepared once, launched, resumed, evaluated."""

@@ -1,0 +1,94 @@
+"""A run directory comes into being whole: filled under a hidden name, then renamed to runs/<name>-<n>."""
+
+import shutil
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from finefit import __version__
+from finefit.artifacts.atomic import write_text
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import DroppedRow, Facts, Plan, Run, SourceLedger, write_record
+from finefit.artifacts.rundir import RunDir, StageDir, next_number
+from finefit.data.prepared import Prepared, prepare, write_examples, write_items
+from finefit.errors import SpecError
+from finefit.facts.files import read_file
+from finefit.facts.machine import read_machine
+from finefit.pipeline.inputs import Opened, between, relocate
+from finefit.plan.resolve import make_stage, resolve
+from finefit.spec.load import spec_to_json
+
+
+def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], base: Path, runs: Path) -> RunDir:
+    """`base` is where the spec's relative paths start."""
+    runs.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".staging-{opened.spec.name}-", dir=runs))
+    try:
+        _fill(RunDir(staging), opened, spec_text, overrides, base)
+        staging.chmod(0o755)
+        return RunDir(_rename(staging, runs, opened.spec.name))
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _rename(staging: Path, runs: Path, name: str) -> Path:
+    while True:
+        final = runs / f"{name}-{next_number(runs, name)}"
+        try:
+            staging.rename(final)
+        except OSError:
+            if not final.exists():
+                raise
+        else:
+            return final  # otherwise another process took the number: the next one then
+
+
+def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...], base: Path) -> None:
+    spec = relocate(opened.spec, between(base.resolve(), run.path.resolve()))
+    where = run.stage(1, spec.objective.kind)
+    for folder in (where.path / "data", where.tokenizer, run.log.parent):
+        folder.mkdir(parents=True)
+    write_text(run.spec_yaml, spec_text)
+    write_text(run.spec_json, spec_to_json(spec) + "\n")
+    machine = read_machine()
+    write_record(run.facts, Facts(machine=machine, inputs=opened.inputs))
+    prepared = _prepare_data(where, opened)
+    opened.renderer.tokenizer.save_pretrained(where.tokenizer)
+    num_rows = len(prepared["train"].examples)
+    values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=num_rows)
+    files = {p.name: read_file(p, where.path).sha256 for p in sorted((where.path / "data").iterdir())}
+    stage = make_stage(spec, values, inputs=opened.inputs, num_rows=num_rows, prepared=files)
+    write_record(run.plan, Plan(stages={stage.name: values}))
+    write_record(where.stage, stage)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_record(run.run, Run(name=spec.name, digest=opened.digest, finefit=__version__, created=now, status="prepared", overrides=overrides))
+
+
+def _prepare_data(where: StageDir, opened: Opened) -> dict[str, Prepared]:
+    data = opened.spec.data
+    if opened.spec.evaluate and "test" not in opened.rows:
+        raise SpecError("evaluate names a task, but data.test names no rows to answer", "add data.test: {path: ...}, or remove evaluate")
+    prepared = {
+        split: prepare(rows, opened.renderer, split=split, max_tokens=data.max_tokens, too_long=data.too_long)
+        for split, rows in opened.rows.items()
+        if split != "test"
+    }
+    for split, part in prepared.items():
+        write_examples(where.prepared(f"{split}.safetensors"), part.examples)
+    if "test" in opened.rows:
+        write_items(where.prepared("test.jsonl"), opened.rows["test"])
+    with Journal(where.ledger) as ledger:
+        for part in prepared.values():
+            for source in part.ledger:
+                ledger.write(**TypeAdapter(SourceLedger).dump_python(source, mode="json"))
+            for row in part.dropped:
+                ledger.write(**TypeAdapter(DroppedRow).dump_python(row, mode="json"))
+    return prepared
+
+
+def stage_of(run: RunDir) -> StageDir:
+    (where,) = run.stages()
+    return where

@@ -1,0 +1,70 @@
+"""A worker is a child process in a session of its own. Signals are passed on; its standard input is a pipe whose end tells it that the launcher is
+gone; it inherits the run's lock, so the run stays locked while any of the two lives."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from finefit.errors import WorkerDied
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_TICK_SECONDS = 0.2
+_TAIL_LINES = 15
+
+
+def launch(module: str, argument: Path, *, log: Path, lock: int, tick: Callable[[], None], deterministic: bool = False) -> int:
+    """Runs `python -m module argument` to its end; its output goes to the log."""
+    with log.open("ab") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", module, str(argument)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(lock,),
+            env=_environment(deterministic),
+        )
+    with _signals_passed_on(worker):
+        while worker.poll() is None:
+            tick()
+            time.sleep(_TICK_SECONDS)
+    tick()
+    if worker.returncode < 0:
+        raise _died(signal.Signals(-worker.returncode), log)
+    return worker.returncode
+
+
+def _environment(deterministic: bool) -> dict[str, str]:
+    """What must stand before torch starts. A user's own setting is kept."""
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if deterministic:
+        chosen["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return chosen | dict(os.environ)
+
+
+@contextmanager
+def _signals_passed_on(worker: "subprocess.Popen[bytes]") -> Iterator[None]:
+    def pass_on(number: int, _: FrameType | None) -> None:
+        worker.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _died(number: signal.Signals, log: Path) -> WorkerDied:
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
+    likely = "; out of host memory is the usual reason when nobody sent it" if number == signal.SIGKILL else ""
+    return WorkerDied(
+        f"the worker was ended by {number.name}{likely}. The end of {log.name}:\n{tail}",
+        "give the same command again: it goes on from the last checkpoint",
+    )

@@ -1,0 +1,143 @@
+"""Going on in a run directory. What may change is changed, stated and recorded; everything else is refused with a diff."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finefit.artifacts.atomic import write_text
+from finefit.artifacts.checkpoint import list_checkpoints, step_of
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import Amendment, Facts, Plan, Resolved, Run, Stage, read_record, write_record
+from finefit.artifacts.rundir import RunDir
+from finefit.errors import RunError
+from finefit.facts.files import read_file
+from finefit.model.locate import locate
+from finefit.pipeline.create import stage_of
+from finefit.pipeline.inputs import between, relocate, splits
+from finefit.plan.resolve import leaves, resolve
+from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
+from finefit.spec.schema import FolderModel, Spec
+from finefit.step.schedule import learning_rate
+
+CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate")
+"""Keys that leave the steps already done as they were."""
+_PATHS = ("model.path", "data.train", "data.validation.path", "data.test.path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    key: str
+    old: object
+    new: object
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} -> {self.new}"
+
+
+def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
+    """Checks that the run stands on what it stood on, and takes over what may change. Returns lines that say what changed."""
+    record = read_record(run.run, Run)
+    before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
+    everything = (*record.overrides, *overrides)
+    asked = parse_spec(run.spec_yaml.read_text(encoding="utf-8"), where=str(run.spec_yaml), overrides=everything)
+    after = _with_paths(asked, before, overrides, run.path)
+    changes = [c for c in _changes(before, after) if not c.key.startswith(_PATHS)]
+    if refused := [c for c in changes if not c.key.startswith(CHANGEABLE)]:
+        raise RunError(
+            f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {c}" for c in refused),
+            f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change; `finefit run SPEC --new` starts another run",
+        )
+    _inputs_unchanged(run, after)
+    if before == after:
+        return []
+    return _take_over(run, record, after, changes, overrides)
+
+
+def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path) -> Spec:
+    """Paths stay as the run knows them, except those given now, which are relative to the working directory."""
+    given = {o.split("=", 1)[0] for o in overrides}
+    here = between(Path.cwd(), run.resolve())
+    fresh, known = relocate(asked, here), before
+    data = known.data.model_copy(
+        update={key: getattr(fresh.data, key) for key in ("train", "validation", "test") if any(g.startswith(f"data.{key}") for g in given)}
+    )
+    model = known.model if isinstance(asked.model, FolderModel) and "model.path" not in given else fresh.model
+    keep = {key: getattr(known.data, key) for key in ("train", "validation", "test")} | {
+        key: getattr(data, key) for key in ("train", "validation", "test")
+    }
+    return asked.model_copy(update={"data": asked.data.model_copy(update=keep), "model": model})
+
+
+def _changes(before: Spec, after: Spec) -> Iterator[Change]:
+    old, new = ({key: value for key, value, _ in leaves(spec)} for spec in (before, after))
+    for key in dict.fromkeys((*old, *new)):
+        if old.get(key) != new.get(key):
+            yield Change(key=key, old=old.get(key, "(none)"), new=new.get(key, "(none)"))
+
+
+def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
+    """Data files may be gone: the prepared rows are in the run directory. Changed ones are refused."""
+    inputs = read_record(run.facts, Facts).inputs
+    changed = []
+    for split, sources in splits(spec).items():
+        for source, fact in zip(sources, inputs.data.get(split, ()), strict=False):
+            path = run.path / source.path
+            if path.exists() and (now := read_file(path, run.path)).sha256 != fact.sha256:
+                changed.append(
+                    f"  {source.path}: sha256 {fact.sha256[:12]} ({fact.size_bytes:,} bytes) -> {now.sha256[:12]} ({now.size_bytes:,} bytes)"
+                )
+    located = locate(spec.model, run.path)
+    if located.fingerprint != inputs.model_fingerprint:
+        changed.append(f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}")
+    if changed:
+        raise RunError(
+            f"the inputs of {run.path.name} have changed since it began:\n" + "\n".join(changed),
+            "put them back, or start another run with --new",
+        )
+
+
+def _take_over(run: RunDir, record: Run, spec: Spec, changes: list[Change], overrides: tuple[str, ...]) -> list[str]:
+    where = stage_of(run)
+    old, facts, plan = read_record(where.stage, Stage), read_record(run.facts, Facts), read_record(run.plan, Plan)
+    done = max((step_of(p) for p in list_checkpoints(where.checkpoints)), default=0)
+    values = resolve(spec, overrides=(), machine=facts.machine, num_rows=old.num_rows)
+    total = int(values["total_steps"].value) if any(c.key.startswith("schedule.") for c in changes) else old.total_steps
+    if total < done:
+        raise RunError(
+            f"{run.path.name} has done {done} steps, {total} are asked for now",
+            "ask for more steps, or start another run with --new",
+        )
+    stage = replace(
+        old,
+        total_steps=total,
+        model=spec.model,
+        save=spec.save,
+        validate_every=spec.validation.every,
+        on_nan=spec.on_nan,
+        evaluate=spec.evaluate,
+    )
+    lines = [str(c) for c in changes]
+    note = _schedule_note(old, stage, done) if total != old.total_steps else ""
+    amended = {c.key: Resolved(value=values[c.key].value, source=f"amended after step {done}") for c in changes if c.key in values}
+    amended["total_steps"] = Resolved(value=total, source=f"{values['total_steps'].source}, amended after step {done}")
+    amended["warmup_steps"] = Resolved(value=stage.warmup_steps, source="as before: the warm-up is not repeated")
+    write_record(run.plan, replace(plan, stages={stage.name: plan.stages[stage.name] | amended}))
+    write_record(where.stage, stage)
+    write_text(run.spec_json, spec_to_json(spec) + "\n")
+    if lines:
+        record = replace(record, amendments=(*record.amendments, Amendment(after_step=done, changes=tuple(lines), note=note)))
+    write_record(run.run, replace(record, status="stopped", overrides=(*record.overrides, *overrides)))
+    with Journal(where.metrics) as metrics:
+        metrics.write(event="amended", step=done, changes=lines, note=note)
+    return [*lines, *([note] if note else [])]
+
+
+def _schedule_note(old: Stage, new: Stage, done: int) -> str:
+    def rate(stage: Stage, step: int) -> float:
+        peak, kind = stage.optimizer.lr, stage.schedule
+        return learning_rate(step, peak=peak, kind=kind, total_steps=stage.total_steps, warmup_steps=stage.warmup_steps)
+
+    return (
+        f"the {new.schedule} schedule now spans {new.total_steps} steps instead of {old.total_steps}, warm-up not repeated: "
+        f"step {done} was taken at {rate(old, max(done - 1, 0)):.3g}, step {done + 1} is taken at {rate(new, done):.3g}"
+    )

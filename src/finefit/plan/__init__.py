@@ -1,0 +1,1 @@
+"""Resolved values, each with its source."""

@@ -1,0 +1,149 @@
+"""What a run will do, decided once: every value with where it came from. The spec itself is never changed."""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from finefit.artifacts.records import Inputs, Resolved, Stage
+from finefit.data.order import steps_per_epoch
+from finefit.errors import SpecError
+from finefit.facts.machine import Machine
+from finefit.spec.schema import Full, Spec
+
+_CPU_MICRO_BATCH = 4
+_CUDA_MICRO_BATCH = 8
+
+
+def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int) -> dict[str, Resolved]:
+    """The spec's own values first, then what follows from them."""
+    values = {key: Resolved(value=value, source=_source(key, given, overrides)) for key, value, given in leaves(spec)}
+    values["device"] = _device(spec, machine, values["device"])
+    values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
+    values["threads"] = Resolved(value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)")
+    values |= _lengths(spec, num_rows)
+    values |= _micro_batch(spec, str(values["device"].value), num_rows)
+    return values
+
+
+def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, num_rows: int, prepared: dict[str, str]) -> Stage:
+    def of(key: str) -> Any:
+        return values[key].value
+
+    return Stage(
+        name=spec.objective.kind,
+        seed=spec.seed,
+        device=of("device"),
+        precision=of("precision"),
+        deterministic=spec.deterministic,
+        threads=of("threads"),
+        model=spec.model,
+        model_name=inputs.model,
+        model_fingerprint=inputs.model_fingerprint,
+        tuning=spec.tuning,
+        template=spec.data.template,
+        template_sha256=inputs.template_sha256,
+        optimizer=spec.optimizer,
+        schedule=spec.schedule.kind,
+        total_steps=of("total_steps"),
+        warmup_steps=of("warmup_steps"),
+        steps_per_epoch=of("steps_per_epoch"),
+        num_rows=num_rows,
+        global_batch=spec.global_batch,
+        micro_batch=of("levers.micro_batch"),
+        save=spec.save,
+        validate_every=spec.validation.every,
+        on_nan=spec.on_nan,
+        evaluate=spec.evaluate,
+        prepared=prepared,
+    )
+
+
+def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Iterator[tuple[str, Any, bool]]:
+    """(dotted key, value, whether the user wrote it) of every value in the spec."""
+    for name, field in type(part).model_fields.items():
+        key, value = f"{prefix}{field.alias or name}", getattr(part, name)
+        written = given and name in part.model_fields_set
+        if isinstance(value, BaseModel) and "count" not in type(value).model_fields:
+            yield from leaves(value, f"{key}.", given=written)
+        else:
+            yield key, _plain(value), written
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, BaseModel):
+        return str(value) if "count" in type(value).model_fields else value.model_dump(mode="json", by_alias=True)
+    return value
+
+
+def _source(key: str, given: bool, overrides: Collection[str]) -> str:
+    if any(key == o.split("=", 1)[0] or key.startswith(o.split("=", 1)[0] + ".") for o in overrides):
+        return "--set"
+    return "spec" if given else "default"
+
+
+def _device(spec: Spec, machine: Machine, asked: Resolved) -> Resolved:
+    has_cuda = torch.cuda.is_available()
+    match spec.device:
+        case "cpu":
+            return asked
+        case "cuda" if not has_cuda:
+            reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
+            cards = ", ".join(card.name for card in machine.cards) or "no card"
+            raise SpecError(
+                f"device: cuda is asked for, but {reason} (nvidia-smi shows {cards})",
+                "`finefit doctor` says what to install; device: cpu trains here",
+            )
+        case "cuda":
+            return asked
+        case "auto" if has_cuda:
+            return Resolved(value="cuda", source=f"auto: {torch.cuda.get_device_name()}")
+        case "auto":
+            return Resolved(value="cpu", source="auto: torch finds no CUDA device")
+
+
+def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
+    if spec.precision != "auto":
+        if spec.precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise SpecError(f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} has none", "set precision: fp32")
+        return asked
+    if device == "cpu":
+        return Resolved(value="fp32", source="auto: exact and fastest for small models on a CPU")
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        weights = "fp32 weights under autocast" if isinstance(spec.tuning, Full) else "bf16 base, fp32 adapters"
+        return Resolved(value="bf16", source=f"auto: {torch.cuda.get_device_name()} has it ({weights})")
+    return Resolved(value="fp32", source=f"auto: {torch.cuda.get_device_name()} has no bf16")
+
+
+def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
+    per_epoch = steps_per_epoch(num_rows, spec.global_batch)
+    if spec.schedule.steps is not None:
+        total = Resolved(value=spec.schedule.steps, source="schedule.steps")
+    else:
+        epochs = spec.schedule.epochs or 1
+        total = Resolved(value=epochs * per_epoch, source=f"{epochs} epochs x {per_epoch} steps")
+    warmup = math.ceil(spec.schedule.warmup * total.value)
+    return {
+        "steps_per_epoch": Resolved(value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up"),
+        "total_steps": total,
+        "warmup_steps": Resolved(value=warmup, source=f"{spec.schedule.warmup:g} of {total.value} steps, rounded up"),
+    }
+
+
+def _micro_batch(spec: Spec, device: str, num_rows: int) -> dict[str, Resolved]:
+    asked = "auto" if spec.levers == "auto" else spec.levers.micro_batch
+    whole = min(spec.global_batch, num_rows)
+    if asked == "auto":
+        usual = _CPU_MICRO_BATCH if device == "cpu" else _CUDA_MICRO_BATCH
+        micro = Resolved(value=min(whole, usual), source=f"auto: at most {usual} on {device}, which never exceeds the global batch")
+    else:
+        micro = Resolved(value=min(whole, asked), source="spec" if asked <= whole else f"spec asks for {asked}, a step has only {whole} rows")
+    count = math.ceil(whole / micro.value)
+    return {
+        "levers.micro_batch": micro,
+        "accumulation": Resolved(value=count, source=f"{whole} rows / {micro.value} micro x 1 device"),
+    }

@@ -1,0 +1,152 @@
+"""Where a run stands, read from its records alone: the same for the process that started it and for anybody who watches."""
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finefit.artifacts.records import EvalRequest, Run, Stage, read_record
+from finefit.artifacts.rundir import RunDir
+from finefit.report.units import clock, gib
+
+_RECENT_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    step: int
+    total_steps: int
+    loss: float | None
+    """None after a step that was not applied."""
+    tokens_per_second: float | None
+    memory_bytes: int | None
+    eta_seconds: float | None
+    checkpoint: str | None
+    """The newest verified one."""
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}/{self.total_steps}"]
+        parts += [f"loss {self.loss:.4f}"] if self.loss is not None else ["loss -"]
+        parts += [f"{self.tokens_per_second:.0f} tok/s"] if self.tokens_per_second is not None else []
+        parts += [gib(self.memory_bytes)] if self.memory_bytes is not None else []
+        parts += [f"ETA {clock(self.eta_seconds)}"] if self.eta_seconds is not None else []
+        parts += [f"saved {self.checkpoint}"] if self.checkpoint else ["nothing saved yet"]
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    task: str
+    checkpoint: str
+    done: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"evaluating {self.checkpoint} on {self.task}: {self.done}/{self.total} answers"
+
+
+class Follower:
+    """Reads a run's journals as they grow."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._where = run.stages()[0]
+        self._metrics, self._memory = Tail(self._where.metrics), Tail(self._where.memory)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
+        self._step, self._loss, self._bytes = 0, None, None
+        self._checkpoint: str | None = None
+        self.news()  # what happened before this look is known, not news
+
+    _loss: float | None
+    _bytes: int | None
+
+    def status(self) -> Run:
+        return read_record(self.run.run, Run)
+
+    def news(self) -> list[str]:
+        """Events since the last call, in words."""
+        told = [words for line in self._metrics.lines() if (words := self._take(line))]
+        for line in self._memory.lines():
+            self._bytes = line.get("reserved_bytes", line["resident_bytes"])
+        return told
+
+    def _take(self, line: dict[str, Any]) -> str | None:
+        self._step = line.get("step", self._step)
+        match line.get("event"):
+            case None:
+                self._loss = line["loss"]
+                self._recent.append((line["seconds"], line["tokens"]))
+            case "saved":
+                self._checkpoint = line["checkpoint"]
+            case "resumed":
+                self._checkpoint = line["checkpoint"]
+                return f"resumed from {line['checkpoint']}"
+            case "rejected":
+                return str(line["note"])
+            case "not_finite":
+                self._loss = None
+                return f"step {line['step']} was not applied: {line['found']}"
+            case "rolled_back":
+                return f"rolled back to step {line['step']}"
+            case "left_out":
+                return f"step {line['step']} is left out: it was not finite before"
+            case "validated":
+                return f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
+            case "amended":
+                return f"after step {line['step']}: {line['note'] or ', '.join(line['changes'])}"
+        return None
+
+    def training(self) -> Training:
+        total = read_record(self._where.stage, Stage).total_steps
+        seconds = sum(s for s, _ in self._recent)
+        return Training(
+            step=self._step,
+            total_steps=total,
+            loss=self._loss,
+            tokens_per_second=sum(t for _, t in self._recent) / seconds if seconds else None,
+            memory_bytes=self._bytes,
+            eta_seconds=(total - self._step) * seconds / len(self._recent) if self._recent else None,
+            checkpoint=self._checkpoint,
+        )
+
+    def answering(self) -> Answering | None:
+        """The evaluation that has been asked for and has no result yet."""
+        for path in (self._where.path / "evals").glob("*/*.request.json"):
+            request = read_record(path, EvalRequest)
+            task, checkpoint = request.evaluation.task, request.checkpoint
+            if not self._where.eval_result(task, checkpoint).exists():
+                rows = _count(self._where.prepared("test.jsonl"))
+                total = min(rows, request.evaluation.limit or rows)
+                return Answering(task=task, checkpoint=checkpoint, done=_count(self._where.eval_items(task, checkpoint)), total=total)
+        return None
+
+
+class Tail:
+    """The whole lines that were added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            block = file.read()
+        whole = block[: block.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [value for line in whole.splitlines() if (value := _json(line)) is not None]
+
+
+def _json(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a kill tore."""
+    try:
+        value: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return value
+
+
+def _count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

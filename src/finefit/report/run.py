@@ -1,0 +1,131 @@
+"""What a run is going to do, and what came of it."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from finefit.artifacts.journal import read_lines
+from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, StageResult, read_record
+from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.report.units import clock, gib
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """Every value with its source; the defaults, which nobody asked for, in one paragraph."""
+    parts: list[RenderableType] = []
+    for name, values in plan.stages.items():
+        table = Table(title=f"stage {name}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for column in ("value", "", "from"):
+            table.add_column(column, overflow="fold", style="dim" if column == "from" else None)
+        chosen = {key: r for key, r in values.items() if r.source != "default"}
+        for key, resolved in chosen.items():
+            table.add_row(key, _shown(resolved), resolved.source)
+        defaults = ", ".join(f"{key} {_shown(r)}" for key, r in values.items() if key not in chosen)
+        parts += [table, Text(f"defaults: {defaults}", style="dim")]
+    return Group(*parts)
+
+
+def _shown(resolved: Resolved) -> str:
+    return resolved.value if isinstance(resolved.value, str) else json.dumps(resolved.value, ensure_ascii=False)
+
+
+def ledger_view(where: StageDir) -> list[str]:
+    """One line for each source: how many rows were read, used and dropped, and how many of their tokens teach."""
+    lines = []
+    for entry in read_lines(where.ledger):
+        if "read" in entry:
+            dropped = "".join(f", {count} dropped ({reason})" for reason, count in entry["dropped"].items())
+            lines.append(
+                f"{entry['split']} {entry['source']}: {entry['read']} rows read, {entry['used']} used{dropped}; "
+                f"{entry['tokens']:,} tokens, {entry['supervised_tokens']:,} supervised"
+            )
+    return lines
+
+
+def result_lines(result: StageResult) -> list[str]:
+    share = result.trainable_parameters / result.parameters
+    return [
+        f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})",
+        f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} in the last process; peak memory {gib(result.peak_bytes)}",
+    ]
+
+
+def evals_of(where: StageDir) -> list[EvalResult]:
+    paths = [p for p in (where.path / "evals").glob("*/*.json") if not p.name.endswith(".request.json")]
+    results = [read_record(p, EvalResult) for p in paths]
+    return sorted(results, key=lambda r: (r.task, r.checkpoint != "base", _step(r.checkpoint)))
+
+
+def _step(checkpoint: str) -> int:
+    return int(checkpoint.rsplit("-", 1)[1]) if checkpoint.startswith("checkpoint-") else -1
+
+
+def evals_table(results: Sequence[EvalResult], *, names: dict[str, str] | None = None) -> Table:
+    """All items count, a failure scores zero."""
+    table = Table(title=f"held-out items, task {results[0].task}", title_justify="left")
+    table.add_column("model", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    for column in ("n", "score", "95 % interval", "coverage"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        for at, (metric, score) in enumerate(result.metrics.items()):
+            model = (names or {}).get(result.checkpoint, result.checkpoint) if at == 0 else ""
+            interval = f"{score.low:.1%} .. {score.high:.1%}"
+            table.add_row(model, metric, str(result.n), f"{score.value:.1%}", interval, f"{result.coverage:.0%}")
+    return table
+
+
+def evals_tables(results: Sequence[EvalResult]) -> Group:
+    tasks = dict.fromkeys(r.task for r in results)
+    return Group(*(evals_table([r for r in results if r.task == task]) for task in tasks))
+
+
+def run_document(run: RunDir) -> dict[str, Any]:
+    """What `--json` prints of a run."""
+    where = run.stages()[0]
+    record = read_record(run.run, Run)
+    result = read_record(where.result, StageResult) if where.result.exists() else None
+    return {
+        "run": str(run.path),
+        "status": record.status,
+        "failure": None if record.failure is None else {k: getattr(record.failure, k) for k in ("kind", "problem", "remedy", "exit_code")},
+        "checkpoints": str(where.checkpoints),
+        "plan": {
+            stage: {key: {"value": r.value, "source": r.source} for key, r in values.items()}
+            for stage, values in read_record(run.plan, Plan).stages.items()
+        },
+        "ledger": list(read_lines(where.ledger)),
+        "result": None
+        if result is None
+        else {
+            k: getattr(result, k)
+            for k in ("step", "total_steps", "checkpoint", "trainable_parameters", "parameters", "tokens", "seconds", "peak_bytes")
+        },
+        "evaluations": evals_document(evals_of(where)),
+    }
+
+
+def evals_document(results: Sequence[EvalResult]) -> list[dict[str, Any]]:
+    return [
+        {
+            "task": r.task,
+            "checkpoint": r.checkpoint,
+            "n": r.n,
+            "coverage": r.coverage,
+            "metrics": {name: {"value": s.value, "low": s.low, "high": s.high} for name, s in r.metrics.items()},
+        }
+        for r in results
+    ]
+
+
+def show_end(run: RunDir, console: Console) -> None:
+    where = run.stages()[0]
+    for line in result_lines(read_record(where.result, StageResult)):
+        console.print(line, highlight=False)
+    if results := evals_of(where):
+        console.print(evals_tables(results))
+    console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)

@@ -1,0 +1,180 @@
+"""What a user may ask for. Frozen; an unknown key is an error.
+
+A choice is a union on `kind`, so an option exists only where it means something.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from finefit.spec.every import Every, Interval
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class HubModel(Part):
+    kind: Literal["hub"]
+    id: str
+    """Repository on the hub, `owner/name`."""
+    revision: str = "main"
+    """Branch, tag or commit."""
+
+
+class FolderModel(Part):
+    kind: Literal["folder"]
+    path: str
+    """A folder that transformers can load, relative to the spec file."""
+
+
+class EmbeddedModel(Part):
+    kind: Literal["embedded"]
+    name: Literal["smollm2-135m"]
+    """A model that comes with an installed package: nothing is downloaded."""
+
+
+Model = Annotated[HubModel | FolderModel | EmbeddedModel, Field(discriminator="kind")]
+
+
+class Lora(Part):
+    kind: Literal["lora"]
+    rank: int = Field(16, ge=1)
+    """Rank of every adapter; memory and capacity grow linearly with it."""
+    alpha: float = Field(32, gt=0)
+    """Adapter outputs are scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]."""
+
+
+class Full(Part):
+    kind: Literal["full"]
+
+
+Tuning = Annotated[Lora | Full, Field(discriminator="kind")]
+
+
+class Source(Part):
+    path: str
+    """A JSONL file of chat messages or of prompt/completion rows, relative to the spec file."""
+
+
+class Data(Part):
+    train: tuple[Source, ...] = Field(min_length=1)
+    validation: Source | None = None
+    """Rows for the validation loss; they choose the checkpoint that is called best."""
+    test: Source | None = None
+    """Rows that `evaluate` answers; never trained on."""
+    max_tokens: int = Field(2048, ge=2)
+    """The longest row in tokens, prompt and answer together."""
+    too_long: Literal["error", "drop"] = "error"
+    """What happens to a longer row. An answer is never cut."""
+    template: Literal["chat", "plain"] = "chat"
+    """`chat`: the model's own chat template. `plain`: prompt and completion as they stand, for base models."""
+
+
+class Sft(Part):
+    kind: Literal["sft"]
+
+
+class AdamW(Part):
+    kind: Literal["adamw"] = "adamw"
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Applied to matrices, not to biases and norms."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    clip: float | None = Field(1.0, gt=0)
+    """Largest norm of the whole gradient; `null` for no clipping."""
+
+
+class Schedule(Part):
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    epochs: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1)
+    warmup: float = Field(0.03, ge=0, lt=1)
+    """Share of all steps over which the learning rate rises from 0."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Schedule":
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("epochs and steps are both given; keep one")
+        return self
+
+
+class Save(Part):
+    every: Every = Interval(unit="steps", count=200)
+    """`200 steps`, `epoch` or `15 minutes`; the end of the run is always saved."""
+    keep: int = Field(3, ge=1)
+    """Checkpoints kept, besides the best, the newest verified and the one that the run resumed from."""
+
+
+class NanStop(Part):
+    kind: Literal["stop"]
+
+
+class NanSkip(Part):
+    kind: Literal["skip"]
+    at_most: int = Field(3, ge=1)
+    """Steps left out over the whole run before it stops."""
+
+
+class NanRollBack(Part):
+    kind: Literal["roll_back"]
+    at_most: int = Field(3, ge=1)
+    """Returns to the last checkpoint over the whole run before it stops."""
+
+
+OnNan = Annotated[NanStop | NanSkip | NanRollBack, Field(discriminator="kind")]
+
+
+class Levers(Part):
+    """Exact levers: none of them changes the gradient."""
+
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Rows in memory at once; gradients are accumulated up to the global batch."""
+
+
+class Evaluation(Part):
+    task: Literal["exact_match", "json_match"]
+    """`exact_match`: the answer is the reference. `json_match`: the answer is JSON with every field right."""
+    limit: int | None = Field(None, ge=1)
+    """A seeded sample of the test rows instead of all of them."""
+    max_new_tokens: int = Field(256, ge=1)
+    batch: int = Field(8, ge=1)
+    """Answers generated at a time."""
+    base: bool = True
+    """Score the starting model too: a result without its baseline says little."""
+
+
+class Validation(Part):
+    every: Every | None = None
+    """By default whenever a checkpoint is saved."""
+
+
+class Spec(Part):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Names the run directory: runs/<name>-<n>."""
+    seed: int = Field(42, ge=0, lt=2**32)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a CUDA device where there is one. `cuda` without one is refused, not replaced."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """`auto` is bf16 on a card that has it and fp32 elsewhere."""
+    deterministic: bool = False
+    """Bit-identical resume on a card too, at some speed; a CPU always has it."""
+    model: Model
+    tuning: Tuning
+    data: Data
+    objective: Sft = Sft(kind="sft")
+    optimizer: AdamW
+    schedule: Schedule = Schedule(epochs=1)
+    global_batch: int = Field(16, ge=1)
+    """Rows per optimizer step. The planner never changes it."""
+    levers: Levers | Literal["auto"] = "auto"
+    save: Save = Save()
+    validation: Validation = Field(default=Validation(), alias="validate")
+    on_nan: OnNan = NanStop(kind="stop")
+    """A step whose loss or gradient is not finite is never applied; this says what follows."""
+    evaluate: tuple[Evaluation, ...] = ()
+    """Tasks that every finished run is scored on, in a process of its own."""

@@ -1,0 +1,187 @@
+"""The loop: one step after another, a line for each, a checkpoint when one is due. `TrainState` is all that moves from step to step."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import Best, Stage, TrainState
+from finefit.data.collate import micro_batches
+from finefit.data.order import rows_of_step
+from finefit.data.render import Example
+from finefit.errors import Diverged, Interrupted
+from finefit.objective.batch import Batch, Forward, Objective
+from finefit.spec.every import Interval
+from finefit.spec.schema import NanRollBack, NanSkip, NanStop
+from finefit.step.optimize import StepOutcome, optimizer_step
+from finefit.step.schedule import learning_rate
+from finefit.train.saver import Saver, find_checkpoint
+from finefit.train.stopping import StopRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What a worker holds while it trains."""
+
+    stage: Stage
+    model: nn.Module
+    forward: Forward
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    examples: Sequence[Example]
+    validation: Sequence[Example]
+    pad: int
+    saver: Saver
+    metrics: Journal
+    stop: StopRequest
+    note_memory: Callable[[str, int], None]
+
+
+def train(live: Live, state: TrainState) -> TrainState:
+    saved = validated = time.monotonic()
+    while state.step < live.stage.total_steps:
+        if live.stop.reason is not None:
+            live.saver.save(state)
+            raise Interrupted(f"stopped by {live.stop.reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
+        state = _one_step(live, state)
+        save = state.step == live.stage.total_steps or _due(live.stage.save.every, state.step, live.stage, saved)
+        if live.validation and (_due(live.stage.validate_every, state.step, live.stage, validated) if live.stage.validate_every else save):
+            state = _validated(live, state, saving=save)
+            validated = time.monotonic()
+        if save:
+            _saved(live, state)
+            saved = time.monotonic()
+    live.saver.save(state)  # a run that was killed after its last step has only its names to set
+    return state
+
+
+def _saved(live: Live, state: TrainState) -> None:
+    live.note_memory("save", state.step)
+    checkpoint = live.saver.save(state)
+    live.metrics.write(event="saved", step=state.step, checkpoint=checkpoint.name)
+    live.metrics.sync()
+
+
+def _one_step(live: Live, state: TrainState) -> TrainState:
+    if state.step in state.skipped_steps:
+        live.metrics.write(event="left_out", step=state.step + 1)
+        return replace(state, step=state.step + 1)
+    began = time.perf_counter()
+    batches = _batches(live, state)
+    rate = _set_learning_rate(live, state.step)
+    outcome = optimizer_step(
+        [_on_device(batch, live.stage.device) for batch in batches],
+        forward=live.forward,
+        objective=live.objective,
+        optimizer=live.optimizer,
+        clip=live.stage.optimizer.clip,
+        decide=bool,
+    )
+    if not outcome.applied:
+        return _not_finite(live, state, outcome)
+    tokens, supervised = sum(b.num_tokens for b in batches), sum(b.num_supervised for b in batches)
+    seconds = time.perf_counter() - began
+    live.metrics.write(
+        step=state.step + 1,
+        epoch=round((state.step + 1) / live.stage.steps_per_epoch, 4),
+        loss=outcome.loss.item(),
+        learning_rate=rate,
+        grad_norm=outcome.grad_norm.item(),
+        tokens=tokens,
+        supervised_tokens=supervised,
+        seconds=round(seconds, 4),
+        time=round(time.time(), 3),
+        batch=_digest(batches),
+    )
+    live.note_memory("step", state.step + 1)
+    return replace(state, step=state.step + 1, tokens=state.tokens + tokens, supervised_tokens=state.supervised_tokens + supervised)
+
+
+def _batches(live: Live, state: TrainState) -> list[Batch]:
+    rows = rows_of_step(state.step, num_rows=len(live.examples), global_batch=live.stage.global_batch, seed=live.stage.seed)
+    return micro_batches([live.examples[row] for row in rows], micro_batch=state.micro_batch, pad=live.pad)
+
+
+def _set_learning_rate(live: Live, step: int) -> float:
+    stage = live.stage
+    rate = learning_rate(step, peak=stage.optimizer.lr, kind=stage.schedule, total_steps=stage.total_steps, warmup_steps=stage.warmup_steps)
+    for group in live.optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _not_finite(live: Live, state: TrainState, outcome: StepOutcome) -> TrainState:
+    """The update was not applied, so the weights are as they were. The curve gets a gap, never a number."""
+    step = state.step + 1
+    found = f"loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
+    live.metrics.write(event="not_finite", step=step, found=found)
+    left_out = replace(state, skipped_steps=(*state.skipped_steps, state.step))
+    match live.stage.on_nan:
+        case NanSkip(at_most=limit) if len(state.skipped_steps) < limit:
+            return replace(left_out, step=step)
+        case NanRollBack(at_most=limit) if state.roll_backs < limit:
+            return _rolled_back(live, state)
+        case NanStop() | NanSkip() | NanRollBack():
+            live.saver.save(state)
+            raise Diverged(
+                f"step {step} was not applied: {found}. The weights are those of step {state.step}, and are saved",
+                "look at the rows of this step or lower optimizer.lr; `--set on_nan.kind=skip` leaves such steps out, at most on_nan.at_most of them",
+            )
+
+
+def _rolled_back(live: Live, state: TrainState) -> TrainState:
+    checkpoint, _ = find_checkpoint(live.saver.where, live.stage)
+    if checkpoint is None:  # nothing to return to, and nothing was damaged: the step is left out
+        return replace(state, step=state.step + 1, skipped_steps=(*state.skipped_steps, state.step), roll_backs=state.roll_backs + 1)
+    earlier = live.saver.restore(checkpoint)
+    live.metrics.write(event="rolled_back", step=earlier.step)
+    return replace(earlier, skipped_steps=(*earlier.skipped_steps, state.step), roll_backs=state.roll_backs + 1)
+
+
+def _validated(live: Live, state: TrainState, *, saving: bool) -> TrainState:
+    """The best is chosen among the steps that are saved."""
+    loss = validation_loss(live)
+    live.metrics.write(event="validated", step=state.step, validation_loss=loss)
+    if saving and (state.best is None or loss < state.best.validation_loss):
+        return replace(state, validation_loss=loss, best=Best(step=state.step, validation_loss=loss))
+    return replace(state, validation_loss=loss)
+
+
+def validation_loss(live: Live) -> float:
+    """Mean over all supervised tokens of the validation rows, without dropout."""
+    live.model.eval()
+    with torch.no_grad():
+        batches = micro_batches(live.validation, micro_batch=live.stage.micro_batch, pad=live.pad)
+        parts = [live.objective(live.forward, _on_device(batch, live.stage.device)) for batch in batches]
+    live.model.train()
+    return float(sum(part.total.item() for part in parts) / sum(part.count for part in parts))
+
+
+def _due(every: Interval, step: int, stage: Stage, last: float) -> bool:
+    match every.unit:
+        case "steps":
+            return step % every.count == 0
+        case "epoch":
+            return step % stage.steps_per_epoch == 0
+        case "minutes":
+            return time.monotonic() - last >= 60 * every.count
+
+
+def _on_device(batch: Batch, device: str) -> Batch:
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return replace(batch, input_ids_BT=moved(batch.input_ids_BT), positions_N=moved(batch.positions_N), targets_N=moved(batch.targets_N))
+
+
+def _digest(batches: Sequence[Batch]) -> str:
+    """Names what was trained on, so that two runs can be compared step by step."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.input_ids_BT.numpy().tobytes())
+        digest.update(batch.positions_N.numpy().tobytes())
+    return digest.hexdigest()[:16]

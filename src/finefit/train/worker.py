@@ -1,0 +1,197 @@
+"""`python -m finefit.train.worker STAGE_DIR`: trains one stage, from its newest verified checkpoint if there is one, and leaves a result."""
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from finefit.artifacts.checkpoint import list_checkpoints, step_of, sweep
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import Failure, Stage, StageResult, TrainState, read_record, write_record
+from finefit.artifacts.rundir import StageDir
+from finefit.data.prepared import read_examples
+from finefit.data.render import Example, open_renderer
+from finefit.errors import DataError, FinefitError, RunError
+from finefit.facts.files import read_file
+from finefit.model.load import counts, load_base, make_trainable, quiet
+from finefit.model.locate import locate
+from finefit.objective.sft import sft
+from finefit.spec.schema import Full
+from finefit.step.forward import autocast_for, bind
+from finefit.step.state import make_optimizer
+from finefit.train.loop import Live, train
+from finefit.train.saver import Saver, find_checkpoint
+from finefit.train.stopping import StopRequest
+
+log = logging.getLogger("finefit")
+
+
+def run_stage(where: StageDir, stop: StopRequest) -> StageResult:
+    stage = read_record(where.stage, Stage)
+    _set_up_torch(stage)
+    where.checkpoints.mkdir(exist_ok=True)
+    sweep(where.checkpoints)
+    with Journal(where.metrics) as metrics, Journal(where.memory) as memory:
+        note_memory = _memory_notes(memory, stage.device)
+        note_memory("start", 0)
+        live, state = _make_live(where, stage, stop, metrics, note_memory)
+        note_memory("loaded", state.step)
+        began = time.perf_counter()
+        state = train(live, state)
+        note_memory("end", state.step)
+    size = counts(live.model)
+    return StageResult(
+        step=state.step,
+        total_steps=stage.total_steps,
+        checkpoint=f"checkpoint-{state.step}",
+        trainable_parameters=size.trainable,
+        parameters=size.total,
+        tokens=state.tokens,
+        seconds=time.perf_counter() - began,
+        peak_bytes=_peak_bytes(stage.device),
+    )
+
+
+def _set_up_torch(stage: Stage) -> None:
+    if stage.device == "cuda" and not torch.cuda.is_available():
+        raise RunError(
+            "this stage was planned for a CUDA device and torch sees none here",
+            "`finefit doctor` says why; start again with --new --set device=cpu",
+        )
+    torch.set_num_threads(stage.threads)
+    if stage.device == "cpu" or stage.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(stage.seed)
+
+
+def _make_live(
+    where: StageDir, stage: Stage, stop: StopRequest, metrics: Journal, note_memory: Callable[[str, int], None]
+) -> tuple[Live, TrainState]:
+    checkpoint = _checkpoint(where, stage, metrics)  # verified before a weight is loaded
+    examples = {name: _examples(where, stage, name) for name in stage.prepared if name.endswith(".safetensors")}
+    model = make_trainable(_base(where, stage), stage.tuning, name=stage.model_name)
+    optimizer = make_optimizer(model, stage.optimizer)
+    saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer)
+    state = _fresh_state(stage)
+    if checkpoint is not None:
+        state = saver.restore(checkpoint)
+        log.info("resumed from %s", checkpoint.name)
+        metrics.write(event="resumed", step=state.step, checkpoint=checkpoint.name)
+    live = Live(
+        stage=stage,
+        model=model,
+        forward=bind(model, autocast=autocast_for(stage.device, stage.precision)),
+        objective=sft,
+        optimizer=optimizer,
+        examples=examples["train.safetensors"],
+        validation=examples.get("validation.safetensors", ()),
+        pad=open_renderer(where.tokenizer, stage.template).pad,
+        saver=saver,
+        metrics=metrics,
+        stop=stop,
+        note_memory=note_memory,
+    )
+    return live, state
+
+
+def _checkpoint(where: StageDir, stage: Stage, metrics: Journal) -> Path | None:
+    checkpoint, rejected = find_checkpoint(where, stage)
+    for line in rejected:
+        log.warning(line)
+        metrics.write(event="rejected", note=line)
+    return checkpoint
+
+
+def _base(where: StageDir, stage: Stage) -> PreTrainedModel:
+    located = locate(stage.model, where.run)
+    if located.fingerprint != stage.model_fingerprint:
+        raise RunError(f"the model {stage.model_name} has changed since this run began", "put the old one back, or start again with --new")
+    # whole models keep fp32 weights under autocast: bf16 ones would lose small updates
+    dtype = torch.bfloat16 if stage.precision == "bf16" and not isinstance(stage.tuning, Full) else torch.float32
+    return load_base(located.folder, device=stage.device, dtype=dtype)
+
+
+def _fresh_state(stage: Stage) -> TrainState:
+    return TrainState(
+        step=0,
+        tokens=0,
+        supervised_tokens=0,
+        micro_batch=stage.micro_batch,
+        model_name=stage.model_name,
+        model_fingerprint=stage.model_fingerprint,
+        template_sha256=stage.template_sha256,
+        tuning=stage.tuning,
+    )
+
+
+def _examples(where: StageDir, stage: Stage, name: str) -> list[Example]:
+    path = where.prepared(name)
+    if not path.exists() or read_file(path, where.path).sha256 != stage.prepared[name]:
+        raise DataError(f"the prepared rows {path.name} are missing or have changed since this run began", "start again with --new")
+    return read_examples(path)
+
+
+def _memory_notes(journal: Journal, device: str) -> Callable[[str, int], None]:
+    process = psutil.Process()
+
+    def note(instant: str, step: int) -> None:
+        values = {"resident_bytes": process.memory_info().rss}
+        if device == "cuda":
+            values |= {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+        journal.write(instant=instant, step=step, time=round(time.time(), 3), peak_bytes=_peak_bytes(device), **values)
+
+    return note
+
+
+def _peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_reserved()
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def work(where: StageDir) -> int:
+    """The exit code; the reason of a failure is in the result."""
+    stop = StopRequest()
+    stop.listen()
+    where.result.unlink(missing_ok=True)
+    try:
+        result = run_stage(where, stop)
+    except FinefitError as error:
+        log.error("%s", error)
+        result = _failed(where, Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code))
+    write_record(where.result, result)
+    return result.failure.exit_code if result.failure else 0
+
+
+def _failed(where: StageDir, failure: Failure) -> StageResult:
+    stage = read_record(where.stage, Stage)
+    newest = list_checkpoints(where.checkpoints)
+    return StageResult(
+        step=step_of(newest[-1]) if newest else 0,
+        total_steps=stage.total_steps,
+        checkpoint=newest[-1].name if newest else None,
+        trainable_parameters=0,
+        parameters=0,
+        tokens=0,
+        seconds=0.0,
+        peak_bytes=_peak_bytes(stage.device),
+        failure=failure,
+    )
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    quiet()
+    sys.exit(work(StageDir(Path(sys.argv[1]).resolve())))
+
+
+if __name__ == "__main__":
+    main()
