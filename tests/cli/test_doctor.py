@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from finefit.artifacts.records import Finding
 from finefit.facts.files import Disk
 from finefit.facts.machine import PACKAGES, Card, Device, Machine, TorchView
 from finefit.facts.power import Power
-from finefit.report.doctor import Examination, Finding, diagnose, document, is_ready, show, verdict
+from finefit.preflight.machine import Examination, diagnose, is_ready
+from finefit.report.doctor import document, show, verdict
 
 GIB = 2**30
 DOCTOR = [sys.executable, "-c", "import typer; from finefit.cli.doctor import doctor; typer.run(doctor)"]
@@ -62,7 +64,7 @@ def test_a_healthy_machine_without_a_card_is_ready_on_cpu() -> None:
 
 def test_a_card_that_torch_sees_is_where_training_goes() -> None:
     found = _with_card(H200, replace(TORCH, devices=(CPU, CUDA), cuda_build="13.0"))
-    assert verdict(found, diagnose(found)) == "ready to train on cuda:0 (NVIDIA H200, 140.0 GiB, bf16)"
+    assert verdict(found, diagnose(found)) == "ready to train on cuda:0 (NVIDIA H200, 140.00 GiB, bf16)"
 
 
 def test_a_missing_required_package_is_an_error_with_its_command() -> None:
@@ -107,15 +109,15 @@ def test_a_cpu_only_torch_beside_a_card_is_an_error_with_the_command_that_mends_
     finding = _only(_with_card(H200, TORCH))
     assert finding.level == "error"
     assert "torch 2.13.0+cpu is built without CUDA, so it cannot use NVIDIA H200" in finding.problem
-    assert finding.remedy == "pip uninstall -y torch && pip install torch --index-url https://download.pytorch.org/whl/cu130"
+    assert finding.remedy == "pip uninstall -y torch && pip install torch"
 
 
 @pytest.mark.parametrize(
     ("driver", "capability", "said"),
     [
-        ("580.65.06", "12.0", "whl/cu130"),
-        ("550.54", "8.6", "whl/cu126"),
-        ("580.65.06", "7.0", "whl/cu126"),
+        ("580.65.06", "12.0", "install torch"),
+        ("550.54", "8.6", "cu126"),
+        ("580.65.06", "7.0", "cu126"),
         ("570.10", "12.0", "update the NVIDIA driver (now 570.10)"),
         ("470.1", "8.0", "update the NVIDIA driver (now 470.1)"),
         ("[N/A]", None, "update the NVIDIA driver"),
@@ -131,7 +133,7 @@ def test_an_old_driver_is_named_in_torchs_own_words() -> None:
     finding = _only(_with_card(replace(H200, driver="550.54"), torch))
     assert finding.level == "error"
     assert "too old (found version 12040)" in finding.problem
-    assert "whl/cu126" in finding.remedy
+    assert "cu126" in finding.remedy
 
 
 def test_a_card_hidden_on_purpose_leaves_the_machine_ready() -> None:
@@ -145,7 +147,7 @@ def test_a_card_whose_kernels_do_not_run_is_an_error() -> None:
     found = _with_card(replace(H200, name="Tesla V100", compute_capability="7.0"), replace(TORCH, devices=(CPU, broken), cuda_build="13.0"))
     finding = _only(found)
     assert "cuda:0 (Tesla V100) cannot run a kernel: no kernel image" in finding.problem
-    assert "whl/cu126" in finding.remedy
+    assert "cu126" in finding.remedy
 
 
 def test_a_torch_that_cannot_be_imported_is_an_error_with_its_reason() -> None:
@@ -165,7 +167,7 @@ def test_a_full_disk_and_a_battery_are_warnings() -> None:
     found = replace(HEALTHY, disks=disks, power=Power(on_battery=True, has_battery=True, percent=41))
     disk, power = diagnose(found)
     assert (disk.level, power.level) == ("warning", "warning")
-    assert "has 1.0 GiB free" in disk.problem
+    assert "has 1,073,741,824 bytes free" in disk.problem
     assert "(41 %)" in power.problem
 
 

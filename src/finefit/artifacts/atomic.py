@@ -13,7 +13,7 @@ from finefit.facts.files import free_bytes
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` in one instant: a reader sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with full_disk_named(path, len(text)):
+    with full_disk_named(path, len(text.encode())):
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -30,7 +30,8 @@ def link(path: Path, target: str) -> None:
     """A relative symbolic link, replaced in one instant."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
+    with full_disk_named(path, len(target.encode())):
+        temporary.symlink_to(target)
     temporary.replace(path)
     sync_folder(path.parent)
 
@@ -68,6 +69,8 @@ def disk_full(path: Path, needed_bytes: int, free: int) -> DiskFull:
 
 
 def _is_full(error: Exception) -> bool:
+    if isinstance(error, DiskFull):  # of one file within; the outermost place is the one to know
+        return True
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     text = str(error)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from finefit.artifacts.atomic import disk_full, full_disk_named, link, sync_file, sync_folder
@@ -48,14 +48,14 @@ def write_checkpoint(
     if (available := free(folder)) < needed_bytes:
         raise disk_full(final, needed_bytes, available)
     staging = folder / f"{_STAGING}{final.name}"
-    staging.mkdir()
-    try:
-        with full_disk_named(final, needed_bytes):
+    with full_disk_named(final, needed_bytes):  # around the clean-up, so that the bytes it names as free are those for the next attempt
+        staging.mkdir()
+        try:
             fill(staging)
             _seal(staging)
-    except BaseException:
-        shutil.rmtree(staging)
-        raise
+        except BaseException:
+            shutil.rmtree(staging)
+            raise
     if final.exists():  # a checkpoint that failed verification and is being written again
         _remove(final)
     staging.rename(final)
@@ -65,12 +65,8 @@ def write_checkpoint(
 
 def _seal(staging: Path) -> None:
     files = sorted(p for p in staging.rglob("*") if p.is_file())
-    manifest = {
-        "version": 1,
-        "files": {p.relative_to(staging).as_posix(): {"size_bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
-    }
     path = staging / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    path.write_bytes(_manifest({p.relative_to(staging).as_posix(): (p.stat().st_size, _sha256(p)) for p in files}))
     for file in (*files, path):
         file.chmod(path.stat().st_mode)  # safetensors makes its files private; these follow the user's umask
         sync_file(file)
@@ -78,16 +74,26 @@ def _seal(staging: Path) -> None:
         sync_folder(inner)
 
 
+def _manifest(files: Mapping[str, tuple[int, str]]) -> bytes:
+    entries = {name: {"size_bytes": size, "sha256": digest} for name, (size, digest) in files.items()}
+    return json.dumps({"version": 1, "files": entries}, indent=1).encode()
+
+
 def problems(checkpoint: Path) -> list[str]:
     """What differs from the manifest; empty when every byte is as it was written."""
     try:
-        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-        expected = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+        return _differences(checkpoint)
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        return [f"{error.filename or checkpoint} cannot be read: {error.strerror}"]
+
+
+def _differences(checkpoint: Path) -> list[str]:
+    expected = _listed((checkpoint / MANIFEST).read_bytes())
+    if expected is None:
         return [f"{MANIFEST} is damaged"]
-    present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file()} - {MANIFEST}
+    present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if not p.is_dir()} - {MANIFEST}
     found = [f"{name} is not in the manifest" for name in sorted(present - expected.keys())]
     for name, (size, digest) in expected.items():
         path = checkpoint / name
@@ -98,6 +104,15 @@ def problems(checkpoint: Path) -> list[str]:
         elif _sha256(path) != digest:
             found.append(f"{name} has changed since it was written")
     return found
+
+
+def _listed(text: bytes) -> dict[str, tuple[int, str]] | None:
+    """None unless the bytes are those that would be written for what they say: a flip that leaves the meaning alone is a flip too."""
+    try:
+        files = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in json.loads(text)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return files if _manifest(files) == text else None
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:

@@ -15,6 +15,8 @@ import psutil
 from finefit.errors import RunError
 
 _ORPHAN_SECONDS = 60.0
+_NAMING_SECONDS = 2.0
+_RETRY_SECONDS = 0.1
 
 
 @contextmanager
@@ -31,20 +33,27 @@ def run_lock(path: Path) -> Iterator[int]:
 
 
 def _take(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + _ORPHAN_SECONDS
+    began = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             pid, host = _read_holder(path)
-            orphaned = host == socket.gethostname() and pid is not None and not psutil.pid_exists(pid)
-            if not orphaned or time.monotonic() > deadline:
+            if time.monotonic() - began > _patience(pid, host):
                 raise RunError(
                     f"{path.parent.name} is already being worked on by process {pid} on {host}",
                     f"follow it with `finefit watch {path.parent}`, or stop it with `kill {pid}`: it saves first",
                 ) from None
-            time.sleep(0.2)  # its launcher is gone and the worker is saving its last checkpoint
+            time.sleep(_RETRY_SECONDS)
+
+
+def _patience(pid: int | None, host: str) -> float:
+    """How many seconds a held lock is worth waiting for."""
+    if pid is None:  # taken this instant, the holder's name not written yet
+        return _NAMING_SECONDS
+    orphaned = host == socket.gethostname() and not psutil.pid_exists(pid)  # the worker is saving its last checkpoint
+    return _ORPHAN_SECONDS if orphaned else 0.0
 
 
 def _write_holder(descriptor: int) -> None:

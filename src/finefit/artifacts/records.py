@@ -40,6 +40,15 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    __pydantic_config__ = STRICT
+    level: Literal["error", "warning", "note"]
+    """Only an error keeps from going on."""
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """A decision and where it came from."""
 
@@ -202,6 +211,15 @@ class EvalRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFailure:
+    """Why an evaluation left no result."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalItem:
     __pydantic_config__ = STRICT
     item: int
@@ -237,8 +255,18 @@ class EvalResult:
     items: tuple[EvalItem, ...] = field(repr=False)
 
 
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+"""Made once for each kind of record; a view reads several of them many times a second."""
+
+
+def _adapter(kind: type[R]) -> TypeAdapter[R]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
 def write_record(path: Path, record: object) -> None:
-    write_text(path, TypeAdapter(type(record)).dump_json(record, indent=1, by_alias=True).decode() + "\n")
+    write_text(path, _adapter(type(record)).dump_json(record, indent=1, by_alias=True).decode() + "\n")
 
 
 def read_record(path: Path, kind: type[R]) -> R:
@@ -247,7 +275,7 @@ def read_record(path: Path, kind: type[R]) -> R:
     except FileNotFoundError:
         raise RunError(f"{path} is missing", "the run directory is incomplete; start again with --new") from None
     try:
-        return TypeAdapter(kind).validate_json(text)
+        return _adapter(kind).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

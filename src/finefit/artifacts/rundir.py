@@ -1,10 +1,10 @@
 """Where everything in a run directory lies. Paths are computed, never stored: the directory can be copied anywhere."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from finefit.artifacts.records import Run, read_record
 from finefit.errors import RunError
 
 
@@ -49,14 +49,13 @@ class StageDir:
     def prepared(self, name: str) -> Path:
         return self.path / "data" / name
 
-    def eval_request(self, task: str, checkpoint: str) -> Path:
-        return self.path / "evals" / task / f"{checkpoint}.request.json"
+    def evaluation(self, task: str, checkpoint: str, limit: int | None = None) -> "EvalPaths":
+        return EvalPaths(self.path / "evals" / task, checkpoint, limit)
 
-    def eval_items(self, task: str, checkpoint: str) -> Path:
-        return self.path / "evals" / task / f"{checkpoint}.items.jsonl"
-
-    def eval_result(self, task: str, checkpoint: str) -> Path:
-        return self.path / "evals" / task / f"{checkpoint}.json"
+    def evaluations(self) -> list["EvalPaths"]:
+        """Those that have been asked for, in the order in which they were asked for last."""
+        requests = sorted((self.path / "evals").glob("*/*.request.json"), key=lambda p: p.stat().st_mtime_ns)
+        return [_eval_paths(path) for path in requests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,44 @@ class RunDir:
         return [StageDir(p) for p in sorted((self.path / "stages").iterdir(), key=lambda p: int(p.name.split("-")[0]))]
 
 
+@dataclass(frozen=True, slots=True)
+class EvalPaths:
+    """`evals/<task>/<checkpoint>.json` and what belongs to it. A sample has a result of its own beside that of all items, and shares the answers."""
+
+    folder: Path
+    checkpoint: str
+    limit: int | None
+
+    @property
+    def _stem(self) -> str:
+        return self.checkpoint if self.limit is None else f"{self.checkpoint}.sample-{self.limit}"
+
+    @property
+    def request(self) -> Path:
+        return self.folder / f"{self._stem}.request.json"
+
+    @property
+    def result(self) -> Path:
+        return self.folder / f"{self._stem}.json"
+
+    @property
+    def failure(self) -> Path:
+        return self.folder / f"{self._stem}.failure.json"
+
+    @property
+    def items(self) -> Path:
+        return self.folder / f"{self.checkpoint}.items.jsonl"
+
+    def forget(self) -> None:
+        for path in (self.result, self.failure, self.items, self.request):
+            path.unlink(missing_ok=True)
+
+
+def _eval_paths(request: Path) -> EvalPaths:
+    checkpoint, sample, limit = request.name.removesuffix(".request.json").partition(".sample-")
+    return EvalPaths(request.parent, checkpoint, int(limit) if sample else None)
+
+
 def is_run(path: Path) -> bool:
     return (path / "run.json").is_file()
 
@@ -118,7 +155,15 @@ def runs_named(root: Path, name: str) -> list[RunDir]:
 
 
 def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
-    return next((r for r in reversed(runs_named(root, name)) if read_record(r.run, Run).digest == digest), None)
+    return next((r for r in reversed(runs_named(root, name)) if _digest_of(r) == digest), None)
+
+
+def _digest_of(run: RunDir) -> str | None:
+    """The digest alone: a run of another version of finefit, or a damaged one, is another run, and shall not stand in the way of this one."""
+    try:
+        return str(json.loads(run.run.read_bytes())["digest"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def next_number(root: Path, name: str) -> int:

@@ -9,8 +9,10 @@ import typer
 from finefit.cli import demo, doctor, evaluate, recipes, run, watch
 from finefit.errors import FinefitError
 
+USAGE = 2
 INTERRUPTED = 3
 FAULT = 70
+_CTRL_C = 130  # typer's own code for it
 
 app = typer.Typer(
     name="finefit",
@@ -34,16 +36,24 @@ def main() -> None:
         app()
     except FinefitError as error:
         _tell(type(error).__name__, error.problem, error.remedy, error.exit_code)
-    except KeyboardInterrupt:
-        _tell("Interrupted", "interrupted", "give the same command again", INTERRUPTED)
+    except SystemExit as end:  # typer ends the process itself, after a wrong argument too
+        if end.code == _CTRL_C:
+            _tell("Interrupted", "interrupted", "give the same command again", INTERRUPTED)
+        if end.code == USAGE:
+            _document("UsageError", str(end.__context__), "see --help", USAGE)
+        raise
     except Exception as error:  # noqa: BLE001 the boundary to the user: what nobody foresaw is a fault of ours
         traceback.print_exc()
         _tell(type(error).__name__, f"a fault of finefit: {error}", "please report it with the lines above", FAULT)
 
 
 def _tell(kind: str, problem: str, remedy: str, exit_code: int) -> None:
+    _document(kind, problem, remedy, exit_code)
+    typer.echo(f"error: {problem}" + (f"\n{remedy}" if remedy else ""), err=True)
+    sys.exit(exit_code)
+
+
+def _document(kind: str, problem: str, remedy: str, exit_code: int) -> None:
     if "--json" in sys.argv:
         failure = {"kind": kind, "problem": problem, "remedy": remedy, "exit_code": exit_code}
         typer.echo(json.dumps({"error": failure}, indent=2))
-    typer.echo(f"error: {problem}" + (f"\n{remedy}" if remedy else ""), err=True)
-    sys.exit(exit_code)

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from finefit.facts.machine import Device, Machine, TorchView
-    from finefit.report.doctor import Examination
+    from finefit.preflight.machine import Examination
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
@@ -20,7 +20,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON docume
     """
     from rich.console import Console
 
-    from finefit.report.doctor import diagnose, document, is_ready, show
+    from finefit.preflight.machine import diagnose, is_ready
+    from finefit.report.doctor import document, show
 
     found = examine()
     findings = diagnose(found)
@@ -36,7 +37,7 @@ def examine() -> "Examination":
     from finefit.facts.files import Disk, finefit_cache, free_bytes, hub_cache
     from finefit.facts.machine import read_machine, read_requirements
     from finefit.facts.power import read_power
-    from finefit.report.doctor import Examination
+    from finefit.preflight.machine import Examination
 
     machine = read_machine()
     places = {"current folder": Path.cwd(), "finefit cache": finefit_cache(), "hub cache": hub_cache()}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from finefit.cli.console import open_console
 from finefit.cli.options import AsJson
 
 
@@ -24,19 +25,17 @@ def evaluate(
 
       finefit eval runs/orders-1 --checkpoint all --limit 20
     """
-    from rich.console import Console
-
     from finefit.artifacts.lock import run_lock
     from finefit.artifacts.rundir import open_run
     from finefit.pipeline import execute
     from finefit.report.live import RunView
     from finefit.report.run import evals_document, evals_tables
 
-    console = Console(stderr=as_json)
+    console = open_console(as_json=as_json)
     run = open_run(target)
     evaluations = execute.evaluations(run, task=task, limit=limit)
     checkpoints = execute.checkpoints(run, checkpoint)
-    with run_lock(run.lock) as lock, RunView(run, console, log=run.log) as view:
+    with run_lock(run.lock) as lock, RunView(run, console, log=run.log, evaluates=True) as view:
         results = [execute.evaluate(run, name, e, lock=lock, tick=view.tick) for e in evaluations for name in checkpoints]
     if as_json:
         typer.echo(json.dumps(evals_document(results), indent=2))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from finefit.cli.console import open_console
 from finefit.cli.options import AsJson
 
 _TICK_SECONDS = 0.5
@@ -22,8 +23,6 @@ def watch(
 
       finefit watch runs/orders-1
     """
-    from rich.console import Console
-
     from finefit.artifacts.lock import holder_of
     from finefit.artifacts.rundir import open_run
     from finefit.report.live import RunView
@@ -31,15 +30,27 @@ def watch(
 
     run = open_run(target)
     if as_json:
-        typer.echo(json.dumps(run_document(run) | {"pid": holder_of(run.lock)}, indent=2))
+        document, pid = run_document(run), holder_of(run.lock)
+        typer.echo(json.dumps(document | {"status": _status(document["status"], pid), "pid": pid}, indent=2))
         return
-    console = Console()
-    with RunView(run, console) as view:
-        view.tick()
-        while holder_of(run.lock) is not None:
-            time.sleep(_TICK_SECONDS)
+    console = open_console()
+    try:
+        with RunView(run, console) as view:
             view.tick()
+            while holder_of(run.lock) is not None:
+                time.sleep(_TICK_SECONDS)
+                view.tick()
+    except KeyboardInterrupt:
+        console.print(f"{run.path} goes on", soft_wrap=True)
+        return
     record = view.follower.status()
-    console.print(f"{run.path} is {'stopped' if record.status == 'running' else record.status}", highlight=False)
+    console.print(f"{run.path} is {_status(record.status, None)}", soft_wrap=True)
+    if record.failure is not None:
+        console.print(record.failure.problem, soft_wrap=True)
     if record.status != "finished":
-        console.print(f"{record.failure.problem if record.failure else ''}\nnext     finefit run {run.path}", highlight=False, soft_wrap=True)
+        console.print(f"next     finefit run {run.path}", soft_wrap=True)
+
+
+def _status(recorded: str, pid: int | None) -> str:
+    """A run that was killed had no time to record its end."""
+    return "stopped" if recorded == "running" and pid is None else recorded

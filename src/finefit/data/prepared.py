@@ -49,7 +49,7 @@ def prepare(rows: Sequence[Row], renderer: Renderer, *, split: str, max_tokens: 
 
 def _rendered(row: Row, renderer: Renderer) -> Example:
     try:
-        return renderer.example(row.messages)
+        return renderer.example(row.messages, num_given=row.num_given)
     except DataError as error:
         raise DataError(f"{row.place} {error.problem}", error.remedy) from None
 

@@ -7,13 +7,20 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError
+
+_TODAY = date(2024, 7, 26)
+"""For templates that write the date (Llama 3.2, gpt-oss): a prompt shall be the same tomorrow. Llama's own fallback."""
+_SETTINGS: dict[str, Any] = {"enable_thinking": False, "strftime_now": _TODAY.strftime}
+"""Rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn in the one without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row as the model sees it, up to its last supervised token."""
+    """A row as the model sees it; it ends with an answer's end token."""
 
     tokens: tuple[int, ...]
     supervised: tuple[bool, ...]
@@ -45,40 +52,41 @@ class Renderer:
         """What stands before the answer, the opening of the assistant's turn included."""
         if self.template == "plain":
             return "".join(m.content for m in messages)
-        return str(self.tokenizer.apply_chat_template(_dicts(messages), tokenize=False, add_generation_prompt=True))
+        return self._written(messages, opening=True)
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
-        return self._start() + self._tokens(self.prompt_text(messages))
+        tokens = self._start() + self._tokens(self.prompt_text(messages))
+        if not tokens:
+            raise DataError("the prompt is empty, so there is nothing to answer to", "give the row a prompt")
+        return tokens
 
-    def example(self, messages: Sequence[Message]) -> Example:
-        """Every assistant turn is supervised, its end included; nothing else is."""
+    def example(self, messages: Sequence[Message], *, num_given: int = 0) -> Example:
+        """Every assistant turn after the given messages is supervised, its end included; nothing else is."""
         tokens, supervised = self._start(), [False] * len(self._start())
-        for segment in self.segments(messages):
+        for segment in self.segments(messages, num_given):
             piece = self._tokens(segment.text)
-            flags = self._up_to_turn_end(piece) if segment.supervised else [False] * len(piece)
             tokens += piece
-            supervised += flags
-        if not tokens or not any(supervised):
-            raise DataError("the row has no supervised token")
-        end = len(supervised) - supervised[::-1].index(True)
-        return Example(tuple(tokens[:end]), tuple(supervised[:end]))
+            supervised += [segment.supervised] * len(piece)
+        return Example(tuple(tokens), tuple(supervised))
 
-    def segments(self, messages: Sequence[Message]) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], num_given: int = 0) -> list[Segment]:
+        """Prompt and answer by turns; the last one is an answer."""
         if self.template == "plain":
             return self._plain_segments(messages)
-        segments, done = [], ""
+        segments, done, whole = [], "", ""
         for at, message in enumerate(messages):
-            if message.role != "assistant":
+            if at < num_given or message.role != "assistant":
                 continue
             prompt = self.prompt_text(messages[:at])
-            whole = str(self.tokenizer.apply_chat_template(_dicts(messages[: at + 1]), tokenize=False))
-            if not (prompt.startswith(done) and whole.startswith(prompt)):
+            if not prompt.startswith(whole):
                 raise DataError(
-                    f"the chat template renders message {at + 1} differently when more follows, so the answer cannot be told from the prompt",
-                    "give the conversation as one row per answer",
+                    f"the chat template renders what stands before message {at + 1} differently when more follows",
+                    "give the conversation as one row of `prompt` and `completion` per answer",
                 )
-            segments += [Segment(prompt[len(done) :], False), Segment(whole[len(prompt) :], True)]
-            done = whole
+            whole = self._written(messages[: at + 1], opening=False)
+            turn = self._turn(prompt, whole, message.content)
+            segments += [Segment(prompt[len(done) :], False), Segment(turn, True)]
+            done = prompt + turn
         return segments
 
     def _plain_segments(self, messages: Sequence[Message]) -> list[Segment]:
@@ -86,30 +94,47 @@ class Renderer:
             raise DataError(f"the plain template takes one prompt and one completion, this row has {len(messages)} messages")
         return [Segment(messages[0].content, False), Segment(messages[1].content + self.tokenizer.eos_token, True)]
 
+    def _written(self, messages: Sequence[Message], *, opening: bool) -> str:
+        """`opening`: with the opening of the assistant's turn."""
+        try:
+            return str(self.tokenizer.apply_chat_template(_dicts(messages), tokenize=False, add_generation_prompt=opening, **_SETTINGS))
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template refuses this conversation: {error}",
+                "change the messages to what the template takes: some know no system role, or want user and assistant by turns",
+            ) from None
+
+    def _turn(self, prompt: str, whole: str, answer: str) -> str:
+        """What the template writes for an answer, to the end token. A line break may follow there; generation never gets that far."""
+        answer, eos = answer.strip(), str(self.tokenizer.eos_token)  # some templates trim
+        before, found, after = whole.removeprefix(prompt).partition(answer)
+        if not whole.startswith(prompt) or not found or before.strip():
+            written = whole[len(prompt) :] if whole.startswith(prompt) else whole
+            raise DataError(
+                f"the chat template does not put the answer as it stands behind the prompt; after {prompt[-40:]!r} comes {written[-80:]!r}",
+                "a model whose template does, or `data.template: plain`, can be trained on these rows",
+            )
+        end = after.find(eos)
+        if end < 0:
+            raise DataError(
+                f"the chat template ends an answer without {eos!r}, so the model would never learn to stop",
+                "use a tokenizer whose eos_token is the one that its chat template writes after an answer",
+            )
+        return before + answer + after[: end + len(eos)]
+
     def _start(self) -> list[int]:
         """Chat templates write their own first token; plain text gets the tokenizer's, where it adds one."""
-        if self.template == "chat" or not getattr(self.tokenizer, "add_bos_token", False):
-            return []
-        return [self.tokenizer.bos_token_id]
+        first = self.tokenizer("")["input_ids"][:1] if self.template == "plain" else []
+        return list(first) if first == [self.tokenizer.bos_token_id] else []
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _up_to_turn_end(self, piece: Sequence[int]) -> list[bool]:
-        """The template may write a line break after the end of the turn; generation never gets that far."""
-        eos = self.tokenizer.eos_token_id
-        if eos not in piece:
-            raise DataError(
-                f"the chat template ends an answer without {self.tokenizer.eos_token!r}, so the model would never learn to stop",
-                "use a tokenizer whose eos_token is the one that its chat template writes after an answer",
-            )
-        last = len(piece) - 1 - list(piece)[::-1].index(eos)
-        return [at <= last for at in range(len(piece))]
 
     def sha256(self) -> str:
         """Equal hashes render equal prompts."""
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._start()}
+        identity |= {"thinking": _SETTINGS["enable_thinking"], "today": _TODAY.isoformat()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

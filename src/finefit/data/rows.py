@@ -25,6 +25,8 @@ class Row:
     """Line in the file, from 1."""
     messages: tuple[Message, ...]
     """Ends with the answer."""
+    num_given: int = 0
+    """So many messages at the start are never supervised, whoever speaks: those of a row's `prompt`."""
 
     @property
     def place(self) -> str:
@@ -49,7 +51,9 @@ def read_rows(path: Path, source: str) -> list[Row]:
     faults: list[str] = []
     for number, line in _lines(path, source):
         try:
-            rows.append(Row(source=source, number=number, messages=_conversation(_record(line))))
+            record = _record(line)
+            messages = _conversation(record)
+            rows.append(Row(source=source, number=number, messages=messages, num_given=_num_given(record)))
         except _BadRow as fault:
             faults.append(f"{source}:{number} {fault}")
     if faults:
@@ -76,7 +80,7 @@ def _lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
 def _record(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _BadRow(f"is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise _BadRow(f"is a {type(value).__name__}, not an object")
@@ -92,14 +96,21 @@ def _conversation(record: dict[str, Any]) -> tuple[Message, ...]:
         raise _BadRow(f"has the fields {', '.join(record) or '(none)'}; expected are `messages`, or `prompt` and `completion`")
     if len(messages) < 2 or messages[-1].role != "assistant":
         raise _BadRow("has no answer: its last message is not the assistant's, or nothing stands before it")
+    if messages[0].role == "assistant":
+        raise _BadRow("begins with an answer: nothing stands before it")
     if any(m.role == "assistant" and not m.content.strip() for m in messages):
         raise _BadRow("has an empty answer")
     return messages
 
 
+def _num_given(record: dict[str, Any]) -> int:
+    prompt = [] if "messages" in record else record["prompt"]
+    return len(prompt) if isinstance(prompt, list) else 1
+
+
 def _side(value: Any, field: str, role: Role) -> tuple[Message, ...]:
     if isinstance(value, str):
-        return (Message(role, value),)
+        return (Message(role, _text(value, field)),)
     return _messages(value, field)
 
 
@@ -114,11 +125,19 @@ def _message(entry: Any, place: str) -> Message:
         raise _BadRow(f"{place} is {_shown(entry)}; a message has `role` and `content`")
     if entry["role"] not in get_args(Role):
         raise _BadRow(f"{place} has the role {_shown(entry['role'])}; known are {', '.join(get_args(Role))}")
-    if not isinstance(entry["content"], str):
-        raise _BadRow(f"{place} has {_shown(entry['content'])} as content, not text")
     if extra := entry.keys() - {"role", "content"}:
         raise _BadRow(f"{place} has the unknown field {', '.join(sorted(extra))}, which would be lost")
-    return Message(entry["role"], entry["content"])
+    return Message(entry["role"], _text(entry["content"], place))
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _BadRow(f"{place} has {_shown(value)} as content, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
+        raise _BadRow(f"{place} holds half a character, \\u{ord(value[error.start]):04x}, which no tokenizer takes") from None
+    return value
 
 
 def _shown(value: Any) -> str:

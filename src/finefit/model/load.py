@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from finefit.errors import ModelError, RunError
 from finefit.spec.schema import Full, Lora, Tuning
@@ -24,9 +24,11 @@ class Counts:
 
 
 def load_base(folder: Path, *, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device} if device != "cpu" else None)
-    if on_meta := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise ModelError(f"{folder.name} has no weights for {', '.join(on_meta[:5])}", "the model's files are incomplete; fetch it again")
+    place = {"": device} if device != "cpu" else None
+    model: PreTrainedModel
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=place, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):  # transformers would make them up and go on
+        raise ModelError(f"{folder.name} has no weights for {', '.join(missing[:5])}", "the model's files are incomplete; fetch it again")
     return model
 
 
@@ -34,6 +36,7 @@ def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str) -> PreT
     """`name` is recorded as the base of an adapter."""
     match tuning:
         case Full():
+            _allow_saving(model)
             return model.requires_grad_(True).train()
         case Lora():
             config = peft.LoraConfig(
@@ -47,6 +50,24 @@ def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str) -> PreT
             adapted.peft_config["default"].base_model_name_or_path = name
             adapted.peft_config["default"].inference_mode = False
             return adapted.train()
+
+
+def _allow_saving(model: PreTrainedModel) -> None:
+    """Some models come with a temperature and without sampling; transformers loads that and refuses to save it."""
+    config = model.generation_config
+    if config is None or _refusal(config) is None:
+        return
+    config.do_sample = True
+    if reason := _refusal(config):
+        raise ModelError(f"the model's generation_config cannot be saved: {reason}", "mend generation_config.json in its folder")
+
+
+def _refusal(config: GenerationConfig) -> str | None:
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
@@ -105,6 +126,7 @@ def load_for_answers(base: Path, checkpoint: Path | None, *, device: str, dtype:
     """The starting model, or the one that a checkpoint holds, ready to generate."""
     adapter = checkpoint if checkpoint is not None and (checkpoint / ADAPTER).exists() else None
     model: nn.Module = load_base(base if checkpoint is None or adapter else checkpoint, device=device, dtype=dtype)
+    model.generation_config = GenerationConfig()  # else the model's own penalties would bend the greedy answers
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter)
     return model.eval()

@@ -1,0 +1,1 @@
+"""What is minimised: a batch in, a loss sum and a count out."""

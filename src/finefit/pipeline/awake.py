@@ -22,7 +22,7 @@ def awake(warn: Callable[[str], None]) -> Iterator[None]:
     finally:
         if inhibitor is not None:
             inhibitor.terminate()
-            inhibitor.wait()
+            inhibitor.communicate()  # closes its pipe too
 
 
 def _inhibit() -> "subprocess.Popen[bytes] | None":
@@ -34,6 +34,7 @@ def _inhibit() -> "subprocess.Popen[bytes] | None":
         inhibitor.wait(timeout=0.3)  # it refuses at once, or holds until it is ended
     except subprocess.TimeoutExpired:
         return inhibitor
+    inhibitor.communicate()
     return None
 
 

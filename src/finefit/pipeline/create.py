@@ -13,12 +13,16 @@ from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import DroppedRow, Facts, Plan, Run, SourceLedger, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
 from finefit.data.prepared import Prepared, prepare, write_examples, write_items
-from finefit.errors import SpecError
+from finefit.data.rows import Row
+from finefit.data.tasks import TASKS, NoResult, Task
+from finefit.errors import DataError, SpecError
 from finefit.facts.files import read_file
 from finefit.facts.machine import read_machine
 from finefit.pipeline.inputs import Opened, between, relocate
 from finefit.plan.resolve import make_stage, resolve
 from finefit.spec.load import spec_to_json
+
+_SHOWN = 10
 
 
 def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], base: Path, runs: Path) -> RunDir:
@@ -71,6 +75,7 @@ def _prepare_data(where: StageDir, opened: Opened) -> dict[str, Prepared]:
     data = opened.spec.data
     if opened.spec.evaluate and "test" not in opened.rows:
         raise SpecError("evaluate names a task, but data.test names no rows to answer", "add data.test: {path: ...}, or remove evaluate")
+    _require_references([TASKS[e.task] for e in opened.spec.evaluate], opened.rows.get("test", []))
     prepared = {
         split: prepare(rows, opened.renderer, split=split, max_tokens=data.max_tokens, too_long=data.too_long)
         for split, rows in opened.rows.items()
@@ -87,6 +92,22 @@ def _prepare_data(where: StageDir, opened: Opened) -> dict[str, Prepared]:
             for row in part.dropped:
                 ledger.write(**TypeAdapter(DroppedRow).dump_python(row, mode="json"))
     return prepared
+
+
+def _require_references(tasks: list[Task], rows: list[Row]) -> None:
+    """A reference that its task cannot read is found now, not after the training."""
+    faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task in tasks for row in rows if (reason := _unreadable(task, row))]
+    if faults:
+        more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise DataError("\n".join(faults[:_SHOWN]) + more, "mend these rows, or evaluate another task")
+
+
+def _unreadable(task: Task, row: Row) -> str | None:
+    try:
+        task.extract(row.answer)
+    except NoResult as reason:
+        return str(reason)
+    return None
 
 
 def stage_of(run: RunDir) -> StageDir:

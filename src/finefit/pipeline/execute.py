@@ -4,28 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from finefit import errors
 from finefit.artifacts.checkpoint import list_checkpoints
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import EvalRequest, EvalResult, Failure, Run, Stage, StageResult, read_record, write_record
+from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Run, Stage, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.data.tasks import TASKS
-from finefit.errors import FinefitError, Interrupted, Resumable, RunError, WorkerDied
+from finefit.errors import FinefitError, Interrupted, Resumable, RunError
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import stage_of
-from finefit.pipeline.launch import launch
+from finefit.pipeline.launch import last_words, launch
 from finefit.spec.schema import Evaluation
 
 Tick = Callable[[], None]
 ALIASES = ("final", "best")
-
-
-class Failed(FinefitError):
-    """What a worker reported, with its own exit code."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.problem, failure.remedy)
-        self.exit_code = failure.exit_code  # type: ignore[misc]
-        self.kind = failure.kind
 
 
 def execute(run: RunDir, *, tick: Tick, warn: Callable[[str], None]) -> Run:
@@ -39,17 +31,13 @@ def execute(run: RunDir, *, tick: Tick, warn: Callable[[str], None]) -> Run:
                 for checkpoint in (*(["base"] if evaluation.base else []), "final"):
                     evaluate(run, checkpoint, evaluation, lock=lock, tick=tick)
         except FinefitError as error:
-            failure = Failure(kind=_kind(error), problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
+            failure = Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
             resumable = error.exit_code == Resumable.exit_code
             write_record(run.run, replace(record, status="stopped" if resumable else "failed", failure=failure))
             raise
         record = replace(record, status="finished")
         write_record(run.run, record)
         return record
-
-
-def _kind(error: FinefitError) -> str:
-    return error.kind if isinstance(error, Failed) else type(error).__name__
 
 
 def _train(run: RunDir, lock: int, tick: Tick) -> None:
@@ -72,11 +60,17 @@ def _is_trained(where: StageDir, stage: Stage) -> bool:
 def _raise_failure(result: Path, code: int, log: Path) -> None:
     if result.exists():
         if failure := read_record(result, StageResult).failure:
-            raise Failed(failure)
+            raise _raised_again(failure)
     elif code == Interrupted.exit_code:
-        raise Interrupted("stopped at once, without a new checkpoint")
+        raise Interrupted(f"stopped at once, without a new checkpoint. {last_words(log)}", "give the same command again")
     else:
-        raise WorkerDied(f"the worker ended with code {code} and left no result; its last words are in {log}")
+        raise FinefitError(f"the worker ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")
+
+
+def _raised_again(failure: Failure) -> FinefitError:
+    """What a worker reported, as the type that it was there."""
+    kind: type[FinefitError] = getattr(errors, failure.kind, FinefitError)
+    return kind(failure.problem, failure.remedy)
 
 
 def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int, tick: Tick) -> EvalResult:
@@ -84,22 +78,23 @@ def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int,
     where = stage_of(run)
     name = resolve_checkpoint(where, checkpoint)
     request = EvalRequest(checkpoint=name, evaluation=evaluation)
-    paths = (
-        where.eval_request(evaluation.task, name),
-        where.eval_result(evaluation.task, name),
-        where.eval_items(evaluation.task, name),
-    )
-    request_path, result_path, items_path = paths
-    if not request_path.exists() or read_record(request_path, EvalRequest) != request:
-        items_path.parent.mkdir(parents=True, exist_ok=True)
-        result_path.unlink(missing_ok=True)
-        items_path.unlink(missing_ok=True)
-        write_record(request_path, request)
-    if not result_path.exists():
-        code = launch("finefit.evaluate.worker", request_path, log=run.log, lock=lock, tick=tick)
-        if not result_path.exists():
-            raise _no_result(code, run.log)
-    return read_record(result_path, EvalResult)
+    paths = where.evaluation(evaluation.task, name, evaluation.limit)
+    for earlier in where.evaluations():
+        is_same_model = (earlier.folder, earlier.checkpoint) == (paths.folder, name)
+        if is_same_model and _asks(read_record(earlier.request, EvalRequest).evaluation) != _asks(evaluation):
+            earlier.forget()
+    if not paths.result.exists():
+        paths.folder.mkdir(parents=True, exist_ok=True)
+        write_record(paths.request, request)  # also when it is the old one: its time says which evaluation is in hand
+        code = launch("finefit.evaluate.worker", paths.request, log=run.log, lock=lock, tick=tick)
+        if not paths.result.exists():
+            raise _no_result(paths.failure, code, run.log)
+    return read_record(paths.result, EvalResult)
+
+
+def _asks(evaluation: Evaluation) -> Evaluation:
+    """What decides an answer: a sample of the items asks them the same way as all of them."""
+    return evaluation.model_copy(update={"limit": None, "base": True})
 
 
 def evaluations(run: RunDir, *, task: str | None, limit: int | None) -> list[Evaluation]:
@@ -129,18 +124,19 @@ def resolve_checkpoint(where: StageDir, checkpoint: str) -> str:
     if checkpoint == "base":
         return checkpoint
     name = f"checkpoint-{checkpoint}" if checkpoint.isdigit() else checkpoint
-    path = where.checkpoints / name
-    if not path.is_dir():
-        there = sorted(p.name for p in where.checkpoints.iterdir() if p.is_dir() and not p.name.startswith(".")) if where.checkpoints.is_dir() else []
+    aliases = [alias for alias in ALIASES if (where.checkpoints / alias).is_dir()]
+    there = [*aliases, *(p.name for p in list_checkpoints(where.checkpoints))]
+    if name not in there:
         raise RunError(
             f"{where.run.name} has no checkpoint {checkpoint}",
             f"there are base, {', '.join(there)}" if there else "there is only base so far",
         )
-    return path.resolve().name if name in ALIASES else name
+    return (where.checkpoints / name).resolve().name if name in ALIASES else name
 
 
-def _no_result(code: int, log: Path) -> FinefitError:
+def _no_result(failure: Path, code: int, log: Path) -> FinefitError:
+    if failure.exists():
+        return _raised_again(read_record(failure, EvalFailure).failure)
     if code == Interrupted.exit_code:
-        return Interrupted("the evaluation was stopped; its answers so far are kept")
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-    return WorkerDied(f"the evaluation ended with code {code}. The end of {log.name}:\n" + "\n".join(lines))
+        return Interrupted(f"the evaluation was stopped; its answers so far are kept. {last_words(log)}", "give the same command again")
+    return FinefitError(f"the evaluation ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")

@@ -30,7 +30,7 @@ def launch(module: str, argument: Path, *, log: Path, lock: int, tick: Callable[
             pass_fds=(lock,),
             env=_environment(deterministic),
         )
-    with _signals_passed_on(worker):
+    with worker, _signals_passed_on(worker):
         while worker.poll() is None:
             tick()
             time.sleep(_TICK_SECONDS)
@@ -62,9 +62,13 @@ def _signals_passed_on(worker: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def _died(number: signal.Signals, log: Path) -> WorkerDied:
-    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
     likely = "; out of host memory is the usual reason when nobody sent it" if number == signal.SIGKILL else ""
     return WorkerDied(
-        f"the worker was ended by {number.name}{likely}. The end of {log.name}:\n{tail}",
+        f"the worker was ended by {number.name}{likely}. {last_words(log)}",
         "give the same command again: it goes on from the last checkpoint",
     )
+
+
+def last_words(log: Path) -> str:
+    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
+    return f"The end of {log.name}:\n{tail}"

@@ -7,14 +7,15 @@ from pathlib import Path
 from finefit.artifacts.atomic import write_text
 from finefit.artifacts.checkpoint import list_checkpoints, step_of
 from finefit.artifacts.journal import Journal
+from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import Amendment, Facts, Plan, Resolved, Run, Stage, read_record, write_record
 from finefit.artifacts.rundir import RunDir
-from finefit.errors import RunError
+from finefit.errors import ModelError, RunError
 from finefit.facts.files import read_file
-from finefit.model.locate import locate
+from finefit.model.locate import Located, locate
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.inputs import between, relocate, splits
-from finefit.plan.resolve import leaves, resolve
+from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
 from finefit.spec.schema import FolderModel, Spec
 from finefit.step.schedule import learning_rate
@@ -38,11 +39,10 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     """Checks that the run stands on what it stood on, and takes over what may change. Returns lines that say what changed."""
     record = read_record(run.run, Run)
     before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
-    everything = (*record.overrides, *overrides)
-    asked = parse_spec(run.spec_yaml.read_text(encoding="utf-8"), where=str(run.spec_yaml), overrides=everything)
+    asked = _written(run, (*record.overrides, *overrides))
     after = _with_paths(asked, before, overrides, run.path)
-    changes = [c for c in _changes(before, after) if not c.key.startswith(_PATHS)]
-    if refused := [c for c in changes if not c.key.startswith(CHANGEABLE)]:
+    changes = [c for c in _changes(leaves(before), leaves(after)) if not c.key.startswith(_PATHS)]
+    if refused := [*_edited_paths(run, record), *(c for c in changes if not c.key.startswith(CHANGEABLE))]:
         raise RunError(
             f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {c}" for c in refused),
             f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change; `finefit run SPEC --new` starts another run",
@@ -50,26 +50,37 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     _inputs_unchanged(run, after)
     if before == after:
         return []
-    return _take_over(run, record, after, changes, overrides)
+    with run_lock(run.lock):
+        return _take_over(run, record, asked, after, changes, overrides)
+
+
+def _written(run: RunDir, overrides: tuple[str, ...]) -> Spec:
+    return parse_spec(run.spec_yaml.read_text(encoding="utf-8"), where=str(run.spec_yaml), overrides=overrides)
+
+
+def _edited_paths(run: RunDir, record: Run) -> list[Change]:
+    """Paths in the run's own spec.yaml that are not those it was planned with; `--set` is the way to say that files have moved."""
+    (planned,) = read_record(run.plan, Plan).stages.values()
+    old = ((key, resolved.value, True) for key, resolved in planned.items())
+    return [c for c in _changes(old, leaves(_written(run, record.overrides))) if c.key.startswith(_PATHS)]
 
 
 def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path) -> Spec:
     """Paths stay as the run knows them, except those given now, which are relative to the working directory."""
-    given = {o.split("=", 1)[0] for o in overrides}
-    here = between(Path.cwd(), run.resolve())
-    fresh, known = relocate(asked, here), before
-    data = known.data.model_copy(
-        update={key: getattr(fresh.data, key) for key in ("train", "validation", "test") if any(g.startswith(f"data.{key}") for g in given)}
-    )
-    model = known.model if isinstance(asked.model, FolderModel) and "model.path" not in given else fresh.model
-    keep = {key: getattr(known.data, key) for key in ("train", "validation", "test")} | {
-        key: getattr(data, key) for key in ("train", "validation", "test")
-    }
-    return asked.model_copy(update={"data": asked.data.model_copy(update=keep), "model": model})
+
+    def is_given(key: str) -> bool:
+        given = [override.split("=", 1)[0] for override in overrides]
+        return any(f"{key}.".startswith(f"{g}.") or g.startswith(f"{key}.") for g in given)
+
+    fresh = relocate(asked, between(Path.cwd(), run.resolve()))
+    data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in ("train", "validation", "test")}
+    stays = isinstance(asked.model, FolderModel) and isinstance(before.model, FolderModel) and not is_given("model.path")
+    model = before.model if stays else fresh.model
+    return asked.model_copy(update={"data": asked.data.model_copy(update=data), "model": model})
 
 
-def _changes(before: Spec, after: Spec) -> Iterator[Change]:
-    old, new = ({key: value for key, value, _ in leaves(spec)} for spec in (before, after))
+def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
+    old, new = ({key: value for key, value, _ in side} for side in (before, after))
     for key in dict.fromkeys((*old, *new)):
         if old.get(key) != new.get(key):
             yield Change(key=key, old=old.get(key, "(none)"), new=new.get(key, "(none)"))
@@ -80,13 +91,16 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
     inputs = read_record(run.facts, Facts).inputs
     changed = []
     for split, sources in splits(spec).items():
-        for source, fact in zip(sources, inputs.data.get(split, ()), strict=False):
+        facts = inputs.data.get(split, ())
+        if len(sources) != len(facts):
+            changed.append(f"  data.{split}: {len(facts)} files -> {len(sources)}")
+        for source, fact in zip(sources, facts, strict=False):
             path = run.path / source.path
             if path.exists() and (now := read_file(path, run.path)).sha256 != fact.sha256:
                 changed.append(
                     f"  {source.path}: sha256 {fact.sha256[:12]} ({fact.size_bytes:,} bytes) -> {now.sha256[:12]} ({now.size_bytes:,} bytes)"
                 )
-    located = locate(spec.model, run.path)
+    located = _locate(spec, run.path)
     if located.fingerprint != inputs.model_fingerprint:
         changed.append(f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}")
     if changed:
@@ -96,7 +110,16 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
         )
 
 
-def _take_over(run: RunDir, record: Run, spec: Spec, changes: list[Change], overrides: tuple[str, ...]) -> list[str]:
+def _locate(spec: Spec, base: Path) -> Located:
+    try:
+        return locate(spec.model, base)
+    except ModelError as error:
+        if not isinstance(spec.model, FolderModel):
+            raise
+        raise ModelError(error.problem, "if it lies elsewhere now, name the place with --set model.path=FOLDER") from None
+
+
+def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[Change], overrides: tuple[str, ...]) -> list[str]:
     where = stage_of(run)
     old, facts, plan = read_record(where.stage, Stage), read_record(run.facts, Facts), read_record(run.plan, Plan)
     done = max((step_of(p) for p in list_checkpoints(where.checkpoints)), default=0)
@@ -118,18 +141,26 @@ def _take_over(run: RunDir, record: Run, spec: Spec, changes: list[Change], over
     )
     lines = [str(c) for c in changes]
     note = _schedule_note(old, stage, done) if total != old.total_steps else ""
-    amended = {c.key: Resolved(value=values[c.key].value, source=f"amended after step {done}") for c in changes if c.key in values}
-    amended["total_steps"] = Resolved(value=total, source=f"{values['total_steps'].source}, amended after step {done}")
-    amended["warmup_steps"] = Resolved(value=stage.warmup_steps, source="as before: the warm-up is not repeated")
-    write_record(run.plan, replace(plan, stages={stage.name: plan.stages[stage.name] | amended}))
+    planned = _amended(plan.stages[stage.name], values, asked, changes, f"amended after step {done}")
+    if total != old.total_steps:
+        planned["total_steps"] = Resolved(value=total, source=f"{values['total_steps'].source}, amended after step {done}")
+        planned["warmup_steps"] = Resolved(value=stage.warmup_steps, source="as before: the warm-up is not repeated")
+    write_record(run.plan, replace(plan, stages={stage.name: planned}))
     write_record(where.stage, stage)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
     if lines:
         record = replace(record, amendments=(*record.amendments, Amendment(after_step=done, changes=tuple(lines), note=note)))
+        with Journal(where.metrics) as metrics:
+            metrics.write(event="amended", step=done, changes=lines, note=note)
     write_record(run.run, replace(record, status="stopped", overrides=(*record.overrides, *overrides)))
-    with Journal(where.metrics) as metrics:
-        metrics.write(event="amended", step=done, changes=lines, note=note)
     return [*lines, *([note] if note else [])]
+
+
+def _amended(planned: dict[str, Resolved], values: dict[str, Resolved], asked: Spec, changes: list[Change], source: str) -> dict[str, Resolved]:
+    """The plan with what has changed, paths as the user writes them; a key that its new choice does not have is gone."""
+    given = {key: value for key, value, _ in leaves(asked)}
+    changed = {c.key for c in changes} | {key for key, old in planned.items() if key.startswith(_PATHS) and old.value != given.get(key)}
+    return {key: Resolved(value=given[key], source=source) if key in changed else planned[key] for key in values}
 
 
 def _schedule_note(old: Stage, new: Stage, done: int) -> str:

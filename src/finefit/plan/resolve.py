@@ -1,7 +1,7 @@
 """What a run will do, decided once: every value with where it came from. The spec itself is never changed."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.machine import Machine
 from finefit.spec.schema import Full, Spec
+
+Leaves = Iterable[tuple[str, Any, bool]]
+"""(dotted key, value, whether the user wrote it) of every value in a spec."""
 
 _CPU_MICRO_BATCH = 4
 _CUDA_MICRO_BATCH = 8
@@ -24,7 +27,7 @@ def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_row
     values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
     values["threads"] = Resolved(value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)")
     values |= _lengths(spec, num_rows)
-    values |= _micro_batch(spec, str(values["device"].value), num_rows)
+    values |= _micro_batch(spec, values.get("levers.micro_batch"), str(values["device"].value), num_rows)
     return values
 
 
@@ -61,8 +64,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, num_r
     )
 
 
-def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Iterator[tuple[str, Any, bool]]:
-    """(dotted key, value, whether the user wrote it) of every value in the spec."""
+def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Leaves:
     for name, field in type(part).model_fields.items():
         key, value = f"{prefix}{field.alias or name}", getattr(part, name)
         written = given and name in part.model_fields_set
@@ -125,7 +127,7 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
         total = Resolved(value=spec.schedule.steps, source="schedule.steps")
     else:
         epochs = spec.schedule.epochs or 1
-        total = Resolved(value=epochs * per_epoch, source=f"{epochs} epochs x {per_epoch} steps")
+        total = Resolved(value=epochs * per_epoch, source=f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps")
     warmup = math.ceil(spec.schedule.warmup * total.value)
     return {
         "steps_per_epoch": Resolved(value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up"),
@@ -134,14 +136,15 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
     }
 
 
-def _micro_batch(spec: Spec, device: str, num_rows: int) -> dict[str, Resolved]:
-    asked = "auto" if spec.levers == "auto" else spec.levers.micro_batch
+def _micro_batch(spec: Spec, asked: Resolved | None, device: str, num_rows: int) -> dict[str, Resolved]:
     whole = min(spec.global_batch, num_rows)
-    if asked == "auto":
+    if asked is None or asked.value == "auto":
         usual = _CPU_MICRO_BATCH if device == "cpu" else _CUDA_MICRO_BATCH
         micro = Resolved(value=min(whole, usual), source=f"auto: at most {usual} on {device}, which never exceeds the global batch")
+    elif asked.value <= whole:
+        micro = asked
     else:
-        micro = Resolved(value=min(whole, asked), source="spec" if asked <= whole else f"spec asks for {asked}, a step has only {whole} rows")
+        micro = Resolved(value=whole, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows")
     count = math.ceil(whole / micro.value)
     return {
         "levers.micro_batch": micro,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import EvalRequest, Run, Stage, read_record
+from finefit.artifacts.records import Run, Stage, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.report.units import clock, gib
 
@@ -27,10 +27,12 @@ class Training:
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.total_steps}"]
+        if self.tokens_per_second is None:
+            return f"{parts[0]}  loading the model"
         parts += [f"loss {self.loss:.4f}"] if self.loss is not None else ["loss -"]
-        parts += [f"{self.tokens_per_second:.0f} tok/s"] if self.tokens_per_second is not None else []
+        parts += [f"{self.tokens_per_second:.0f} tok/s"]
         parts += [gib(self.memory_bytes)] if self.memory_bytes is not None else []
-        parts += [f"ETA {clock(self.eta_seconds)}"] if self.eta_seconds is not None else []
+        parts += [f"ETA {clock(self.eta_seconds)}"] if self.eta_seconds else []
         parts += [f"saved {self.checkpoint}"] if self.checkpoint else ["nothing saved yet"]
         return "  ".join(parts)
 
@@ -82,6 +84,8 @@ class Follower:
             case "resumed":
                 self._checkpoint = line["checkpoint"]
                 return f"resumed from {line['checkpoint']}"
+            case "started":
+                self._loss, self._checkpoint = None, None
             case "rejected":
                 return str(line["note"])
             case "not_finite":
@@ -93,6 +97,8 @@ class Follower:
                 return f"step {line['step']} is left out: it was not finite before"
             case "validated":
                 return f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
+            case "validation_not_finite":
+                return f"step {line['step']}: validation loss {line['found']}, so this step cannot be the best"
             case "amended":
                 return f"after step {line['step']}: {line['note'] or ', '.join(line['changes'])}"
         return None
@@ -111,15 +117,17 @@ class Follower:
         )
 
     def answering(self) -> Answering | None:
-        """The evaluation that has been asked for and has no result yet."""
-        for path in (self._where.path / "evals").glob("*/*.request.json"):
-            request = read_record(path, EvalRequest)
-            task, checkpoint = request.evaluation.task, request.checkpoint
-            if not self._where.eval_result(task, checkpoint).exists():
-                rows = _count(self._where.prepared("test.jsonl"))
-                total = min(rows, request.evaluation.limit or rows)
-                return Answering(task=task, checkpoint=checkpoint, done=_count(self._where.eval_items(task, checkpoint)), total=total)
-        return None
+        """The evaluation in hand: asked for last, after the last step, and without a result yet."""
+        asked = self._where.evaluations()
+        if not asked or _written(asked[-1].request) < max(_written(self._where.metrics), _written(self._where.memory)):
+            return None  # training goes on; an evaluation that was stopped before waits
+        paths = asked[-1]
+        if paths.result.exists():
+            return None
+        rows = _count(self._where.prepared("test.jsonl"))
+        total = min(rows, paths.limit or rows)
+        done = min(total, _count(paths.items))  # a sample can follow the answers to all
+        return Answering(task=paths.folder.name, checkpoint=paths.checkpoint, done=done, total=total)
 
 
 class Tail:
@@ -150,3 +158,7 @@ def _json(line: bytes) -> dict[str, Any] | None:
 
 def _count(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0

@@ -15,18 +15,19 @@ from finefit.report.units import clock, gib
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Every value with its source; the defaults, which nobody asked for, in one paragraph."""
+    """Every value with its source: what was decided in a table, what the spec says and what nobody asked for in a paragraph each."""
     parts: list[RenderableType] = []
     for name, values in plan.stages.items():
-        table = Table(title=f"stage {name}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for column in ("value", "", "from"):
-            table.add_column(column, overflow="fold", style="dim" if column == "from" else None)
-        chosen = {key: r for key, r in values.items() if r.source != "default"}
-        for key, resolved in chosen.items():
-            table.add_row(key, _shown(resolved), resolved.source)
-        defaults = ", ".join(f"{key} {_shown(r)}" for key, r in values.items() if key not in chosen)
-        parts += [table, Text(f"defaults: {defaults}", style="dim")]
+        table = Table(title=f"stage {name}, decided", title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
+        for key, resolved in values.items():
+            if resolved.source not in ("spec", "default"):
+                table.add_row(key, _shown(resolved), Text(resolved.source, style="dim"))
+        parts += [table, _paragraph("from the spec", "spec", values), _paragraph("defaults", "default", values)]
     return Group(*parts)
+
+
+def _paragraph(title: str, source: str, values: dict[str, Resolved]) -> Text:
+    return Text(f"{title}: " + ", ".join(f"{key} {_shown(r)}" for key, r in values.items() if r.source == source), style="dim")
 
 
 def _shown(resolved: Resolved) -> str:
@@ -50,13 +51,12 @@ def result_lines(result: StageResult) -> list[str]:
     share = result.trainable_parameters / result.parameters
     return [
         f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})",
-        f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} in the last process; peak memory {gib(result.peak_bytes)}",
+        f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since it was last started; peak memory {gib(result.peak_bytes)}",
     ]
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
-    paths = [p for p in (where.path / "evals").glob("*/*.json") if not p.name.endswith(".request.json")]
-    results = [read_record(p, EvalResult) for p in paths]
+    results = [read_record(paths.result, EvalResult) for paths in where.evaluations() if paths.result.exists()]
     return sorted(results, key=lambda r: (r.task, r.checkpoint != "base", _step(r.checkpoint)))
 
 

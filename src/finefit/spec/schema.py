@@ -11,7 +11,7 @@ from finefit.spec.every import Every, Interval
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class HubModel(Part):
@@ -99,7 +99,7 @@ class Schedule(Part):
     @model_validator(mode="after")
     def _one_length(self) -> "Schedule":
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("epochs and steps are both given; keep one")
+            raise ValueError("epochs and steps are both given; keep one (on the command line, --set schedule.epochs=null removes the other)")
         return self
 
 

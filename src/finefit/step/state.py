@@ -31,7 +31,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     save_file({name: t.contiguous() for name, t in optimizer_tensors(model, optimizer).items()}, folder / OPTIMIZER)
-    save_file(_rng_tensors(), folder / RNG)
+    save_file(random_state(), folder / RNG)
 
 
 def restore_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -39,24 +39,31 @@ def restore_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     for key, tensor in load_file(folder / OPTIMIZER).items():
         name, slot = key.rsplit("/", 1)
         slots_of[name][slot] = tensor
-    parameters = dict(model.named_parameters())
-    if unknown := sorted(slots_of.keys() - parameters.keys()):
-        raise RunError(f"{folder.name} holds optimizer state of unknown tensors: {', '.join(unknown[:3])}")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _check_slots(slots_of, parameters, folder)
+    optimizer.state.clear()
     for name, slots in slots_of.items():
         # `step` counts on the host, the moments live beside their parameter
         device = parameters[name].device
         optimizer.state[parameters[name]] = {slot: t if slot == "step" else t.to(device) for slot, t in slots.items()}
-    _restore_rng(load_file(folder / RNG))
+    restore_random(load_file(folder / RNG))
 
 
-def _rng_tensors() -> dict[str, Tensor]:
+def _check_slots(slots_of: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter], folder: Path) -> None:
+    if unknown := sorted(slots_of.keys() - parameters.keys()):
+        raise RunError(f"{folder.name} holds optimizer state of tensors that are not trained here: {', '.join(unknown[:3])}")
+    if odd := sorted(n for n, slots in slots_of.items() if any(t.shape != parameters[n].shape for slot, t in slots.items() if slot != "step")):
+        raise RunError(f"{folder.name} holds optimizer state of another shape for {', '.join(odd[:3])}")
+
+
+def random_state() -> dict[str, Tensor]:
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors["cuda"] = torch.cuda.get_rng_state()
     return tensors
 
 
-def _restore_rng(tensors: dict[str, Tensor]) -> None:
+def restore_random(tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

@@ -1,6 +1,7 @@
 """The loop: one step after another, a line for each, a checkpoint when one is due. `TrainState` is all that moves from step to step."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from finefit.spec.every import Interval
 from finefit.spec.schema import NanRollBack, NanSkip, NanStop
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.schedule import learning_rate
+from finefit.step.state import random_state, restore_random
 from finefit.train.saver import Saver, find_checkpoint
 from finefit.train.stopping import StopRequest
 
@@ -45,7 +47,7 @@ def train(live: Live, state: TrainState) -> TrainState:
     saved = validated = time.monotonic()
     while state.step < live.stage.total_steps:
         if live.stop.reason is not None:
-            live.saver.save(state)
+            _saved(live, state)
             raise Interrupted(f"stopped by {live.stop.reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
         state = _one_step(live, state)
         save = state.step == live.stage.total_steps or _due(live.stage.save.every, state.step, live.stage, saved)
@@ -61,9 +63,9 @@ def train(live: Live, state: TrainState) -> TrainState:
 
 def _saved(live: Live, state: TrainState) -> None:
     live.note_memory("save", state.step)
+    live.metrics.sync()  # first: a checkpoint never outlives the lines of its steps
     checkpoint = live.saver.save(state)
     live.metrics.write(event="saved", step=state.step, checkpoint=checkpoint.name)
-    live.metrics.sync()
 
 
 def _one_step(live: Live, state: TrainState) -> TrainState:
@@ -73,6 +75,7 @@ def _one_step(live: Live, state: TrainState) -> TrainState:
     began = time.perf_counter()
     batches = _batches(live, state)
     rate = _set_learning_rate(live, state.step)
+    random_before = random_state()
     outcome = optimizer_step(
         [_on_device(batch, live.stage.device) for batch in batches],
         forward=live.forward,
@@ -82,7 +85,7 @@ def _one_step(live: Live, state: TrainState) -> TrainState:
         decide=bool,
     )
     if not outcome.applied:
-        return _not_finite(live, state, outcome)
+        return _not_finite(live, state, outcome, random_before)
     tokens, supervised = sum(b.num_tokens for b in batches), sum(b.num_supervised for b in batches)
     seconds = time.perf_counter() - began
     live.metrics.write(
@@ -114,7 +117,7 @@ def _set_learning_rate(live: Live, step: int) -> float:
     return rate
 
 
-def _not_finite(live: Live, state: TrainState, outcome: StepOutcome) -> TrainState:
+def _not_finite(live: Live, state: TrainState, outcome: StepOutcome, random_before: dict[str, Tensor]) -> TrainState:
     """The update was not applied, so the weights are as they were. The curve gets a gap, never a number."""
     step = state.step + 1
     found = f"loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
@@ -126,7 +129,8 @@ def _not_finite(live: Live, state: TrainState, outcome: StepOutcome) -> TrainSta
         case NanRollBack(at_most=limit) if state.roll_backs < limit:
             return _rolled_back(live, state)
         case NanStop() | NanSkip() | NanRollBack():
-            live.saver.save(state)
+            restore_random(random_before)  # what is saved is the state before this step, whole
+            _saved(live, state)
             raise Diverged(
                 f"step {step} was not applied: {found}. The weights are those of step {state.step}, and are saved",
                 "look at the rows of this step or lower optimizer.lr; `--set on_nan.kind=skip` leaves such steps out, at most on_nan.at_most of them",
@@ -134,17 +138,21 @@ def _not_finite(live: Live, state: TrainState, outcome: StepOutcome) -> TrainSta
 
 
 def _rolled_back(live: Live, state: TrainState) -> TrainState:
+    skipped = (*state.skipped_steps, state.step)  # those of earlier returns too, which the checkpoint may not know
     checkpoint, _ = find_checkpoint(live.saver.where, live.stage)
     if checkpoint is None:  # nothing to return to, and nothing was damaged: the step is left out
-        return replace(state, step=state.step + 1, skipped_steps=(*state.skipped_steps, state.step), roll_backs=state.roll_backs + 1)
+        return replace(state, step=state.step + 1, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
     earlier = live.saver.restore(checkpoint)
     live.metrics.write(event="rolled_back", step=earlier.step)
-    return replace(earlier, skipped_steps=(*earlier.skipped_steps, state.step), roll_backs=state.roll_backs + 1)
+    return replace(earlier, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
 
 
 def _validated(live: Live, state: TrainState, *, saving: bool) -> TrainState:
-    """The best is chosen among the steps that are saved."""
+    """The best is chosen among the steps that are saved and whose loss is a number."""
     loss = validation_loss(live)
+    if not math.isfinite(loss):
+        live.metrics.write(event="validation_not_finite", step=state.step, found=str(loss))
+        return replace(state, validation_loss=None)
     live.metrics.write(event="validated", step=state.step, validation_loss=loss)
     if saving and (state.best is None or loss < state.best.validation_loss):
         return replace(state, validation_loss=loss, best=Best(step=state.step, validation_loss=loss))

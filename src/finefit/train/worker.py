@@ -17,7 +17,7 @@ from finefit.artifacts.records import Failure, Stage, StageResult, TrainState, r
 from finefit.artifacts.rundir import StageDir
 from finefit.data.prepared import read_examples
 from finefit.data.render import Example, open_renderer
-from finefit.errors import DataError, FinefitError, RunError
+from finefit.errors import DataError, DiskFull, FinefitError, RunError
 from finefit.facts.files import read_file
 from finefit.model.load import counts, load_base, make_trainable, quiet
 from finefit.model.locate import locate
@@ -80,7 +80,9 @@ def _make_live(
     optimizer = make_optimizer(model, stage.optimizer)
     saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer)
     state = _fresh_state(stage)
-    if checkpoint is not None:
+    if checkpoint is None:
+        metrics.write(event="started", step=0)
+    else:
         state = saver.restore(checkpoint)
         log.info("resumed from %s", checkpoint.name)
         metrics.write(event="resumed", step=state.step, checkpoint=checkpoint.name)
@@ -167,7 +169,11 @@ def work(where: StageDir) -> int:
     except FinefitError as error:
         log.error("%s", error)
         result = _failed(where, Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code))
-    write_record(where.result, result)
+    try:
+        write_record(where.result, result)
+    except DiskFull as error:
+        log.error("%s", error)
+        return error.exit_code
     return result.failure.exit_code if result.failure else 0
 
 

@@ -1,0 +1,1 @@
+"""Checks before a run: one function each, yielding findings."""

@@ -1,0 +1,166 @@
+"""Every mistake of the user's gets its place and its remedy, exit code 2 and no traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import STAGE, Finefit, process, rewrite
+from tests.conftest import make_model_folder, make_rows, write_jsonl
+
+Spoil = Callable[[Path], object]
+
+
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def _spec(*replaced: tuple[str, str]) -> Spoil:
+    return lambda folder: rewrite(folder / "spec.yaml", *replaced)
+
+
+def _train(text: str) -> Spoil:
+    return lambda folder: (folder / "train.jsonl").write_text(text, encoding="utf-8")
+
+
+def _without_template(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    make_model_folder(folder / "model", chat=False)
+
+
+def _references_that_are_no_json(folder: Path) -> None:
+    rows = make_rows(3)
+    rows[1]["messages"][1]["content"] = "seven"
+    write_jsonl(folder / "test.jsonl", rows)
+
+
+ROW = json.dumps(make_rows(1)[0])
+UNANSWERED = json.dumps({"messages": make_rows(1)[0]["messages"][:1]})
+
+MISTAKES: dict[str, tuple[Spoil, str, str]] = {
+    "a misspelt key": (_spec(("global_batch", "globl_batch")), "spec.yaml:12 globl_batch: there is no such key", "did you mean `global_batch`?"),
+    "a wrong type": (_spec(("seed: 7", "seed: seven")), "spec.yaml:2 seed:", "a whole number is needed"),
+    "a number with a comma": (_spec(("device: cpu", "device: cpu\nglobal_batch: 262,144"), ("\nglobal_batch: 4", "")), '"262,144"', "write 262144"),
+    "an empty spec": (lambda folder: (folder / "spec.yaml").write_text(""), "the spec is empty", "at least the keys"),
+    "a data file that is not there": (_spec(("train.jsonl", "trian.jsonl")), "trian.jsonl does not exist", "relative to the spec file"),
+    "an empty data file": (_train(""), "train.jsonl holds no rows", "one JSON object per line"),
+    "a row without an answer": (_train(f"{ROW}\n{UNANSWERED}\n"), "train.jsonl:2 has no answer", "mend or remove"),
+    "a truncated row": (_train(f"{ROW}\n{ROW[:20]}"), "train.jsonl:2", "mend or remove"),
+    "a row longer than max_tokens": (
+        _spec(("data:", "data:\n  max_tokens: 30")),
+        "tokens, max_tokens is 30",
+        "data.too_long: drop to leave these rows out; an answer is never cut",
+    ),
+    "a model folder that is not there": (_spec(("path: model", "path: modle")), "modle does not exist", "did you mean"),
+    "a model without chat template": (_without_template, "has no chat template", "data.template: plain"),
+    "a device that is not there": (_spec(("device: cpu", "device: cuda")), "device: cuda is asked for, but torch ", "finefit doctor"),
+    "a task without test rows": (_spec(("  test: {path: test.jsonl}\n", "")), "data.test names no rows to answer", "add data.test"),
+    "references that the task cannot read": (_references_that_are_no_json, "test.jsonl:2 cannot be a reference of json_match", "mend these rows"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_spec_data_or_model_is_told_with_its_remedy(folder: Path, finefit: Finefit, mistake: str) -> None:
+    spoil, problem, remedy = MISTAKES[mistake]
+    spoil(folder)
+    answer = finefit("run", "spec.yaml")
+    assert answer.code == 2
+    assert "error: " in answer.err
+    assert problem in answer.err
+    assert remedy in answer.err
+
+
+@pytest.mark.parametrize("mistake", ["a row without an answer", "a device that is not there", "a task without test rows"])
+def test_what_is_refused_before_it_starts_leaves_no_run_behind(folder: Path, finefit: Finefit, mistake: str) -> None:
+    MISTAKES[mistake][0](folder)
+    assert finefit("run", "spec.yaml").code == 2
+    assert not (folder / "runs").exists() or list((folder / "runs").iterdir()) == []
+
+
+def test_a_target_that_matches_no_layer_comes_from_the_worker_to_the_user_as_what_it_is(folder: Path, finefit: Finefit) -> None:
+    rewrite(folder / "spec.yaml", ("rank: 4", "rank: 4, targets: [q_porj]"))
+    answer = finefit("run", "spec.yaml", "--json")
+    error = answer.document["error"]
+    assert (error["kind"], error["exit_code"], answer.code) == ("ModelError", 2, 2)
+    assert error["problem"] == "tuning.targets: q_porj matches no linear layer of the model"
+    assert error["remedy"].startswith("its linear layers are down_proj, gate_proj")
+    assert f"error: {error['problem']}\n{error['remedy']}" in answer.err
+    record = json.loads((folder / "runs/tiny-1/run.json").read_text())
+    assert (record["status"], record["failure"]["kind"]) == ("failed", "ModelError")
+
+
+def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Finefit) -> None:
+    rewrite(folder / "spec.yaml", ("seed: 7", "seed: seven"), ("rank: 4", "rank: 0"), ("lr: 1e-2", "lr: fast"))
+    problems = [line for line in finefit("run", "spec.yaml").err.splitlines() if "spec.yaml:" in line]
+    assert len(problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "remedy"),
+    [
+        (("run", "sepc.yaml"), "sepc.yaml: there is no such file", "did you mean `spec.yaml`?"),
+        (("run", "spec.yaml", "--set", "nonsense"), "--set nonsense: this is no override", "write key.path=value"),
+        (("run", "."), ". is no run directory", "runs lie under"),
+        (("eval", "nowhere"), "nowhere is no run directory", "runs lie under"),
+        (("watch", "model"), "model is no run directory", "runs lie under"),
+        (("recipes", "dmeo"), "there is no recipe dmeo", ""),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_mistake_in_the_arguments_is_told_with_its_remedy(finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str) -> None:
+    answer = finefit(*arguments)
+    assert answer.code == 2
+    assert problem in answer.err
+    assert remedy in answer.err
+    document = finefit(*arguments, "--json").document
+    assert problem in document["error"]["problem"]
+    assert remedy in document["error"]["problem"] + document["error"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "remedy"),
+    [
+        (("--checkpoint", "7"), "tiny-1 has no checkpoint 7", "there are base, final, best, checkpoint-9, checkpoint-12"),
+        (("--checkpoint", "../data"), "tiny-1 has no checkpoint ../data", "there are base"),
+        (("--task", "rouge"), "there is no task rouge", "there are exact_match, json_match"),
+    ],
+)
+def test_eval_of_what_is_not_there_says_what_is(finished: Path, finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str) -> None:
+    answer = finefit("eval", "runs/tiny-1", *arguments)
+    assert answer.code == 2
+    assert problem in answer.err
+    assert remedy in answer.err
+    assert sorted(p.name for p in (finished / "runs/tiny-1" / STAGE / "evals").iterdir()) == ["json_match"]
+
+
+@pytest.mark.parametrize("arguments", [("run",), ("eval", "x", "--limit", "0"), ("nope",), ("run", "spec.yaml", "--nope")])
+@pytest.mark.usefixtures("folder")
+def test_a_wrong_command_line_is_a_json_document_too(finefit: Finefit, arguments: tuple[str, ...]) -> None:
+    answer = finefit(*arguments, "--json")
+    assert answer.code == 2
+    assert answer.document["error"]["exit_code"] == 2
+    assert answer.document["error"]["problem"]
+
+
+def test_a_misspelt_key_is_told_by_the_real_command_without_waiting_for_torch(folder: Path) -> None:
+    rewrite(folder / "spec.yaml", ("global_batch", "globl_batch"))
+    answer = process("run", "spec.yaml", "--json", cwd=folder)
+    assert answer.code == 2
+    assert answer.document["error"]["kind"] == "SpecError"
+    assert answer.err.startswith("error: spec.yaml:12 globl_batch: there is no such key; did you mean `global_batch`?")
+    assert "Traceback" not in answer.err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_fault_of_finefit_is_reported_as_one(finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("one over nothing")
+
+    monkeypatch.setattr("finefit.spec.load.load_spec", broken)
+    monkeypatch.setattr("traceback.print_exc", lambda: None)
+    answer = finefit("run", "spec.yaml", "--json")
+    assert answer.code == answer.document["error"]["exit_code"] == 70
+    assert "a fault of finefit: one over nothing" in answer.err

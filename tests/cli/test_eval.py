@@ -1,0 +1,91 @@
+"""`finefit eval`: checkpoints of a run scored on all held-out items; nothing is answered twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.rundir import StageDir
+from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
+
+RUN = "runs/tiny-1"
+
+
+def _evals(folder: Path) -> Path:
+    return folder / RUN / STAGE / "evals" / "json_match"
+
+
+def _scored(answer: Answer) -> list[tuple[str, int]]:
+    assert answer.code == 0, answer.err
+    return [(e["checkpoint"], e["n"]) for e in answer.document]
+
+
+@pytest.mark.usefixtures("finished")
+def test_the_document_has_task_checkpoint_n_coverage_and_metrics_with_intervals(finefit: Finefit) -> None:
+    (entry,) = finefit("eval", RUN, "--json").document
+    assert entry.keys() == {"task", "checkpoint", "n", "coverage", "metrics"}
+    assert (entry["task"], entry["checkpoint"], entry["n"]) == ("json_match", "checkpoint-12", 5)
+    assert entry["metrics"].keys() == {"all_fields", "fields"}
+    for score in entry["metrics"].values():
+        assert score.keys() == {"value", "low", "high"}
+        assert 0 <= score["low"] <= score["value"] <= score["high"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "scored"), [("base", "base"), ("final", "checkpoint-12"), ("12", "checkpoint-12"), ("checkpoint-12", "checkpoint-12")]
+)
+def test_what_is_scored_already_is_not_scored_again(finished: Path, finefit: Finefit, asked: str, scored: str) -> None:
+    before = files_with_times(_evals(finished))
+    assert _scored(finefit("eval", RUN, "--checkpoint", asked, "--json")) == [(scored, 5)]
+    assert files_with_times(_evals(finished)) == before
+
+
+def test_all_is_the_base_and_every_checkpoint_that_is_kept(finished: Path, finefit: Finefit) -> None:
+    answer = finefit("eval", RUN, "--checkpoint", "all", "--json")
+    assert _scored(answer) == [("base", 5), ("checkpoint-9", 5), ("checkpoint-12", 5)]
+    assert "evaluating checkpoint-9 on json_match" in answer.err
+    assert "step 12/12" not in answer.err
+    best = (finished / RUN / STAGE / "checkpoints" / "best").resolve().name
+    assert _scored(finefit("eval", RUN, "--checkpoint", "best", "--json")) == [(best, 5)]
+    shown = finefit("eval", RUN, "--checkpoint", "all").out
+    assert [name for name in ("base", "checkpoint-9", "checkpoint-12") if name in shown] == ["base", "checkpoint-9", "checkpoint-12"]
+
+
+def test_a_sample_takes_the_answers_that_are_there_and_leaves_them_there(finished: Path, finefit: Finefit) -> None:
+    items = StageDir(finished / RUN / STAGE).evaluation("json_match", "base").items
+    before = items.read_bytes()
+    assert _scored(finefit("eval", RUN, "--checkpoint", "base", "--limit", "2", "--json")) == [("base", 2)]
+    assert items.read_bytes() == before
+
+
+def test_a_killed_evaluation_goes_on_at_its_next_item(finished: Path, finefit: Finefit) -> None:
+    where = StageDir(finished / RUN / STAGE)
+    items = where.evaluation("json_match", "base").items
+    whole = items.read_text().splitlines(keepends=True)
+    items.write_text("".join(whole[:2]).replace('"answer": "', '"answer": "MARK') + whole[2][:40])
+    where.evaluation("json_match", "base").result.unlink()
+
+    assert _scored(finefit("eval", RUN, "--checkpoint", "base", "--json")) == [("base", 5)]
+    kept = json.loads(where.evaluation("json_match", "base").result.read_text())["items"]
+    assert [item["item"] for item in kept] == [0, 1, 2, 3, 4]
+    marked = {json.loads(line)["item"] for line in whole[:2]}
+    assert {item["item"] for item in kept if item["answer"].startswith("MARK")} == marked
+    assert len(items.read_text().splitlines()) == 6  # two, the torn one closed, three
+
+
+def test_a_run_without_test_rows_cannot_be_scored(finished: Path, finefit: Finefit) -> None:
+    stage = StageDir(finished / RUN / STAGE).stage
+    record = json.loads(stage.read_text())
+    del record["prepared"]["test.jsonl"]
+    stage.write_text(json.dumps(record))
+    answer = finefit("eval", RUN)
+    assert answer.code == 2
+    assert "tiny-1 has no test rows to answer" in answer.err
+
+
+def test_a_damaged_checkpoint_is_the_users_to_mend_and_named(finished: Path, finefit: Finefit) -> None:
+    adapter = finished / RUN / STAGE / "checkpoints" / "checkpoint-9" / "adapter_model.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-1] + b"x")
+    answer = finefit("eval", RUN, "--checkpoint", "9")
+    assert answer.code == 2
+    assert "checkpoint-9 does not verify: adapter_model.safetensors has changed since it was written" in answer.err

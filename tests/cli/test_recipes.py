@@ -1,0 +1,50 @@
+"""`finefit recipes`: what ships can be listed, loaded, and copied to start from."""
+
+from pathlib import Path
+
+import pytest
+
+from finefit.pipeline.inputs import splits
+from finefit.pipeline.recipes import Recipe, all_recipes
+from finefit.spec.load import load_spec
+from tests.cli.conftest import Finefit
+
+RECIPES = all_recipes()
+
+
+def test_demo_is_a_recipe() -> None:
+    assert "demo" in [recipe.name for recipe in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_shipped_recipe_loads_and_its_rows_are_there(recipe: Recipe) -> None:
+    spec = load_spec(recipe.spec)
+    assert recipe.purpose
+    for sources in splits(spec).values():
+        assert all((recipe.spec.parent / source.path).is_file() for source in sources)
+
+
+def test_the_list_names_each_recipe_with_its_purpose(finefit: Finefit) -> None:
+    shown = finefit("recipes").out.splitlines()
+    assert [line.split()[0] for line in shown] == [recipe.name for recipe in RECIPES]
+    assert all(recipe.purpose in line for recipe, line in zip(RECIPES, shown, strict=True))
+    assert [entry["name"] for entry in finefit("recipes", "--json").document] == [recipe.name for recipe in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_named_recipe_is_printed_as_it_stands(recipe: Recipe, finefit: Finefit) -> None:
+    assert finefit("recipes", recipe.name).out == recipe.spec.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_is_copied_whole_into_a_new_folder_only(recipe: Recipe, tmp_path: Path, finefit: Finefit) -> None:
+    to = tmp_path / "mine"
+    answer = finefit("recipes", recipe.name, "--to", to)
+    assert answer.code == 0
+    assert f"finefit run {to / 'spec.yaml'}" in answer.out
+    originals = [p for p in recipe.spec.parent.rglob("*") if p.is_file()]
+    assert all((to / p.relative_to(recipe.spec.parent)).read_bytes() == p.read_bytes() for p in originals)
+    assert load_spec(to / "spec.yaml") == load_spec(recipe.spec)
+    again = finefit("recipes", recipe.name, "--to", to)
+    assert again.code == 2
+    assert "exists already" in again.err

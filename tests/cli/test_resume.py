@@ -1,0 +1,177 @@
+"""`finefit run RUN_DIR`: what may change is changed, stated and recorded; everything else is refused with a diff."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finefit.artifacts.journal import read_steps
+from finefit.artifacts.lock import run_lock
+from finefit.artifacts.records import Run, read_record
+from tests.cli.conftest import STAGE, Finefit, files_with_times, rewrite
+from tests.conftest import make_model_folder, make_rows, write_jsonl
+from tests.pipeline.conftest import prepared
+
+RUN = "runs/tiny-1"
+
+
+def _plan(run: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads((run / "plan.json").read_text())["stages"]["sft"]
+    return plan
+
+
+def _untouched_but_the_lock(before: dict[str, int], after: dict[str, int]) -> bool:
+    return {k: v for k, v in before.items() if not k.endswith("run.lock")} == {k: v for k, v in after.items() if not k.endswith("run.lock")}
+
+
+@pytest.mark.parametrize(
+    ("override", "diff"),
+    [
+        ("global_batch=8", "global_batch: 4 -> 8"),
+        ("optimizer.lr=0.1", "optimizer.lr: 0.01 -> 0.1"),
+        ("tuning.targets=[q_proj]", "tuning.targets: all-linear -> ['q_proj']"),
+        ("schedule.warmup=0.2", "schedule.warmup: 0.1 -> 0.2"),
+        ("data.max_tokens=99", "data.max_tokens: 2048 -> 99"),
+    ],
+)
+def test_an_override_that_would_change_the_steps_done_is_refused_with_the_diff(finished: Path, finefit: Finefit, override: str, diff: str) -> None:
+    before = files_with_times(finished / "runs")
+    answer = finefit("run", RUN, "--set", override)
+    assert answer.code == 2
+    assert f"tiny-1 cannot go on with another spec:\n  {diff}\n" in answer.err
+    assert "may change" in answer.err
+    assert files_with_times(finished / "runs") == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "diff"),
+    [
+        ("global_batch: 4", "global_batch: 2", "global_batch: 4 -> 2"),
+        ("kind: lora, rank: 4, alpha: 8, dropout: 0.1", "kind: full", "tuning.kind: lora -> full"),
+        ("path: train.jsonl", "path: other.jsonl", "data.train: [{'path': 'train.jsonl'}] -> [{'path': 'other.jsonl'}]"),
+        ("path: model", "path: other", "model.path: model -> other"),
+    ],
+)
+def test_an_edited_spec_in_the_run_directory_is_refused_with_the_diff(finished: Path, finefit: Finefit, old: str, new: str, diff: str) -> None:
+    rewrite(finished / RUN / "spec.yaml", (old, new))
+    answer = finefit("run", RUN)
+    assert answer.code == 2
+    assert f"  {diff}\n" in answer.err
+
+
+def test_a_changed_data_file_is_refused_with_the_diff(finished: Path, finefit: Finefit) -> None:
+    write_jsonl(finished / "train.jsonl", make_rows(23))
+    answer = finefit("run", RUN)
+    assert answer.code == 2
+    assert "the inputs of tiny-1 have changed since it began:\n  ../../train.jsonl: sha256 " in answer.err
+    assert "put them back, or start another run with --new" in answer.err
+
+
+@pytest.mark.usefixtures("finished")
+def test_another_file_more_is_refused(finefit: Finefit) -> None:
+    answer = finefit("run", RUN, "--set", "data.train=[{path: train.jsonl}, {path: validation.jsonl}]")
+    assert answer.code == 2
+    assert "data.train: 1 files -> 2" in answer.err
+
+
+def test_a_changed_model_is_refused_with_the_diff(finished: Path, finefit: Finefit) -> None:
+    shutil.rmtree(finished / "model")
+    make_model_folder(finished / "model", seed=1)
+    answer = finefit("run", RUN)
+    assert answer.code == 2
+    assert "  model model: fingerprint " in answer.err
+
+
+def test_a_model_that_is_gone_is_asked_for_by_its_option(finished: Path, finefit: Finefit) -> None:
+    (finished / "model").rename(finished / "elsewhere")
+    answer = finefit("run", RUN)
+    assert answer.code == 2
+    assert "does not exist" in answer.err
+    assert "--set model.path=FOLDER" in answer.err
+
+
+def test_more_epochs_go_on_from_the_last_checkpoint_and_are_recorded(finished: Path, finefit: Finefit) -> None:
+    answer = finefit("run", RUN, "--set", "schedule.epochs=3")
+    assert answer.code == 0
+    extension = (
+        "the cosine schedule now spans 18 steps instead of 12, warm-up not repeated: step 12 was taken at 0.000245, step 13 is taken at 0.00309"
+    )
+    assert answer.out.startswith(f"schedule.epochs: 2 -> 3\n{extension}\n")
+    assert answer.out.count("schedule.epochs: 2 -> 3") == 1
+    assert "resumed from checkpoint-12" in answer.out
+    assert "step 18/18" in answer.out
+    record = read_record(finished / RUN / "run.json", Run)
+    assert (record.status, record.overrides) == ("finished", ("schedule.epochs=3",))
+    assert [(a.after_step, a.changes, a.note) for a in record.amendments] == [(12, ("schedule.epochs: 2 -> 3",), extension)]
+    plan = _plan(finished / RUN)
+    assert plan["schedule.epochs"] == {"value": 3, "source": "amended after step 12"}
+    assert plan["total_steps"] == {"value": 18, "source": "3 epochs x 6 steps, amended after step 12"}
+    assert plan["warmup_steps"]["value"] == 2
+    rates = [line["learning_rate"] for line in read_steps(finished / RUN / STAGE / "metrics.jsonl")]
+    assert (len(rates), f"{rates[12]:.3g}") == (18, "0.00309")
+
+
+def test_fewer_steps_than_are_done_are_refused(finished: Path, finefit: Finefit) -> None:
+    answer = finefit("run", RUN, "--set", "schedule.epochs=1")
+    assert answer.code == 2
+    assert "tiny-1 has done 12 steps, 6 are asked for now" in answer.err
+    assert read_record(finished / RUN / "run.json", Run).status == "finished"
+
+
+def test_a_change_that_leaves_the_length_alone_leaves_its_source_alone(finished: Path, finefit: Finefit) -> None:
+    before = _plan(finished / RUN)
+    answer = finefit("run", RUN, "--set", "save.keep=5", "--set", "on_nan={kind: skip, at_most: 2}")
+    assert answer.code == 0
+    after = _plan(finished / RUN)
+    assert {key for key in after if after[key] != before.get(key)} == {"save.keep", "on_nan.kind", "on_nan.at_most"}
+    assert finefit("run", RUN, "--set", "on_nan={kind: stop}").code == 0
+    assert "on_nan.at_most" not in _plan(finished / RUN)
+
+
+def test_a_run_that_is_being_worked_on_is_refused_before_anything_is_changed(finished: Path, finefit: Finefit) -> None:
+    before = files_with_times(finished / "runs")
+    with run_lock(finished / RUN / "run.lock"):
+        amended = finefit("run", RUN, "--set", "schedule.epochs=3")
+        again = finefit("run", RUN, "--set", "save.keep=4", "--detach")
+    for answer in (amended, again):
+        assert answer.code == 2
+        assert answer.out == ""
+        assert "is already being worked on by process" in answer.err
+    assert _untouched_but_the_lock(before, files_with_times(finished / "runs"))
+
+
+@pytest.mark.usefixtures("finished")
+def test_new_wants_a_spec_file(finefit: Finefit) -> None:
+    answer = finefit("run", RUN, "--new")
+    assert answer.code == 2
+    assert "--new starts from a spec file" in answer.err
+
+
+def test_a_run_directory_copied_away_alone_goes_on_once_its_model_is_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finefit: Finefit
+) -> None:
+    """It was prepared and never started; its data files are gone, for the prepared rows travel with it."""
+    folder, away = project.parent, tmp_path / "away" / "copied"
+    monkeypatch.chdir(tmp_path)
+    rewrite(project, ("evaluate:", "# evaluate:"))
+    shutil.copytree(prepared(project).path, away, symlinks=True)
+    (folder / "model").rename(tmp_path / "weights")
+    shutil.rmtree(folder)
+    lost = finefit("run", away)
+    assert lost.code == 2
+    assert "--set model.path=FOLDER" in lost.err
+
+    answer = finefit("run", away, "--set", f"model.path={tmp_path / 'weights'}", "--json")
+    assert (answer.code, answer.document["result"]["step"]) == (0, 12), answer.err
+    assert json.loads((away / "spec.json").read_text())["model"]["path"] == "../../weights"
+    assert _plan(away)["model.path"] == {"value": str(tmp_path / "weights"), "source": "amended after step 0"}
+    again = finefit("run", away, "--json")
+    assert (again.code, again.document["status"]) == (0, "finished"), again.err
+
+
+def test_a_run_whose_data_files_are_gone_is_still_accepted(finished: Path, finefit: Finefit) -> None:
+    for name in ("train", "validation", "test"):
+        (finished / f"{name}.jsonl").unlink()
+    assert finefit("run", RUN).code == 0

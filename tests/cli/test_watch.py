@@ -1,0 +1,60 @@
+"""`finefit watch`: what anybody sees of a run from its records alone."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.lock import run_lock
+from tests.cli.conftest import Finefit, process, rewrite, started
+
+
+@pytest.mark.usefixtures("finished")
+def test_where_a_finished_run_stands_is_one_document(finefit: Finefit) -> None:
+    document = finefit("watch", "runs/tiny-1", "--json").document
+    assert (document["status"], document["pid"], document["result"]["step"]) == ("finished", None, 12)
+    assert Path(document["checkpoints"]).is_dir()
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_finished_run_is_shown_once_and_left(finefit: Finefit) -> None:
+    answer = finefit("watch", "runs/tiny-1")
+    shown = answer.out.splitlines()
+    assert answer.code == 0
+    assert shown[0].startswith("step 12/12")
+    assert shown[1:] == ["runs/tiny-1 is finished"]
+
+
+def test_a_run_that_was_killed_is_stopped_and_says_how_to_go_on(finished: Path, finefit: Finefit) -> None:
+    rewrite(finished / "runs/tiny-1/run.json", ('"finished"', '"running"'))
+    assert finefit("watch", "runs/tiny-1").out.endswith("runs/tiny-1 is stopped\nnext     finefit run runs/tiny-1\n")
+    assert finefit("watch", "runs/tiny-1", "--json").document["status"] == "stopped"
+
+
+def test_a_detached_run_can_be_followed_at_once_and_to_its_end(folder: Path, finefit: Finefit) -> None:
+    rewrite(folder / "spec.yaml", ("evaluate:", "# evaluate:"))
+    detached = process("run", "spec.yaml", "--detach", "--json", cwd=folder)
+    assert detached.code == 0
+    assert detached.document["status"] == "running"
+    now = finefit("watch", "runs/tiny-1", "--json").document
+    assert (now["status"], now["pid"]) == ("running", detached.document["pid"])
+    shown = finefit("watch", "runs/tiny-1").out
+    assert "step 12: validation loss" in shown
+    assert "step 12/12" in shown
+    assert shown.endswith("runs/tiny-1 is finished\n")
+    assert "step 12/12" in (folder / "runs/tiny-1/logs/detached.log").read_text()
+
+
+def test_ctrl_c_leaves_the_run_alone(finished: Path) -> None:
+    """A holder of the lock stands for the run that goes on."""
+    rewrite(finished / "runs/tiny-1/run.json", ('"finished"', '"running"'))
+    with run_lock(finished / "runs/tiny-1/run.lock"), started("watch", "runs/tiny-1", cwd=finished) as watcher:
+        assert watcher.stdout is not None
+        assert watcher.stdout.readline().startswith("step 12/12")
+        time.sleep(0.2)
+        watcher.send_signal(signal.SIGINT)
+        out, err = watcher.communicate(timeout=30)
+    assert (watcher.returncode, out, err) == (0, "runs/tiny-1 goes on\n", "")
+    assert json.loads((finished / "runs/tiny-1/run.json").read_text())["status"] == "running"

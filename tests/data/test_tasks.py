@@ -1,0 +1,94 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finefit.data.rows import Message, Row
+from finefit.data.tasks import EXACT_MATCH, JSON_MATCH, TASKS, NoResult
+from finefit.spec.schema import Evaluation
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def _json_scores(answer: str, reference: dict[str, Any]) -> dict[str, float]:
+    return JSON_MATCH.scores(JSON_MATCH.extract(answer), reference)
+
+
+def test_every_task_that_a_spec_may_name_exists() -> None:
+    assert set(Evaluation.model_fields["task"].annotation.__args__) == set(TASKS)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_a_task_asks_with_all_that_stands_before_the_answer(task: Any) -> None:
+    messages = (Message("system", "s"), Message("user", "u"), Message("assistant", "a"), Message("user", "v"), Message("assistant", "b"))
+    assert tuple(task.prompt(Row(source="x", number=1, messages=messages))) == messages[:-1]
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_a_json_answer_matches_itself_however_it_is_laid_out(value: dict[str, Any]) -> None:
+    turned = dict(reversed(value.items()))
+    for text in (json.dumps(value), json.dumps(turned, indent=3, ensure_ascii=False), f" \n{json.dumps(value)}\n "):
+        assert _json_scores(text, value) == {"all_fields": 1.0, "fields": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "fields"),
+    [
+        ('{"a": true}', {"a": 1}, 0.0),
+        ('{"a": 0}', {"a": False}, 0.0),
+        ('{"a": "1"}', {"a": 1}, 0.0),
+        ('{"a": null}', {}, 0.0),
+        ('{"a": 1}', {"a": 1, "b": 2}, 0.5),
+        ('{"a": 1, "b": 2, "c": 3}', {"a": 1, "b": 2}, 2 / 3),
+        ('{"a": {"x": [1, {"y": 2}]}}', {"a": {"x": [1, {"y": 2}]}}, 1.0),
+        ('{"a": {"x": [1, {"y": true}]}}', {"a": {"x": [1, {"y": 1}]}}, 0.0),
+        ('{"a": [1, 2]}', {"a": [2, 1]}, 0.0),
+        ('{"a": {"y": 1, "x": 2}}', {"a": {"x": 2, "y": 1}}, 1.0),
+        ("{}", {}, 1.0),
+    ],
+)
+def test_json_fields_count_when_they_are_equal_as_json(answer: str, reference: dict[str, Any], fields: float) -> None:
+    assert _json_scores(answer, reference) == {"all_fields": float(fields == 1.0), "fields": pytest.approx(fields)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", "is no JSON"),
+        ("the sum is 4", "is no JSON"),
+        ('{"a": 1} as you asked', "is no JSON"),
+        ('{"a": 1}{"a": 1}', "is no JSON"),
+        ('```json\n{"a": 1}\n```', "is no JSON"),
+        ('{"a": 1', "is no JSON"),
+        ("[1]", "is a JSON list, not an object"),
+        ("4", "is a JSON int, not an object"),
+        ("null", "is a JSON NoneType, not an object"),
+        ('{"a": NaN}', "is no JSON"),
+        ('{"a": 1e999}', "is no JSON"),
+        ('{"a": "\\ud800"}', "is no JSON"),
+        ("[" * 5000, "is no JSON"),
+        ('{"a":' * 5000, "is no JSON"),
+    ],
+)
+def test_an_answer_that_is_no_json_object_has_no_result(answer: str, reason: str) -> None:
+    with pytest.raises(NoResult, match=reason):
+        JSON_MATCH.extract(answer)
+
+
+def test_exact_match_ignores_space_around_the_answer_and_nothing_else() -> None:
+    found = {
+        answer: EXACT_MATCH.scores(EXACT_MATCH.extract(answer), EXACT_MATCH.extract("four ")) for answer in (" four\n", "Four", "fo ur", "four.")
+    }
+    assert {answer: scores["exact"] for answer, scores in found.items()} == {" four\n": 1.0, "Four": 0.0, "fo ur": 0.0, "four.": 0.0}
+
+
+@pytest.mark.parametrize("answer", ["", " \n\t"])
+def test_an_empty_answer_has_no_result(answer: str) -> None:
+    with pytest.raises(NoResult, match="the answer is empty"):
+        EXACT_MATCH.extract(answer)

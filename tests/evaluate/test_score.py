@@ -1,0 +1,81 @@
+import json
+
+import pytest
+
+from finefit.artifacts.records import EvalItem
+from finefit.data.rows import Message, Row
+from finefit.data.tasks import EXACT_MATCH, JSON_MATCH, Task
+from finefit.errors import DataError
+from finefit.evaluate.score import score_item, summarise
+from finefit.evaluate.worker import _sample
+from finefit.stats.intervals import bootstrap_mean, wilson
+
+REFERENCE = '{"a": 1, "b": 2}'
+ANSWERS = {REFERENCE: 1.0, '{"a": 1, "b": 3}': 0.5, "no idea": 0.0, '{"a": 1}': 0.5}
+
+
+def _row(reference: str) -> Row:
+    return Row(source="test.jsonl", number=3, messages=(Message("user", "q"), Message("assistant", reference)))
+
+
+def _item(task: Task, at: int, answer: str, *, reference: str = REFERENCE) -> EvalItem:
+    return score_item(task, at, _row(reference), prompt="q", answer=answer)
+
+
+def test_a_right_answer_scores_one_and_keeps_what_was_extracted() -> None:
+    item = _item(JSON_MATCH, 5, ' {"b": 2, "a": 1}')
+    assert (item.item, item.scores, item.extracted, item.failure) == (5, {"all_fields": 1.0, "fields": 1.0}, {"a": 1, "b": 2}, None)
+
+
+def test_an_answer_without_a_result_scores_zero_in_every_metric_and_says_why() -> None:
+    item = _item(JSON_MATCH, 0, "four")
+    assert item.scores == {"all_fields": 0.0, "fields": 0.0}
+    assert item.extracted is None
+    assert item.failure is not None
+    assert "no JSON" in item.failure
+
+
+def test_a_reference_that_the_task_cannot_read_is_an_error_at_its_row() -> None:
+    with pytest.raises(DataError, match=r"^test.jsonl:3 has a reference that the task json_match cannot read: the answer is no JSON"):
+        _item(JSON_MATCH, 0, REFERENCE, reference="four")
+
+
+def test_failures_count_as_zero_and_lower_the_coverage() -> None:
+    result = summarise(JSON_MATCH, "checkpoint-7", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], seconds=1.0)
+    assert (result.n, result.coverage, result.checkpoint, result.task) == (4, 0.75, "checkpoint-7", "json_match")
+    assert result.metrics["all_fields"].value == 0.25
+    assert result.metrics["fields"].value == 0.5
+
+
+def test_a_rate_has_wilsons_interval_and_a_mean_the_bootstraps() -> None:
+    result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], seconds=1.0)
+    rate, mean = wilson(1, 4), bootstrap_mean(list(ANSWERS.values()))
+    assert (result.metrics["all_fields"].low, result.metrics["all_fields"].high) == (rate.low, rate.high)
+    assert (result.metrics["fields"].low, result.metrics["fields"].high) == (mean.low, mean.high)
+    assert 0 <= mean.low < 0.5 < mean.high <= 1
+
+
+@pytest.mark.parametrize("answer", ["four", "five"])
+def test_even_a_perfect_or_hopeless_rate_keeps_its_width(answer: str) -> None:
+    score = summarise(EXACT_MATCH, "base", [_item(EXACT_MATCH, at, answer, reference="four") for at in range(10)], seconds=1.0).metrics["exact"]
+    assert score.high - score.low > 0.2
+    assert score.low <= score.value <= score.high
+
+
+def test_a_single_mean_says_nothing() -> None:
+    score = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, 0, '{"a": 1}')], seconds=1.0).metrics["fields"]
+    assert (score.value, score.low, score.high) == (0.5, 0.0, 1.0)
+
+
+def test_items_are_in_their_own_order_whatever_order_they_were_answered_in() -> None:
+    result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, json.dumps({"a": at})) for at in (2, 0, 1)], seconds=1.0)
+    assert [item.item for item in result.items] == [0, 1, 2]
+
+
+def test_a_limit_takes_a_seeded_sample_and_no_more_than_there_is() -> None:
+    assert _sample(5, None, 1) == _sample(5, 5, 1) == _sample(5, 9, 1) == [0, 1, 2, 3, 4]
+    chosen = _sample(100, 10, 1)
+    assert chosen == _sample(100, 10, 1) == sorted(set(chosen))
+    assert len(chosen) == 10
+    assert max(chosen) > 10
+    assert chosen != _sample(100, 10, 2)

@@ -1,0 +1,280 @@
+"""Faults, placed exactly. Workers are forked from this process, which has loaded torch once; they are killed from outside, or kill themselves
+before a chosen file operation. A run that was struck is compared, tensor by tensor, with one of the same job that was not."""
+
+import hashlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finefit.artifacts.checkpoint import list_checkpoints, problems, step_of
+from finefit.artifacts.journal import read_steps
+from finefit.artifacts.rundir import StageDir
+from finefit.pipeline.create import create_run
+from finefit.pipeline.inputs import open_inputs
+from finefit.spec.load import load_spec
+from finefit.train import loop
+from finefit.train.worker import work
+from tests.conftest import SPEC, make_model_folder, make_project
+
+KILLS = int(os.environ.get("FINEFIT_KILLS", "20"))
+SAVE_EVERY = 3
+TRAINING = re.sub(r"evaluate: .*\n", "", SPEC).replace("epochs: 2", "epochs: 3")
+"""18 steps with dropout, a checkpoint every 3, of which 2 are kept."""
+FULL = re.sub(r"tuning: .*\n", "tuning: {kind: full}\n", TRAINING)
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that must be equal, bit for bit."""
+
+    tensors: dict[str, str]
+    steps: list[tuple[int, float, float, str]]
+    names: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One spec with its rows, prepared once and run many times."""
+
+    pristine: Path
+    number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def fresh(self) -> StageDir:
+        """A run directory of its own that nothing has happened in."""
+        return self.copy(self.pristine)
+
+    def copy(self, run: Path) -> StageDir:
+        """Beside the others, so that relative paths hold."""
+        place = self.pristine.with_name(f"attempt-{next(self.number)}")
+        shutil.copytree(run, place, symlinks=True)
+        return StageDir(place / "stages" / "1-sft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A job and how it ends when nothing happens to it."""
+
+    job: Job
+    outcome: Outcome
+    seconds: float
+    operations: list["Operation"]
+
+
+def make_job(folder: Path, *, spec: str = TRAINING, model_seed: int = 0) -> Job:
+    torch.set_num_threads(1)  # forked children cannot use a pool of threads that stayed in their parent
+    path = make_project(folder, spec=spec)
+    if model_seed:
+        make_model_folder(folder / "model", seed=model_seed, dropout=0.1)
+    asked = load_spec(path, ())
+    runs = folder / "runs"
+    opened = open_inputs(asked, folder, runs / asked.name)
+    run = create_run(opened, spec_text=spec, overrides=(), base=folder, runs=runs)
+    return Job(pristine=run.path)
+
+
+def make_reference(job: Job) -> Reference:
+    where = job.fresh()
+    trace = where.run / "operations.txt"
+    began = time.perf_counter()
+    code = finish(start(where, lambda: record_operations(where.checkpoints, trace)))
+    seconds = time.perf_counter() - began
+    assert code == 0, words(where)
+    operations = [Operation(*line.split("\t")) for line in trace.read_text().splitlines()]
+    return Reference(job=job, outcome=outcome(where), seconds=seconds, operations=operations)
+
+
+def outcome(where: StageDir) -> Outcome:
+    names = {link.name: link.readlink().name for link in sorted(where.checkpoints.iterdir()) if link.is_symlink()}
+    steps = [(line["step"], line["loss"], line["learning_rate"], line["batch"]) for line in read_steps(where.metrics)]
+    return Outcome(tensors=digests(where.checkpoints / "final"), steps=steps, names=names)
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """Weights, optimizer and random numbers."""
+    return {
+        f"{file.name}:{name}": hashlib.sha256(f"{tensor.dtype}{tensor.shape}".encode() + tensor.numpy().tobytes()).hexdigest()
+        for file in sorted(checkpoint.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def nothing() -> None:
+    pass
+
+
+def start(where: StageDir, prepare: Callable[[], None] = nothing) -> int:
+    """Forks a worker; `prepare` places a fault in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads; the worker needs none of them
+        pid = os.fork()
+    if pid == 0:
+        _be_worker(where, prepare)
+    return pid
+
+
+def _be_worker(where: StageDir, prepare: Callable[[], None]) -> NoReturn:
+    code = 70
+    try:
+        with Path(os.devnull).open() as null, (where.run / "logs" / "run.log").open("a", buffering=1) as log:
+            sys.stdin, sys.stdout, sys.stderr = null, log, log
+            logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=log, force=True)
+            try:
+                prepare()
+                code = work(where)
+            except BaseException:  # noqa: BLE001 nothing of the parent may run on in its child
+                traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def finish(pid: int, *, kill_after: float | None = None) -> int:
+    """The exit code, negative for the signal that ended it."""
+    if kill_after is None:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    deadline = time.perf_counter() + kill_after
+    while time.perf_counter() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def words(where: StageDir) -> str:
+    """What the worker said."""
+    return (where.run / "logs" / "run.log").read_text(encoding="utf-8")
+
+
+def assert_only_whole_checkpoints(where: StageDir) -> None:
+    """No visible checkpoint fails verification, and at most one save interval is lost."""
+    visible = list_checkpoints(where.checkpoints)
+    assert [found for checkpoint in visible for found in problems(checkpoint)] == []
+    done = max((line["step"] for line in read_steps(where.metrics)), default=0)
+    assert done - max(map(step_of, visible), default=0) <= SAVE_EVERY
+
+
+def hidden(where: StageDir) -> list[str]:
+    return [path.name for path in where.checkpoints.iterdir() if path.name.startswith(".")]
+
+
+class Operation(NamedTuple):
+    """Something that a process is about to do to a file."""
+
+    what: str
+    path: str
+    """Relative to the watched folder; a bare name where only the system knows the folder."""
+
+
+_WATCHED = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree")
+
+
+def watch_operations(folder: Path, see: Callable[[Operation], None]) -> None:
+    """Calls `see` before each file operation in `folder`, for the rest of this process. What compiled code opens is not seen."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event not in _WATCHED:
+            return
+        path = args[1] if event == "os.symlink" else args[0]
+        in_folder_of_its_own = event in ("os.remove", "os.rmdir") and args[1] != -1  # rmtree names files by descriptor and name
+        if isinstance(path, (str, Path)) and (in_folder_of_its_own or str(path).startswith(str(folder))):
+            writes = event == "open" and isinstance(args[1], str) and args[1][0] in "wax"
+            see(Operation("write" if writes else event, _relative(str(path), folder)))
+
+    def synced(descriptor: int) -> None:
+        path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if path.startswith(str(folder)):
+            see(Operation("fsync", _relative(path, folder)))
+        really_sync(descriptor)
+
+    really_sync = os.fsync
+    os.fsync = synced  # type: ignore[assignment]
+    sys.addaudithook(hook)
+
+
+def _relative(path: str, folder: Path) -> str:
+    return os.path.relpath(path, folder) if path.startswith("/") else path
+
+
+def record_operations(folder: Path, trace: Path) -> None:
+    file = trace.open("ab", buffering=0)
+
+    def see(operation: Operation) -> None:
+        file.write("\t".join(operation).encode() + b"\n")
+
+    watch_operations(folder, see)
+
+
+def die_at_operation(folder: Path, number: int) -> None:
+    """Kill -9 just before the file operation of this number, counted from 0."""
+    count = itertools.count()
+
+    def see(_: Operation) -> None:
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch_operations(folder, see)
+
+
+def at_operation(folder: Path, what: str, pattern: str, act: Callable[[], None]) -> None:
+    """Acts once, just before the first operation of this kind on a path that matches."""
+    acted = iter([False])
+
+    def see(operation: Operation) -> None:
+        if operation.what == what and re.fullmatch(pattern, operation.path) and next(acted, True) is False:
+            act()
+
+    watch_operations(folder, see)
+
+
+def at_step(number: int, act: Callable[[], None]) -> None:
+    """Acts when this process begins optimizer step `number`, counted from 1."""
+    really: Callable[..., list[int]] = getattr(loop, "rows_of_step")  # noqa: B009 a name that the loop imports
+
+    def rows_of_step(step: int, **rest: int) -> list[int]:
+        if step + 1 == number:
+            act()
+        return really(step, **rest)
+
+    setattr(loop, "rows_of_step", rows_of_step)  # noqa: B010
+
+
+def send_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@contextmanager
+def small_disk(place: Path, num_bytes: int) -> Iterator[Path]:
+    """A file system of this size; the test is skipped where this user may not mount one."""
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small disk needs root, or `unshare -rm` around pytest: {mounted.stderr.splitlines()[0]}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill_disk(disk: Path, *, leave_pages: int) -> None:
+    """A file that takes all room but so many pages."""
+    free = os.statvfs(disk).f_bavail - leave_pages
+    (disk / "filler").write_bytes(bytes(max(0, free) * os.statvfs(disk).f_frsize))

@@ -1,0 +1,67 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.journal import read_lines
+from finefit.artifacts.records import Run, Stage, read_record
+from finefit.errors import DataError
+from finefit.facts.files import read_file
+from finefit.pipeline.create import stage_of
+from tests.conftest import make_rows, write_jsonl
+from tests.pipeline.conftest import prepared
+
+
+def test_a_prepared_run_is_whole_and_waits(project: Path) -> None:
+    run = prepared(project, "seed=9")
+    record = read_record(run.run, Run)
+    assert (run.path.name, record.status, record.overrides) == ("tiny-1", "prepared", ("seed=9",))
+    assert run.path.stat().st_mode & 0o777 == 0o755
+    assert [p.name for p in run.path.parent.iterdir()] == ["tiny-1"]
+
+
+def test_runs_of_one_name_are_numbered_by_the_highest(project: Path) -> None:
+    prepared(project).path.rename(project.parent / "runs" / "tiny-9")
+    assert prepared(project).path.name == "tiny-10"
+
+
+def test_a_number_that_another_process_takes_first_is_left_to_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepared(project)
+    numbers = iter([1, 1, 2])
+    monkeypatch.setattr("finefit.pipeline.create.next_number", lambda *_: next(numbers))
+    assert prepared(project).path.name == "tiny-2"
+    assert read_record(first.run, Run).status == "prepared"
+
+
+def test_what_fails_leaves_no_staging_folder_behind(project: Path) -> None:
+    write_jsonl(project.parent / "test.jsonl", [{"prompt": "one and one", "completion": "two"}])
+    with pytest.raises(DataError, match=r"test\.jsonl:1 cannot be a reference of json_match: the answer is no JSON"):
+        prepared(project)
+    assert list((project.parent / "runs").iterdir()) == []
+
+
+def test_every_row_is_in_the_ledger_used_or_dropped_with_its_reason(project: Path) -> None:
+    rows = make_rows(6)
+    rows[2]["messages"][0]["content"] = "add " * 60
+    write_jsonl(project.parent / "train.jsonl", rows)
+    lines = list(read_lines(stage_of(prepared(project, "data.too_long=drop", "data.max_tokens=120")).ledger))
+    (train,) = [line for line in lines if line["split"] == "train" and "read" in line]
+    assert (train["read"], train["used"], train["dropped"]) == (6, 5, {"too long": 1})
+    (dropped,) = [line for line in lines if "reason" in line]
+    assert (dropped["source"], dropped["row"]) == ("train.jsonl", 3)
+    assert dropped["reason"].startswith("too long: ")
+
+
+def test_the_stage_knows_its_prepared_rows_by_content(project: Path) -> None:
+    where = stage_of(prepared(project))
+    stage = read_record(where.stage, Stage)
+    assert stage.prepared == {p.name: read_file(p, where.path).sha256 for p in (where.path / "data").iterdir()}
+    assert (stage.num_rows, stage.total_steps, stage.warmup_steps, stage.micro_batch) == (22, 12, 2, 2)
+
+
+def test_paths_are_recorded_relative_to_the_run(project: Path) -> None:
+    run = prepared(project)
+    assert json.loads(run.spec_json.read_text())["model"]["path"] == "../../model"
+    facts = json.loads(run.facts.read_text())
+    assert facts["inputs"]["data"]["train"][0]["path"] == "../../train.jsonl"
+    assert (run.path / "../../train.jsonl").resolve() == project.parent / "train.jsonl"

@@ -1,0 +1,92 @@
+"""Workers of a few lines instead of the real ones: what is tested is how they are started, told and mourned."""
+
+import os
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from finefit.errors import WorkerDied
+from finefit.pipeline.launch import FORWARDED, launch
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source of the module `fake_worker`."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "fake_worker.py"
+
+
+class Ticks:
+    """Sends a signal to this process once the worker has said that it is ready."""
+
+    def __init__(self, log: Path, number: signal.Signals) -> None:
+        self._log, self._number, self.sent = log, number, False
+
+    def __call__(self) -> None:
+        if not self.sent and b"ready" in self._log.read_bytes():
+            os.kill(os.getpid(), self._number)
+            self.sent = True
+
+
+def _launch(worker: Path, tick: object = None) -> int:
+    log = worker.with_name("run.log")
+    descriptor = os.open(worker.with_name("run.lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        return launch("fake_worker", worker, log=log, lock=descriptor, tick=tick if callable(tick) else lambda: None)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_worker_gets_its_argument_and_its_words_go_to_the_log(worker: Path) -> None:
+    worker.write_text("import sys; print('hello', sys.argv[1]); sys.stderr.write('and errors'); sys.exit(2)")
+    assert _launch(worker) == 2
+    log = worker.with_name("run.log").read_text()
+    assert f"hello {worker}" in log
+    assert "and errors" in log
+
+
+def test_what_torch_must_find_at_its_start_is_set_and_the_users_own_setting_kept(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
+    worker.write_text("import os; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], os.environ['TOKENIZERS_PARALLELISM'])")
+    _launch(worker)
+    assert worker.with_name("run.log").read_text() == "mine false\n"
+
+
+@pytest.mark.parametrize("number", FORWARDED)
+def test_a_signal_is_passed_on_and_our_own_handler_put_back(worker: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    worker.write_text(
+        textwrap.dedent(f"""
+        import signal, sys, time
+        signal.signal({number.value}, lambda *_: sys.exit(3))
+        print("ready", flush=True)
+        time.sleep(60)
+        """)
+    )
+    assert _launch(worker, Ticks(worker.with_name("run.log"), number)) == 3
+    assert signal.getsignal(number) is before
+
+
+def test_a_killed_worker_is_mourned_with_its_last_words_and_the_usual_reason(worker: Path) -> None:
+    worker.write_text("import os, signal; print('my last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(WorkerDied) as caught:
+        _launch(worker)
+    assert "ended by SIGKILL; out of host memory is the usual reason" in caught.value.problem
+    assert "my last words" in caught.value.problem
+    assert "give the same command again" in caught.value.remedy
+
+
+def test_a_worker_whose_launcher_fails_is_told_and_waited_for(worker: Path) -> None:
+    worker.write_text("import sys; sys.stdin.read(); print('ended in order', flush=True)")
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        _launch(worker, fail)
+    assert worker.with_name("run.log").read_text() == "ended in order\n"
+    assert time.monotonic() - began < 30

@@ -1,0 +1,116 @@
+"""Where a run stands is read from its journals, as they grow."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.rundir import RunDir
+from finefit.pipeline.create import stage_of
+from finefit.report.progress import Follower, Tail
+from tests.report.conftest import answer, ask, note, step
+
+
+def test_before_the_first_step_nothing_is_claimed(run: RunDir) -> None:
+    assert str(Follower(run).training()) == "step 0/12  loading the model"
+
+
+def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir) -> None:
+    follower = Follower(run)
+    step(run, 1, 5.25)
+    step(run, 2, 5.125)
+    note(run, event="saved", step=2, checkpoint="checkpoint-2")
+    with Journal(stage_of(run).memory) as memory:
+        memory.write(instant="step", step=2, resident_bytes=2**30, peak_bytes=2**31)
+    assert follower.news() == []
+    assert str(follower.training()) == "step 2/12  loss 5.1250  200 tok/s  1.00 GiB  ETA 0:05  saved checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"event": "resumed", "step": 3, "checkpoint": "checkpoint-3"}, "resumed from checkpoint-3"),
+        ({"event": "rejected", "note": "checkpoint-6 is passed over: damaged"}, "checkpoint-6 is passed over: damaged"),
+        ({"event": "not_finite", "step": 4, "found": "loss nan"}, "step 4 was not applied: loss nan"),
+        ({"event": "rolled_back", "step": 3}, "rolled back to step 3"),
+        ({"event": "left_out", "step": 4}, "step 4 is left out: it was not finite before"),
+        ({"event": "validated", "step": 3, "validation_loss": 5.5}, "step 3: validation loss 5.5000"),
+        ({"event": "validation_not_finite", "step": 3, "found": "nan"}, "step 3: validation loss nan, so this step cannot be the best"),
+        ({"event": "amended", "step": 3, "changes": ["save.keep: 2 -> 3"], "note": ""}, "after step 3: save.keep: 2 -> 3"),
+    ],
+)
+def test_an_event_is_told_once_in_words(run: RunDir, line: dict[str, object], words: str) -> None:
+    follower = Follower(run)
+    note(run, **line)
+    assert follower.news() == [words]
+    assert follower.news() == []
+
+
+def test_what_happened_before_the_first_look_is_known_and_no_news(run: RunDir) -> None:
+    step(run, 1)
+    note(run, event="validated", step=1, validation_loss=5.5)
+    follower = Follower(run)
+    assert follower.news() == []
+    assert follower.training().step == 1
+
+
+def test_a_step_that_was_not_applied_has_no_loss(run: RunDir) -> None:
+    follower = Follower(run)
+    step(run, 1)
+    note(run, event="not_finite", step=2, found="loss inf")
+    follower.news()
+    assert follower.training().loss is None
+
+
+def test_a_resumed_run_stands_where_its_checkpoint_stands(run: RunDir) -> None:
+    for number in range(1, 6):
+        step(run, number)
+    note(run, event="resumed", step=3, checkpoint="checkpoint-3")
+    now = Follower(run).training()
+    assert (now.step, now.checkpoint) == (3, "checkpoint-3")
+
+
+def test_a_run_that_starts_over_has_nothing_saved(run: RunDir) -> None:
+    step(run, 1)
+    note(run, event="saved", step=1, checkpoint="checkpoint-1")
+    note(run, event="started", step=0)
+    assert str(Follower(run).training()).startswith("step 0/12  loss -")
+    assert str(Follower(run).training()).endswith("nothing saved yet")
+
+
+def test_an_evaluation_in_hand_counts_its_answers(run: RunDir) -> None:
+    step(run, 12)
+    ask(run, "base")
+    answer(run, "base", 2)
+    assert str(Follower(run).answering()) == "evaluating base on json_match: 2/5 answers"
+
+
+def test_a_sample_of_answers_that_are_there_is_never_more_than_whole(run: RunDir) -> None:
+    answer(run, "base", 5)
+    ask(run, "base", limit=3)
+    assert str(Follower(run).answering()) == "evaluating base on json_match: 3/3 answers"
+
+
+def test_an_evaluation_with_a_result_is_over(run: RunDir) -> None:
+    ask(run, "base")
+    stage_of(run).evaluation("json_match", "base").result.write_text("{}")
+    assert Follower(run).answering() is None
+
+
+def test_an_evaluation_that_was_stopped_does_not_hide_the_training_that_goes_on(run: RunDir) -> None:
+    request = ask(run, "base")
+    os.utime(request, ns=(0, 0))
+    step(run, 1)
+    assert Follower(run).answering() is None
+
+
+def test_a_line_that_is_still_being_written_waits_and_a_torn_one_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.lines() == []
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert tail.lines() == [{"step": 1}]
+    with path.open("ab") as file:
+        file.write(b'ep": 2}\n{"torn\n{"step": 3}\n')
+    assert tail.lines() == [{"step": 2}, {"step": 3}]

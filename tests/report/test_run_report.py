@@ -1,0 +1,162 @@
+"""What a run is going to do and what came of it, in words and as a document."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, Plan, Resolved, Run, Score, StageResult, read_record, write_record
+from finefit.artifacts.rundir import RunDir
+from finefit.cli.console import open_console
+from finefit.pipeline.create import stage_of
+from finefit.report.demo import show_change
+from finefit.report.run import evals_of, evals_tables, ledger_view, plan_view, result_lines, run_document, show_end
+from finefit.report.units import clock, gib
+from finefit.spec.schema import Evaluation
+
+RESULT = StageResult(
+    step=12,
+    total_steps=12,
+    checkpoint="checkpoint-12",
+    trainable_parameters=2048,
+    parameters=10912,
+    tokens=2906,
+    seconds=3725.0,
+    peak_bytes=2**30,
+)
+
+
+def _evaluated(run: RunDir, checkpoint: str, value: float, *, task: str = "json_match", items: int = 5) -> EvalResult:
+    entries = tuple(
+        EvalItem(
+            item=at, prompt=f"prompt {at}", reference="[7]", answer=f"{checkpoint} [{at}]", extracted=None, scores={"all_fields": value}, failure=None
+        )
+        for at in range(items)
+    )
+    score = {"all_fields": Score(value=value, low=0.0, high=1.0)}
+    result = EvalResult(task=task, checkpoint=checkpoint, n=items, coverage=0.8, metrics=score, seconds=1.0, items=entries)
+    paths = stage_of(run).evaluation(task, checkpoint)
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    write_record(paths.request, EvalRequest(checkpoint=checkpoint, evaluation=Evaluation.model_validate({"task": task})))
+    write_record(paths.result, result)
+    return result
+
+
+def _shown(renderable: RenderableType, width: int = 200) -> str:
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(renderable)
+    return shown.getvalue()
+
+
+def test_a_plan_shows_every_value_with_its_source() -> None:
+    values = {
+        "seed": Resolved(value=7, source="spec"),
+        "levers.micro_batch": Resolved(value=2, source="--set"),
+        "optimizer.clip": Resolved(value=1.0, source="default"),
+        "schedule.steps": Resolved(value=None, source="default"),
+    }
+    shown = _shown(plan_view(Plan(stages={"sft": values})))
+    assert shown.splitlines()[1].split() == ["levers.micro_batch", "2", "--set"]
+    assert shown.splitlines()[2:] == ["from the spec: seed 7", "defaults: optimizer.clip 1.0, schedule.steps null"]
+
+
+def test_a_ledger_line_counts_rows_tokens_and_what_was_dropped(run: RunDir) -> None:
+    where = stage_of(run)
+    with Journal(where.ledger) as ledger:
+        ledger.write(split="train", source="b.jsonl", read=9, used=7, dropped={"too long": 2}, tokens=12345, supervised_tokens=678)
+        ledger.write(split="train", source="b.jsonl", row=4, reason="too long: 99 tokens")
+    lines = ledger_view(where)
+    assert lines[0] == "train train.jsonl: 22 rows read, 22 used; 1,453 tokens, 605 supervised"
+    assert lines[-1] == "train b.jsonl: 9 rows read, 7 used, 2 dropped (too long); 12,345 tokens, 678 supervised"
+
+
+def test_brackets_and_colons_are_shown_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    open_console().print("rows[bold]:key:.jsonl")
+    assert capsys.readouterr().out == "rows[bold]:key:.jsonl\n"
+
+
+def test_with_json_everything_else_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    open_console(as_json=True).print("a line")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "a line\n")
+
+
+def test_a_result_in_words() -> None:
+    assert result_lines(RESULT) == [
+        "trained 2,048 of 10,912 parameters (18.77%)",
+        "12 steps, 2,906 tokens; 1:02:05 since it was last started; peak memory 1.00 GiB",
+    ]
+
+
+def test_evaluations_are_ordered_by_task_base_first_then_by_step(run: RunDir) -> None:
+    for checkpoint in ("checkpoint-12", "checkpoint-9", "base"):
+        _evaluated(run, checkpoint, 0.5)
+    _evaluated(run, "checkpoint-3", 0.5, task="exact_match")
+    found = evals_of(stage_of(run))
+    assert [(r.task, r.checkpoint) for r in found] == [
+        ("exact_match", "checkpoint-3"),
+        ("json_match", "base"),
+        ("json_match", "checkpoint-9"),
+        ("json_match", "checkpoint-12"),
+    ]
+    assert _shown(evals_tables(found)).count("held-out items, task") == 2
+
+
+def test_a_score_is_shown_with_n_interval_and_coverage(run: RunDir) -> None:
+    shown = _shown(evals_tables([_evaluated(run, "base", 0.4)]))
+    for part in ("base", "all_fields", " 5 ", "40.0%", "0.0% .. 100.0%", "80%"):
+        assert part in shown
+
+
+def test_the_document_of_a_run_that_has_not_begun_has_no_result(run: RunDir) -> None:
+    document = run_document(run)
+    assert (document["status"], document["result"], document["evaluations"]) == ("prepared", None, [])
+    assert document["plan"]["sft"]["total_steps"] == {"value": 12, "source": "2 epochs x 6 steps"}
+    assert [entry["read"] for entry in document["ledger"]] == [22, 4]
+
+
+def test_the_document_of_a_finished_run_has_result_and_scores(run: RunDir) -> None:
+    write_record(stage_of(run).result, RESULT)
+    write_record(run.run, replace(read_record(run.run, Run), status="finished"))
+    _evaluated(run, "base", 0.4)
+    document = run_document(run)
+    assert (document["status"], document["result"]["tokens"]) == ("finished", 2906)
+    assert document["evaluations"] == [
+        {"task": "json_match", "checkpoint": "base", "n": 5, "coverage": 0.8, "metrics": {"all_fields": {"value": 0.4, "low": 0.0, "high": 1.0}}}
+    ]
+
+
+def test_the_end_of_a_run_names_the_folder_of_the_model(run: RunDir) -> None:
+    write_record(stage_of(run).result, RESULT)
+    shown = io.StringIO()
+    show_end(run, Console(file=shown, width=40))
+    assert shown.getvalue().endswith(f"run      {run.path}\nmodel    {stage_of(run).checkpoints / 'final'}\n")
+
+
+def test_a_demo_compares_base_and_final_whatever_else_was_scored(run: RunDir) -> None:
+    write_record(stage_of(run).result, RESULT)
+    _evaluated(run, "base", 0.0, items=2)
+    _evaluated(run, "checkpoint-9", 0.5)
+    _evaluated(run, "checkpoint-12", 1.0)
+    _evaluated(run, "base", 0.5, task="exact_match")
+    shown = io.StringIO()
+    show_change(run, Console(file=shown, width=200))
+    text = shown.getvalue()
+    assert "checkpoint-9" not in text
+    for at in range(2):  # the two items that both have answered
+        (line,) = [line for line in text.splitlines() if f"prompt {at}" in line]
+        assert f"base [{at}]" in line
+        assert f"checkpoint-12 [{at}]" in line
+    assert "prompt 2" not in text
+    assert "fine-tuned" in text
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3600, "1:00:00"), (90061, "25:01:01")])
+def test_time_as_people_read_it(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown
+
+
+def test_memory_as_people_read_it() -> None:
+    assert gib(3 * 2**29) == "1.50 GiB"

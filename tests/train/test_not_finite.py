@@ -1,0 +1,194 @@
+"""F10: a loss or a gradient that is not finite is never applied. The curve shows a gap, never 0.0."""
+
+import math
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from finefit.artifacts.checkpoint import list_checkpoints, problems
+from finefit.artifacts.journal import read_lines, read_steps
+from finefit.artifacts.records import StageResult, TrainState, read_record
+from finefit.artifacts.rundir import StageDir
+from finefit.objective.batch import Batch, Forward, LossSum
+from finefit.objective.sft import sft
+from finefit.train import worker
+from tests.faults import TRAINING, Job, Outcome, Reference, at_step, digests, finish, make_job, outcome, send_self, start, words
+
+DIVERGED = 1
+POISONS = ("nan loss", "inf loss", "inf gradient")
+
+
+def poison(steps: dict[int, str]) -> None:
+    """These steps, counted from 1, are not finite whenever this process makes them."""
+    at: list[str] = []
+    for step, kind in steps.items():
+        at_step(step, partial(at.append, kind))
+
+    def poisoned(forward: Forward, batch: Batch) -> LossSum:
+        clean = sft(forward, batch)
+        if not at or not torch.is_grad_enabled():
+            return clean
+        match at.pop():
+            case "nan loss":
+                return LossSum(clean.total * math.nan, clean.count)
+            case "inf loss":
+                return LossSum(clean.total + math.inf, clean.count)
+            case _:
+                clean.total.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+                return clean
+
+    worker.sft = poisoned  # type: ignore[attr-defined]
+
+
+def events(where: StageDir, kind: str) -> list[int]:
+    return [line["step"] for line in read_lines(where.metrics) if line.get("event") == kind]
+
+
+def policy(folder: Path, on_nan: str) -> Job:
+    return make_job(folder, spec=TRAINING + f"on_nan: {on_nan}\n")
+
+
+def run(job: Job, steps: dict[int, str]) -> StageDir:
+    where = job.fresh()
+    assert finish(start(where, lambda: poison(steps))) == 0, words(where)
+    return where
+
+
+@pytest.mark.parametrize("kind", POISONS)
+def test_stop_saves_exactly_the_state_before_the_step(lora: Reference, kind: str) -> None:
+    """Weights, moments and random numbers are those that a signal at this place would have saved."""
+    signalled, where = lora.job.fresh(), lora.job.fresh()
+    finish(start(signalled, lambda: at_step(7, lambda: send_self(signal.SIGTERM))))
+    assert finish(start(where, lambda: poison({8: kind}))) == DIVERGED
+    assert digests(where.checkpoints / "checkpoint-7") == digests(signalled.checkpoints / "checkpoint-7")
+    failure = read_record(where.result, StageResult).failure
+    assert failure is not None
+    assert failure.kind == "Diverged"
+    assert failure.problem.startswith("step 8 was not applied: loss ")
+    assert "on_nan.kind=skip" in failure.remedy
+    assert [line["step"] for line in read_steps(where.metrics)] == list(range(1, 8))
+    assert events(where, "not_finite") == [8]
+
+
+def test_a_passing_fault_that_stopped_a_run_leaves_no_trace_in_its_end(lora: Reference) -> None:
+    where = lora.job.fresh()
+    assert finish(start(where, lambda: poison({8: "nan loss"}))) == DIVERGED
+    assert finish(start(where)) == 0
+    assert outcome(where) == lora.outcome
+
+
+def test_a_lasting_fault_stops_the_run_again_without_another_checkpoint(lora: Reference) -> None:
+    where = lora.job.fresh()
+    for _ in range(2):
+        assert finish(start(where, lambda: poison({8: "nan loss"}))) == DIVERGED
+        assert [c.name for c in list_checkpoints(where.checkpoints)] == ["checkpoint-6", "checkpoint-7"]
+        assert problems(where.checkpoints / "checkpoint-7") == []
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return policy(tmp_path_factory.mktemp("skipping"), "{kind: skip, at_most: 2}")
+
+
+@pytest.mark.parametrize("kind", POISONS)
+def test_skip_leaves_a_gap_in_the_curve_and_finishes(skipping: Job, lora: Reference, kind: str) -> None:
+    where = run(skipping, {5: kind, 10: kind})
+    end = outcome(where)
+    assert [step for step, *_ in end.steps] == [s for s in range(1, 19) if s not in (5, 10)]
+    assert end.steps[:4] == lora.outcome.steps[:4]
+    assert all(loss != 0.0 and math.isfinite(loss) for _, loss, *_ in end.steps)
+    assert end.tensors != lora.outcome.tensors
+    assert read_record(where.checkpoints / "final" / "finefit_state.json", TrainState).skipped_steps == (4, 9)
+
+
+def test_skip_leaves_out_so_many_steps_and_no_more(skipping: Job) -> None:
+    where = skipping.fresh()
+    assert finish(start(where, lambda: poison({5: "nan loss", 10: "inf loss", 14: "nan loss"}))) == DIVERGED
+    assert events(where, "not_finite") == [5, 10, 14]
+    assert list_checkpoints(where.checkpoints)[-1].name == "checkpoint-13"
+
+
+@pytest.mark.parametrize("killed_at", [4, 6, 9, 12])
+def test_a_killed_run_skips_the_same_steps_and_ends_bit_identical(skipping: Job, killed_at: int) -> None:
+    bad = {5: "nan loss", 11: "inf gradient"}
+    unkilled = outcome(run(skipping, bad))
+    where = skipping.fresh()
+
+    def prepare() -> None:
+        poison(bad)
+        at_step(killed_at, lambda: send_self(signal.SIGKILL))
+
+    assert finish(start(where, prepare)) == -signal.SIGKILL
+    assert finish(start(where, lambda: poison(bad))) == 0
+    assert outcome(where) == unkilled
+
+
+@pytest.fixture(scope="module")
+def returning(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return policy(tmp_path_factory.mktemp("returning"), "{kind: roll_back, at_most: 2}")
+
+
+def test_roll_back_returns_to_the_last_checkpoint_and_leaves_the_step_out(returning: Job, lora: Reference) -> None:
+    where = run(returning, {8: "nan loss"})
+    end = outcome(where)
+    assert (events(where, "rolled_back"), events(where, "left_out")) == ([6], [8])
+    assert [step for step, *_ in end.steps] == [s for s in range(1, 19) if s != 8]
+    assert end.steps[:7] == lora.outcome.steps[:7]
+
+
+def test_roll_back_remembers_every_step_that_it_left_out(returning: Job) -> None:
+    """Two such steps after one checkpoint: the second return must not take the first one up again."""
+    where = run(returning, {8: "nan loss", 9: "inf gradient"})
+    assert (events(where, "rolled_back"), events(where, "left_out")) == ([6, 6], [8, 8, 9])
+    assert [step for step, *_ in outcome(where).steps] == [s for s in range(1, 19) if s not in (8, 9)]
+
+
+def test_roll_back_before_the_first_checkpoint_leaves_the_step_out(returning: Job) -> None:
+    end = outcome(run(returning, {2: "nan loss"}))
+    assert [step for step, *_ in end.steps] == [1, *range(3, 19)]
+
+
+def test_roll_back_returns_so_often_and_no_more(returning: Job) -> None:
+    where = returning.fresh()
+    assert finish(start(where, lambda: poison({4: "nan loss", 8: "nan loss", 12: "nan loss"}))) == DIVERGED
+    assert events(where, "rolled_back") == [3, 6]
+    assert list_checkpoints(where.checkpoints)[-1].name == "checkpoint-11"
+
+
+@pytest.mark.parametrize("killed_at", [6, 7, 12])
+def test_a_killed_run_rolls_back_alike_and_ends_bit_identical(returning: Job, killed_at: int) -> None:
+    bad = {8: "nan loss"}
+    unkilled = outcome(run(returning, bad))
+    where = returning.fresh()
+
+    def prepare() -> None:
+        poison(bad)
+        at_step(killed_at, lambda: send_self(signal.SIGKILL))
+
+    assert finish(start(where, prepare)) == -signal.SIGKILL
+    assert finish(start(where, lambda: poison(bad))) == 0
+    assert outcome(where) == unkilled
+
+
+def test_a_validation_loss_that_is_no_number_is_never_the_best(lora: Reference) -> None:
+    where = lora.job.fresh()
+
+    def prepare() -> None:
+        left = [2]  # micro-batches of the first validation
+
+        def poisoned(forward: Forward, batch: Batch) -> LossSum:
+            clean = sft(forward, batch)
+            if torch.is_grad_enabled() or left[0] == 0:
+                return clean
+            left[0] -= 1
+            return LossSum(clean.total * math.nan, clean.count)
+
+        worker.sft = poisoned  # type: ignore[attr-defined]
+
+    assert finish(start(where, prepare)) == 0
+    end: Outcome = outcome(where)
+    assert end == lora.outcome
+    assert events(where, "validation_not_finite") == [3]

@@ -1,0 +1,107 @@
+"""Writes docs/spec.md from the schema, so that the reference cannot lag behind it.
+
+python tools/make_spec_reference.py docs/spec.md
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from finefit.spec.every import Interval
+from finefit.spec.schema import Spec
+
+HEAD = """# The spec
+Written from the schema by `python tools/make_spec_reference.py docs/spec.md`; a test holds the two together. Paths are relative
+to the spec file. Any value can be overridden on the command line: `--set optimizer.lr=1e-4`. An unknown key, a wrong type or a
+number such as `262,144` is an error with its line; all errors are told at once.
+
+| key | value | default | |
+|---|---|---|---|
+"""
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+
+def reference() -> str:
+    return HEAD + "".join(f"| `{key}` | {kind} | {default} | {text} |\n" for key, kind, default, text in rows(Spec))
+
+
+def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    for name, field in model.model_fields.items():
+        if name == "kind" and _tag(model):  # said beside the key of the whole
+            continue
+        key = f"{prefix}{field.alias or name}"
+        yield key, _kind(field.annotation, field), _default(field), _text(field)
+        for inner, label in _models(field.annotation):
+            yield from rows(inner, f"{key}{label}.")
+
+
+def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:
+    """The models behind an annotation, with what the key says about them: (lora), [n]."""
+    bare = _bare(annotation)
+    if isinstance(bare, type) and issubclass(bare, BaseModel) and bare is not Interval:
+        return [(bare, "")]
+    if get_origin(bare) is tuple:
+        return [(model, f"[n]{label}") for model, label in _models(get_args(bare)[0])]
+    members = [_bare(member) for member in _members(bare)]
+    return [(m, f" ({_tag(m)})" if _tag(m) else "") for m in members if isinstance(m, type) and issubclass(m, BaseModel) and m is not Interval]
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """The one kind that a model is; empty where `kind` is a choice of its own or absent."""
+    choices = get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
+    return str(choices[0]) if len(choices) == 1 else ""
+
+
+def _kind(annotation: Any, field: FieldInfo | None = None) -> str:
+    bare = _bare(annotation)
+    if get_origin(bare) is Literal:
+        return " or ".join(f"`{choice}`" for choice in get_args(bare))
+    if bare is Interval:
+        return "`200 steps`, `epoch` or `15 minutes`"
+    if get_origin(bare) is tuple:
+        return f"list of {_kind(get_args(bare)[0])}" if get_args(bare)[-1] is Ellipsis else f"list of {len(get_args(bare))} numbers"
+    if members := _members(bare):
+        return " or ".join(_kind(member) for member in members)
+    if isinstance(bare, type) and issubclass(bare, BaseModel):
+        return f"`{{kind: {_tag(bare)}}}`" if _tag(bare) else "mapping"
+    return WORDS[bare] + _bounds(field)
+
+
+def _bounds(field: FieldInfo | None) -> str:
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [f"{words} {getattr(m, sign):g}" for m in (field.metadata if field else ()) for sign, words in signs.items() if hasattr(m, sign)]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return f"`{value}`" if isinstance(value, Interval) else (f"`{{kind: {_tag(type(value))}}}`" if _tag(type(value)) else "see below")
+    return "none" if value in (None, ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+def _bare(annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    members = _members(annotation)
+    return _bare(members[0]) if len(members) == 1 else annotation
+
+
+def _members(annotation: Any) -> list[Any]:
+    return [m for m in get_args(annotation) if m is not NoneType] if get_origin(annotation) in (Union, UnionType) else []
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
