@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/finefit demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not soak and not gpu"
+	$(BIN)/python -m pytest -m "not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -19,7 +19,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 soak: $(READY)
-	FINEFIT_KILLS=50 $(BIN)/python -m pytest -m "soak or not gpu" tests/train tests/artifacts -s
+	FINEFIT_KILLS=50 $(BIN)/python -m pytest tests/train tests/artifacts
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"finefit needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; name another with make PYTHON=...")'

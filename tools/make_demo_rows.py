@@ -1,7 +1,7 @@
 """Writes the rows of `finefit demo`: short messages to a small shop, each with the order it contains as strict JSON.
 
 Every message is drawn from a skeleton written by hand. The splits share no skeleton, and most names and items of the
-validation and test rows never occur in training. Each row has its own seed, so editing a skeleton changes its rows only.
+validation and test rows never occur in training. Each row has its own seed: rewording a skeleton changes little else.
 
     python tools/make_demo_rows.py src/finefit/recipes/demo
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM = "Extract orders."
-# The keys and their types stand in the user's turn: SmolLM2-135M attempts JSON there, and ignores the same line as a system prompt.
+# The keys and their types stand in the user's turn: SmolLM2-135M attempts JSON there, and ignored a similar line as a system prompt.
 REQUEST = "JSON with customer, item (singular), quantity, day (or null), urgent (bool):"
 
 
@@ -172,6 +172,22 @@ TRAIN_SKELETONS = lines("""
     {me} here: {day} delivery of {want} please, door code {ref}.
     We open at {time} on {day} and would like {want} by then. {hurry} {me}
     Many thanks for {otherday}. For {day} we'd like {want}. {calm} {me}
+    {friend} and I share the flat, but this order is mine, {me}: {want} on {day}. {pace}
+    Box {ref} is mine, I'm {me}. Please put {want} in there on {day}. {pace}
+    {me}, table {ref}. We'd like {want}. {anyday} {pace}
+    Hello {friend}, this is {me}. Please send {want} on {day}. {pace}
+    Hi {friend}! {want} please. {anyday} {pace} Yours, {me}
+    We got {wrong} {other} by mistake. What we want is {want}, on {day}. {pace} {me}
+    I paid for {n} {things}, yet {wrong} came. Please fix that by {day}. {pace} {me}
+    Order {ref} should read {n} {things}, not {wrong}. {anyday} {pace} {me}
+    Not for {friend} but for {me}: {want}. {anyday} {pace}
+    At {time} on {day} I'll be at the door for {want}. {pace} {me}
+    You have {n} {things} left? I'll take all {n}, on {day}. {pace} {me}
+    Is {friend} still with you? Anyway, {me} needs {want} by {day}. {pace}
+    The last {otherone} lasted {wrong} years! Now {want} for {day}, please. {pace} {me}
+    Please ring bell {ref} and hand over {want} on {day}. {pace} {me}
+    Cheers for the {other}. {want} next, please. {anyday} {pace} {me}
+    {day}, not {otherday}: that is when {me} needs {want}. {pace}
     """)
 
 VALIDATION_SKELETONS = lines("""
@@ -236,11 +252,16 @@ TRAIN_FIRST_NAMES = listed(
     "Marta, Oliver, Priya, Jonas, Aisha, Tom, Elena, Samuel, Ingrid, Kofi, Lucy, Mateo, Hana, Peter, Nadia, Victor, Chloe, Omar,"
     "Grace, Stefan, Yuki, Daniel, Rosa, Ahmed, Emma, Lars, Sofia, Ben, Carla, Ivan, Mei, George, Fatima, Hugo, Anna, Dmitri,"
     "Sarah, Luis, Zoe, Karim, Helen, Marco, Lena, Patrick, Amina, Felix, Julia, Ravi, Nora, Simon, Bianca, Walter, Leila, Oscar,"
-    "Teresa, Erik, Diana, Paul, Miriam, Anton, Claire, Jamal, Vera, Henry, Lucia, Bruno, Kate, Arjun, Monika, Tim"
+    "Teresa, Erik, Diana, Paul, Miriam, Anton, Claire, Jamal, Vera, Henry, Lucia, Bruno, Kate, Arjun, Monika, Tim,"
+    "Abigail, Bogdan, Camille, Dominic, Elsa, Francesca, Gloria, Hassan, Imogen, Jorge, Katarina, Liam, Mohammed, Natasha, Orla,"
+    "Pablo, Rebecca, Sanjay, Tamara, Uma, Valentina, William, Xenia, Yolanda, Zara, Albert, Bridget, Callum, Dalia, Edgar, Flora,"
+    "Giulia, Howard, Iris, Jacob, Kirsten, Louis, Margaret, Nathan, Olga, Pedro, Ruth, Sven, Theo, Viktoria, Wendy, Youssef, Zelda"
 )
 TRAIN_LAST_NAMES = listed(
     "Novak, Green, Okafor, Larsen, Rossi, Patel, Weber, Silva, Brown, Tanaka, Moreau, Haddad, Kowalski, Murphy, Jensen, Costa,"
-    "Fischer, Wright, Ali, Popov, Garcia, Lindgren, Chen, Baker, Dubois, Mensah, Hall, Keller, Santos, Young"
+    "Fischer, Wright, Ali, Popov, Garcia, Lindgren, Chen, Baker, Dubois, Mensah, Hall, Keller, Santos, Young,"
+    "Andersson, Bauer, Carter, Davies, Eriksen, Farrell, Gomez, Horvat, Ivanov, Johnson, Kaya, Lambert, Marino, Nielsen, Osman, Price,"
+    "Quinn, Reyes, Schmidt, Thompson, Vargas, Walker, Yilmaz, Zimmer"
 )
 TRAIN_ITEMS = listed(
     "desk lamp, kettle, garden chair, paint roller, door handle, pillow, notebook, bike light, coffee mug, curtain rod, hammer,"
@@ -248,7 +269,13 @@ TRAIN_ITEMS = listed(
     "garden hose, mouse trap, smoke alarm, rubber duck, oven glove, table cloth, step ladder, lunch box, padlock, wine glass,"
     "shower curtain, office chair, light bulb, cutting board, bucket, mirror, bread knife, doormat, blanket, stapler, soup bowl,"
     "key ring, tent, fan, radiator valve, flower vase, laundry basket, bar stool, frying pan, bath mat, wooden spoon, bird house,"
-    "tool box, work glove, paint brush, egg timer, coat hook, snow shovel, baking tray, sleeping bag, rain coat, soap dish"
+    "tool box, work glove, paint brush, egg timer, coat hook, snow shovel, baking tray, sleeping bag, rain coat, soap dish,"
+    "air pump, alarm clock, apron, ash tray, bedside table, bin liner, book shelf, bottle opener, cable tie, cake tin, camera strap,"
+    "cheese grater, clothes line, coffee grinder, compass, cool box, cushion, dinner plate, drain cover, duvet, ear plug, fly swatter,"
+    "fountain pen, fuse, garlic press, guitar string, hand mixer, hinge, ink cartridge, jewel case, juice press, jump rope, keyboard,"
+    "kite, lantern, luggage tag, magnet, measuring cup, mop, napkin, needle, nut cracker, oil can, paper bin, pencil case, pet bowl,"
+    "plunger, potato peeler, quilt, ruler, salt shaker, sander, saw, screwdriver, sieve, sponge, stool, tennis racket, thermometer,"
+    "torch, vacuum bag, wallet, watering can, whistle, wind chime, window blind, zipper"
 )
 HURRIED = lines("""
     It's urgent.
@@ -301,13 +328,14 @@ TEST = Split(
     first_names=listed(
         "Beatrix, Cedric, Dolores, Emeka, Frida, Gordon, Harriet, Ismail, Johanna, Kenji, Lorenzo, Maeve, Nikolai, Odette,"
         "Philippa, Quentin, Rohan, Svetlana, Tariq, Ursula, Vincent, Wanda, Xavier, Yasmin, Zachary, Agnes, Boris, Celia,"
-        "Derek, Esther"
+        "Derek, Esther, Adrian, Brenda, Claudia, Duncan, Elias, Fiona, Gavin, Heidi, Irene, Jasper"
     ),
     last_names=listed("Abara, Becker, Castillo, Dahl, Ellis, Fontaine, Gupta, Hoffman, Ito, Jovanovic, Kelly, Lindholm, Morales, Nguyen"),
     items=listed(
         "bean bag, camping stove, dart board, door bell, fire blanket, fish tank, flask, garden gnome, glue gun, hot water bottle,"
         "ice tray, jigsaw puzzle, kitchen scale, lawn mower, letter box, mixing bowl, night light, pepper mill, phone stand,"
-        "pizza cutter, power drill, rake, salad spinner, sewing kit, shoe rack, tea towel, toaster, tripod, trolley, waffle iron"
+        "pizza cutter, power drill, rake, salad spinner, sewing kit, shoe rack, tea towel, toaster, tripod, trolley, waffle iron,"
+        "chess set, pen holder, door wedge, fruit bowl, hair dryer, key safe, lamp shade, milk jug, wall hook, wine rack"
     ),
 )
 SPLITS = (TRAIN, VALIDATION, TEST)
@@ -359,7 +387,7 @@ def draw_quantity(skeleton: str, rng: random.Random) -> int:
 
 def dealt(pool: Sequence[str], split: Split, position: int) -> str:
     """Deals like a shuffled pack of cards: nothing comes a second time before everything came once."""
-    return random.Random(f"{SEED}/{split.name}/deal").sample(pool, len(pool))[position % len(pool)]
+    return random.Random(f"{SEED}/{split.name}/{pool[0]}").sample(pool, len(pool))[position % len(pool)]
 
 
 def draw_pace(skeleton: str, rng: random.Random) -> str:

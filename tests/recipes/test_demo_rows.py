@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "src" / "finefit" / "recipes" / "demo"
 GENERATOR = ROOT / "tools" / "make_demo_rows.py"
-NUM_ROWS = {"train": 240, "validation": 24, "test": 40}
+NUM_ROWS = {"train": 272, "validation": 24, "test": 40}
 KEYS = ["customer", "item", "quantity", "day", "urgent"]
 DAYS = {"Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"}
 NUMBER_WORDS = ["", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -135,22 +135,20 @@ def test_the_end_of_a_run_names_the_folder_of_the_model(run: RunDir) -> None:
     assert shown.getvalue().endswith(f"run      {run.path}\nmodel    {stage_of(run).checkpoints / 'final'}\n")
 
 
-def test_a_demo_compares_base_and_final_whatever_else_was_scored(run: RunDir) -> None:
+def test_a_demo_compares_base_and_final_on_three_messages_whatever_else_was_scored(run: RunDir) -> None:
     write_record(stage_of(run).result, RESULT)
-    _evaluated(run, "base", 0.0, items=2)
-    _evaluated(run, "checkpoint-9", 0.5)
-    _evaluated(run, "checkpoint-12", 1.0)
+    for checkpoint, value in (("base", 0.0), ("checkpoint-9", 0.5), ("checkpoint-12", 1.0)):
+        _evaluated(run, checkpoint, value)
     _evaluated(run, "base", 0.5, task="exact_match")
     shown = io.StringIO()
-    show_change(run, Console(file=shown, width=200))
+    show_change(run, Console(file=shown, width=200, markup=False, highlight=False))
     text = shown.getvalue()
     assert "checkpoint-9" not in text
-    for at in range(2):  # the two items that both have answered
-        (line,) = [line for line in text.splitlines() if f"prompt {at}" in line]
-        assert f"base [{at}]" in line
+    assert text.count("reference: [7]") == 3
+    assert [line for line in text.splitlines() if line.strip().startswith("add ")] == [line for line in text.splitlines() if " and " in line][:3]
+    for at in range(3):
+        (line,) = [line for line in text.splitlines() if f"base [{at}]" in line]
         assert f"checkpoint-12 [{at}]" in line
-    assert "prompt 2" not in text
-    assert "fine-tuned" in text
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3600, "1:00:00"), (90061, "25:01:01")])

@@ -1,50 +1,45 @@
 """The change that a demo run made: base against fine-tuned, with answers side by side."""
 
+import json
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from finefit.artifacts.records import EvalItem, EvalResult, Stage, StageResult, read_record
 from finefit.artifacts.rundir import RunDir
-from finefit.report.run import evals_of, evals_table, result_lines
+from finefit.report.run import evals_table, result_lines
 
 _SHOWN = 3
+_LONGEST = 240
 
 
 def show_change(run: RunDir, console: Console) -> None:
     where = run.stages()[0]
-    result = read_record(where.result, StageResult)
-    task = read_record(where.stage, Stage).evaluate[0].task
-    scored = {r.checkpoint: r for r in evals_of(where) if r.task == task}  # `finefit eval` may have scored more
-    base, tuned = scored["base"], scored[str(result.checkpoint)]
-    for line in result_lines(result):
-        console.print(line, highlight=False)
-    console.print(evals_table([base, tuned], names={tuned.checkpoint: "fine-tuned"}))
-    console.print(_answers(base, tuned))
-    console.print(
-        f"run      {run.path}\nmodel    {where.checkpoints / 'final'}\nnext     finefit recipes demo --to my-demo, put your own rows into it, "
-        "and finefit run my-demo/spec.yaml",
-        highlight=False,
-        soft_wrap=True,
+    result, evaluation = read_record(where.result, StageResult), read_record(where.stage, Stage).evaluate[0]
+    base, tuned = (
+        read_record(where.evaluation(evaluation.task, checkpoint, evaluation.limit).result, EvalResult)
+        for checkpoint in ("base", str(result.checkpoint))
     )
+    for line in result_lines(result):
+        console.print(line)
+    console.print(evals_table([base, tuned], names={tuned.checkpoint: "fine-tuned"}))
+    messages = [json.loads(line)[-2]["content"] for line in where.prepared("test.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    for before, after in list(zip(base.items, tuned.items, strict=True))[:: max(1, base.n // _SHOWN)][:_SHOWN]:  # evenly spaced, not chosen
+        console.print(_side_by_side(messages[before.item], before, after))
+    console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", soft_wrap=True)
+    console.print("next     finefit recipes demo --to my-demo   (then put your own rows in, and: finefit run my-demo/spec.yaml)", soft_wrap=True)
 
 
-def _answers(base: EvalResult, tuned: EvalResult) -> Table:
-    """Evenly spaced items, not chosen by how well they went."""
-    table = Table(title="answers side by side", title_justify="left", show_lines=True)
-    for column in ("message", "base", "fine-tuned", "reference"):
+def _side_by_side(message: str, before: EvalItem, after: EvalItem) -> Table:
+    table = Table(title=Text(message), title_justify="left", caption=Text(f"reference: {before.reference}"), caption_justify="left", expand=True)
+    for column in ("base", "fine-tuned"):
         table.add_column(column, overflow="fold", ratio=1)
-    tuned_items = {item.item: item for item in tuned.items}
-    both = [(item, tuned_items[item.item]) for item in base.items if item.item in tuned_items]
-    for before, after in both[:: max(1, len(both) // _SHOWN)][:_SHOWN]:
-        table.add_row(Text(_message(before)), _coloured(before), _coloured(after), Text(before.reference))
+    table.add_row(_coloured(before), _coloured(after))
     return table
-
-
-def _message(item: EvalItem) -> str:
-    return item.prompt
 
 
 def _coloured(item: EvalItem) -> Text:
     right = all(score == 1.0 for score in item.scores.values())
-    return Text(item.answer or "(empty)", style="green" if right else "red")
+    answer = " ".join(item.answer.split()) or "(empty)"
+    return Text(answer if len(answer) <= _LONGEST else f"{answer[:_LONGEST]} ...", style="green" if right else "red")
