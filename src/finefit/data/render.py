@@ -92,7 +92,8 @@ class Renderer:
     def _plain_segments(self, messages: Sequence[Message]) -> list[Segment]:
         if len(messages) != 2:
             raise DataError(f"the plain template takes one prompt and one completion, this row has {len(messages)} messages")
-        return [Segment(messages[0].content, False), Segment(messages[1].content + self.tokenizer.eos_token, True)]
+        eos = str(self.tokenizer.eos_token)
+        return [Segment(messages[0].content, False), Segment(messages[1].content.removesuffix(eos) + eos, True)]
 
     def _written(self, messages: Sequence[Message], *, opening: bool) -> str:
         """`opening`: with the opening of the assistant's turn."""
