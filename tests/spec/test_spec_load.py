@@ -146,7 +146,10 @@ def test_a_wrong_word_gets_the_accepted_words() -> None:
         ("global_batch: 0", "0 is out of range; give at least 1"),
         ("levers: fast", '"fast" is text; a mapping with the keys `micro_batch` or `auto` is needed'),
         ("evaluate: {task: exact_match}", '{"task": "exact_match"} is a mapping; a list is needed'),
-        ("schedule: {epochs: 1, steps: 2}", "epochs and steps are both given; keep one"),
+        (
+            "schedule: {epochs: 1, steps: 2}",
+            "epochs and steps are both given; keep one (on the command line, --set schedule.epochs=null removes the other)",
+        ),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str) -> None:
@@ -282,7 +285,9 @@ def test_a_broken_override_is_told_once() -> None:
 
 
 def test_an_override_does_not_hide_what_it_contradicts() -> None:
-    assert complaint(GOOD + "schedule: {steps: 10}\n", "schedule.epochs=2") == ("run.yaml:11 schedule: epochs and steps are both given; keep one")
+    assert complaint(GOOD + "schedule: {steps: 10}\n", "schedule.epochs=2") == (
+        "run.yaml:11 schedule: epochs and steps are both given; keep one (on the command line, --set schedule.epochs=null removes the other)"
+    )
 
 
 def test_messages_can_always_be_printed() -> None:

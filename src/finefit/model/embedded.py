@@ -6,12 +6,13 @@ transformers dequantises it in about 20 s, so it is converted once to safetensor
 import hashlib
 import importlib.util
 import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finefit.errors import ModelError
@@ -47,7 +48,7 @@ def converted(source: Embedded) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
     try:
-        _convert(source.gguf, staging)
+        _convert_apart(source.gguf, staging)
         try:
             staging.rename(folder)
         except OSError:
@@ -58,8 +59,14 @@ def converted(source: Embedded) -> Path:
     return folder
 
 
+def _convert_apart(gguf: Path, folder: Path) -> None:
+    """In a process of its own: the memory goes back to the system, and the library's progress bars go nowhere."""
+    done = subprocess.run([sys.executable, "-m", "finefit.model.embedded", gguf, folder], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ModelError(f"{gguf.name} could not be converted:\n{done.stderr[-2000:]}", "`finefit doctor` says whether the installed versions fit")
+
+
 def _convert(gguf: Path, folder: Path) -> None:
-    transformers.utils.logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")})
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # a model loaded from GGUF refuses to be saved
@@ -71,3 +78,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), Path(sys.argv[2]))
