@@ -76,6 +76,10 @@ def test_a_last_line_that_was_cut_off_is_an_error_at_its_line(tmp_path: Path) ->
     assert _fault(tmp_path, f'{GOOD}\n{{"prompt": "2+').startswith("data/rows.jsonl:2 is no JSON: ")
 
 
+def test_a_json_array_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    assert _fault(tmp_path, f"\n[{GOOD},\n{GOOD}]") == "data/rows.jsonl is one JSON array, not a JSON object per line"
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", "  \r\n"])
 def test_a_file_without_rows_is_an_error(tmp_path: Path, content: str) -> None:
     assert _fault(tmp_path, content) == "data/rows.jsonl holds no rows"

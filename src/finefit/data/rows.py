@@ -73,6 +73,8 @@ def _lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
         raise DataError(f"{source} is a folder", "name a JSONL file in it") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{source} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}", "save the file as UTF-8") from None
+    if text.lstrip().startswith("["):
+        raise DataError(f"{source} is one JSON array, not a JSON object per line", f"convert it: jq -c '.[]' {source} > rows.jsonl")
     # split at line feeds alone: JSON strings may hold U+2028 and its like
     return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
