@@ -1,10 +1,13 @@
 """`finefit eval`: checkpoints of a run scored on all held-out items; nothing is answered twice."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.records import EvalFailure, read_record
 from finefit.artifacts.rundir import StageDir
 from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
 
@@ -71,6 +74,37 @@ def test_a_killed_evaluation_goes_on_at_its_next_item(finished: Path, finefit: F
     marked = {json.loads(line)["item"] for line in whole[:2]}
     assert {item["item"] for item in kept if item["answer"].startswith("MARK")} == marked
     assert len(items.read_text().splitlines()) == 6  # two, the torn one closed, three
+
+
+def test_answers_end_with_the_launcher_that_asked_for_them(finished: Path) -> None:
+    """The end of standard input stands for a launcher that was killed."""
+    paths = StageDir(finished / RUN / STAGE).evaluation("json_match", "base")
+    paths.result.unlink()
+    paths.items.unlink()
+    worker = subprocess.Popen([sys.executable, "-m", "finefit.evaluate.worker", paths.request], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker.communicate()  # closes its standard input at once
+    assert worker.returncode == 3
+    assert not paths.result.exists()
+    assert read_record(paths.failure, EvalFailure).failure.kind == "Interrupted"
+
+
+def test_another_checkpoint_of_the_same_name_is_scored_anew(finished: Path, finefit: Finefit) -> None:
+    paths = StageDir(finished / RUN / STAGE).evaluation("json_match", "checkpoint-12")
+    old = json.loads(paths.request.read_text())
+    paths.request.write_text(json.dumps(old | {"manifest_sha256": "0" * 64}))
+    before = paths.result.stat().st_mtime_ns
+    assert _scored(finefit("eval", RUN, "--checkpoint", "final", "--json")) == [("checkpoint-12", 5)]
+    assert paths.result.stat().st_mtime_ns > before
+
+
+def test_test_rows_that_have_changed_are_refused(finished: Path, finefit: Finefit) -> None:
+    where = StageDir(finished / RUN / STAGE)
+    where.evaluation("json_match", "base").forget()
+    with where.prepared("test.jsonl").open("a") as file:
+        file.write("\n")
+    answer = finefit("eval", RUN, "--checkpoint", "base")
+    assert answer.code == 2
+    assert "test.jsonl are missing or have changed" in answer.err
 
 
 def test_a_run_without_test_rows_cannot_be_scored(finished: Path, finefit: Finefit) -> None:

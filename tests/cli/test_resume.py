@@ -45,6 +45,14 @@ def test_an_override_that_would_change_the_steps_done_is_refused_with_the_diff(f
     assert files_with_times(finished / "runs") == before
 
 
+@pytest.mark.usefixtures("finished")
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_rows_that_are_taken_away_are_refused(finefit: Finefit, split: str) -> None:
+    answer = finefit("run", RUN, "--set", f"data.{split}=null")
+    assert answer.code == 2
+    assert f"data.{split}: 1 files -> 0" in answer.err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "diff"),
     [

@@ -83,7 +83,7 @@ def test_plain_takes_one_prompt_and_one_completion() -> None:
 
 
 def test_an_empty_plain_prompt_can_be_trained_on_but_not_answered() -> None:
-    assert PLAIN.example(_conversation("", "ab")).supervised == (True, True, True)
+    assert PLAIN.example(_conversation("", "ab")).supervised == (False, True, True)  # nothing could predict the first token
     with pytest.raises(DataError, match="the prompt is empty"):
         PLAIN.prompt_tokens([Message("user", "")])
 

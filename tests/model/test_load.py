@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from finefit.errors import ModelError, RunError
 from finefit.evaluate.answers import answers
@@ -57,6 +57,19 @@ def test_all_linear_is_every_linear_layer_but_the_head() -> None:
     names = resolve_targets(model, LORA)
     assert names == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert _adapted(make_trainable(model, LORA, name="tiny")) == wanted
+
+
+def test_the_linear_layers_of_gpt2_are_its_convolutions_of_width_one() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+    assert resolve_targets(model, Lora(kind="lora")) == ["c_attn", "c_fc", "c_proj"]
+
+
+def test_an_architecture_that_transformers_does_not_know_is_the_users_to_mend(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of", "architectures": ["UnheardOf"]}))
+    with pytest.raises(ModelError, match="model cannot be loaded"):
+        load_base(folder, device="cpu", dtype=torch.float32)
 
 
 def test_named_targets_get_adapters_and_no_others_do() -> None:

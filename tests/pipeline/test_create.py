@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import pytest
 
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import Run, Stage, read_record
-from finefit.errors import DataError
+from finefit.errors import DataError, DiskFull
 from finefit.facts.files import read_file
 from finefit.pipeline.create import stage_of
 from tests.conftest import make_rows, write_jsonl
@@ -23,6 +24,28 @@ def test_a_prepared_run_is_whole_and_waits(project: Path) -> None:
 def test_runs_of_one_name_are_numbered_by_the_highest(project: Path) -> None:
     prepared(project).path.rename(project.parent / "runs" / "tiny-9")
     assert prepared(project).path.name == "tiny-10"
+
+
+def test_a_number_that_something_else_has_is_passed_over(project: Path) -> None:
+    (project.parent / "runs" / "tiny-1").mkdir(parents=True)
+    assert prepared(project).path.name == "tiny-2"
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_row_that_is_trained_on_is_refused_in_the_other_splits(project: Path, split: str) -> None:
+    write_jsonl(project.parent / f"{split}.jsonl", [*make_rows(2, seed=5), make_rows(22)[7]])
+    with pytest.raises(DataError, match=rf"{split}\.jsonl:3 \({split}\) is train\.jsonl:8 \(train\) again"):
+        prepared(project)
+
+
+def test_a_full_disk_while_a_run_is_made_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("finefit.pipeline.create.write_items", full)
+    with pytest.raises(DiskFull, match=r"the disk is full: .*tiny needs [\d,]+ bytes, [\d,]+ are free"):
+        prepared(project)
+    assert list((project.parent / "runs").iterdir()) == []
 
 
 def test_a_number_that_another_process_takes_first_is_left_to_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from finefit.artifacts.checkpoint import MANIFEST
 from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Run, Score, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import Diverged, FinefitError, Interrupted, RunError, UserError, WorkerDied
@@ -45,6 +46,7 @@ def _all_goes_well(module: str, argument: Path) -> int:
     if module == "finefit.train.worker":
         checkpoints = StageDir(argument).checkpoints
         (checkpoints / "checkpoint-12").mkdir(parents=True, exist_ok=True)
+        (checkpoints / "checkpoint-12" / MANIFEST).write_text("{}")
         (checkpoints / "final").unlink(missing_ok=True)
         (checkpoints / "final").symlink_to("checkpoint-12")
         write_record(StageDir(argument).result, DONE)

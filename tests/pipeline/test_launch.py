@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from finefit.errors import WorkerDied
-from finefit.pipeline.launch import FORWARDED, launch
+from finefit.artifacts.launcher import STOP_SIGNALS
+from finefit.errors import Interrupted, WorkerDied
+from finefit.pipeline.launch import launch
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_what_torch_must_find_at_its_start_is_set_and_the_users_own_setting_kept
     assert worker.with_name("run.log").read_text() == "mine false\n"
 
 
-@pytest.mark.parametrize("number", FORWARDED)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_passed_on_and_our_own_handler_put_back(worker: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     worker.write_text(
@@ -68,6 +69,38 @@ def test_a_signal_is_passed_on_and_our_own_handler_put_back(worker: Path, number
     )
     assert _launch(worker, Ticks(worker.with_name("run.log"), number)) == 3
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_comes_too_late_for_a_worker_stops_what_would_follow(worker: Path) -> None:
+    worker.write_text(
+        textwrap.dedent("""
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("ready", flush=True)
+        time.sleep(60)
+        """)
+    )
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        _launch(worker, Ticks(worker.with_name("run.log"), signal.SIGTERM))
+
+
+def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(worker: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        worker.write_text("import time; print('ready', flush=True); time.sleep(1)")
+        assert _launch(worker, Ticks(worker.with_name("run.log"), signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_users_module_with_the_name_of_a_library_is_not_taken_for_it(worker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "project"
+    elsewhere.mkdir()
+    (elsewhere / "queue.py").write_text("raise RuntimeError('the wrong one')")
+    monkeypatch.chdir(elsewhere)
+    worker.write_text("import queue; print(queue.Queue.__name__)")
+    assert _launch(worker) == 0
+    assert worker.with_name("run.log").read_text() == "Queue\n"
 
 
 def test_a_killed_worker_is_mourned_with_its_last_words_and_the_usual_reason(worker: Path) -> None:

@@ -49,11 +49,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:  # bytes, for a line can be torn within a character
         for line in file:
-            if (value := _whole(line)) is not None:
+            if (value := whole(line)) is not None:
                 yield value
 
 
-def _whole(line: bytes) -> dict[str, Any] | None:
+def whole(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a kill tore."""
     try:
         value = json.loads(line)
     except ValueError:

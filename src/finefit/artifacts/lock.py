@@ -74,9 +74,9 @@ def holder_of(path: Path) -> int | None:
     """The pid that holds the lock now; None when nobody does."""
     if not path.exists():
         return None
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read_holder(path)[0]
     else:

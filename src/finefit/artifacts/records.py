@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finefit.artifacts.atomic import write_text
-from finefit.errors import RunError
+from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.every import Every
@@ -106,6 +106,10 @@ class Failure:
     problem: str
     remedy: str
     exit_code: int
+
+    @classmethod
+    def of(cls, error: FinefitError) -> "Failure":
+        return cls(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +212,8 @@ class EvalRequest:
     checkpoint: str
     """`base`, or the name of a folder under checkpoints/."""
     evaluation: Evaluation
+    manifest_sha256: str | None = None
+    """Of the checkpoint, so that another one of the same name is scored anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finefit.errors import RunError
+from finefit.errors import DataError, RunError
+from finefit.facts.files import read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,13 @@ class StageDir:
 
     def prepared(self, name: str) -> Path:
         return self.path / "data" / name
+
+    def verified(self, name: str, sha256: Mapping[str, str]) -> Path:
+        """A prepared file, as it was when the run began."""
+        path = self.prepared(name)
+        if not path.exists() or read_file(path, self.path).sha256 != sha256[name]:
+            raise DataError(f"the prepared rows {path.name} are missing or have changed since this run began", "start again with --new")
+        return path
 
     def evaluation(self, task: str, checkpoint: str, limit: int | None = None) -> "EvalPaths":
         return EvalPaths(self.path / "evals" / task, checkpoint, limit)
@@ -145,13 +154,14 @@ def open_run(path: Path) -> RunDir:
     return RunDir(path)
 
 
+def _numbered(root: Path, name: str) -> list[tuple[int, Path]]:
+    pattern = re.compile(rf"^{re.escape(name)}-(\d+)$")
+    return sorted((int(m[1]), p) for p in root.iterdir() if (m := pattern.match(p.name))) if root.is_dir() else []
+
+
 def runs_named(root: Path, name: str) -> list[RunDir]:
     """Runs of one name, oldest first."""
-    pattern = re.compile(rf"^{re.escape(name)}-(\d+)$")
-    if not root.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in root.iterdir() if (m := pattern.match(p.name)) and is_run(p)]
-    return [RunDir(path) for _, path in sorted(found)]
+    return [RunDir(path) for _, path in _numbered(root, name) if is_run(path)]
 
 
 def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
@@ -167,5 +177,5 @@ def _digest_of(run: RunDir) -> str | None:
 
 
 def next_number(root: Path, name: str) -> int:
-    taken = [int(r.path.name.rsplit("-", 1)[1]) for r in runs_named(root, name)]
-    return max(taken, default=0) + 1
+    """After every entry of that name, be it a run or not."""
+    return max((number for number, _ in _numbered(root, name)), default=0) + 1

@@ -4,22 +4,23 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from finefit.cli.console import open_console
+from finefit.cli.options import AsJson
 
 if TYPE_CHECKING:
     from finefit.facts.machine import Device, Machine, TorchView
     from finefit.preflight.machine import Examination
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Say whether this machine is ready to train, and what mends it if not.
 
     Exit code 0: ready. 1: something required is missing or wrong.
     """
-    from rich.console import Console
-
     from finefit.preflight.machine import diagnose, is_ready
     from finefit.report.doctor import document, show
 
@@ -28,7 +29,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON docume
     if as_json:
         typer.echo(json.dumps(document(found, findings), indent=2))
     else:
-        show(found, findings, Console())
+        show(found, findings, open_console())
     if not is_ready(findings):
         raise typer.Exit(1)
 

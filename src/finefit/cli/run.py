@@ -123,7 +123,7 @@ def _detach(place: "RunDir", console: "Console", as_json: bool) -> None:
         pass
     with (place.log.parent / "detached.log").open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "finefit", "run", str(place.path)],
+            [sys.executable, "-P", "-m", "finefit", "run", str(place.path)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

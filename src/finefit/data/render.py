@@ -67,7 +67,7 @@ class Renderer:
             piece = self._tokens(segment.text)
             tokens += piece
             supervised += [segment.supervised] * len(piece)
-        return Example(tuple(tokens), tuple(supervised))
+        return Example(tuple(tokens), (False, *supervised[1:]))  # nothing stands before the first token that could predict it
 
     def segments(self, messages: Sequence[Message], num_given: int = 0) -> list[Segment]:
         """Prompt and answer by turns; the last one is an answer."""

@@ -52,7 +52,7 @@ def _fields(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float
 
 
 def _same(left: Any, right: Any) -> bool:
-    """JSON's own equality: Python takes true for 1."""
+    """As they are written: Python takes true for 1, and 7.0 for 7."""
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 
 

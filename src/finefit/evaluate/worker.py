@@ -1,6 +1,7 @@
 """`python -m finefit.evaluate.worker REQUEST.json`: answers every item of a task with one checkpoint and leaves one record."""
 
 import logging
+import os
 import random
 import signal
 import sys
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 
 from finefit.artifacts.checkpoint import problems
 from finefit.artifacts.journal import Journal, read_lines
+from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, Stage, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.data.prepared import read_items
@@ -31,7 +33,7 @@ _ITEM = TypeAdapter(EvalItem)
 def evaluate(where: StageDir, request: EvalRequest) -> EvalResult:
     stage, task = read_record(where.stage, Stage), TASKS[request.evaluation.task]
     torch.set_num_threads(stage.threads)
-    rows = read_items(where.prepared("test.jsonl"))
+    rows = read_items(where.verified("test.jsonl", stage.prepared))
     chosen = _sample(len(rows), request.evaluation.limit, stage.seed)
     items_path = where.evaluation(task.name, request.checkpoint).items
     done = {item.item: item for item in (_ITEM.validate_python(line) for line in read_lines(items_path))}
@@ -76,8 +78,6 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _stop)
     quiet()
     sys.exit(work(Path(sys.argv[1]).resolve()))
 
@@ -87,12 +87,15 @@ def work(path: Path) -> int:
     where, request = StageDir(path.parents[2]), read_record(path, EvalRequest)
     paths = where.evaluation(request.evaluation.task, request.checkpoint, request.evaluation.limit)
     paths.failure.unlink(missing_ok=True)
+    heeded = on_stop_signals(_stop)
     try:
+        when_launcher_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
         write_record(paths.result, evaluate(where, request))
     except FinefitError as error:
+        for number in heeded:  # one stop is enough
+            signal.signal(number, signal.SIG_IGN)
         log.error("%s", error)
-        failure = Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
-        write_record(paths.failure, EvalFailure(failure=failure))
+        write_record(paths.failure, EvalFailure(failure=Failure.of(error)))
         return error.exit_code
     return 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finefit.artifacts.atomic import sync_file
 from finefit.errors import ModelError
 from finefit.facts.files import finefit_cache
 
@@ -49,6 +50,8 @@ def converted(source: Embedded) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
     try:
         _convert_apart(source.gguf, staging)
+        for file in staging.iterdir():
+            sync_file(file)
         try:
             staging.rename(folder)
         except OSError:
@@ -61,7 +64,7 @@ def converted(source: Embedded) -> Path:
 
 def _convert_apart(gguf: Path, folder: Path) -> None:
     """In a process of its own: the memory goes back to the system, and the library's progress bars go nowhere."""
-    done = subprocess.run([sys.executable, "-m", "finefit.model.embedded", gguf, folder], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-m", "finefit.model.embedded", gguf, folder], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ModelError(f"{gguf.name} could not be converted:\n{done.stderr[-2000:]}", "`finefit doctor` says whether the installed versions fit")
 

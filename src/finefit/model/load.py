@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from finefit.errors import ModelError, RunError
 from finefit.spec.schema import Full, Lora, Tuning
@@ -26,7 +27,10 @@ class Counts:
 def load_base(folder: Path, *, device: str, dtype: torch.dtype) -> PreTrainedModel:
     place = {"": device} if device != "cpu" else None
     model: PreTrainedModel
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=place, output_loading_info=True)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=place, output_loading_info=True)
+    except (ValueError, OSError) as error:  # an architecture that transformers does not know, a file that it cannot read
+        raise ModelError(f"{folder.name} cannot be loaded: {error}", "`finefit doctor` shows the installed versions") from error
     if missing := sorted(report["missing_keys"]):  # transformers would make them up and go on
         raise ModelError(f"{folder.name} has no weights for {', '.join(missing[:5])}", "the model's files are incomplete; fetch it again")
     return model
@@ -73,7 +77,9 @@ def _refusal(config: GenerationConfig) -> str | None:
 def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
     """Names of the modules that get an adapter, and of no others."""
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+    if not linear:
+        raise ModelError(f"{type(model).__name__} has no linear layer that could carry an adapter", "train it in full: `tuning: {kind: full}`")
     if tuning.targets == "all-linear":
         return _shortest(set(linear), model)
     chosen: set[str] = set()

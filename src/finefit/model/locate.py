@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -52,7 +53,7 @@ def _download(model: HubModel) -> Path:
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"the hub has no model {model.id} at {model.revision}: {reason}", "check the id; a local folder is `kind: folder`") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"{model.id} is not in the local cache and the hub cannot be reached: {reason}",

@@ -2,23 +2,25 @@
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from finefit import __version__
-from finefit.artifacts.atomic import write_text
+from finefit.artifacts.atomic import full_disk_named, write_text
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import DroppedRow, Facts, Plan, Run, SourceLedger, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
 from finefit.data.prepared import Prepared, prepare, write_examples, write_items
+from finefit.data.render import Renderer
 from finefit.data.rows import Row
 from finefit.data.tasks import TASKS, NoResult, Task
 from finefit.errors import DataError, SpecError
 from finefit.facts.files import read_file
 from finefit.facts.machine import read_machine
-from finefit.pipeline.inputs import Opened, between, relocate
+from finefit.pipeline.inputs import Opened, between, pinned, relocate
 from finefit.plan.resolve import make_stage, resolve
 from finefit.spec.load import spec_to_json
 
@@ -30,7 +32,9 @@ def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], ba
     runs.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".staging-{opened.spec.name}-", dir=runs))
     try:
-        _fill(RunDir(staging), opened, spec_text, overrides, base)
+        needed_bytes = 2 * sum(file.size_bytes for files in opened.inputs.data.values() for file in files)
+        with full_disk_named(runs / opened.spec.name, needed_bytes):
+            _fill(RunDir(staging), opened, spec_text, overrides, base)
         staging.chmod(0o755)
         return RunDir(_rename(staging, runs, opened.spec.name))
     except BaseException:
@@ -51,7 +55,7 @@ def _rename(staging: Path, runs: Path, name: str) -> Path:
 
 
 def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...], base: Path) -> None:
-    spec = relocate(opened.spec, between(base.resolve(), run.path.resolve()))
+    spec = pinned(relocate(opened.spec, between(base.resolve(), run.path.resolve())), opened.located)
     where = run.stage(1, spec.objective.kind)
     for folder in (where.path / "data", where.tokenizer, run.log.parent):
         folder.mkdir(parents=True)
@@ -75,7 +79,10 @@ def _prepare_data(where: StageDir, opened: Opened) -> dict[str, Prepared]:
     data = opened.spec.data
     if opened.spec.evaluate and "test" not in opened.rows:
         raise SpecError("evaluate names a task, but data.test names no rows to answer", "add data.test: {path: ...}, or remove evaluate")
-    _require_references([TASKS[e.task] for e in opened.spec.evaluate], opened.rows.get("test", []))
+    test_rows = opened.rows.get("test", [])
+    _require_references([TASKS[e.task] for e in opened.spec.evaluate], test_rows)
+    _require_prompts(opened.renderer, test_rows)
+    _require_disjoint(opened.rows)
     prepared = {
         split: prepare(rows, opened.renderer, split=split, max_tokens=data.max_tokens, too_long=data.too_long)
         for split, rows in opened.rows.items()
@@ -100,6 +107,25 @@ def _require_references(tasks: list[Task], rows: list[Row]) -> None:
     if faults:
         more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise DataError("\n".join(faults[:_SHOWN]) + more, "mend these rows, or evaluate another task")
+
+
+def _require_prompts(renderer: Renderer, rows: list[Row]) -> None:
+    """A prompt that the template refuses is found now, too."""
+    for row in rows:
+        try:
+            renderer.prompt_tokens(row.prompt)
+        except DataError as error:
+            raise DataError(f"{row.place} {error.problem}", error.remedy) from None
+
+
+def _require_disjoint(rows: Mapping[str, list[Row]]) -> None:
+    """A row that is trained on and tested on makes its score worthless."""
+    trained = {row.messages: row.place for row in rows["train"]}
+    doubles = [(row, split) for split in ("validation", "test") for row in rows.get(split, []) if row.messages in trained]
+    if doubles:
+        lines = [f"{row.place} ({split}) is {trained[row.messages]} (train) again" for row, split in doubles[:_SHOWN]]
+        more = f"\nand {len(doubles) - _SHOWN} more" if len(doubles) > _SHOWN else ""
+        raise DataError("\n".join(lines) + more, "remove these rows from the training data, or from the others")
 
 
 def _unreadable(task: Task, row: Row) -> str | None:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from finefit import errors
-from finefit.artifacts.checkpoint import list_checkpoints
+from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints
 from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Run, Stage, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.data.tasks import TASKS
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError
+from finefit.facts.files import read_file
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.launch import last_words, launch
@@ -31,7 +32,7 @@ def execute(run: RunDir, *, tick: Tick, warn: Callable[[str], None]) -> Run:
                 for checkpoint in (*(["base"] if evaluation.base else []), "final"):
                     evaluate(run, checkpoint, evaluation, lock=lock, tick=tick)
         except FinefitError as error:
-            failure = Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
+            failure = Failure.of(error)
             resumable = error.exit_code == Resumable.exit_code
             write_record(run.run, replace(record, status="stopped" if resumable else "failed", failure=failure))
             raise
@@ -77,11 +78,12 @@ def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int,
     """Scores one checkpoint in a process of its own. What is scored already is not scored again; a killed evaluation goes on at its next item."""
     where = stage_of(run)
     name = resolve_checkpoint(where, checkpoint)
-    request = EvalRequest(checkpoint=name, evaluation=evaluation)
+    manifest = None if name == "base" else read_file(where.checkpoints / name / MANIFEST, where.path).sha256
+    request = EvalRequest(checkpoint=name, evaluation=evaluation, manifest_sha256=manifest)
     paths = where.evaluation(evaluation.task, name, evaluation.limit)
     for earlier in where.evaluations():
         is_same_model = (earlier.folder, earlier.checkpoint) == (paths.folder, name)
-        if is_same_model and _asks(read_record(earlier.request, EvalRequest).evaluation) != _asks(evaluation):
+        if is_same_model and _asks(read_record(earlier.request, EvalRequest)) != _asks(request):
             earlier.forget()
     if not paths.result.exists():
         paths.folder.mkdir(parents=True, exist_ok=True)
@@ -92,9 +94,9 @@ def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int,
     return read_record(paths.result, EvalResult)
 
 
-def _asks(evaluation: Evaluation) -> Evaluation:
+def _asks(request: EvalRequest) -> EvalRequest:
     """What decides an answer: a sample of the items asks them the same way as all of them."""
-    return evaluation.model_copy(update={"limit": None, "base": True})
+    return replace(request, evaluation=request.evaluation.model_copy(update={"limit": None, "base": True}))
 
 
 def evaluations(run: RunDir, *, task: str | None, limit: int | None) -> list[Evaluation]:

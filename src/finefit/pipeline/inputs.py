@@ -14,7 +14,7 @@ from finefit.errors import DataError
 from finefit.facts.files import read_file
 from finefit.model.locate import Located, locate
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import FolderModel, Source, Spec
+from finefit.spec.schema import FolderModel, HubModel, Source, Spec
 
 MovePath = Callable[[str], str]
 
@@ -90,6 +90,13 @@ def relocate(spec: Spec, move: MovePath) -> Spec:
     if isinstance(model, FolderModel):
         model = FolderModel(kind="folder", path=move(model.path))
     return spec.model_copy(update={"data": moved, "model": model})
+
+
+def pinned(spec: Spec, located: Located) -> Spec:
+    """A branch of the hub moves; the run keeps the commit that it began with, which names the snapshot's folder."""
+    if not isinstance(spec.model, HubModel):
+        return spec
+    return spec.model_copy(update={"model": HubModel(kind="hub", id=spec.model.id, revision=located.folder.name)})
 
 
 def between(old: Path, new: Path) -> MovePath:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from finefit.errors import WorkerDied
+from finefit.artifacts.launcher import on_stop_signals
+from finefit.errors import Interrupted, WorkerDied
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _TICK_SECONDS = 0.2
 _TAIL_LINES = 15
 
@@ -22,7 +22,7 @@ def launch(module: str, argument: Path, *, log: Path, lock: int, tick: Callable[
     """Runs `python -m module argument` to its end; its output goes to the log."""
     with log.open("ab") as output:
         worker = subprocess.Popen(
-            [sys.executable, "-m", module, str(argument)],
+            [sys.executable, "-P", "-m", module, str(argument)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -30,13 +30,15 @@ def launch(module: str, argument: Path, *, log: Path, lock: int, tick: Callable[
             pass_fds=(lock,),
             env=_environment(deterministic),
         )
-    with worker, _signals_passed_on(worker):
+    with worker, _signals_passed_on(worker) as received:
         while worker.poll() is None:
             tick()
             time.sleep(_TICK_SECONDS)
     tick()
     if worker.returncode < 0:
         raise _died(signal.Signals(-worker.returncode), log)
+    if received and worker.returncode == 0:  # it came too late to stop this work, but not to stop what would follow
+        raise Interrupted(f"stopped by {received[0].name}; what was in hand is done", "give the same command again")
     return worker.returncode
 
 
@@ -55,13 +57,17 @@ def _environment(deterministic: bool) -> dict[str, str]:
 
 
 @contextmanager
-def _signals_passed_on(worker: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _signals_passed_on(worker: "subprocess.Popen[bytes]") -> Iterator[list[signal.Signals]]:
+    """Yields the list of those that came."""
+    received: list[signal.Signals] = []
+
     def pass_on(number: int, _: FrameType | None) -> None:
+        received.append(signal.Signals(number))
         worker.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in FORWARDED}
+    before = on_stop_signals(pass_on)
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """Going on in a run directory. What may change is changed, stated and recorded; everything else is refused with a diff."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from finefit.pipeline.create import stage_of
 from finefit.pipeline.inputs import between, relocate, splits
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import FolderModel, Spec
+from finefit.spec.schema import FolderModel, HubModel, Model, Spec
 from finefit.step.schedule import learning_rate
 
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate")
 """Keys that leave the steps already done as they were."""
-_PATHS = ("model.path", "data.train", "data.validation.path", "data.test.path")
+_PATHS = ("model.path", "model.revision", "data.train", "data.validation.path", "data.test.path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,17 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
 
     fresh = relocate(asked, between(Path.cwd(), run.resolve()))
     data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in ("train", "validation", "test")}
-    stays = isinstance(asked.model, FolderModel) and isinstance(before.model, FolderModel) and not is_given("model.path")
-    model = before.model if stays else fresh.model
+    model = before.model if _is_same_place(asked.model, before.model, is_given) else fresh.model
     return asked.model_copy(update={"data": asked.data.model_copy(update=data), "model": model})
+
+
+def _is_same_place(asked: Model, before: Model, is_given: Callable[[str], bool]) -> bool:
+    match asked, before:
+        case FolderModel(), FolderModel():
+            return not is_given("model.path")
+        case HubModel(), HubModel():
+            return asked.id == before.id and not is_given("model.revision")
+    return False
 
 
 def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
@@ -90,8 +98,8 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
     """Data files may be gone: the prepared rows are in the run directory. Changed ones are refused."""
     inputs = read_record(run.facts, Facts).inputs
     changed = []
-    for split, sources in splits(spec).items():
-        facts = inputs.data.get(split, ())
+    for split in dict.fromkeys((*inputs.data, *splits(spec))):
+        sources, facts = splits(spec).get(split, ()), inputs.data.get(split, ())
         if len(sources) != len(facts):
             changed.append(f"  data.{split}: {len(facts)} files -> {len(sources)}")
         for source, fact in zip(sources, facts, strict=False):
@@ -130,8 +138,12 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
             f"{run.path.name} has done {done} steps, {total} are asked for now",
             "ask for more steps, or start another run with --new",
         )
+    if spec.evaluate and "test.jsonl" not in old.prepared:
+        raise RunError(f"{run.path.name} has no test rows to answer", "name them in the spec with data.test and run again with --new")
+    warmup = old.warmup_steps if done else int(values["warmup_steps"].value)
     stage = replace(
         old,
+        warmup_steps=warmup,
         total_steps=total,
         model=spec.model,
         save=spec.save,
@@ -144,7 +156,8 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
     planned = _amended(plan.stages[stage.name], values, asked, changes, f"amended after step {done}")
     if total != old.total_steps:
         planned["total_steps"] = Resolved(value=total, source=f"{values['total_steps'].source}, amended after step {done}")
-        planned["warmup_steps"] = Resolved(value=stage.warmup_steps, source="as before: the warm-up is not repeated")
+        source = "as before: the warm-up is not repeated" if done else values["warmup_steps"].source
+        planned["warmup_steps"] = Resolved(value=warmup, source=source)
     write_record(run.plan, replace(plan, stages={stage.name: planned}))
     write_record(where.stage, stage)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
@@ -168,7 +181,10 @@ def _schedule_note(old: Stage, new: Stage, done: int) -> str:
         peak, kind = stage.optimizer.lr, stage.schedule
         return learning_rate(step, peak=peak, kind=kind, total_steps=stage.total_steps, warmup_steps=stage.warmup_steps)
 
+    spans = f"the {new.schedule} schedule now spans {new.total_steps} steps instead of {old.total_steps}"
+    if not done:
+        return spans
     return (
-        f"the {new.schedule} schedule now spans {new.total_steps} steps instead of {old.total_steps}, warm-up not repeated: "
+        f"{spans}, warm-up not repeated: "
         f"step {done} was taken at {rate(old, max(done - 1, 0)):.3g}, step {done + 1} is taken at {rate(new, done):.3g}"
     )

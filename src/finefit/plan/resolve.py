@@ -11,6 +11,7 @@ from finefit.artifacts.records import Inputs, Resolved, Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.machine import Machine
+from finefit.spec.every import Interval
 from finefit.spec.schema import Full, Spec
 
 Leaves = Iterable[tuple[str, Any, bool]]
@@ -68,7 +69,7 @@ def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Leaves:
     for name, field in type(part).model_fields.items():
         key, value = f"{prefix}{field.alias or name}", getattr(part, name)
         written = given and name in part.model_fields_set
-        if isinstance(value, BaseModel) and "count" not in type(value).model_fields:
+        if isinstance(value, BaseModel) and not isinstance(value, Interval):
             yield from leaves(value, f"{key}.", given=written)
         else:
             yield key, _plain(value), written
@@ -78,7 +79,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, BaseModel):
-        return str(value) if "count" in type(value).model_fields else value.model_dump(mode="json", by_alias=True)
+        return str(value) if isinstance(value, Interval) else value.model_dump(mode="json", by_alias=True)
     return value
 
 

@@ -68,9 +68,14 @@ class RunView:
         self._write(line)
 
     def _write(self, line: str) -> None:
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             with self._log.open("a", encoding="utf-8") as file:
                 file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+        except OSError as error:  # a full disk stops the run where it saves, not here
+            self._console.print(f"{self._log} is not written any more: {error.strerror}")
+            self._log = None
 
 
 def _bar(now: Training | Answering) -> Table:

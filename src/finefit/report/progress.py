@@ -1,11 +1,11 @@
 """Where a run stands, read from its records alone: the same for the process that started it and for anybody who watches."""
 
-import json
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finefit.artifacts.journal import whole
 from finefit.artifacts.records import Run, Stage, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.report.units import clock, gib
@@ -142,18 +142,9 @@ class Tail:
         with self._path.open("rb") as file:
             file.seek(self._at)
             block = file.read()
-        whole = block[: block.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return [value for line in whole.splitlines() if (value := _json(line)) is not None]
-
-
-def _json(line: bytes) -> dict[str, Any] | None:
-    """None for a line that a kill tore."""
-    try:
-        value: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return value
+        ended = block[: block.rfind(b"\n") + 1]
+        self._at += len(ended)
+        return [value for line in ended.splitlines() if (value := whole(line)) is not None]
 
 
 def _count(path: Path) -> int:

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finefit.artifacts.journal import read_lines
+from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, StageResult, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.report.units import clock, gib
@@ -105,6 +105,7 @@ def run_document(run: RunDir) -> dict[str, Any]:
             k: getattr(result, k)
             for k in ("step", "total_steps", "checkpoint", "trainable_parameters", "parameters", "tokens", "seconds", "peak_bytes")
         },
+        "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
         "evaluations": evals_document(evals_of(where)),
     }
 

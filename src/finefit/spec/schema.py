@@ -14,6 +14,9 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class HubModel(Part):
     kind: Literal["hub"]
     id: str
@@ -44,7 +47,7 @@ class Lora(Part):
     alpha: float = Field(32, gt=0)
     """Adapter outputs are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]."""
 
 
@@ -65,7 +68,7 @@ class Data(Part):
     validation: Source | None = None
     """Rows for the validation loss; they choose the checkpoint that is called best."""
     test: Source | None = None
-    """Rows that `evaluate` answers; never trained on."""
+    """Rows that `evaluate` answers; one that is trained on too is refused."""
     max_tokens: int = Field(2048, ge=2)
     """The longest row in tokens, prompt and answer together."""
     too_long: Literal["error", "drop"] = "error"
@@ -83,7 +86,7 @@ class AdamW(Part):
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     clip: float | None = Field(1.0, gt=0)
     """Largest norm of the whole gradient; `null` for no clipping."""
@@ -150,7 +153,7 @@ class Evaluation(Part):
 
 class Validation(Part):
     every: Every | None = None
-    """By default whenever a checkpoint is saved."""
+    """Besides every save, which always validates: the best is chosen among the saved."""
 
 
 class Spec(Part):

@@ -135,6 +135,8 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _wanted(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _wanted(get_args(annotation)[0])
     if (members := _members(annotation)) and all("kind" in _fields(member) for member in members):
         return f"a mapping with {listed(f'kind: {choice}' for choice in _choices(annotation))}"
     if members:

@@ -51,7 +51,8 @@ def train(live: Live, state: TrainState) -> TrainState:
             raise Interrupted(f"stopped by {live.stop.reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
         state = _one_step(live, state)
         save = state.step == live.stage.total_steps or _due(live.stage.save.every, state.step, live.stage, saved)
-        if live.validation and (_due(live.stage.validate_every, state.step, live.stage, validated) if live.stage.validate_every else save):
+        every = live.stage.validate_every
+        if live.validation and (save or (every is not None and _due(every, state.step, live.stage, validated))):
             state = _validated(live, state, saving=save)
             validated = time.monotonic()
         if save:

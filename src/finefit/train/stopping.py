@@ -6,13 +6,10 @@ the launcher, which means that the launcher is gone. A second SIGINT stops at on
 
 import os
 import signal
-import stat
-import sys
-import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-EXIT_CODE = 3
+from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
+from finefit.errors import Interrupted
 
 
 class StopRequest:
@@ -20,17 +17,13 @@ class StopRequest:
         self.reason: str | None = None
 
     def listen(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._asked)
-        if stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
-            threading.Thread(target=self._wait_for_launcher, daemon=True).start()
+        on_stop_signals(self._asked)
+        when_launcher_ends(self._launcher_ended)
 
     def _asked(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == signal.SIGINT.name:
-            os._exit(EXIT_CODE)
+            os._exit(Interrupted.exit_code)
         self.reason = signal.Signals(number).name
 
-    def _wait_for_launcher(self) -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
+    def _launcher_ended(self) -> None:
         self.reason = self.reason or "the end of the process that started it"

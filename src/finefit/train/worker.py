@@ -16,9 +16,8 @@ from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Failure, Stage, StageResult, TrainState, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.data.prepared import read_examples
-from finefit.data.render import Example, open_renderer
-from finefit.errors import DataError, DiskFull, FinefitError, RunError
-from finefit.facts.files import read_file
+from finefit.data.render import open_renderer
+from finefit.errors import DiskFull, FindingError, FinefitError, RunError
 from finefit.model.load import counts, load_base, make_trainable, quiet
 from finefit.model.locate import locate
 from finefit.objective.sft import sft
@@ -75,7 +74,7 @@ def _make_live(
     where: StageDir, stage: Stage, stop: StopRequest, metrics: Journal, note_memory: Callable[[str, int], None]
 ) -> tuple[Live, TrainState]:
     checkpoint = _checkpoint(where, stage, metrics)  # verified before a weight is loaded
-    examples = {name: _examples(where, stage, name) for name in stage.prepared if name.endswith(".safetensors")}
+    examples = {name: read_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
     model = make_trainable(_base(where, stage), stage.tuning, name=stage.model_name)
     optimizer = make_optimizer(model, stage.optimizer)
     saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer)
@@ -133,13 +132,6 @@ def _fresh_state(stage: Stage) -> TrainState:
     )
 
 
-def _examples(where: StageDir, stage: Stage, name: str) -> list[Example]:
-    path = where.prepared(name)
-    if not path.exists() or read_file(path, where.path).sha256 != stage.prepared[name]:
-        raise DataError(f"the prepared rows {path.name} are missing or have changed since this run began", "start again with --new")
-    return read_examples(path)
-
-
 def _memory_notes(journal: Journal, device: str) -> Callable[[str, int], None]:
     process = psutil.Process()
 
@@ -166,9 +158,13 @@ def work(where: StageDir) -> int:
     where.result.unlink(missing_ok=True)
     try:
         result = run_stage(where, stop)
+    except torch.OutOfMemoryError as error:
+        log.error("%s", error)
+        words = FindingError(f"out of memory: {error}", "lower levers.micro_batch: start again with --new --set levers.micro_batch=1")
+        result = _failed(where, Failure.of(words))
     except FinefitError as error:
         log.error("%s", error)
-        result = _failed(where, Failure(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code))
+        result = _failed(where, Failure.of(error))
     try:
         write_record(where.result, result)
     except DiskFull as error:
