@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # under nohup or in a shell's background job; our children would inherit it
+        signal.signal(_number, _usual)
+
 SPECIAL = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -70,10 +69,8 @@ def process(*arguments: str | Path, cwd: Path) -> Answer:
 @contextlib.contextmanager
 def started(*arguments: str | Path, cwd: Path) -> "Iterator[subprocess.Popen[str]]":
     """A command that goes on as it would in a terminal; it never outlives the test."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children would too
     pipe = subprocess.PIPE
     child = subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
-    signal.signal(signal.SIGINT, before)
     try:
         yield child
     finally:
