@@ -98,6 +98,8 @@ def test_a_misspelt_key_gets_the_nearest_one() -> None:
 
 
 def test_an_unheard_of_key_gets_the_list() -> None:
+    cut = complaint(GOOD.replace("rank: 8", "rank: 8\n  144:"))
+    assert cut == "run.yaml:6 tuning.144: there is no such key; was a number cut by its comma? write it without, as in 262144"
     expected = "run.yaml:5 tuning.colour: there is no such key; the keys here are `kind`, `rank`, `alpha`, `dropout`, `targets`"
     assert complaint(GOOD.replace("rank", "colour")) == expected
 

@@ -111,11 +111,9 @@ def test_skip_leaves_out_so_many_steps_and_no_more(skipping: Job) -> None:
     assert list_checkpoints(where.checkpoints)[-1].name == "checkpoint-13"
 
 
-@pytest.mark.parametrize("killed_at", [4, 6, 9, 12])
-def test_a_killed_run_skips_the_same_steps_and_ends_bit_identical(skipping: Job, killed_at: int) -> None:
-    bad = {5: "nan loss", 11: "inf gradient"}
-    unkilled = outcome(run(skipping, bad))
-    where = skipping.fresh()
+def ends_alike_when_killed(job: Job, bad: dict[int, str], killed_at: int) -> None:
+    unkilled = outcome(run(job, bad))
+    where = job.fresh()
 
     def prepare() -> None:
         poison(bad)
@@ -124,6 +122,12 @@ def test_a_killed_run_skips_the_same_steps_and_ends_bit_identical(skipping: Job,
     assert finish(start(where, prepare)) == -signal.SIGKILL
     assert finish(start(where, lambda: poison(bad))) == 0
     assert outcome(where) == unkilled
+
+
+@pytest.mark.parametrize("killed_at", [4, 6, 9, 12])
+def test_a_killed_run_skips_the_same_steps_and_ends_bit_identical(skipping: Job, killed_at: int) -> None:
+    bad = {5: "nan loss", 11: "inf gradient"}
+    ends_alike_when_killed(skipping, bad, killed_at)
 
 
 @pytest.fixture(scope="module")
@@ -161,16 +165,7 @@ def test_roll_back_returns_so_often_and_no_more(returning: Job) -> None:
 @pytest.mark.parametrize("killed_at", [6, 7, 12])
 def test_a_killed_run_rolls_back_alike_and_ends_bit_identical(returning: Job, killed_at: int) -> None:
     bad = {8: "nan loss"}
-    unkilled = outcome(run(returning, bad))
-    where = returning.fresh()
-
-    def prepare() -> None:
-        poison(bad)
-        at_step(killed_at, lambda: send_self(signal.SIGKILL))
-
-    assert finish(start(where, prepare)) == -signal.SIGKILL
-    assert finish(start(where, lambda: poison(bad))) == 0
-    assert outcome(where) == unkilled
+    ends_alike_when_killed(returning, bad, killed_at)
 
 
 def test_a_validation_loss_that_is_no_number_is_never_the_best(lora: Reference) -> None:

@@ -50,6 +50,8 @@ def _worded(error: ErrorDetails) -> tuple[KeyPath, str, str]:
             return path, "missing", f"give {wanted}"
         case "extra_forbidden":
             keys = list(_fields(_declared(error["loc"][:-1], chosen=True)[1]))
+            if str(path[-1]).isdigit():  # `{max_tokens: 262,144}` is two entries to YAML
+                return path, "there is no such key", "was a number cut by its comma? write it without, as in 262144"
             return path, "there is no such key", nearest(str(path[-1]), keys) or f"the keys here are {listed(keys)}"
         case "union_tag_not_found":
             return (*path, "kind"), "missing", f"give {listed(_choices(declared))}"
