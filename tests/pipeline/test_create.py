@@ -79,7 +79,7 @@ def test_the_stage_knows_its_prepared_rows_by_content(project: Path) -> None:
     where = stage_of(prepared(project))
     stage = read_record(where.stage, Stage)
     assert stage.prepared == {p.name: read_file(p, where.path).sha256 for p in (where.path / "data").iterdir()}
-    assert (stage.num_rows, stage.total_steps, stage.warmup_steps, stage.micro_batch) == (22, 12, 2, 2)
+    assert (stage.num_rows, stage.total_steps, stage.warmup_steps, stage.levers.micro_batch) == (22, 12, 2, 2)
 
 
 def test_paths_are_recorded_relative_to_the_run(project: Path) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from finefit.artifacts.records import Resolved
+from finefit.artifacts.records import Levers, Resolved
 from finefit.errors import SpecError
 from finefit.facts.machine import Machine
 from finefit.plan.resolve import leaves, resolve
 from finefit.spec.load import parse_spec
 from finefit.spec.schema import Spec
 from tests.conftest import SPEC
+from tests.forecasts import make_forecast
 
 MACHINE = Machine(
     host="invented",
@@ -46,8 +47,9 @@ evaluate: [{task: exact_match}, {task: json_match, limit: 3}]
 """
 
 
-def _resolve(text: str, *overrides: str, num_rows: int = 22) -> dict[str, Resolved]:
-    return resolve(parse_spec(text, where="spec.yaml", overrides=overrides), overrides=overrides, machine=MACHINE, num_rows=num_rows)
+def _resolve(text: str, *overrides: str, num_rows: int = 22, **foretold: Any) -> dict[str, Resolved]:
+    spec, forecast = parse_spec(text, where="spec.yaml", overrides=overrides), make_forecast(**foretold)
+    return resolve(spec, overrides=overrides, machine=MACHINE, num_rows=num_rows, forecast=forecast)
 
 
 def _keys(document: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -88,8 +90,6 @@ def test_a_value_that_nobody_asked_for_is_a_default(key: str) -> None:
     ("override", "key", "value"),
     [
         ("seed=8", "seed", 8),
-        ("levers.micro_batch=1", "levers.micro_batch", 1),
-        ("levers={micro_batch: 4}", "levers.micro_batch", 4),
         ("save={every: epoch}", "save.every", "epoch"),
     ],
 )
@@ -142,29 +142,46 @@ def test_the_warm_up_is_a_share_of_all_steps_rounded_up(share: str, steps: int) 
     assert values["warmup_steps"] == Resolved(value=steps, source=f"{share} of 12 steps, rounded up")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "num_rows", "micro", "accumulation"),
-    [
-        (("levers=auto", "global_batch=16"), 100, 4, 4),
-        (("levers=auto", "global_batch=3"), 100, 3, 1),
-        (("levers=auto", "global_batch=16"), 2, 2, 1),
-        (("levers.micro_batch=3", "global_batch=16"), 100, 3, 6),
-        (("levers.micro_batch=16",), 100, 4, 1),
-    ],
-)
-def test_the_micro_batch_divides_the_global_batch_and_never_exceeds_it(
-    overrides: tuple[str, ...], num_rows: int, micro: int, accumulation: int
-) -> None:
-    values = _resolve(SPEC, *overrides, num_rows=num_rows)
-    assert (values["levers.micro_batch"].value, values["accumulation"].value) == (micro, accumulation)
+LEVERS = Levers(micro_batch=2, recompute=1, loss_chunk=256, adapter_inputs="bf16")
+REASONS = {"micro_batch": "the fastest of those that fit", "recompute": "the fewest that fit", "loss_chunk": "no room for more"}
+
+
+@pytest.mark.parametrize("text", [MINIMAL, HUB])
+def test_a_lever_that_is_free_comes_from_the_forecast_with_its_reason(text: str) -> None:
+    values = _resolve(text, levers=LEVERS, reasons=REASONS)
+    assert values["levers.micro_batch"] == Resolved(value=2, source=REASONS["micro_batch"])
+    assert values["levers.recompute"] == Resolved(value=1, source=REASONS["recompute"])
+    assert values["levers.loss_chunk"] == Resolved(value=256, source=REASONS["loss_chunk"])
+    assert values["levers.adapter_inputs"] == Resolved(value="bf16", source="auto")
+
+
+@pytest.mark.parametrize(("overrides", "source"), [((), "spec"), (("levers.micro_batch=2",), "--set"), (("levers={micro_batch: 2}",), "--set")])
+def test_a_lever_that_the_user_has_fixed_keeps_its_source(overrides: tuple[str, ...], source: str) -> None:
+    values = _resolve(SPEC, *overrides, levers=LEVERS, reasons=REASONS | {"micro_batch": "asked for"})
+    assert values["levers.micro_batch"] == Resolved(value=2, source=source)
+    assert values["levers.recompute"].source == REASONS["recompute"]
+
+
+def test_words_for_a_lever_become_what_the_step_is_told() -> None:
+    values = _resolve(SPEC, "levers.recompute=all", "levers.offload=inputs", levers=Levers(micro_batch=2, recompute=2, offload=True))
+    assert values["levers.recompute"] == Resolved(value=2, source="--set")
+    assert values["levers.offload"] == Resolved(value=True, source="--set")
+
+
+@pytest.mark.parametrize(("global_batch", "num_rows", "micro", "accumulation"), [(16, 100, 4, 4), (16, 100, 3, 6), (3, 100, 3, 1), (16, 2, 2, 1)])
+def test_micro_batches_are_accumulated_up_to_the_global_batch(global_batch: int, num_rows: int, micro: int, accumulation: int) -> None:
+    values = _resolve(SPEC, "levers=auto", f"global_batch={global_batch}", num_rows=num_rows, levers=Levers(micro_batch=micro))
+    assert values["accumulation"].value == accumulation
+    assert values["accumulation"].source == f"{min(global_batch, num_rows)} rows / {micro} micro x 1 device"
 
 
 def test_a_micro_batch_that_was_asked_too_large_says_what_became_of_it() -> None:
-    assert _resolve(SPEC, "levers.micro_batch=16")["levers.micro_batch"].source == "--set asks for 16, a step has only 4 rows"
+    found = _resolve(SPEC, "levers.micro_batch=16", levers=Levers(micro_batch=4))["levers.micro_batch"]
+    assert found == Resolved(value=4, source="--set asks for 16, a step has only 4 rows")
 
 
 def test_resolving_leaves_the_spec_as_it_is() -> None:
     spec = parse_spec(SPEC, where="spec.yaml")
     before = spec.model_dump_json()
-    resolve(spec, overrides=(), machine=MACHINE, num_rows=22)
+    resolve(spec, overrides=(), machine=MACHINE, num_rows=22, forecast=make_forecast())
     assert spec.model_dump_json() == before

@@ -9,7 +9,7 @@ FULL = """\
 name: medical
 seed: 42
 model: {kind: hub, id: owner/name, revision: main}
-tuning: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, v_proj]}
+tuning: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, v_proj], base_bits: 4}
 data:
   train:
     - path: a.jsonl
@@ -17,7 +17,7 @@ data:
   max_tokens: 2048
 optimizer: {lr: 1e-4, betas: [0.9, 0.99], clip: null}
 schedule: {epochs: 1, warmup: 0.03}
-levers: {micro_batch: auto}
+levers: {micro_batch: auto, recompute: all, loss_chunk: 512, keep_attention: true}
 save: {every: 200 steps, keep: 3}
 validate: {every: epoch}
 on_nan: {kind: skip, at_most: 2}

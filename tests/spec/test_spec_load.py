@@ -23,6 +23,9 @@ optimizer:
 """
 
 
+LEVERS = ", ".join(f"`{name}`" for name in Levers.model_fields)
+
+
 def parsed(text: str, *overrides: str) -> Spec:
     return parse_spec(text, where="run.yaml", overrides=overrides)
 
@@ -100,7 +103,7 @@ def test_a_misspelt_key_gets_the_nearest_one() -> None:
 def test_an_unheard_of_key_gets_the_list() -> None:
     cut = complaint(GOOD.replace("rank: 8", "rank: 8\n  144:"))
     assert cut == "run.yaml:6 tuning.144: there is no such key; was a number cut by its comma? write it without, as in 262144"
-    expected = "run.yaml:5 tuning.colour: there is no such key; the keys here are `kind`, `rank`, `alpha`, `dropout`, `targets`"
+    expected = "run.yaml:5 tuning.colour: there is no such key; the keys here are `kind`, `rank`, `alpha`, `dropout`, `targets`, `base_bits`"
     assert complaint(GOOD.replace("rank", "colour")) == expected
 
 
@@ -114,12 +117,12 @@ def test_a_missing_key_stands_at_the_line_of_its_parent() -> None:
 
 
 def test_a_wrong_kind_gets_all_kinds_and_the_nearest() -> None:
-    expected = 'run.yaml:2 model.kind: "hubb" is not accepted; accepted: `hub`, `folder`, `embedded`; did you mean `hub`?'
+    expected = 'run.yaml:2 model.kind: "hubb" is not accepted; accepted: `hub`, `folder`, `embedded`, `shape`; did you mean `hub`?'
     assert complaint(GOOD.replace("kind: hub", "kind: hubb")) == expected
 
 
 def test_a_missing_kind_gets_all_kinds() -> None:
-    assert complaint(GOOD.replace("kind: hub, ", "")) == "run.yaml:2 model.kind: missing; give `hub`, `folder`, `embedded`"
+    assert complaint(GOOD.replace("kind: hub, ", "")) == "run.yaml:2 model.kind: missing; give `hub`, `folder`, `embedded`, `shape`"
 
 
 def test_a_kind_without_its_mapping_is_shown_the_mapping() -> None:
@@ -146,7 +149,7 @@ def test_a_wrong_word_gets_the_accepted_words() -> None:
         ("seed: .nan", "NaN is a number; a whole number is needed"),
         ("seed: -1", "-1 is out of range; give at least 0"),
         ("global_batch: 0", "0 is out of range; give at least 1"),
-        ("levers: fast", '"fast" is text; a mapping with the keys `micro_batch` or `auto` is needed'),
+        ("levers: fast", '"fast" is text; a mapping with the keys ' + LEVERS + " or `auto` is needed"),
         ("evaluate: {task: exact_match}", '{"task": "exact_match"} is a mapping; a list is needed'),
         (
             "schedule: {epochs: 1, steps: 2}",
@@ -156,6 +159,19 @@ def test_a_wrong_word_gets_the_accepted_words() -> None:
 )
 def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str) -> None:
     assert complaint(GOOD + setting + "\n") == f"run.yaml:11 {setting.partition(':')[0]}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("tuning.base_bits=8", "8 is not accepted; accepted: `4`"),
+        ("model={kind: shape}", "missing; give a mapping"),
+        ("model={kind: shape, config: 3}", "3 is a number; a mapping is needed"),
+        ("levers.recompute=some", '"some" is text; a whole number or `auto`, `none`, `all` is needed'),
+    ],
+)
+def test_a_wrong_value_of_a_choice_is_shown_with_what_is_accepted(override: str, problem: str) -> None:
+    assert complaint(GOOD, override).endswith(f": {problem}")
 
 
 def test_a_decimal_comma_is_not_taken_for_thousands() -> None:

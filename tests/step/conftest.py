@@ -11,7 +11,7 @@ from finefit.data.collate import micro_batches
 from finefit.data.render import Example, Renderer
 from finefit.data.rows import Message
 from finefit.model.load import make_trainable
-from finefit.objective.batch import Batch, Objective
+from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.sft import sft
 from finefit.spec.schema import AdamW, Full, Lora, Tuning
 from finefit.step.forward import bind
@@ -67,7 +67,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def take_gradients(model: nn.Module, batches: Sequence[Batch], *, objective: Objective = sft) -> Taken:
+def take_gradients(model: nn.Module, batches: Sequence[Batch], *, objective: Objective = sft, forward: Forward | None = None) -> Taken:
     """One step that is not applied."""
     gradients: dict[str, Tensor] = {}
 
@@ -76,7 +76,7 @@ def take_gradients(model: nn.Module, batches: Sequence[Batch], *, objective: Obj
         return False
 
     optimizer = make_optimizer(model, ADAMW)
-    outcome = optimizer_step(batches, forward=bind(model), objective=objective, optimizer=optimizer, clip=None, decide=note)
+    outcome = optimizer_step(batches, forward=forward or bind(model), objective=objective, optimizer=optimizer, clip=None, decide=note)
     return Taken(outcome=outcome, gradients=gradients)
 
 

@@ -1,36 +1,56 @@
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import log_softmax
 
 from finefit.data.collate import collate
+from finefit.errors import ModelError
+from finefit.objective.batch import Batch
 from finefit.spec.schema import Tuning
 from finefit.step.forward import autocast_for, bind
 from tests.conftest import make_model
 from tests.step.conftest import TUNINGS, tuned, unequal_examples
 
 
+def _batch() -> Batch:
+    return collate(unequal_examples(), pad=1)
+
+
+def _given(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return batch.input_ids_BT, batch.positions_N, batch.targets_N
+
+
 @pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: t.kind)
-def test_logits_at_supervised_positions_are_those_of_the_full_forward(tuning: Tuning) -> None:
-    model, batch = tuned(tuning), collate(unequal_examples(), pad=1)
-    logits_NV = bind(model)(batch.input_ids_BT, batch.positions_N)
+@pytest.mark.parametrize("chunk", [None, 7, 10_000])
+def test_logprobs_at_supervised_positions_are_those_of_the_full_forward(tuning: Tuning, chunk: int | None) -> None:
+    model, batch = tuned(tuning), _batch()
+    logprobs_N = bind(model, loss_chunk=chunk)(*_given(batch))
     full_BTV = model(input_ids=batch.input_ids_BT, attention_mask=(batch.input_ids_BT != 1).long()).logits
-    assert logits_NV.shape == (batch.num_supervised, 261)
-    torch.testing.assert_close(logits_NV, full_BTV.flatten(0, 1)[batch.positions_N], rtol=1e-5, atol=1e-6)
+    wanted_N = log_softmax(full_BTV.flatten(0, 1)[batch.positions_N], dim=1).gather(1, batch.targets_N[:, None])[:, 0]
+    torch.testing.assert_close(logprobs_N, wanted_N, rtol=1e-5, atol=1e-5)
 
 
 def test_the_model_answers_with_full_logits_again_after_a_forward() -> None:
-    model, batch = make_model(), collate(unequal_examples(), pad=1)
-    bind(model)(batch.input_ids_BT, batch.positions_N)
+    model, batch = make_model(), _batch()
+    bind(model)(*_given(batch))
     assert model(input_ids=batch.input_ids_BT).logits.shape[:2] == batch.input_ids_BT.shape
 
 
-def test_a_forward_that_fails_leaves_no_hook_behind() -> None:
-    model, batch = make_model(), collate(unequal_examples(), pad=1)
+def test_a_head_that_fails_leaves_the_backbone_in_its_place() -> None:
+    model, batch = make_model(), _batch()
+    backbone = model.model
     with pytest.raises(IndexError):
-        bind(model)(batch.input_ids_BT + 1000, batch.positions_N)
-    assert not model.get_output_embeddings()._forward_pre_hooks
+        bind(model)(batch.input_ids_BT, batch.positions_N, batch.targets_N + 1000)
+    assert model.model is backbone
 
 
-def test_bf16_is_autocast_and_fp32_is_not() -> None:
-    model, batch = make_model(), collate(unequal_examples(), pad=1)
-    found = {p: bind(model, autocast=autocast_for("cpu", p))(batch.input_ids_BT, batch.positions_N).dtype for p in ("bf16", "fp32")}
-    assert found == {"bf16": torch.bfloat16, "fp32": torch.float32}
+def test_logprobs_are_fp32_under_bf16_too() -> None:
+    model, batch = make_model(), _batch()
+    found = {p: bind(model, autocast=autocast_for("cpu", p))(*_given(batch)) for p in ("bf16", "fp32")}
+    assert {logprobs.dtype for logprobs in found.values()} == {torch.float32}
+    assert not torch.equal(found["bf16"], found["fp32"])
+
+
+def test_a_model_without_a_backbone_is_refused() -> None:
+    with pytest.raises(ModelError, match="Linear has no backbone"):
+        bind(nn.Linear(2, 2))

@@ -49,6 +49,15 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was found before the run, errors first."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """A decision and where it came from."""
 
@@ -58,10 +67,125 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Levers:
+    """The exact levers in force: plan and step share this one description. None of them changes the gradient."""
+
+    __pydantic_config__ = STRICT
+    micro_batch: int
+    recompute: int = 0
+    """Layers computed again in backward, counted from the first: those are reached last, when the kept ones are gone."""
+    keep_attention: bool = False
+    loss_chunk: int | None = None
+    offload: bool = False
+    mlp_tiles: int = 1
+    adapter_inputs: Literal["bf16", "fp32"] = "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """What the rows ask of a step: counted where the data is there, else assumed from `data.max_tokens`."""
+
+    __pydantic_config__ = STRICT
+    num_rows: int | None
+    """None where the data is not there."""
+    longest: int
+    mean: float
+    supervised: int
+    """The most that one row has."""
+    mean_supervised: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMap:
+    """Which trained tensors a backward reaches."""
+
+    __pydantic_config__ = STRICT
+    trainable: int
+    reached: int
+    unreached: tuple[str, ...]
+    causes: tuple[str, ...] = ()
+    """Why the others are likely not reached."""
+    frozen: tuple[str, ...] = ()
+    """Adapters that are not trained at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A change of the spec that makes the plan fit, or brings it nearer."""
+
+    __pydantic_config__ = STRICT
+    changes: tuple[str, ...]
+    """As `--set` takes them: key=value."""
+    saves_bytes: int
+    peak_bytes: int
+    """What the card must hold then."""
+    fits: bool
+    is_exact: bool
+    """Whether the gradient stays as it is."""
+    price: str
+    step_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What one stage will take on one card, rehearsed before it runs."""
+
+    __pydantic_config__ = STRICT
+    card: str
+    """As it was asked for; `devices` of them."""
+    devices: int
+    fits: bool
+    budget_bytes: int
+    """What a program can get from one card."""
+    peak_bytes: int
+    """What one card must hold: reserved + context + margin."""
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+    margin_bytes: int
+    peak_instant: str
+    peak_module: str
+    peak_operation: str
+    components: dict[str, int]
+    """Bytes by what they are, at the peak; they sum to allocated_bytes."""
+    instants: dict[str, int]
+    """The most that is allocated during load, forward, loss, backward, update, validation, generation."""
+    levers: Levers
+    reasons: dict[str, str]
+    """Why each lever stands as it does."""
+    accumulation: int
+    tokens_per_step: float
+    step_seconds: float | None
+    """None where the rates of the card are not known."""
+    tokens_per_second: float | None
+    total_steps: int | None
+    total_seconds: float | None
+    price_per_hour: float | None
+    cost: float | None
+    flops_per_step: float
+    host_bytes: int
+    """Of host memory at its peak: weights on their way, pinned buffers, the process itself."""
+    disk_bytes: int
+    """Of the run directory: checkpoints kept, one more while it is written."""
+    parameters: int
+    trainable_parameters: int
+    lengths: Lengths
+    gradients: GradientMap
+    suggestions: tuple[Suggestion, ...]
+    notes: tuple[str, ...]
+    """What is used in place of what the card does not have, and what else the reader must know."""
+    uncertainty: float | None = None
+    """Largest relative error of earlier forecasts of this card and these versions, where some were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     __pydantic_config__ = STRICT
     version: Literal[1] = 1
     stages: dict[str, dict[str, Resolved]]
+    forecasts: dict[str, Forecast] = field(default_factory=dict)
+    """By stage, on the card that it runs on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +214,9 @@ class Stage:
     steps_per_epoch: int
     num_rows: int
     global_batch: int
-    micro_batch: int
+    levers: Levers
+    foretold_bytes: int
+    """Reserved on the card, by the forecast; on a CPU what the process holds."""
     save: Save
     validate_every: Every | None
     on_nan: OnNan
@@ -110,6 +236,34 @@ class Failure:
     @classmethod
     def of(cls, error: FinefitError) -> "Failure":
         return cls(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a forecast is asked for: everything that the process which rehearses is told."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    spec: str
+    """As JSON."""
+    config: dict[str, Any]
+    """The model's config.json."""
+    cards: tuple[str, ...]
+    lengths: Lengths | None
+    """None where the rows are still to be counted or assumed."""
+    base: str
+    tokenizer: str | None
+    """A folder; None where rows or tokenizer are not there."""
+    no_lengths: str = ""
+    """Why not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    forecasts: tuple[Forecast, ...] = ()
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,10 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def check(self) -> Path:
+        return self.path / "check.json"
+
+    @property
     def run(self) -> Path:
         return self.path / "run.json"
 

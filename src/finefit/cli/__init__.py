@@ -6,7 +6,7 @@ import traceback
 
 import typer
 
-from finefit.cli import demo, doctor, evaluate, recipes, run, watch
+from finefit.cli import check, demo, doctor, evaluate, plan, recipes, run, watch
 from finefit.errors import FinefitError
 
 USAGE = 2
@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(plan.plan)
+app.command()(check.check)
 app.command()(run.run)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(watch.watch)

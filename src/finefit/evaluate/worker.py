@@ -23,7 +23,8 @@ from finefit.data.tasks import TASKS
 from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.answers import answers
 from finefit.evaluate.score import score_item, summarise
-from finefit.model.load import load_for_answers, quiet
+from finefit.model.attention import attention_here
+from finefit.model.load import base_bits, load_for_answers, quiet
 from finefit.model.locate import locate
 
 log = logging.getLogger("finefit")
@@ -69,7 +70,14 @@ def _load(where: StageDir, stage: Stage, checkpoint: str) -> torch.nn.Module:
     if located.fingerprint != stage.model_fingerprint:
         raise RunError(f"the model {stage.model_name} has changed since this run began")
     dtype = torch.bfloat16 if stage.precision == "bf16" else torch.float32
-    return load_for_answers(located.folder, path, device=stage.device, dtype=dtype)
+    return load_for_answers(
+        located.folder,
+        path,
+        device=stage.device,
+        dtype=dtype,
+        attention=attention_here(stage.device, stage.precision),
+        bits=base_bits(stage.tuning),
+    )
 
 
 def _stop(number: int, _: FrameType | None) -> None:

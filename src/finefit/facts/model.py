@@ -76,7 +76,7 @@ SHARDS = TypeAdapter(dict[str, str])
 
 def read_model_folder(path: Path) -> ModelHeader:
     try:
-        _require_folder(path)
+        require_folder(path)
         config = read_config(path)
         weights = [read_weight_file(path / name) for name in find_weight_files(path)]
         texts = [path / name for name in TEXT_FILES if (path / name).is_file()]
@@ -205,7 +205,7 @@ def _read_json(file: Path) -> Any:
         raise ModelError(f"{file} is not JSON: {error}", FETCH_AGAIN) from error
 
 
-def _require_folder(path: Path) -> None:
+def require_folder(path: Path) -> None:
     if path.is_dir():
         return
     if path.exists():

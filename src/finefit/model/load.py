@@ -1,5 +1,6 @@
 """Weights into memory, adapters onto them, trainable parts chosen. Nothing is skipped in silence: a target that matches nothing is an error."""
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from finefit.errors import ModelError, RunError
+from finefit.errors import ModelError, RunError, SpecError
 from finefit.spec.schema import Full, Lora, Tuning
 
 ADAPTER = "adapter_model.safetensors"
@@ -24,16 +25,40 @@ class Counts:
     total: int
 
 
-def load_base(folder: Path, *, device: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_base(folder: Path, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None) -> PreTrainedModel:
     place = {"": device} if device != "cpu" else None
     model: PreTrainedModel
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=place, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=place,
+            output_loading_info=True,
+            attn_implementation=attention,
+            quantization_config=_quantisation(bits),
+        )
     except (ValueError, OSError) as error:  # an architecture that transformers does not know, a file that it cannot read
         raise ModelError(f"{folder.name} cannot be loaded: {error}", "`finefit doctor` shows the installed versions") from error
     if missing := sorted(report["missing_keys"]):  # transformers would make them up and go on
         raise ModelError(f"{folder.name} has no weights for {', '.join(missing[:5])}", "the model's files are incomplete; fetch it again")
     return model
+
+
+def weight_dtype(precision: str, tuning: Tuning) -> torch.dtype:
+    """Whole models keep fp32 weights under autocast: bf16 ones would lose small updates."""
+    return torch.bfloat16 if precision == "bf16" and not isinstance(tuning, Full) else torch.float32
+
+
+def base_bits(tuning: Tuning) -> int | None:
+    return tuning.base_bits if isinstance(tuning, Lora) else None
+
+
+def _quantisation(bits: int | None) -> BitsAndBytesConfig | None:
+    if bits is None:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise SpecError("tuning.base_bits 4 needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'")
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
 
 def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str) -> PreTrainedModel | peft.PeftModel:
@@ -128,10 +153,12 @@ def _only_tied_left(left: dict[str, Tensor], model: nn.Module, checkpoint: Path)
         raise RunError(f"{checkpoint.name} lacks {', '.join(sorted(missing)[:3])}")
 
 
-def load_for_answers(base: Path, checkpoint: Path | None, *, device: str, dtype: torch.dtype) -> nn.Module:
+def load_for_answers(
+    base: Path, checkpoint: Path | None, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None
+) -> nn.Module:
     """The starting model, or the one that a checkpoint holds, ready to generate."""
     adapter = checkpoint if checkpoint is not None and (checkpoint / ADAPTER).exists() else None
-    model: nn.Module = load_base(base if checkpoint is None or adapter else checkpoint, device=device, dtype=dtype)
+    model: nn.Module = load_base(base if checkpoint is None or adapter else checkpoint, device=device, dtype=dtype, attention=attention, bits=bits)
     model.generation_config = GenerationConfig()  # else the model's own penalties would bend the greedy answers
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, adapter)

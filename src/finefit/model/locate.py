@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from huggingface_hub import snapshot_download
@@ -16,10 +17,14 @@ from huggingface_hub.errors import (
 )
 
 from finefit.errors import ModelError
-from finefit.facts.model import read_model_folder
-from finefit.model import embedded
-from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, Model
+from finefit.facts.model import read_config, read_model_folder, require_folder
+from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, Model, ShapeModel
 
+_OUTLINE = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("*.jinja", "*.model", "merges.txt", "vocab.txt", "vocab.json", "chat_template.json"),
+)
+"""Of a model on the hub, what a plan needs: no weights."""
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
@@ -31,6 +36,31 @@ class Located:
     fingerprint: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What is known of a model without its weights."""
+
+    config: dict[str, Any]
+    tokenizer: Path | None
+
+
+def outline(model: Model, base: Path) -> Outline:
+    match model:
+        case ShapeModel():
+            return Outline(config=model.config, tokenizer=None)
+        case FolderModel():
+            folder = base / model.path
+            require_folder(folder)
+        case EmbeddedModel():
+            from finefit.model import embedded  # torch comes with it
+
+            folder = embedded.converted(embedded.find(model.name))
+        case HubModel():
+            folder = _download(model, _OUTLINE)
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"))
+    return Outline(config=read_config(folder), tokenizer=folder if has_tokenizer else None)
+
+
 def locate(model: Model, base: Path) -> Located:
     """`base` is the folder that relative paths start from."""
     match model:
@@ -38,16 +68,20 @@ def locate(model: Model, base: Path) -> Located:
             folder = base / model.path
             return Located(folder=folder, name=model.path, fingerprint=read_model_folder(folder).fingerprint)
         case EmbeddedModel():
+            from finefit.model import embedded  # torch comes with it
+
             source = embedded.find(model.name)
             return Located(folder=embedded.converted(source), name=source.hub_id, fingerprint=source.fingerprint)
         case HubModel():
-            folder = _download(model)
+            folder = _download(model, _WANTED)
             return Located(folder=folder, name=model.id, fingerprint=read_model_folder(folder).fingerprint)
+        case ShapeModel():
+            raise ModelError("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
 
 
-def _download(model: HubModel) -> Path:
+def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:
     try:
-        return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(_WANTED)))
+        return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(wanted)))
     except GatedRepoError:
         raise ModelError(f"{model.id} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN") from None
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:

@@ -30,7 +30,7 @@ class LossSum:
     count: int
 
 
-Forward = Callable[[Tensor, Tensor], Tensor]
-"""(input_ids_BT, positions_N) -> logits_NV"""
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(input_ids_BT, positions_N, targets_N) -> logprobs_N in fp32. Logits stay inside, so that they need never exist all at once."""
 
 Objective = Callable[[Forward, Batch], LossSum]

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import DroppedRow, Facts, Plan, Run, SourceLedger, write_record
+from finefit.artifacts.records import Check, DroppedRow, Facts, Plan, Run, SourceLedger, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
 from finefit.data.prepared import Prepared, prepare, write_examples, write_items
 from finefit.data.render import Renderer
@@ -21,6 +21,8 @@ from finefit.errors import DataError, SpecError
 from finefit.facts.files import read_file
 from finefit.facts.machine import read_machine
 from finefit.pipeline.inputs import Opened, between, pinned, relocate
+from finefit.pipeline.preparation import findings_of, foresee, require_sound
+from finefit.plan.lengths import measured_lengths
 from finefit.plan.resolve import make_stage, resolve
 from finefit.spec.load import spec_to_json
 
@@ -66,10 +68,14 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     prepared = _prepare_data(where, opened)
     opened.renderer.tokenizer.save_pretrained(where.tokenizer)
     num_rows = len(prepared["train"].examples)
-    values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=num_rows)
+    foretold = foresee(opened.spec, base, measured_lengths(prepared["train"].examples), machine)
+    values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=num_rows, forecast=foretold)
+    findings = findings_of(opened.spec, foretold, machine, run.path, values["total_steps"].value)
+    require_sound(findings)
+    write_record(run.check, Check(findings=findings))
     files = {p.name: read_file(p, where.path).sha256 for p in sorted((where.path / "data").iterdir())}
-    stage = make_stage(spec, values, inputs=opened.inputs, num_rows=num_rows, prepared=files)
-    write_record(run.plan, Plan(stages={stage.name: values}))
+    stage = make_stage(spec, values, inputs=opened.inputs, forecast=foretold, num_rows=num_rows, prepared=files)
+    write_record(run.plan, Plan(stages={stage.name: values}, forecasts={stage.name: foretold}))
     write_record(where.stage, stage)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_record(run.run, Run(name=spec.name, digest=opened.digest, finefit=__version__, created=now, status="prepared", overrides=overrides))

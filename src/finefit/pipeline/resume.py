@@ -131,7 +131,7 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
     where = stage_of(run)
     old, facts, plan = read_record(where.stage, Stage), read_record(run.facts, Facts), read_record(run.plan, Plan)
     done = max((step_of(p) for p in list_checkpoints(where.checkpoints)), default=0)
-    values = resolve(spec, overrides=(), machine=facts.machine, num_rows=old.num_rows)
+    values = resolve(spec, overrides=(), machine=facts.machine, num_rows=old.num_rows, forecast=plan.forecasts[old.name])
     total = int(values["total_steps"].value) if any(c.key.startswith("schedule.") for c in changes) else old.total_steps
     if total < done:
         raise RunError(

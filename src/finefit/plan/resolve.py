@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
-from finefit.artifacts.records import Inputs, Resolved, Stage
+from finefit.artifacts.records import Forecast, Inputs, Resolved, Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.machine import Machine
@@ -17,22 +18,22 @@ from finefit.spec.schema import Full, Spec
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
 
-_CPU_MICRO_BATCH = 4
-_CUDA_MICRO_BATCH = 8
+
+def device_of(spec: Spec, machine: Machine) -> str:
+    return str(_device(spec, machine, Resolved(value=spec.device, source="spec")).value)
 
 
-def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int) -> dict[str, Resolved]:
-    """The spec's own values first, then what follows from them."""
+def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast) -> dict[str, Resolved]:
+    """The spec's own values first, then what follows from them and from the rehearsal."""
     values = {key: Resolved(value=value, source=_source(key, given, overrides)) for key, value, given in leaves(spec)}
     values["device"] = _device(spec, machine, values["device"])
     values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
     values["threads"] = Resolved(value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)")
     values |= _lengths(spec, num_rows)
-    values |= _micro_batch(spec, values.get("levers.micro_batch"), str(values["device"].value), num_rows)
-    return values
+    return values | _levers(spec, values, forecast, num_rows)
 
 
-def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, num_rows: int, prepared: dict[str, str]) -> Stage:
+def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forecast: Forecast, num_rows: int, prepared: dict[str, str]) -> Stage:
     def of(key: str) -> Any:
         return values[key].value
 
@@ -56,7 +57,8 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, num_r
         steps_per_epoch=of("steps_per_epoch"),
         num_rows=num_rows,
         global_batch=spec.global_batch,
-        micro_batch=of("levers.micro_batch"),
+        levers=forecast.levers,
+        foretold_bytes=forecast.reserved_bytes,
         save=spec.save,
         validate_every=spec.validation.every,
         on_nan=spec.on_nan,
@@ -137,17 +139,16 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
     }
 
 
-def _micro_batch(spec: Spec, asked: Resolved | None, device: str, num_rows: int) -> dict[str, Resolved]:
-    whole = min(spec.global_batch, num_rows)
-    if asked is None or asked.value == "auto":
-        usual = _CPU_MICRO_BATCH if device == "cpu" else _CUDA_MICRO_BATCH
-        micro = Resolved(value=min(whole, usual), source=f"auto: at most {usual} on {device}, which never exceeds the global batch")
-    elif asked.value <= whole:
-        micro = asked
-    else:
-        micro = Resolved(value=whole, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows")
-    count = math.ceil(whole / micro.value)
-    return {
-        "levers.micro_batch": micro,
-        "accumulation": Resolved(value=count, source=f"{whole} rows / {micro.value} micro x 1 device"),
-    }
+def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_rows: int) -> dict[str, Resolved]:
+    """As the forecast has chosen them, with its reasons; what the user has fixed keeps its source."""
+    found = {}
+    for lever in fields(forecast.levers):
+        asked, value = values.get(f"levers.{lever.name}"), getattr(forecast.levers, lever.name)
+        is_fixed = asked is not None and asked.value != "auto"
+        found[f"levers.{lever.name}"] = Resolved(value=value, source=asked.source if is_fixed and asked else forecast.reasons.get(lever.name, "auto"))
+    whole, micro = min(spec.global_batch, num_rows), forecast.levers.micro_batch
+    asked = values.get("levers.micro_batch")
+    if asked is not None and isinstance(asked.value, int) and asked.value > micro:
+        found["levers.micro_batch"] = Resolved(value=micro, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows")
+    found["accumulation"] = Resolved(value=math.ceil(whole / micro), source=f"{whole} rows / {micro} micro x 1 device")
+    return found

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.journal import whole
+from finefit.artifacts.measurements import WORTH_A_WARNING
 from finefit.artifacts.records import Run, Stage, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.report.units import clock, gib
@@ -91,6 +92,11 @@ class Follower:
             case "not_finite":
                 self._loss = None
                 return f"step {line['step']} was not applied: {line['found']}"
+            case "measured" if abs(line["error"]) > WORTH_A_WARNING:
+                return (
+                    f"memory is not as planned: {gib(line['measured_bytes'])} reserved with the longest rows, {gib(line['foretold_bytes'])} foretold "
+                    f"({line['error']:+.1%}); please report it"
+                )
             case "rolled_back":
                 return f"rolled back to step {line['step']}"
             case "left_out":

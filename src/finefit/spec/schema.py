@@ -3,7 +3,7 @@
 A choice is a union on `kind`, so an option exists only where it means something.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,7 +37,13 @@ class EmbeddedModel(Part):
     """A model that comes with an installed package: nothing is downloaded."""
 
 
-Model = Annotated[HubModel | FolderModel | EmbeddedModel, Field(discriminator="kind")]
+class ShapeModel(Part):
+    kind: Literal["shape"]
+    config: dict[str, Any]
+    """The contents of a `config.json`, with `model_type`: enough to plan, nothing to train."""
+
+
+Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel, Field(discriminator="kind")]
 
 
 class Lora(Part):
@@ -49,6 +55,8 @@ class Lora(Part):
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]."""
+    base_bits: Literal[4] | None = None
+    """4: the frozen weights in NF4 (needs bitsandbytes). Lossy, so only ever asked for."""
 
 
 class Full(Part):
@@ -82,7 +90,8 @@ class Sft(Part):
 
 
 class AdamW(Part):
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` (needs bitsandbytes and a CUDA device) keeps both moments in 8 bits: lossy, 2 bytes per trained parameter instead of 8."""
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
@@ -137,6 +146,18 @@ class Levers(Part):
 
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows in memory at once; gradients are accumulated up to the global batch."""
+    recompute: Annotated[int, Field(ge=0)] | Literal["auto", "none", "all"] = "auto"
+    """Layers whose activations are computed again in backward instead of kept, counted from the first."""
+    keep_attention: bool | Literal["auto"] = "auto"
+    """Recomputed layers keep their attention outputs: a little memory against the dearest part of long rows."""
+    loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto", "none"] = "auto"
+    """Supervised tokens whose logits exist at once; `none` holds those of the whole micro-batch."""
+    offload: Literal["auto", "none", "inputs"] = "auto"
+    """`inputs`: the input of every recomputed layer waits in pinned host memory."""
+    mlp_tiles: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Pieces of a row that pass an MLP one after the other, each computed again in backward; 1 for none."""
+    adapter_inputs: Literal["auto", "bf16", "fp32"] = "auto"
+    """What an adapter's input is kept in; peft's own fp32 copy holds no more than bf16 when the product is taken in bf16."""
 
 
 class Evaluation(Part):
@@ -162,6 +183,8 @@ class Spec(Part):
     seed: int = Field(42, ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device where there is one. `cuda` without one is refused, not replaced."""
+    card: str = "auto"
+    """What the plan is for: a card's name, `24GiB`, `8xA100-40GB`, `cpu`, or `auto` (what this machine has free now)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """`auto` is bf16 on a card that has it and fp32 elsewhere."""
     deterministic: bool = False

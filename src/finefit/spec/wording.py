@@ -14,7 +14,7 @@ from finefit.spec.reader import Fault, KeyPath, Place, scalar
 from finefit.spec.schema import Spec
 
 _GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}([,' ][0-9]{3})+|[-+]?[0-9]+(_[0-9]+)+")
-_WANTED = {int: "a whole number", float: "a number", str: "text", bool: "`true` or `false`", tuple: "a list"}
+_WANTED = {int: "a whole number", float: "a number", str: "text", bool: "`true` or `false`", tuple: "a list", dict: "a mapping"}
 NAMED = {
     bool: "a truth value",
     int: "a number",
@@ -133,7 +133,7 @@ def _choices(annotation: Any) -> list[str]:
     """The words of a literal, the kinds of a model, all of those in a union."""
     if members := _members(annotation):
         return [choice for member in members for choice in _choices(member)]
-    return list(get_args(_fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None)))
+    return [str(choice) for choice in get_args(_fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None))]
 
 
 def _wanted(annotation: Any) -> str:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.journal import Journal
+from finefit.artifacts.measurements import Measurement, keep_measurement
 from finefit.artifacts.records import Best, Stage, TrainState
 from finefit.data.collate import micro_batches
 from finefit.data.order import rows_of_step
 from finefit.data.render import Example
 from finefit.errors import Diverged, Interrupted
+from finefit.facts.cards import find_kind
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.spec.every import Interval
 from finefit.spec.schema import NanRollBack, NanSkip, NanStop
@@ -50,6 +52,8 @@ def train(live: Live, state: TrainState) -> TrainState:
             _saved(live, state)
             raise Interrupted(f"stopped by {live.stop.reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
         state = _one_step(live, state)
+        if state.step == 1 and live.stage.device == "cuda":
+            _measure(live)
         save = state.step == live.stage.total_steps or _due(live.stage.save.every, state.step, live.stage, saved)
         every = live.stage.validate_every
         if live.validation and (save or (every is not None and _due(every, state.step, live.stage, validated))):
@@ -103,6 +107,33 @@ def _one_step(live: Live, state: TrainState) -> TrainState:
     )
     live.note_memory("step", state.step + 1)
     return replace(state, step=state.step + 1, tokens=state.tokens + tokens, supervised_tokens=state.supervised_tokens + supervised)
+
+
+def _measure(live: Live) -> None:
+    """The longest rows, once, when the optimizer's state is there: what the card must hold is then known, at step 1 and not in the night.
+    Nothing is applied, and the random numbers go on as if it had not happened."""
+    longest = sorted(live.examples, key=lambda e: -len(e.tokens))[: 2 * live.stage.levers.micro_batch]
+    batches = micro_batches(longest[: live.stage.global_batch], micro_batch=live.stage.levers.micro_batch, pad=live.pad)
+    random_before = random_state()
+    optimizer_step(
+        [_on_device(batch, live.stage.device) for batch in batches],
+        forward=live.forward,
+        objective=live.objective,
+        optimizer=live.optimizer,
+        clip=None,
+        decide=lambda _: False,
+    )
+    restore_random(random_before)
+    kind = find_kind(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+    found = Measurement(
+        card=kind.name if kind else torch.cuda.get_device_name(),
+        foretold_bytes=live.stage.foretold_bytes,
+        measured_bytes=torch.cuda.max_memory_reserved(),
+    )
+    keep_measurement(found)
+    live.metrics.write(
+        event="measured", step=1, foretold_bytes=found.foretold_bytes, measured_bytes=found.measured_bytes, error=round(found.error, 5)
+    )
 
 
 def _batches(live: Live, state: TrainState) -> list[Batch]:
@@ -164,7 +195,7 @@ def validation_loss(live: Live) -> float:
     """Mean over all supervised tokens of the validation rows, without dropout."""
     live.model.eval()
     with torch.no_grad():
-        batches = micro_batches(live.validation, micro_batch=live.stage.micro_batch, pad=live.pad)
+        batches = micro_batches(live.validation, micro_batch=live.stage.levers.micro_batch, pad=live.pad)
         parts = [live.objective(live.forward, _on_device(batch, live.stage.device)) for batch in batches]
     live.model.train()
     return float(sum(part.total.item() for part in parts) / sum(part.count for part in parts))

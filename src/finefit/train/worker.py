@@ -18,11 +18,12 @@ from finefit.artifacts.rundir import StageDir
 from finefit.data.prepared import read_examples
 from finefit.data.render import open_renderer
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
-from finefit.model.load import counts, load_base, make_trainable, quiet
+from finefit.model.attention import attention_here
+from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
 from finefit.model.locate import locate
 from finefit.objective.sft import sft
-from finefit.spec.schema import Full
 from finefit.step.forward import autocast_for, bind
+from finefit.step.levers import pull
 from finefit.step.state import make_optimizer
 from finefit.train.loop import Live, train
 from finefit.train.saver import Saver, find_checkpoint
@@ -76,7 +77,8 @@ def _make_live(
     checkpoint = _checkpoint(where, stage, metrics)  # verified before a weight is loaded
     examples = {name: read_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
     model = make_trainable(_base(where, stage), stage.tuning, name=stage.model_name)
-    optimizer = make_optimizer(model, stage.optimizer)
+    pull(model, stage.levers)
+    optimizer = make_optimizer(model, stage.optimizer, device=stage.device)
     saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer)
     state = _fresh_state(stage)
     if checkpoint is None:
@@ -88,7 +90,7 @@ def _make_live(
     live = Live(
         stage=stage,
         model=model,
-        forward=bind(model, autocast=autocast_for(stage.device, stage.precision)),
+        forward=bind(model, loss_chunk=stage.levers.loss_chunk, autocast=autocast_for(stage.device, stage.precision)),
         objective=sft,
         optimizer=optimizer,
         examples=examples["train.safetensors"],
@@ -114,9 +116,13 @@ def _base(where: StageDir, stage: Stage) -> PreTrainedModel:
     located = locate(stage.model, where.run)
     if located.fingerprint != stage.model_fingerprint:
         raise RunError(f"the model {stage.model_name} has changed since this run began", "put the old one back, or start again with --new")
-    # whole models keep fp32 weights under autocast: bf16 ones would lose small updates
-    dtype = torch.bfloat16 if stage.precision == "bf16" and not isinstance(stage.tuning, Full) else torch.float32
-    return load_base(located.folder, device=stage.device, dtype=dtype)
+    return load_base(
+        located.folder,
+        device=stage.device,
+        dtype=weight_dtype(stage.precision, stage.tuning),
+        attention=attention_here(stage.device, stage.precision),
+        bits=base_bits(stage.tuning),
+    )
 
 
 def _fresh_state(stage: Stage) -> TrainState:
@@ -124,7 +130,7 @@ def _fresh_state(stage: Stage) -> TrainState:
         step=0,
         tokens=0,
         supervised_tokens=0,
-        micro_batch=stage.micro_batch,
+        micro_batch=stage.levers.micro_batch,
         model_name=stage.model_name,
         model_fingerprint=stage.model_fingerprint,
         template_sha256=stage.template_sha256,

@@ -1,0 +1,466 @@
+"""Predicted against measured memory of finefit's own training step, on real widths with random weights.
+
+    python bench/memory.py predict predicted.json              on a machine without a GPU
+    python bench/memory.py measure measured.json               on the card
+    python bench/memory.py capped  predicted.json capped.json  on the card: memory limited to just above and just below what was predicted
+    python bench/memory.py merge   predicted.json measured.json capped.json bench/results/memory.json
+
+A prediction never sees the card: only its name and compute capability.
+"""
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finefit.artifacts.records import Levers
+from finefit.facts.cards import find_kind
+from finefit.plan.target import CONTEXT_BYTES, MARGIN, rates_of
+from finefit.rehearse.allocator import replay
+from finefit.rehearse.clock import step_seconds
+from finefit.rehearse.depth import rehearse_depth
+from finefit.rehearse.rehearsal import Scene, read_config
+from finefit.spec.schema import AdamW, Full, Lora, Tuning
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 262144,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "mistral-7b-v0.3": {
+        "model_type": "mistral",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+KIND = find_kind("NVIDIA H200", None)
+assert KIND is not None
+RATES = rates_of(KIND)
+FULL = Full(kind="full")
+
+
+def lora(rank: int, dropout: float = 0.0, bits: Any = None) -> Lora:
+    return Lora(kind="lora", rank=rank, alpha=2 * rank, dropout=dropout, base_bits=bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    shape: str
+    layers: int
+    tuning: Tuning
+    rows: int
+    tokens: int
+    recompute: int = 0
+    supervised: float = 1.0
+    """Share of the tokens."""
+    loss_chunk: int | None = None
+    keep_attention: bool = False
+    offload: bool = False
+    mlp_tiles: int = 1
+    adapter_inputs: Any = "bf16"
+    optimizer: Any = "adamw"
+    accumulates: bool = False
+    precision: Any = "bf16"
+
+    @property
+    def name(self) -> str:
+        tuned = "full" if isinstance(self.tuning, Full) else f"r{self.tuning.rank}{'-nf4' if self.tuning.base_bits else ''}"
+        parts = [self.shape, f"{self.layers}L", tuned, f"{self.rows}x{self.tokens}", f"re{self.recompute}"]
+        parts += [f"chunk{self.loss_chunk}"] if self.loss_chunk else ["plain"]
+        parts += ["attn"] if self.keep_attention else []
+        parts += ["offload"] if self.offload else []
+        parts += [f"tiles{self.mlp_tiles}"] if self.mlp_tiles > 1 else []
+        parts += ["in32"] if self.adapter_inputs == "fp32" and not isinstance(self.tuning, Full) else []
+        parts += ["adam8"] if self.optimizer != "adamw" else []
+        parts += ["acc"] if self.accumulates else []
+        parts += [f"sup{round(100 * self.supervised)}"] if self.supervised < 1 else []
+        parts += [self.precision] if self.precision != "bf16" else []
+        return "-".join(parts)
+
+    @property
+    def scene(self) -> Scene:
+        return Scene(
+            config=dict(SHAPES[self.shape], num_hidden_layers=self.layers),
+            tuning=self.tuning,
+            optimizer=AdamW(lr=1e-5, kind=self.optimizer),
+            device="cuda",
+            capability=(9, 0),
+            precision=self.precision,
+            levers=Levers(
+                micro_batch=self.rows,
+                recompute=self.recompute,
+                keep_attention=self.keep_attention,
+                loss_chunk=self.loss_chunk,
+                offload=self.offload,
+                mlp_tiles=self.mlp_tiles,
+                adapter_inputs=self.adapter_inputs,
+            ),
+            tokens=self.tokens,
+            supervised=max(1, int((self.tokens - 1) * self.supervised)),
+            accumulates=self.accumulates,
+        )
+
+
+Q7, Q4, L8, M7, G4, Q05, S, MOE = (
+    "qwen2.5-7b",
+    "qwen3-4b",
+    "llama-3.1-8b",
+    "mistral-7b-v0.3",
+    "gemma-3-4b",
+    "qwen2.5-0.5b",
+    "smollm2-135m",
+    "qwen3-moe",
+)
+CASES: tuple[Case, ...] = (
+    Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=512, adapter_inputs="fp32"),
+    Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=2048, recompute=28, adapter_inputs="fp32"),
+    Case(shape=Q7, layers=28, tuning=lora(128), rows=1, tokens=2048, recompute=28, loss_chunk=1024),
+    Case(shape=Q7, layers=28, tuning=lora(128), rows=4, tokens=2048, recompute=14, loss_chunk=1024),
+    Case(shape=Q7, layers=28, tuning=lora(16), rows=2, tokens=4096, recompute=28, loss_chunk=1024, accumulates=True, supervised=0.3),
+    Case(shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, recompute=8, loss_chunk=1024),
+    Case(shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, loss_chunk=1024),
+    Case(shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, recompute=8),
+    Case(shape=Q7, layers=8, tuning=lora(128), rows=1, tokens=8192, recompute=8, loss_chunk=1024),
+    Case(shape=Q7, layers=8, tuning=lora(128), rows=1, tokens=512),
+    Case(shape=Q7, layers=8, tuning=lora(128), rows=2, tokens=2048, recompute=4, loss_chunk=2048, optimizer="adamw_8bit"),
+    Case(shape=Q4, layers=36, tuning=lora(128, 0.05), rows=1, tokens=8192, recompute=36, adapter_inputs="fp32"),
+    Case(shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=32768, recompute=36, loss_chunk=1024, keep_attention=True),
+    Case(shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=65536, recompute=36, loss_chunk=1024, offload=True, mlp_tiles=8, supervised=0.05),
+    Case(shape=Q4, layers=4, tuning=FULL, rows=1, tokens=8192, recompute=4, loss_chunk=1024),
+    Case(shape=L8, layers=8, tuning=lora(16), rows=1, tokens=4096),
+    Case(shape=L8, layers=8, tuning=lora(16), rows=8, tokens=1024, recompute=8, loss_chunk=2048, accumulates=True),
+    Case(shape=L8, layers=8, tuning=lora(16, bits=4), rows=4, tokens=2048, recompute=8, loss_chunk=1024),
+    Case(shape=L8, layers=4, tuning=FULL, rows=2, tokens=2048, recompute=0, loss_chunk=1024, accumulates=True),
+    Case(shape=L8, layers=4, tuning=lora(16), rows=1, tokens=1024, recompute=2, precision="fp32"),
+    Case(shape=M7, layers=32, tuning=lora(16, bits=4), rows=2, tokens=1024, recompute=32, loss_chunk=1024),
+    Case(shape=M7, layers=8, tuning=lora(16, 0.05), rows=2, tokens=2048, recompute=4, adapter_inputs="fp32"),
+    Case(shape=G4, layers=12, tuning=lora(16), rows=1, tokens=4096, loss_chunk=1024),
+    Case(shape=G4, layers=34, tuning=lora(16), rows=2, tokens=2048, recompute=34, loss_chunk=1024, supervised=0.3),
+    Case(shape=Q05, layers=24, tuning=FULL, rows=4, tokens=1024, loss_chunk=1024),
+    Case(shape=Q05, layers=24, tuning=FULL, rows=8, tokens=512, recompute=24, accumulates=True),
+    Case(shape=S, layers=30, tuning=FULL, rows=8, tokens=1024),
+    Case(shape=S, layers=30, tuning=lora(16, 0.1), rows=8, tokens=512, accumulates=True, adapter_inputs="fp32"),
+    Case(shape=MOE, layers=2, tuning=FULL, rows=1, tokens=1024, recompute=2, loss_chunk=1024),
+    Case(shape=Q05, layers=24, tuning=lora(16), rows=16, tokens=256, supervised=0.5),
+)
+SPEED = (5, 6, 7, 8, 9, 17)
+"""Cases of 4x2048, 1x8192 and 1x512 rows whose predicted step time is held to 20 %."""
+LONG = 32768
+"""Tokens of a row from which a case is too slow to be run again under a limit."""
+
+
+def predict() -> list[dict[str, Any]]:
+    found = []
+    for case in CASES:
+        began = time.perf_counter()
+        rehearsed = rehearse_depth(case.scene)
+        answer = replay(rehearsed.trace.stream())
+        margin = int(answer.reserved_bytes * MARGIN)
+        block = rehearsed.trace.blocks[rehearsed.trace.events[answer.peak_at][0]]
+        found.append(
+            {
+                "config": case.name,
+                "allocated_bytes": answer.allocated_bytes,
+                "reserved_bytes": answer.reserved_bytes,
+                "margin_bytes": margin,
+                "peak_bytes": answer.reserved_bytes + CONTEXT_BYTES + margin,
+                "step_seconds": step_seconds(rehearsed.trace, RATES),
+                "components": rehearsed.trace.components(answer.peak_at),
+                "instants": rehearsed.trace.peaks(),
+                "peak": f"{block.instant} {block.module} {block.operation}",
+                "rehearsal_seconds": round(time.perf_counter() - began, 2),
+            }
+        )
+        print(
+            f"{case.name:75} {answer.allocated_bytes / 2**30:8.3f} {answer.reserved_bytes / 2**30:8.3f} {found[-1]['rehearsal_seconds']:5.1f} s",
+            flush=True,
+        )
+    return found
+
+
+# on the card
+
+
+def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> dict[str, Any]:
+    from finefit.objective.batch import Batch
+    from finefit.objective.sft import sft
+    from finefit.step.forward import autocast_for, bind
+    from finefit.step.levers import pull
+    from finefit.step.optimize import optimizer_step
+    from finefit.step.state import make_optimizer
+
+    if limit_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(0).total_memory)
+    scene = case.scene
+    torch.manual_seed(0)
+    model = build(scene)
+    pull(model, scene.levers)
+    optimizer = make_optimizer(model, scene.optimizer, device="cuda")
+    forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast_for("cuda", scene.precision))
+    supervised = torch.cat([row * case.tokens + torch.arange(case.tokens - 1 - scene.supervised, case.tokens - 1) for row in range(case.rows)])
+
+    def batch() -> Batch:
+        ids = torch.randint(0, SHAPES[case.shape]["vocab_size"], (case.rows, case.tokens))
+        return Batch(
+            input_ids_BT=ids.cuda(),
+            positions_N=supervised.cuda(),
+            targets_N=ids.flatten()[supervised + 1].cuda(),
+            num_supervised=len(supervised),
+            num_tokens=ids.numel(),
+        )
+
+    loaded, before_update = torch.cuda.memory_allocated(), 0
+
+    def decide(finite: Tensor) -> bool:
+        nonlocal before_update
+        before_update = max(before_update, torch.cuda.max_memory_allocated())
+        return bool(finite)
+
+    seconds = []
+    for _ in range(steps if case.tokens < 32768 else 3):
+        batches = [batch() for _ in range(2 if case.accumulates else 1)]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        outcome = optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=decide)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        assert outcome.applied
+        del batches
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_bytes": total - free,
+        "loaded_bytes": loaded,
+        "before_update_bytes": before_update,
+        "step_seconds": statistics.median(seconds[2:]) if len(seconds) > 3 else seconds[-1],
+        "loss": outcome.loss.item(),
+    }
+
+
+def build(scene: Scene) -> nn.Module:
+    """Random weights where a loaded model's would lie, in the order and with the detours of loading."""
+    from transformers import AutoModelForCausalLM
+
+    from finefit.model.attention import attention_here
+    from finefit.model.load import base_bits, make_trainable, weight_dtype
+
+    config = read_config(scene.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=weight_dtype(scene.precision, scene.tuning), attn_implementation=attention_here("cuda", scene.precision)
+        )
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    if base_bits(scene.tuning):
+        quantise(model)
+    else:
+        warm_up = torch.empty(total, dtype=torch.uint8, device="cuda")
+        del warm_up
+    fill(model)
+    model.tie_weights()
+    trained: nn.Module = make_trainable(model, scene.tuning, name="bench")
+    return trained
+
+
+def fill(model: nn.Module) -> None:
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, old in slots.items():
+                if old is None or old.device.type == "cuda":
+                    continue
+                if id(old) not in made:
+                    new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cuda")
+                    new.normal_(0, 0.02) if new.is_floating_point() else new.zero_()
+                    made[id(old)] = (nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new, old)
+                slots[name] = made[id(old)][0]  # type: ignore[assignment]
+
+
+def quantise(model: nn.Module) -> None:
+    import bitsandbytes
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                dense = torch.empty(child.weight.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+                layer = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+                )
+                layer.weight = bitsandbytes.nn.Params4bit(dense, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer).to(
+                    "cuda"
+                )
+                setattr(parent, name, layer)
+                del dense
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def alone(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """With a card as empty as at the start: nothing cached, no workspaces."""
+    try:
+        answer = run()
+    except torch.OutOfMemoryError as error:
+        answer = {"out_of_memory": str(error)[:200]}
+    except Exception as error:  # noqa: BLE001 the next case may still be measured
+        answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return answer | {"left_bytes": torch.cuda.memory_reserved()}
+
+
+def measure_all(out: Path) -> None:
+    found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "versions": versions(), "cases": {}}
+    for case in CASES:
+        found["cases"][case.name] = alone(lambda case=case: measure(case))  # type: ignore[misc]
+        print(case.name, found["cases"][case.name], flush=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def capped_all(predicted: list[dict[str, Any]], out: Path) -> None:
+    """What the allocator may hold is set to the predicted reserved memory with its margin, and to 3 % less than the predicted reserved memory."""
+    foretold = {row["config"]: row for row in predicted}
+    found: list[dict[str, Any]] = []
+    for case in sorted((c for c in CASES if c.tokens < LONG), key=lambda c: foretold[c.name]["reserved_bytes"]):
+        row = foretold[case.name]
+        for verdict, limit in (("fits", row["reserved_bytes"] + row["margin_bytes"]), ("does not fit", int(row["reserved_bytes"] * 0.97))):
+            answer = alone(lambda case=case, limit=limit: measure(case, limit_bytes=limit, steps=3))  # type: ignore[misc]
+            lived = "out_of_memory" not in answer and "error" not in answer
+            found.append(
+                {"config": case.name, "limit_bytes": limit, "verdict": verdict, "lived": lived} | ({} if lived else {"why": str(answer)[:200]})
+            )
+            print(case.name, verdict, "lived" if lived else answer, flush=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "peft")}
+
+
+def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The committed result: one entry for each case."""
+    rows = []
+    for row in predicted:
+        truth = measured["cases"][row["config"]]
+        limits = {entry["verdict"]: entry["lived"] for entry in capped if entry["config"] == row["config"]}
+        rows.append(
+            {
+                "config": row["config"],
+                "card": measured["card"],
+                "date": datetime.now(UTC).date().isoformat(),
+                "versions": {"predicted": versions(), "measured": measured["versions"]},
+                "predicted": {key: row[key] for key in ("allocated_bytes", "reserved_bytes", "peak_bytes", "step_seconds", "components")},
+                "measured": {key: truth[key] for key in ("allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds")},
+                "capped": limits,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    what, files = sys.argv[1], [Path(name) for name in sys.argv[2:]]
+    match what:
+        case "predict":
+            files[0].write_text(json.dumps(predict(), indent=1) + "\n")
+        case "measure":
+            measure_all(files[0])
+        case "capped":
+            capped_all(json.loads(files[0].read_text()), files[1])
+        case "merge":
+            rows = merge(*(json.loads(file.read_text()) for file in files[:3]))
+            files[3].write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

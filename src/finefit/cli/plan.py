@@ -1,0 +1,108 @@
+"""`finefit plan`: what a run will take on a card, known before it runs."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finefit.cli.console import open_console
+from finefit.cli.options import AsJson, Set
+
+if TYPE_CHECKING:
+    from finefit.artifacts.records import Forecast
+
+Cards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--card",
+        metavar="CARD",
+        help="A card's name, 24GiB, 8xA100-40GB, cpu or auto; with a price: A100-40GB@1.10/h. May be repeated; default: the spec's.",
+    ),
+]
+Apply = Annotated[int | None, typer.Option("--apply", metavar="N", min=1, help="Write suggestion N into the spec.")]
+
+
+def plan(
+    target: Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file.")],
+    cards: Cards = None,
+    overrides: Set = None,
+    apply: Apply = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run one real step on the longest rows of this machine's card and compare.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run needs on a card, without a GPU and without weights: memory, its peak's place, time, and what would make it fit.
+
+    Exit code 0: it fits (on one of the cards at least). 1: it does not.
+
+    Examples:
+
+      finefit plan spec.yaml --card "RTX 4090"
+
+      finefit plan spec.yaml --card "RTX 5070" --card A100-40GB@1.10/h --card cpu
+
+      finefit plan spec.yaml --card 24GiB --apply 1
+    """
+    from finefit.pipeline.forecasting import forecast
+    from finefit.report.plan import forecast_document
+    from finefit.spec.load import load_spec
+
+    console = open_console(as_json=as_json)
+    spec = load_spec(target, tuple(overrides or ()))
+    if measure:
+        return _measure(target, tuple(overrides or ()), as_json=as_json)
+    asked = tuple(cards or (spec.card,))
+    with console.status("rehearsing"):
+        forecasts = forecast(spec, target.resolve().parent, asked)
+    if as_json:
+        typer.echo(json.dumps(forecast_document({spec.objective.kind: forecasts}), indent=2))
+    else:
+        _show(forecasts, spec.objective.kind)
+    if apply is not None:
+        _apply(target, forecasts[0], apply, as_json=as_json)
+    elif not any(f.fits and not f.gradients.unreached for f in forecasts):
+        raise typer.Exit(1)
+    return None
+
+
+def _measure(target: Path, overrides: tuple[str, ...], *, as_json: bool) -> None:
+    from finefit.pipeline.measuring import measure_step
+
+    console = open_console(as_json=as_json)
+    with console.status("one real step on the longest rows"):
+        found = measure_step(target, overrides)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from finefit.report.units import gib
+
+    words = f"{gib(found['foretold_bytes'])} foretold, {gib(found['measured_bytes'])} measured on {found['card']}: {found['error']:+.2%}"
+    console.print(words, soft_wrap=True)
+
+
+def _show(forecasts: "tuple[Forecast, ...]", stage: str) -> None:
+    from datetime import datetime
+
+    from finefit.report.plan import show_cards, show_forecast
+
+    console = open_console()
+    if len(forecasts) > 1:
+        show_cards(forecasts, console, now=datetime.now().astimezone())
+    else:
+        show_forecast(forecasts[0], console, stage=stage)
+
+
+def _apply(target: Path, forecast: "Forecast", number: int, *, as_json: bool) -> None:
+    from finefit.artifacts.atomic import write_text
+    from finefit.errors import UserError
+    from finefit.report.plan import in_order
+    from finefit.spec.edit import changed_text
+
+    suggestions = in_order(forecast.suggestions)
+    if not suggestions:
+        raise UserError("there is nothing to apply: the plan fits as it is" if forecast.fits else "no change was found that would make it fit")
+    if number > len(suggestions):
+        raise UserError(f"there are {len(suggestions)} suggestions, not {number}", f"--apply 1 to --apply {len(suggestions)}")
+    changes = suggestions[number - 1].changes
+    write_text(target, changed_text(target.read_text(encoding="utf-8-sig"), changes))
+    open_console(as_json=as_json).print(f"{target} now says {', '.join(changes)}", soft_wrap=True)

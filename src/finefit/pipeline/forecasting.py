@@ -1,0 +1,139 @@
+"""Forecasts, asked of a process of their own and kept by content: the same question is answered at once. Nothing here imports torch."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import finefit
+from finefit import errors
+from finefit.artifacts.measurements import uncertainty
+from finefit.artifacts.records import Answer, Forecast, Lengths, Question, read_record, write_record
+from finefit.errors import FinefitError, ModelError, RunError
+from finefit.facts.cards import parse_card
+from finefit.facts.files import finefit_cache, read_file
+from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_memory_bytes
+from finefit.model.locate import outline
+from finefit.spec.load import spec_to_json
+from finefit.spec.schema import AdamW, NanStop, Save, ShapeModel, Source, Spec, Validation
+
+_PACKAGES = ("torch", "transformers", "peft", "accelerate")
+_ROOMS = ("plan", "rehearse", "step", "model", "objective", "data", "facts", "spec", "artifacts")
+_TAIL_LINES = 12
+_UNNAMED = ShapeModel(kind="shape", config={})
+_ROUNDED = 64 << 20
+"""What is free on a card changes by a little all the time."""
+
+
+def forecast(spec: Spec, base: Path, cards: tuple[str, ...], *, lengths: Lengths | None = None) -> tuple[Forecast, ...]:
+    """One for each card. `lengths` where the rows are prepared already."""
+    for card in cards:
+        parse_card(card)  # a misspelt name is told before anything is read
+    question = _question(spec, base, cards, lengths)
+    place = finefit_cache() / "forecasts" / f"{_key(question, spec, base)}.json"
+    answer = _kept(place)
+    if answer is None:
+        answer = _ask(question)
+        if answer.failure is None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_record(place, answer)
+    if answer.failure is not None:
+        kind: type[FinefitError] = getattr(errors, answer.failure.kind, FinefitError)
+        raise kind(answer.failure.problem, answer.failure.remedy)
+    return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in answer.forecasts)
+
+
+def _question(spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths | None) -> Question:
+    known = outline(spec.model, base)
+    absent = [source.path for source in spec.data.train if not (base / source.path).is_file()]
+    reason = f"{absent[0]} is not there" if absent else "the model comes without a tokenizer"
+    can_count = lengths is None and not absent and known.tokenizer is not None
+    return Question(
+        spec=spec_to_json(_relevant(spec, is_counted=can_count)),
+        config=known.config,
+        cards=cards,
+        lengths=lengths,
+        base=str(base.resolve()),
+        tokenizer=str(known.tokenizer.resolve()) if can_count and known.tokenizer else None,
+        no_lengths=reason,
+    )
+
+
+def _relevant(spec: Spec, *, is_counted: bool) -> Spec:
+    """What a forecast depends on; all else is made equal, so that it is not asked for again."""
+    data = spec.data
+    if not is_counted:
+        nowhere = Source(path="")
+        data = data.model_copy(update={"train": (nowhere,), "validation": data.validation and nowhere, "test": data.test and nowhere})
+    optimizer = AdamW(lr=1.0, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0)
+    evaluations = tuple(e.model_copy(update={"limit": None, "base": True}) for e in spec.evaluate)
+    same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "deterministic": False, "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
+    more = {"data": data, "optimizer": optimizer, "evaluate": evaluations, "validation": Validation(), "save": Save(keep=spec.save.keep)}
+    return spec.model_copy(update=same | more)
+
+
+def _key(question: Question, spec: Spec, base: Path) -> str:
+    """Of everything that the answer depends on; where files lie does not matter."""
+    counted = [read_file(base / source.path, base).sha256 for source in spec.data.train] if question.tokenizer else []
+    tokenizer = [read_file(path, path.parent).sha256 for path in sorted(Path(question.tokenizer).glob("*token*"))] if question.tokenizer else []
+    here = [_machine()] if {"auto", "cpu"} & {card.split("@")[0] for card in question.cards} else []
+    content = [question.spec, question.config, question.cards, repr(question.lengths), question.no_lengths, counted, tokenizer, here, _versions()]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _machine() -> list[object]:
+    cards = [(card.name, (card.free_bytes or 0) // _ROUNDED) for card in read_cards()[0]]
+    return [cards, count_cores(), read_memory_bytes(MEMORY_LIMITS)]
+
+
+def _versions() -> dict[str, str]:
+    """Of the libraries that are rehearsed with, and of our own rooms by their text."""
+    text = hashlib.sha256()
+    for room in _ROOMS:
+        for file in sorted((Path(finefit.__file__).parent / room).glob("*.py")):
+            text.update(file.read_bytes())
+    return {name: _version(name) for name in _PACKAGES} | {"finefit": text.hexdigest()}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _kept(place: Path) -> Answer | None:
+    try:
+        return read_record(place, Answer)
+    except RunError:  # not there, or written by another version
+        return None
+
+
+def _ask(question: Question) -> Answer:
+    with tempfile.TemporaryDirectory(prefix="finefit-plan-") as folder:
+        asked, answered = Path(folder) / "question.json", Path(folder) / "answer.json"
+        write_record(asked, question)
+        command = [sys.executable, "-P", "-m", "finefit.plan.worker", str(asked), str(answered)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        if answered.exists():
+            return read_record(answered, Answer)
+    raise _died(done)
+
+
+def _died(done: "subprocess.CompletedProcess[str]") -> FinefitError:
+    words = "\n".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return ModelError(
+            f"the rehearsal was ended by {name} inside torch; its last words:\n{words}", "please report it with the model's config.json"
+        )
+    return FinefitError(
+        f"the rehearsal ended with code {done.returncode}, which is a fault of finefit:\n{words}", "please report it with these lines"
+    )

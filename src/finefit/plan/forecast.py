@@ -1,0 +1,170 @@
+"""The forecast of one stage on one target: levers chosen, memory and time foretold, changes suggested."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+from finefit.artifacts.records import Forecast, GradientMap, Lengths
+from finefit.plan.look import Look, Looker
+from finefit.plan.search import Choice, choose, freedom_of
+from finefit.plan.suggest import suggest
+from finefit.plan.target import Target
+from finefit.rehearse.clock import total_flops
+from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, rehearse_generation, survey
+from finefit.rehearse.shard import Sharding
+from finefit.rehearse.trace import OUTSIDE, Block
+from finefit.spec.schema import Full, Spec
+from finefit.spec.schema import Levers as AskedLevers
+
+_HOST_BYTES = 3 << 29
+"""Of a training process with torch, transformers and CUDA's libraries, without a model."""
+
+
+def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None) -> Forecast:
+    """`memo`: what was rehearsed for other targets."""
+    scene = _scene(spec, config, lengths, target)
+    looker, choice = _chosen(spec, lengths, scene, target, {} if memo is None else memo)
+    return _forecast(spec, lengths, looker, choice)
+
+
+def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target) -> Scene:
+    asked = AskedLevers() if spec.levers == "auto" else spec.levers
+    first = freedom_of(asked, rows=_rows_per_step(spec, lengths), supervised=1, num_layers=0, precision=target.precision, device=target.device)
+    return Scene(
+        config=config,
+        tuning=spec.tuning,
+        optimizer=spec.optimizer,
+        device=target.device,
+        capability=target.capability,
+        precision=target.precision,
+        levers=first.levers(1, 0),
+        tokens=lengths.longest,
+        supervised=lengths.supervised,
+        accumulates=False,
+        validates=spec.data.validation is not None,
+    )
+
+
+def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
+    """No step has more rows than there are."""
+    return min(spec.global_batch, lengths.num_rows or spec.global_batch)
+
+
+def _chosen(spec: Spec, lengths: Lengths, scene: Scene, target: Target, memo: dict[str, Rehearsed]) -> tuple[Looker, Choice]:
+    """On several cards the mildest sharding that fits."""
+    shardings: tuple[Sharding, ...] = ("none",) if target.count == 1 else ("ddp", "zero2", "zero3")
+    asked = AskedLevers() if spec.levers == "auto" else spec.levers
+    rows = -(-_rows_per_step(spec, lengths) // target.count)
+    for sharding in shardings:
+        looker = Looker(scene=scene, target=target, rows_per_step=rows, sharding=sharding, memo=memo)
+        freedom = freedom_of(
+            asked, rows=rows, supervised=scene.supervised, num_layers=looker.num_layers, precision=target.precision, device=target.device
+        )
+        choice = choose(looker, freedom)
+        if choice.fits:
+            break
+    return looker, choice
+
+
+def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> Forecast:
+    look, target = choice.look, looker.target
+    trace, answer = look.rehearsed.trace, look.replay
+    block = trace.blocks[trace.events[answer.peak_at][0]]
+    size = survey(looker.scene)
+    seconds = _usual_seconds(looker, look, lengths) if target.rates else None
+    steps = _total_steps(spec, lengths)
+    tokens = lengths.mean * _rows_per_step(spec, lengths)
+    total = seconds * steps if seconds is not None and steps is not None else None
+    reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
+    generation = _generation_bytes(spec, looker)
+    disk = _checkpoint_bytes(spec, size) * (spec.save.keep + 2)
+    peak = max(look.peak_bytes, generation + target.context_bytes)
+    return Forecast(
+        card=target.name,
+        devices=target.count,
+        fits=choice.fits and peak <= target.budget_bytes,
+        budget_bytes=target.budget_bytes,
+        peak_bytes=peak,
+        allocated_bytes=answer.allocated_bytes,
+        reserved_bytes=reserved,
+        context_bytes=target.context_bytes,
+        margin_bytes=peak - reserved - target.context_bytes,
+        peak_instant=block.instant,
+        peak_module=_placed(block),
+        peak_operation=block.operation,
+        components=trace.components(answer.peak_at),
+        instants=_instants(trace.peaks(), generation),
+        levers=look.levers,
+        reasons=choice.reasons,
+        accumulation=look.accumulation,
+        tokens_per_step=tokens,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        total_steps=steps,
+        total_seconds=total,
+        price_per_hour=target.price_per_hour,
+        cost=target.price_per_hour * total / 3600 if target.price_per_hour is not None and total is not None else None,
+        flops_per_step=total_flops(trace) / (2 if look.scene.accumulates else 1) * looker.rows_per_step / look.levers.micro_batch * target.count,
+        host_bytes=peak if target.device == "cpu" else _HOST_BYTES + trace.host_bytes + _checkpoint_bytes(spec, size),
+        disk_bytes=disk,
+        parameters=size.parameters,
+        trainable_parameters=size.trainable,
+        lengths=lengths,
+        gradients=GradientMap(
+            trainable=size.trainable_tensors,
+            reached=size.trainable_tensors - len(look.rehearsed.unreached),
+            unreached=look.rehearsed.unreached,
+            causes=look.rehearsed.causes,
+            frozen=look.rehearsed.frozen,
+        ),
+        suggestions=suggest(looker, choice),
+        notes=(*target.notes, *_sharding_notes(looker)),
+    )
+
+
+def _placed(block: Block) -> str:
+    """The module with the number of the layer that it stands for: only a few layers were executed."""
+    return block.module if block.unit == OUTSIDE else re.sub(r"\.\d+\b", f".{block.unit}", block.module, count=1)
+
+
+def _usual_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
+    """Of a step with rows of mean length; memory is planned for the longest."""
+    mean = max(2, round(lengths.mean))
+    if mean >= 0.98 * lengths.longest:
+        return look.step_seconds
+    usual = replace(looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))))
+    return looker.look(look.levers, scene=usual).step_seconds
+
+
+def _total_steps(spec: Spec, lengths: Lengths) -> int | None:
+    if spec.schedule.steps is not None:
+        return spec.schedule.steps
+    if lengths.num_rows is None:
+        return None
+    return (spec.schedule.epochs or 1) * math.ceil(lengths.num_rows / spec.global_batch)
+
+
+def _generation_bytes(spec: Spec, looker: Looker) -> int:
+    """Evaluations have a process of their own: prompts as long as the longest row, answers as long as the task allows."""
+    if not spec.evaluate:
+        return 0
+    return max(rehearse_generation(looker.scene, rows=e.batch, new_tokens=e.max_new_tokens) for e in spec.evaluate)
+
+
+def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:
+    order = ("load", "forward", "loss", "backward", "update", "validation")
+    return {name: peaks[name] for name in order if name in peaks} | ({"generation": generation} if generation else {})
+
+
+def _checkpoint_bytes(spec: Spec, size: Size) -> int:
+    """Weights that are trained and two moments for each of them."""
+    moments = 2 * size.trainable if spec.optimizer.kind == "adamw_8bit" else 8 * size.trainable
+    return (size.weight_bytes if isinstance(spec.tuning, Full) else size.trainable_bytes) + moments
+
+
+def _sharding_notes(looker: Looker) -> tuple[str, ...]:
+    if looker.sharding == "none":
+        return ()
+    words = {"ddp": "a whole copy on each (DDP)", "zero2": "gradients and optimizer state divided (ZeRO-2)", "zero3": "everything divided (ZeRO-3)"}
+    return (f"over {looker.target.count} cards: {words[looker.sharding]}; arithmetic on the rehearsed tensors, not measured on several cards",)

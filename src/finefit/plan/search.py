@@ -1,0 +1,197 @@
+"""Which exact levers to pull: the fastest of what fits, since the card is a budget to spend; the most frugal where nothing does.
+
+Candidates are compared by quick rehearsals of a few layers; the chosen one is rehearsed in full, and gives way to the next if that says more."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from finefit.artifacts.records import Levers
+from finefit.plan.look import Look, Looker
+from finefit.rehearse.splice import REHEARSED
+from finefit.spec.schema import Levers as AskedLevers
+
+_CHUNK, _SMALL_CHUNK = 1024, 256
+_MOST_CHUNKS = 256
+_TILES = 8
+_WORTH = 0.995
+"""A candidate replaces a simpler one when it takes at most this share of its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """The values that each lever may take, the plainest first; one value where the user has fixed it."""
+
+    micro_batch: tuple[int, ...]
+    recompute: tuple[int, ...]
+    keep_attention: tuple[bool, ...]
+    loss_chunk: tuple[int | None, ...]
+    offload: tuple[bool, ...]
+    mlp_tiles: tuple[int, ...]
+    adapter_inputs: str
+
+    def most_frugal(self) -> Levers:
+        return self.levers(self.micro_batch[0], self.recompute[-1], is_frugal=True)
+
+    def levers(self, micro_batch: int, recompute: int, *, is_frugal: bool = False) -> Levers:
+        """With the loss in chunks where that is free to choose; `is_frugal` pulls whatever saves memory."""
+        return Levers(
+            micro_batch=micro_batch,
+            recompute=recompute,
+            keep_attention=self.keep_attention[0],
+            loss_chunk=self.loss_chunk[-1] if is_frugal else self.loss_chunk[len(self.loss_chunk) // 2],
+            offload=self.offload[-1] and recompute > 0 if is_frugal else self.offload[0],
+            mlp_tiles=self.mlp_tiles[-1] if is_frugal else self.mlp_tiles[0],
+            adapter_inputs="bf16" if self.adapter_inputs == "bf16" else "fp32",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    look: Look
+    fits: bool
+    reasons: dict[str, str]
+
+
+def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: int, precision: str, device: str) -> Freedom:
+    """`rows` of one optimizer step on one card, each with at most `supervised` tokens that have logits."""
+    return Freedom(
+        micro_batch=_micro_batches(rows) if asked.micro_batch == "auto" else (min(asked.micro_batch, rows),),
+        recompute=_depths(num_layers) if asked.recompute == "auto" else ({"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute),),  # type: ignore[arg-type]
+        keep_attention=(False, True) if asked.keep_attention == "auto" else (asked.keep_attention,),
+        loss_chunk=_chunks(supervised) if asked.loss_chunk == "auto" else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
+        offload=((False, True) if device == "cuda" else (False,)) if asked.offload == "auto" else (asked.offload == "inputs",),
+        mlp_tiles=(1, _TILES) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
+        adapter_inputs=("bf16" if precision == "bf16" else "fp32") if asked.adapter_inputs == "auto" else asked.adapter_inputs,
+    )
+
+
+def _chunks(supervised: int) -> tuple[int | None, ...]:
+    """Of very many tokens larger ones: each chunk reads the whole head."""
+    least = 1 << max(0, (supervised // _MOST_CHUNKS).bit_length())
+    return (None, max(_CHUNK, least), max(_SMALL_CHUNK, least))
+
+
+def _micro_batches(rows: int) -> tuple[int, ...]:
+    """Doubling, and the whole step; beyond 64 rows a card is busy anyway."""
+    doubled = [1 << n for n in range(7) if 1 << n < rows]
+    return (*doubled, rows) if rows <= 64 else tuple(doubled)
+
+
+def _depths(num_layers: int) -> tuple[int, ...]:
+    """Numbers of recomputed layers whose runs are long enough to be rehearsed by a few of them."""
+    return tuple(k for k in range(num_layers + 1) if k in (0, num_layers) or (k >= REHEARSED and num_layers - k >= REHEARSED))
+
+
+def choose(looker: Looker, freedom: Freedom) -> Choice:
+    found = _fastest(looker, freedom)
+    if found is None:
+        found = _frugal(looker, freedom)
+    for levers in _ever_smaller(found, freedom):
+        verified = looker.look(levers, is_quick=False)
+        if looker.fits(verified):
+            return Choice(look=verified, fits=True, reasons=_reasons(looker, freedom, verified))
+    last = looker.look(freedom.most_frugal(), is_quick=False)
+    return Choice(look=last, fits=looker.fits(last), reasons=_reasons(looker, freedom, last))
+
+
+def _fastest(looker: Looker, freedom: Freedom) -> Levers | None:
+    """None where even one recomputed row does not fit without the dearer levers."""
+    best: Look | None = None
+    for micro_batch in freedom.micro_batch:
+        found = _fewest_recomputed(looker, freedom, micro_batch)
+        if found is None:
+            break
+        if best is None or found.step_seconds < _WORTH * best.step_seconds:
+            best = found
+    return None if best is None else _refined(looker, freedom, best).levers
+
+
+def _fewest_recomputed(looker: Looker, freedom: Freedom, micro_batch: int) -> Look | None:
+    """Memory falls with every layer that is recomputed, so the border is found by halving."""
+    depths = freedom.recompute
+    if (all_kept := looker.look(freedom.levers(micro_batch, depths[0]))) and looker.fits(all_kept):
+        return all_kept
+    chunks = dict.fromkeys((freedom.levers(1, 0).loss_chunk, freedom.loss_chunk[-1]))
+    for chunk in chunks:
+        plain = replace(freedom.levers(micro_batch, depths[-1]), loss_chunk=chunk)
+        if looker.fits(looker.look(plain)):
+            return _border(looker, plain, depths)
+    return None
+
+
+def _border(looker: Looker, levers: Levers, depths: Sequence[int]) -> Look:
+    """With the last of `depths` it fits, with the first it does not."""
+    low, high = 0, len(depths) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if looker.fits(looker.look(replace(levers, recompute=depths[middle]))):
+            high = middle
+        else:
+            low = middle
+    return looker.look(replace(levers, recompute=depths[high]))
+
+
+def _refined(looker: Looker, freedom: Freedom, found: Look) -> Look:
+    """Whole logits where there is room for them, or fewer at once where that spares a layer; attention kept where that is cheaper than
+    doing it again."""
+    levers = found.levers
+    others = [replace(levers, loss_chunk=freedom.loss_chunk[0])]
+    if levers.recompute:
+        others.append(_border(looker, replace(levers, loss_chunk=freedom.loss_chunk[-1]), freedom.recompute).levers)
+    for other in map(looker.look, others):
+        if looker.fits(other) and other.step_seconds < _WORTH * found.step_seconds:
+            found = other
+    kept = looker.look(replace(found.levers, keep_attention=freedom.keep_attention[-1])) if found.levers.recompute else found
+    return kept if looker.fits(kept) and kept.step_seconds < _WORTH * found.step_seconds else found
+
+
+def _frugal(looker: Looker, freedom: Freedom) -> Levers:
+    """The dearer levers one after the other, until it fits or there are no more."""
+    plain = replace(freedom.levers(freedom.micro_batch[0], freedom.recompute[-1]), loss_chunk=freedom.loss_chunk[-1])
+    offloaded = replace(plain, offload=freedom.offload[-1] and plain.recompute > 0)
+    tiled = replace(plain, mlp_tiles=freedom.mlp_tiles[-1])
+    for levers in (offloaded, tiled):
+        if looker.fits(looker.look(levers)):
+            return levers
+    return freedom.most_frugal()
+
+
+def _ever_smaller(levers: Levers, freedom: Freedom) -> Iterator[Levers]:
+    """The choice, then what needs a little less each time."""
+    yield levers
+    deeper = [k for k in freedom.recompute if k > levers.recompute]
+    yield from (replace(levers, recompute=k) for k in deeper[:3])
+    if deeper:
+        yield replace(levers, recompute=deeper[-1])
+    if levers.loss_chunk is None and freedom.loss_chunk[-1] is not None:
+        yield replace(levers, recompute=freedom.recompute[-1], loss_chunk=freedom.loss_chunk[-1], keep_attention=freedom.keep_attention[0])
+    smaller = [b for b in freedom.micro_batch if b < levers.micro_batch]
+    yield from (replace(freedom.levers(b, freedom.recompute[-1]), offload=levers.offload, mlp_tiles=levers.mlp_tiles) for b in reversed(smaller[-2:]))
+
+
+def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
+    levers, auto = look.levers, "searched: "
+    reasons = {name: "asked for" for name, values in _values(freedom).items() if len(values) == 1}
+    if len(freedom.micro_batch) > 1:
+        larger = [b for a, b in pairwise(freedom.micro_batch) if a == levers.micro_batch]
+        reasons["micro_batch"] = auto + ("the fastest of those that fit" if larger else "the whole step at once fits")
+        if not looker.fits(look):
+            reasons["micro_batch"] = auto + "the smallest, since nothing fits"
+    if len(freedom.recompute) > 1:
+        few = "no layer need be" if not levers.recompute else "the fewest that fit" if levers.recompute < looker.num_layers else "all are needed"
+        reasons["recompute"] = auto + few
+    if len(freedom.keep_attention) > 1:
+        reasons["keep_attention"] = auto + ("saves more time than it costs memory" if levers.keep_attention else "not worth its memory here")
+    if len(freedom.loss_chunk) > 1:
+        reasons["loss_chunk"] = auto + ("all logits at once fit" if levers.loss_chunk is None else "the room serves better elsewhere than for logits")
+    if len(freedom.offload) > 1:
+        reasons["offload"] = auto + ("needed to fit" if levers.offload else "not needed")
+    if len(freedom.mlp_tiles) > 1:
+        reasons["mlp_tiles"] = auto + ("needed to fit" if levers.mlp_tiles > 1 else "not needed")
+    return reasons
+
+
+def _values(freedom: Freedom) -> dict[str, tuple[object, ...]]:
+    names = ("micro_batch", "recompute", "keep_attention", "loss_chunk", "offload", "mlp_tiles")
+    return {name: getattr(freedom, name) for name in names}

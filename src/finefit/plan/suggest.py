@@ -1,0 +1,152 @@
+"""What would make a plan fit: the cheapest changes, each looked at, exact ones first. Lossy ones are only ever suggested."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from finefit.artifacts.records import Suggestion
+from finefit.plan.look import Look, Looker
+from finefit.plan.search import Choice, Freedom, freedom_of
+from finefit.rehearse.rehearsal import Scene
+from finefit.spec.schema import Full, Lora
+from finefit.spec.schema import Levers as AskedLevers
+
+_SMALLEST_RANK = 8
+_LONG = 16384
+_NO_LESS = 64
+"""Tokens: a row that is shorter still is no answer."""
+
+
+def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
+    """Nothing where the plan fits. Every candidate is looked at with all exact levers pulled."""
+    if choice.fits:
+        return ()
+    free = freedom_of(
+        AskedLevers(),
+        rows=looker.rows_per_step,
+        supervised=looker.scene.supervised,
+        num_layers=looker.num_layers,
+        precision=looker.scene.precision,
+        device=looker.target.device,
+    )
+    found = [*_exact(looker, choice, free), *_lossy(looker, choice, free)]
+    return tuple(
+        sorted(found, key=lambda s: (not s.fits, not s.is_exact, len(s.changes), -s.saves_bytes if not s.fits else s.step_seconds or 0.0))[:6]
+    )
+
+
+def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Suggestion]:
+    """Levers that the user has fixed, let go: one at a time, then all of them."""
+    fixed = {name: reason for name, reason in choice.reasons.items() if reason == "asked for"}
+    frugal = free.most_frugal()
+    changed = {name: getattr(frugal, name) for name in fixed if getattr(frugal, name) != getattr(choice.look.levers, name)}
+    sets = [(name,) for name in changed] + ([tuple(changed)] if len(changed) > 1 else [])
+    for names in sets:
+        look = looker.look(replace(choice.look.levers, **{name: changed[name] for name in names}), is_quick=True)
+        yield _suggestion(
+            looker,
+            choice,
+            look,
+            tuple(f"levers.{name}={_word(name, changed[name], looker)}" for name in names),
+            is_exact=True,
+            price=_slower(choice, look),
+        )
+
+
+def _word(name: str, value: object, looker: Looker) -> object:
+    match name:
+        case "recompute" if value == looker.num_layers:
+            return "all"
+        case "offload":
+            return "inputs" if value else "none"
+        case "loss_chunk" if value is None:
+            return "none"
+        case "keep_attention":
+            return "true" if value else "false"
+    return value
+
+
+def _lossy(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Suggestion]:
+    """Each change alone, then one upon the other until it fits."""
+    frugal = replace(free.most_frugal(), mlp_tiles=free.mlp_tiles[0])  # tiles help long rows only, and cost the most
+    if looker.scene.tokens >= _LONG:
+        frugal = free.most_frugal()
+    scene, together, prices = looker.scene, [], []
+    for change, price, apply in _changes(scene):
+        look = looker.look(frugal, scene=apply(looker.scene))
+        yield _suggestion(looker, choice, look, (change,), is_exact=False, price=price)
+        scene = apply(scene)
+        together.append(change)
+        prices.append(price)
+        if len(together) > 1:
+            look = looker.look(frugal, scene=scene)
+            yield _suggestion(looker, choice, look, tuple(together), is_exact=False, price="; ".join(prices))
+        if looker.fits(look):
+            break
+    yield from _shorter(looker, choice, free, scene, tuple(together))
+    yield from _shorter(looker, choice, free, looker.scene, ())
+
+
+_Change = tuple[str, str, Callable[[Scene], Scene]]
+"""What to set, what it costs, what it does."""
+
+
+def _changes(scene: Scene) -> Iterator[_Change]:
+    """The mildest first."""
+    tuning = scene.tuning
+    if isinstance(tuning, Full):
+        adapter = Lora(kind="lora", rank=64, alpha=128)
+        yield "tuning={kind: lora, rank: 64, alpha: 128}", "adapters instead of all weights", lambda s: replace(s, tuning=adapter)
+    if scene.device == "cuda" and scene.optimizer.kind == "adamw":
+        eight = scene.optimizer.model_copy(update={"kind": "adamw_8bit"})
+        yield "optimizer.kind=adamw_8bit", "moments in 8 bits", lambda s: replace(s, optimizer=eight)
+    if scene.device == "cuda" and scene.precision == "bf16" and not (isinstance(tuning, Lora) and tuning.base_bits):
+        yield (
+            "tuning.base_bits=4",
+            "frozen weights in 4 bits, slower products",
+            lambda s: replace(s, tuning=s.tuning.model_copy(update={"base_bits": 4})),
+        )
+    if isinstance(tuning, Lora) and tuning.rank > _SMALLEST_RANK:
+        rank = max(_SMALLEST_RANK, tuning.rank // 4)
+        yield f"tuning.rank={rank}", "a smaller adapter", lambda s: replace(s, tuning=s.tuning.model_copy(update={"rank": rank}))
+
+
+def _shorter(looker: Looker, choice: Choice, free: Freedom, scene: Scene, before: tuple[str, ...]) -> Iterator[Suggestion]:
+    """The longest rows that fit: memory grows with every token, so two lengths show the border."""
+    frugal = free.most_frugal()
+    half = _cut(scene, scene.tokens // 2)
+    if scene.tokens < 2 * _NO_LESS:
+        return
+    whole, part = looker.look(frugal, scene=scene), looker.look(frugal, scene=half)
+    slope = (whole.peak_bytes - part.peak_bytes) / (scene.tokens - half.tokens)
+    over = whole.peak_bytes - looker.target.budget_bytes
+    if slope <= 0 or over <= 0:
+        return
+    tokens = int((scene.tokens - over / slope * 1.02) // 64 * 64)
+    if tokens < _NO_LESS:
+        return
+    look = looker.look(frugal, scene=_cut(scene, tokens))
+    changes = (*before, f"data.max_tokens={tokens}", "data.too_long=drop")
+    yield _suggestion(
+        looker, choice, look, changes, is_exact=False, price="; ".join((*(["all of the above"] if before else []), "longer rows are left out"))
+    )
+
+
+def _cut(scene: Scene, tokens: int) -> Scene:
+    return replace(scene, tokens=tokens, supervised=min(scene.supervised, tokens - 1))
+
+
+def _suggestion(looker: Looker, choice: Choice, look: Look, changes: tuple[str, ...], *, is_exact: bool, price: str) -> Suggestion:
+    return Suggestion(
+        changes=changes,
+        saves_bytes=choice.look.peak_bytes - look.peak_bytes,
+        peak_bytes=look.peak_bytes,
+        fits=looker.fits(look),
+        is_exact=is_exact,
+        price=price,
+        step_seconds=look.step_seconds if looker.target.rates else None,
+    )
+
+
+def _slower(choice: Choice, look: Look) -> str:
+    ratio = look.step_seconds / choice.look.step_seconds
+    return f"{100 * (ratio - 1):.0f} % slower" if ratio > 1.005 else "no slower"

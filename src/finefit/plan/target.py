@@ -1,0 +1,150 @@
+"""What a plan is made for: a card that is named, or the one that is here, or the processor, as a budget of bytes and a set of rates."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import psutil
+import torch
+
+from finefit.errors import SpecError, UserError
+from finefit.facts.cards import CardKind, CardRequest, find_kind, read_card_processes
+from finefit.facts.machine import Card, Machine
+from finefit.rehearse.clock import Rates
+
+CONTEXT_BYTES = 816 << 20
+"""Of CUDA and its libraries: 767 to 815 MiB were measured on an H200, the only card that it was measured on."""
+MARGIN = 0.0125
+"""Share of the reserved memory that is added: forecasts of reserved memory fell short by 1.0 % at worst (docs/memory.md)."""
+CPU_MARGIN = 0.03
+USABLE = 0.98
+"""Of what a driver reports, what CUDA programs are given: 98 to 99.5 % on the cards whose own figures are known."""
+LAUNCH_SECONDS = 12.5e-6
+"""Of host time per operation where small batches leave the card waiting: 10 to 18 us were measured beside two H200s, so such steps are the least
+certain."""
+_PROBE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    name: str
+    device: Literal["cpu", "cuda"]
+    capability: tuple[int, int]
+    precision: Literal["bf16", "fp32"]
+    budget_bytes: int
+    count: int
+    rates: Rates | None
+    host_bytes_per_second: float
+    price_per_hour: float | None
+    context_bytes: int
+    margin: float
+    notes: tuple[str, ...]
+
+
+def find_target(request: CardRequest, machine: Machine, asked_precision: str) -> Target:
+    if request.is_auto and machine.cards:
+        return _with_precision(_here(machine.cards[0], request), asked_precision)
+    if request.is_auto or request.is_cpu:
+        return _with_precision(_processor(request, machine), asked_precision)
+    return _with_precision(_named(request), asked_precision)
+
+
+def _named(request: CardRequest) -> Target:
+    kind = request.kind
+    assert request.memory_bytes is not None or kind is not None
+    budget = int(kind.memory_bytes * USABLE) if kind else int(request.memory_bytes or 0)
+    return Target(
+        name=f"{request.count}x{kind.name}" if kind and request.count > 1 else kind.name if kind else request.text.split("@")[0].strip(),
+        device="cuda",
+        capability=kind.compute_capability if kind else (8, 0),
+        precision="bf16",
+        budget_bytes=budget,
+        count=request.count,
+        rates=rates_of(kind) if kind else None,
+        host_bytes_per_second=kind.host_bytes_per_second if kind else 12e9,
+        price_per_hour=request.price_per_hour,
+        context_bytes=CONTEXT_BYTES,
+        margin=MARGIN,
+        notes=_generation_notes(kind) if kind else ("a bare size says nothing of a card's generation: bf16 and flash attention are assumed",),
+    )
+
+
+def _here(card: Card, request: CardRequest) -> Target:
+    """What is free now is the budget; who has the rest is named."""
+    if card.free_bytes is None or card.memory_bytes is None:
+        raise UserError(f"the driver does not say how much memory {card.name} has free", "name a budget: --card 24GiB")
+    kind = find_kind(card.name, card.memory_bytes)
+    others = [f"{p.name} (pid {p.pid}) holds {_size(p.memory_bytes)} of the card" for p in read_card_processes()]
+    bare = _named(replace(request, text=card.name, kind=kind, memory_bytes=card.memory_bytes, count=1))
+    return replace(bare, budget_bytes=int(card.free_bytes * USABLE), notes=(*bare.notes, *others))
+
+
+def _size(num_bytes: int | None) -> str:
+    return f"{num_bytes:,} bytes" if num_bytes is not None else "some"
+
+
+def _processor(request: CardRequest, machine: Machine) -> Target:
+    return Target(
+        name="cpu",
+        device="cpu",
+        capability=(0, 0),
+        precision="fp32",
+        budget_bytes=machine.memory_bytes,
+        count=1,
+        rates=measure_processor(),
+        host_bytes_per_second=1e12,
+        price_per_hour=request.price_per_hour,
+        context_bytes=psutil.Process().memory_info().rss,  # torch and transformers, as in a worker
+        margin=CPU_MARGIN,
+        notes=(f"{machine.cpu_model}, {machine.num_cores} cores; rates measured on it",),
+    )
+
+
+def measure_processor() -> Rates:
+    """A product and a copy, each large enough to leave the caches."""
+    a = torch.randn(_PROBE, _PROBE)
+    flops = 2 * _PROBE**3 / _best(lambda: a @ a)
+    b = torch.randn(16 << 20)
+    return Rates(half_flops=flops, full_flops=flops, bytes_per_second=2 * b.numel() * 4 / _best(b.clone) / 0.8, launch_seconds=0.0)
+
+
+def _best(run: object, repeats: int = 5) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()  # type: ignore[operator]
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def rates_of(kind: CardKind) -> Rates:
+    half = kind.bf16_flops if kind.bf16_flops is not None else kind.fp32_flops
+    return Rates(
+        half_flops=half * kind.matrix_efficiency,
+        full_flops=kind.fp32_flops * kind.matrix_efficiency,
+        bytes_per_second=kind.bandwidth_bytes_per_second,
+        launch_seconds=LAUNCH_SECONDS,
+    )
+
+
+def _generation_notes(kind: CardKind) -> tuple[str, ...]:
+    if kind.has_bf16:
+        return ()
+    generation = f"{kind.name} (compute capability {kind.compute_capability[0]}.{kind.compute_capability[1]})"
+    return (
+        f"{generation} has no bf16: weights and products are fp32",
+        f"{generation} has no flash attention: torch's memory-efficient kernel takes its place, with key and value heads repeated",
+    )
+
+
+def _with_precision(target: Target, asked: str) -> Target:
+    has_bf16 = target.device == "cpu" or target.capability >= (8, 0)
+    if asked == "bf16" and not has_bf16:
+        raise SpecError(f"precision: bf16 is asked for, but {target.name} has none", "set precision: fp32 or auto")
+    match asked:
+        case "bf16":
+            return replace(target, precision="bf16")
+        case "fp32":
+            return replace(target, precision="fp32")
+        case _:
+            return replace(target, precision="bf16" if target.device == "cuda" and has_bf16 else "fp32")

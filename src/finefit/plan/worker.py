@@ -1,0 +1,42 @@
+"""The process that rehearses: a fault inside torch ends it and not its caller, and the caller need not import torch."""
+
+import faulthandler
+import sys
+import warnings
+from pathlib import Path
+
+from finefit.artifacts.records import Answer, Failure, Forecast, Question, read_record, write_record
+from finefit.errors import FinefitError
+from finefit.facts.cards import parse_card
+from finefit.facts.machine import read_machine
+from finefit.plan.forecast import make_forecast
+from finefit.plan.lengths import assume_lengths, count_lengths
+from finefit.plan.target import find_target
+from finefit.rehearse.rehearsal import Rehearsed
+from finefit.spec.load import spec_from_json
+
+
+def answer(question: Question) -> list[Forecast]:
+    spec, machine = spec_from_json(question.spec), read_machine()
+    targets = [find_target(parse_card(card), machine, spec.precision) for card in question.cards]
+    lengths = question.lengths
+    if lengths is None and question.tokenizer is not None:
+        lengths = count_lengths(spec.data, Path(question.base), Path(question.tokenizer))
+    lengths = lengths or assume_lengths(spec.data, question.no_lengths)
+    memo: dict[str, Rehearsed] = {}
+    return [make_forecast(spec, question.config, lengths, target, memo) for target in targets]
+
+
+def main() -> None:
+    faulthandler.enable()
+    warnings.simplefilter("ignore")  # of transformers, about a config that nobody loads
+    asked, answered = map(Path, sys.argv[1:])
+    try:
+        found = Answer(forecasts=tuple(answer(read_record(asked, Question))))
+    except FinefitError as error:
+        found = Answer(failure=Failure.of(error))
+    write_record(answered, found)
+
+
+if __name__ == "__main__":
+    main()

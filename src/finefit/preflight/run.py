@@ -1,0 +1,153 @@
+"""What a forecast and a spec mean for the run that is about to begin: one function per check, each yielding findings. Nothing is measured here."""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from finefit.artifacts.records import Finding, Forecast, Suggestion
+from finefit.data.order import steps_per_epoch
+from finefit.preflight.machine import LEVELS
+from finefit.rehearse.gradients import grouped
+from finefit.spec.every import Interval
+from finefit.spec.schema import Spec
+
+TIGHT = 0.9
+"""Share of the host's memory beyond which other programs push a run into swapping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    spec: Spec
+    forecast: Forecast
+    total_steps: int | None
+    """None where the data is not there to be counted."""
+    free_disk_bytes: int
+    """Where the run directory will lie."""
+    host_memory_bytes: int
+
+
+def gradients_reach_every_trained_tensor(found: Preparation) -> Iterator[Finding]:
+    """A tensor without a gradient stays as it began, and the loss does not tell."""
+    gradients = found.forecast.gradients
+    if gradients.unreached:
+        names = ", ".join(grouped(gradients.unreached))
+        problem = f"no gradient reaches {len(gradients.unreached):,} of {gradients.trainable:,} trained tensors: {names}"
+        unknown = "look for what cuts them off in the model's forward, or leave them out of tuning.targets"
+        yield Finding(level="error", problem=problem, remedy=". ".join(gradients.causes) or unknown)
+
+
+def adapters_are_trained(found: Preparation) -> Iterator[Finding]:
+    """One that was frozen is among no trained tensors, so no gradient is missed."""
+    if frozen := found.forecast.gradients.frozen:
+        yield Finding(level="error", problem=f"adapters are attached but not trained: {', '.join(frozen)}", remedy="leave their requires_grad on")
+
+
+def memory_fits(found: Preparation) -> Iterator[Finding]:
+    forecast = found.forecast
+    if not forecast.fits:
+        place = f"{forecast.peak_instant} in {forecast.peak_module}" if forecast.peak_module else forecast.peak_instant
+        problem = f"a step needs {forecast.peak_bytes:,} bytes at its peak ({place}), {forecast.card} has {forecast.budget_bytes:,} to give"
+        fitting = next((suggestion for suggestion in forecast.suggestions if suggestion.fits), None)
+        yield Finding(level="error", problem=problem, remedy=_larger(found.spec) if fitting is None else _command(fitting))
+
+
+def _command(suggestion: Suggestion) -> str:
+    options = " ".join(f"--set {shlex.quote(change)}" for change in suggestion.changes)
+    return f"{options} ({suggestion.peak_bytes:,} bytes; {suggestion.price})"
+
+
+def _larger(spec: Spec) -> str:
+    return f"no lever is enough: take a larger card, a smaller model, or lower data.max_tokens (now {spec.data.max_tokens:,})"
+
+
+def disk_holds_checkpoints(found: Preparation) -> Iterator[Finding]:
+    needed, free, keep = found.forecast.disk_bytes, found.free_disk_bytes, found.spec.save.keep
+    if needed > free:
+        lower = f", or lower save.keep (now {keep})" if keep > 1 else ""
+        problem = f"the run's checkpoints take up to {needed:,} bytes of disk, {free:,} are free"
+        yield Finding(level="error", problem=problem, remedy=f"free {needed - free:,} bytes or work on another disk{lower}")
+
+
+def host_memory_suffices(found: Preparation) -> Iterator[Finding]:
+    needed, there = found.forecast.host_bytes, found.host_memory_bytes
+    problem = f"the run needs {needed:,} bytes of host memory, the machine has {there:,}"
+    remedy = "`--set levers.offload=none` keeps the layers' inputs on the card" if found.forecast.levers.offload else "take a smaller model"
+    if needed > there:
+        yield Finding(level="error", problem=problem, remedy=f"{remedy}, or work on a machine with more memory")
+    elif needed > TIGHT * there:
+        yield Finding(level="warning", problem=problem, remedy=f"{remedy}, or close other programs before the run")
+
+
+def warm_up_ends_before_the_run(found: Preparation) -> Iterator[Finding]:
+    """One step of warm-up is none: it has the whole learning rate already."""
+    if found.total_steps is None:
+        return
+    warm_up = math.ceil(found.spec.schedule.warmup * found.total_steps)
+    if warm_up > 1 and warm_up >= found.total_steps:
+        problem = f"schedule.warmup {found.spec.schedule.warmup:g} makes all {found.total_steps} steps of the run warm-up"
+        yield Finding(level="error", problem=problem, remedy="--set schedule.warmup=0, or let the run have more steps")
+
+
+def something_is_saved_and_validated_inside_the_run(found: Preparation) -> Iterator[Finding]:
+    """The end of a run is always saved, and every save validates."""
+    spec, total = found.spec, found.total_steps
+    if _is_never_due(spec.save.every, found):
+        problem = f"save.every is {spec.save.every}, the run has {total}: only its end is saved, and a machine that fails before loses all of it"
+        yield Finding(level="warning", problem=problem, remedy=f"--set save.every='{_some(total)} steps'")
+    every = spec.validation.every
+    if spec.data.validation is not None and every is not None and _is_never_due(every, found):
+        problem = f"validate.every is {every}, the run has {total}: the validation loss is taken only where the run is saved"
+        yield Finding(level="warning", problem=problem, remedy=f"--set validate.every='{_some(total)} steps'")
+
+
+def _is_never_due(every: Interval, found: Preparation) -> bool:
+    """Minutes are left out: how long a run takes is an estimate."""
+    if found.total_steps is None:
+        return False
+    match every.unit:
+        case "steps":
+            return every.count > found.total_steps
+        case "epoch":
+            epoch = _epoch(found)
+            return epoch is not None and epoch > found.total_steps
+        case "minutes":
+            return False
+
+
+def _some(total_steps: int | None) -> int:
+    """A quarter of the run."""
+    return max(1, (total_steps or 0) // 4)
+
+
+def steps_see_every_row(found: Preparation) -> Iterator[Finding]:
+    spec, num_rows, epoch = found.spec, found.forecast.lengths.num_rows, _epoch(found)
+    steps = spec.schedule.steps
+    if steps is not None and num_rows and epoch is not None and steps < epoch:
+        seen = steps * spec.global_batch
+        problem = f"schedule.steps {steps:,} ends before the first epoch does: {seen:,} of {num_rows:,} rows ({100 * seen / num_rows:.1f} %) are seen"
+        yield Finding(level="note", problem=problem, remedy=f"--set schedule.steps={epoch} sees every row once")
+
+
+def _epoch(found: Preparation) -> int | None:
+    """In steps."""
+    num_rows = found.forecast.lengths.num_rows
+    return None if num_rows is None else steps_per_epoch(num_rows, found.spec.global_batch)
+
+
+CHECKS: tuple[Callable[[Preparation], Iterator[Finding]], ...] = (
+    gradients_reach_every_trained_tensor,
+    adapters_are_trained,
+    memory_fits,
+    disk_holds_checkpoints,
+    host_memory_suffices,
+    warm_up_ends_before_the_run,
+    something_is_saved_and_validated_inside_the_run,
+    steps_see_every_row,
+)
+
+
+def examine(found: Preparation) -> tuple[Finding, ...]:
+    """Errors first, then warnings, then notes."""
+    findings = [finding for check in CHECKS for finding in check(found)]
+    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))

@@ -1,0 +1,71 @@
+"""A rehearsal of the whole depth at the price of a few layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config, rehearse
+from finefit.rehearse.splice import NotRegular, Run, stretch
+
+
+def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Rehearsed:
+    """As `rehearse`, but only as many layers as differ are executed; where layers do not repeat, or a gradient is missing, all of them are.
+
+    `memo` keeps what was executed: another number of recomputed layers needs the same few."""
+    memo = {} if memo is None else memo
+    kinds = layer_kinds(read_config(scene.config))
+    runs = runs_of(kinds, scene.levers.recompute)
+    kept = _rehearsed_layers(runs)
+    levers = replace(scene.levers, recompute=sum(layer < scene.levers.recompute for layer in kept))
+    short = replace(scene, config=cut(scene.config, [kinds[layer] for layer in kept]), levers=levers)
+    if repr(short) not in memo:
+        memo[repr(short)] = rehearse(short)
+    found = memo[repr(short)]
+    if short == scene:
+        return found
+    if found.unreached:
+        return rehearse(scene)
+    try:
+        trace = stretch(found.trace, runs)
+    except NotRegular:
+        return rehearse(scene)
+    trace.host_bytes = found.trace.host_bytes * scene.levers.recompute // max(1, levers.recompute)
+    return replace(found, trace=trace)
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """What distinguishes one layer from another, as far as the config says it."""
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ["layer"] * text.num_hidden_layers)
+    dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1) or 1
+    first_dense = getattr(text, "first_k_dense_replace", 0) or 0
+    is_dense = [at in dense or (at + 1) % every != 0 or at < first_dense for at in range(len(kinds))]
+    return [f"{kind} dense" if plain else kind for kind, plain in zip(kinds, is_dense, strict=True)]
+
+
+def runs_of(kinds: Sequence[str], recompute: int) -> tuple[Run, ...]:
+    """The recomputed layers and the kept ones, each with the period in which its kinds repeat."""
+    period = next(p for p in range(1, len(kinds) + 1) if all(kinds[at] == kinds[at % p] for at in range(len(kinds))))
+    return tuple(Run(count, period) for count in (recompute, len(kinds) - recompute) if count)
+
+
+def _rehearsed_layers(runs: Sequence[Run]) -> list[int]:
+    """Of each run the first ones: a whole number of periods is left out, so the kinds stay in step."""
+    kept: list[int] = []
+    start = 0
+    for run in runs:
+        kept += range(start, start + run.rehearsed)
+        start += run.num_layers
+    return kept
+
+
+def cut(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """The same config with other layers."""
+    short = dict(config, num_hidden_layers=len(kinds))
+    if config.get("layer_types"):
+        short["layer_types"] = [kind.removesuffix(" dense") for kind in kinds]
+    if config.get("mlp_only_layers"):
+        short["mlp_only_layers"] = [at for at, kind in enumerate(kinds) if kind.endswith(" dense")]
+    return short

@@ -1,0 +1,122 @@
+"""Why a trained tensor gets no gradient, as far as a rehearsal can tell.
+
+On the way from the model down to the tensor, the first module that was called without gradients is where they end. Where there is none, the
+tensor's own module was never called, or what it gave was never used.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Never called themselves."""
+
+_NO_INPUT = "gets no input (a tower that the batch does not feed); feed it, or leave it out of tuning.targets"
+_ADAPTER_IS_OFF = "is called without its adapter, which gets no input; unmerge the adapter, or make it the active one"
+_NO_GRAD = "is computed under no_grad; remove it from the forward that makes the call, or do not train these layers"
+_REENTRANT = (
+    "re-entrant checkpointing passes no gradient to layers whose input requires none; use non-reentrant checkpointing or enable_input_require_grads()"
+)
+_NO_GRAD_OR_REENTRANT = f"{_NO_GRAD}; if it is checkpointed: {_REENTRANT}"
+_UNUSED = "its output has no part in the loss: it is thrown away, detached, or used only by what is computed without gradients"
+
+
+def explain(model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool]) -> tuple[str, ...]:
+    """`entered`: the modules that were called, in the order of their first calls, and whether with gradients enabled in any call."""
+    modules = dict(model.named_modules())
+    places: dict[str, list[str]] = {}  # by cause
+    for name in unreached:
+        sentence, place = _cause(_owner(name, modules), modules, entered)
+        places.setdefault(sentence, []).append(place or "the model")
+    return tuple(f"{', '.join(grouped(found))}: {sentence}" for sentence, found in places.items())
+
+
+def frozen_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Adapter tensors that are not trained: attached, then frozen, so that no list of unreached tensors names them."""
+    return tuple(grouped(name for name, p in model.named_parameters() if "lora_" in name and not p.requires_grad))
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers become one: `layers.{0..11}.q_proj`."""
+    split = list(dict.fromkeys(tuple(name.split(".")) for name in names))
+    for at in range(max(map(len, split), default=0)):
+        split = _merged(split, at)
+    return [".".join(parts) for parts in split]
+
+
+def _merged(split: list[tuple[str, ...]], at: int) -> list[tuple[str, ...]]:
+    """Those that differ only in the number at one place."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for parts in split:
+        if at < len(parts) and parts[at].isdecimal():
+            numbers.setdefault((*parts[:at], "{}", *parts[at + 1 :]), []).append(int(parts[at]))
+        else:
+            numbers[parts] = []
+    return [(*parts[:at], _span(found), *parts[at + 1 :]) if found else parts for parts, found in numbers.items()]
+
+
+def _span(numbers: list[int]) -> str:
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    shown = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return f"{{{shown}}}" if len(numbers) > 1 else shown
+
+
+def _cause(owner: str, modules: Mapping[str, nn.Module], entered: Mapping[str, bool]) -> tuple[str, str]:
+    """What is wrong, and with which module."""
+    path = _path(owner)
+    if owner not in entered:
+        silent = next((above for above in path[1:] if not _is_alive(above, entered)), owner)
+        base, adapter, _ = silent.partition(".lora_")
+        return (_ADAPTER_IS_OFF, base) if adapter else (_NO_INPUT, silent)
+    blind = next((at for at, above in enumerate(path) if entered.get(above) is False), None)
+    if blind is None:
+        return _UNUSED, owner.partition(".lora_")[0]
+    callers = [at for at in range(blind) if path[at] in entered]
+    if any(_is_reentrant(modules[above]) for above in path[callers[-1] if callers else 0 : blind + 1]):
+        return _REENTRANT, path[blind]
+    is_plain = not callers or _follows_a_trained_one(path[blind], modules, entered)
+    return _NO_GRAD if is_plain else _NO_GRAD_OR_REENTRANT, path[blind]
+
+
+def _is_alive(name: str, entered: Mapping[str, bool]) -> bool:
+    """Whether it was called, or anything inside it."""
+    return any(f"{called}.".startswith(f"{name}.") for called in entered)
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    """Whether it checkpoints what it calls, or itself, in the old way."""
+    is_on = getattr(module, "gradient_checkpointing", False)
+    return (is_on and _checkpoints_reentrantly(getattr(module, "_gradient_checkpointing_func", None))) or _checkpoints_reentrantly(module.forward)
+
+
+def _checkpoints_reentrantly(function: Any) -> bool:
+    given: dict[str, Any] = {}
+    while isinstance(function, partial):
+        given, function = {**function.keywords, **given}, function.func
+    return function is checkpoint and given.get("use_reentrant") in (True, None)
+
+
+def _follows_a_trained_one(name: str, modules: Mapping[str, nn.Module], entered: Mapping[str, bool]) -> bool:
+    """Then its input most likely requires gradients, and no kind of checkpointing would stop them."""
+    before = takewhile(lambda called: called != name, entered)
+    return any(entered[called] and any(p.requires_grad for p in modules[called].parameters(recurse=False)) for called in before)
+
+
+def _owner(tensor: str, modules: Mapping[str, nn.Module]) -> str:
+    """The innermost module around a tensor that can be called."""
+    return [above for above in _path(tensor)[:-1] if not isinstance(modules[above], _CONTAINERS)][-1]
+
+
+def _path(name: str) -> list[str]:
+    """From the model, whose name is empty, to the module itself."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]

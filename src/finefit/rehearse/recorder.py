@@ -1,0 +1,234 @@
+"""Watches every operation on fake tensors: each new storage is an allocation, its finalizer is the free, each operation has a cost.
+
+Where an event belongs is known without touching the step: in forward by the modules that are being called, in backward by the sequence number
+of the autograd node, which says in which module's forward the node was made, and in the update by the tensors that an operation takes.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from finefit.rehearse.kernels import GROUPED, Kernels, run_kernel
+from finefit.rehearse.trace import OUTSIDE, Block, Cost, Trace
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
+_WITHOUT_KERNEL = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+Place = tuple[str, int]
+"""(module, layer)"""
+NOWHERE: Place = ("", OUTSIDE)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.phase = "load"
+        """`load`, `batch`, `step`, `validation` or `generation`; inside a step the instant follows from what is executed."""
+        self.last: tuple[str, str] = ("", "")
+        """Module and operation in hand: what is named when an operation cannot be rehearsed."""
+        self.entered: dict[str, bool] = {}
+        """Modules that were called, and whether with gradients: what is never called, or only without, gets none."""
+        self._kernels = kernels
+        self._alive: dict[int, int] = {}
+        self._unit_of: dict[int, int] = {}
+        """Layer by storage: what the update makes of a tensor belongs where the tensor does."""
+        self._stack: list[Place] = [NOWHERE]
+        self._starts: list[int] = [0]
+        self._places: list[Place] = [NOWHERE]
+        """From which sequence number on autograd nodes were made in which place."""
+        self._with_workspace: set[str] = set()
+        self._instant, self._unit = "load", OUTSIDE
+        self._in_backward = self._in_backbone = False
+
+    # what is being executed
+
+    def watch(self, model: nn.Module, layers: Iterable[nn.Module], backbone: nn.Module) -> None:
+        unit_of = {id(layer): at for at, layer in enumerate(layers)}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._entering(name, unit_of.get(id(module)), module is backbone))
+            module.register_forward_hook(self._leaving(module is backbone), always_call=True)
+
+    def _entering(self, name: str, unit: int | None, is_backbone: bool) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            self._in_backbone |= is_backbone
+            self.entered[name] = self.entered.get(name, False) or torch.is_grad_enabled()
+            self._stack.append((name, self._inherited() if unit is None else unit))
+            self._note_place()
+
+        return enter
+
+    def _leaving(self, is_backbone: bool) -> Callable[..., None]:
+        def leave(*_: object) -> None:
+            self._in_backbone &= not is_backbone
+            self._stack.pop()
+            self._note_place()
+
+        return leave
+
+    def _inherited(self) -> int:
+        """The layer of the calling module, or in backward of the node that computes it again."""
+        return self._find_place(torch._C._current_autograd_node(), ())[1]
+
+    def _note_place(self) -> None:
+        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._places.append(self._stack[-1])
+
+    def _find_place(self, node: Any, args: tuple[Any, ...]) -> Place:
+        if len(self._stack) > 1:
+            return self._stack[-1]
+        if node is None:
+            return "", OUTSIDE if _is_list(args) else self._unit_of.get(_first_storage(args), self._stack[0][1])
+        number = node._sequence_nr()
+        if number > 1 << 62:  # a gradient is accumulated, where it was made
+            return "", self._unit
+        return self._places[bisect_right(self._starts, number) - 1]
+
+    def _find_instant(self, node: Any) -> str:
+        if self.phase != "step":
+            return self.phase
+        if node is not None:
+            self._in_backward = True
+            return "backward"
+        if len(self._stack) > 1:
+            self._in_backward = False
+        if self._in_backbone:
+            return "forward"
+        return "update" if self._in_backward else "loss"
+
+    # what it takes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
+        if node is not None and len(self._stack) == 1 and func is _ATEN.add.Tensor and _is_free(args[0]):
+            func = _ATEN.add_.Tensor  # autograd sums gradients in place, but not those of fake tensors
+        module, self._unit = self._find_place(node, args)
+        self._instant = self._find_instant(node)
+        self.last = (module, func.name())
+        if func in _PRODUCTS:
+            self._take_workspace("backward" if node is not None else "forward")
+        out = run_kernel(func, args, kwargs or {})
+        leaves = list(_tensors((out,)))
+        units = self._units(args, module) if isinstance(out, list) else None
+        is_new = False
+        for at, leaf in enumerate(leaves):
+            is_new |= self._born(leaf.untyped_storage(), module, self._unit if units is None else units[at])
+        self._pass_through(self._kernels.hidden_bytes(func, args), module)
+        self._count(func, args, kwargs or {}, out, leaves, is_new)
+        return out
+
+    def _units(self, args: tuple[Any, ...], module: str) -> list[int] | None:
+        """Of an operation over lists of tensors: each output belongs where its input does."""
+        if module or not _is_list(args):
+            return None
+        return [self._unit_of.get(tensor.untyped_storage()._cdata, OUTSIDE) for tensor in args[0]]
+
+    def _born(self, storage: torch.UntypedStorage, module: str, unit: int) -> bool:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive or num_bytes == 0:
+            return False
+        ident = self.trace.allocate(Block(num_bytes, self._instant, module, self.last[1], unit), unit)
+        self._alive[key], self._unit_of[key] = ident, unit
+        weakref.finalize(storage, self._died, key, ident)
+        return True
+
+    def _died(self, key: int, ident: int) -> None:
+        if self._alive.get(key) == ident:
+            unit = self._unit_of.pop(key)
+            del self._alive[key]
+            # the update goes from tensor to tensor; elsewhere a death belongs to the layer that is being worked on
+            self.trace.free(ident, unit if self._instant == "update" else self._unit, self._instant)
+
+    def _pass_through(self, sizes: tuple[int, ...], module: str) -> None:
+        """What a kernel takes and gives back inside itself."""
+        idents = [self.trace.allocate(Block(size, self._instant, module, self.last[1], self._unit), self._unit) for size in sizes]
+        for ident in idents:
+            self.trace.free(ident, self._unit, self._instant)
+
+    def _take_workspace(self, thread: str) -> None:
+        """cuBLAS takes it at a thread's first product, and keeps it."""
+        if thread not in self._with_workspace and self._kernels.workspace_bytes:
+            self._with_workspace.add(thread)
+            self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool) -> None:
+        key = (self._instant, self._unit)
+        self.trace.operations[key] = self.trace.operations.get(key, 0) + 1
+        flops = _flops(func, args, kwargs, out)
+        if not flops and not func._schema.is_mutable and (not is_new or func._overloadpacket in _WITHOUT_KERNEL):
+            return  # a view, or memory that nobody writes yet: no kernel
+        if self._instant == "update" and (lists := [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]):
+            for tensors in zip(*lists, strict=False):
+                self._add_cost(
+                    Cost(0, 2 * sum(t.numel() * t.element_size() for t in tensors), False), self._unit_of.get(_first_storage(tensors), OUTSIDE)
+                )
+            return
+        given = list(_tensors(args))
+        num_bytes = sum(t.numel() * t.element_size() for t in (*given, *leaves))
+        is_half = next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
+        self._add_cost(Cost(flops, num_bytes, is_half, "dot_product" in self.last[1]), self._unit)
+
+    def _add_cost(self, cost: Cost, unit: int) -> None:
+        self.trace.costs.setdefault((self._instant, unit), Counter())[cost] += 1
+
+    # what the tensors are
+
+    def name(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Gives the category of tensors that are known by what holds them: weights, gradients, optimizer state."""
+        for tensor in tensors:
+            ident = self._alive.get(tensor.untyped_storage()._cdata)
+            if ident is not None:
+                self.trace.categories[ident] = category
+
+    def place(self, unit: int) -> None:
+        """For what is made outside of any module: the layer that it is made for."""
+        self._stack[0] = ("", unit)
+        self._unit = unit
+
+
+def _is_free(tensor: Any) -> bool:
+    """Whether only autograd's buffer holds it: one use, and one of this look at it."""
+    return isinstance(tensor, Tensor) and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+
+
+def _is_list(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], (list, tuple)) and any(isinstance(value, Tensor) for value in args[0])
+
+
+def _first_storage(args: tuple[Any, ...]) -> int:
+    first = next(_tensors(args), None)
+    return -1 if first is None else first.untyped_storage()._cdata
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    if func is GROUPED:
+        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
+    name = func._overloadpacket.__name__
+    if "dot_product" in name:
+        return _attention_flops(*args[1:3], backward=True) if name.endswith("_backward") else _attention_flops(*args[:2], backward=False)
+    counted = flop_registry.get(func._overloadpacket)
+    return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
+
+
+def _attention_flops(query: Tensor, key: Tensor, *, backward: bool) -> int:
+    """Two products forward and five backward, of which causality leaves half where there is more than one query."""
+    batch, heads, tokens, width = query.shape
+    pairs = tokens * key.shape[2] // (2 if tokens > 1 else 1)
+    return (5 if backward else 2) * 2 * batch * heads * pairs * width

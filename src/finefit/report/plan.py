@@ -1,0 +1,516 @@
+"""A forecast in a terminal: whether it fits, what fills the card and when, how long it takes, what would make it fit.
+
+Lines are laid out here and not by rich's tables, so that a file gets plain lines without padding.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import groupby, zip_longest
+from typing import Any
+
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.text import Text
+
+from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Suggestion
+from finefit.report.units import apportion, duration, gib, three_digits
+
+INSTANTS = ("load", "batch", "forward", "loss", "backward", "update", "validation", "generation")
+BAR_CELLS, INSTANT_CELLS, GUTTER, GAP, MAX_NAMES = 100, 14, 12, 2, 8
+FIGURE = 6
+"""Characters of a figure in GiB: 141.00."""
+MIN_ROOM = 24
+"""Characters that a column of words needs to be wrapped in."""
+LOOKS = {
+    "weights": ("W", "#4c78a8"),
+    "activations": ("A", "#f58518"),
+    "optimizer state": ("O", "#b279a2"),
+    "gradients": ("G", "#54a24b"),
+    "loss": ("L", "#eeca3b"),
+    "temporary": ("T", "#72b7b2"),
+    "workspace": ("S", "#ff9da6"),
+    "batch": ("B", "#9d755d"),
+    "held by the allocator": ("H", "#a8a8a8"),
+    "CUDA context": ("C", "#808080"),
+    "process": ("P", "#808080"),
+    "margin": ("M", "#5c5c5c"),
+}
+"""Letter and colour: letters stand where there are no colours."""
+INSTANT_COLOUR = "#8d99a6"
+OTHER_COLOURS = ("#8cb4d8", "#c49a3a", "#7a9e3f", "#b07aa1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A piece of what the card must hold."""
+
+    name: str
+    num_bytes: int
+    letter: str
+    colour: str
+
+
+def show_forecast(forecast: Forecast, console: Console, *, stage: str) -> None:
+    _print(console, [_verdict(forecast, stage), *_bar(forecast, console), *_legend(forecast, console)])
+    _print(console, [Text(), *_section("allocated\nGiB", _instants(forecast, console)), Text()])
+    for label, lines in _sections(forecast, console):
+        _print(console, _section(label, lines))
+    if forecast.suggestions:
+        _print(console, [Text(), *_suggestions(forecast, console)])
+
+
+def show_cards(forecasts: Sequence[Forecast], console: Console, *, now: datetime) -> None:
+    """A row for each card; `now` is when the run would begin."""
+    remarks = _remarks(forecasts)
+    rows = [_card_row(forecast, remark, now) for forecast, remark in zip(forecasts, remarks, strict=True)]
+    _print(console, _table(console, rows, right=("GiB", "time", "cost"), below=("levers",)))
+
+
+def in_order(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
+    """As they are numbered from 1: exact ones first, else as they came."""
+    return tuple(sorted(suggestions, key=lambda suggestion: not suggestion.is_exact))
+
+
+def forecast_document(forecasts: Mapping[str, Sequence[Forecast]]) -> dict[str, Any]:
+    """What `--json` prints: of each stage one forecast for each card. The stage that fills its first card most stands at the top."""
+    worst = max(forecasts, key=lambda stage: forecasts[stage][0].peak_bytes / forecasts[stage][0].budget_bytes)
+    return {
+        **_object(forecasts[worst][0]),
+        "stages": {stage: _object(cards[0]) for stage, cards in forecasts.items()},
+        "cards": [_object(forecast) for forecast in forecasts[worst]],
+    }
+
+
+def _object(forecast: Forecast) -> dict[str, Any]:
+    found: dict[str, Any] = TypeAdapter(Forecast).dump_python(forecast, mode="json")
+    return found | {"suggestions": TypeAdapter(tuple[Suggestion, ...]).dump_python(in_order(forecast.suggestions), mode="json")}
+
+
+# The card
+
+
+def _verdict(forecast: Forecast, stage: str) -> Text:
+    budget, peak = forecast.budget_bytes / 2**30, forecast.peak_bytes / 2**30
+    digits = next((digits for digits in (1, 2) if min(peak, abs(budget - peak)) >= 10**-digits), 3)
+    card = f"each of {_card(forecast)}" if forecast.devices > 1 else _card(forecast)
+    if forecast.fits:
+        spare = round(budget, digits) - round(peak, digits)
+        return Text(f"{stage} fits: {peak:.{digits}f} of {budget:.{digits}f} GiB on {card}, {spare:.{digits}f} GiB to spare", style="bold green")
+    over = round(peak, digits) - round(budget, digits)
+    too_much = f" ({over:.{digits}f} GiB too much)" if over > 0 else ""
+    return Text(f"{stage} does not fit: needs {peak:.{digits}f} GiB, {card} has {budget:.{digits}f}{too_much}", style="bold red")
+
+
+def _card(forecast: Forecast) -> str:
+    """Without the price that may have been written behind it, with the count."""
+    name = forecast.card.partition("@")[0].strip()
+    is_counted = re.match(rf"{forecast.devices}\s*[xX×]", name)
+    return name if forecast.devices == 1 or is_counted else f"{forecast.devices}x{name}"
+
+
+def _is_cpu(forecast: Forecast) -> bool:
+    return _card(forecast) == "cpu"
+
+
+def _components(forecast: Forecast) -> list[_Part]:
+    by_size = sorted(forecast.components.items(), key=lambda item: -item[1])
+    return _parts({name.replace("_", " "): num_bytes for name, num_bytes in by_size})
+
+
+def _overhead(forecast: Forecast) -> list[_Part]:
+    context = "process" if _is_cpu(forecast) else "CUDA context"
+    held = forecast.reserved_bytes - forecast.allocated_bytes
+    return _parts({"held by the allocator": held, context: forecast.context_bytes, "margin": forecast.margin_bytes})
+
+
+def _parts(sizes: Mapping[str, int]) -> list[_Part]:
+    taken = {letter for letter, _ in LOOKS.values()}
+    colours = iter(OTHER_COLOURS * len(sizes))
+    parts = []
+    for name, num_bytes in sizes.items():
+        if name in LOOKS:
+            letter, colour = LOOKS[name]
+        else:
+            letter, colour = next((c for c in name.upper() if c.isalpha() and c not in taken), "X"), next(colours)
+            taken.add(letter)
+        if num_bytes:
+            parts.append(_Part(name=name, num_bytes=num_bytes, letter=letter, colour=colour))
+    return parts
+
+
+def _has_blocks(console: Console) -> bool:
+    """Sixteen colours cannot tell eight components apart."""
+    return console.color_system in ("256", "truecolor") and not console.no_color and not console.options.ascii_only
+
+
+def _bar(forecast: Forecast, console: Console) -> Iterator[Text]:
+    """As wide as the card, or as what it would have to hold: then its edge is marked, and what lies beyond is paler, or in small letters."""
+    width, has_blocks = min(console.width, BAR_CELLS), _has_blocks(console)
+    parts = [*_components(forecast), *_overhead(forecast)]
+    free_bytes = forecast.budget_bytes - forecast.peak_bytes
+    is_over = free_bytes < 0
+    *cells, num_free = apportion([*(part.num_bytes for part in parts), max(free_bytes, 0)], width - is_over)
+    bar = Text()
+    for part, count in zip(parts, cells, strict=True):
+        bar.append(("█" if has_blocks else part.letter) * count, style=part.colour)
+    bar.append(("░" if has_blocks else ".") * num_free, style="dim")
+    if not is_over:
+        yield bar
+        return
+    edge = round(len(bar) * forecast.budget_bytes / forecast.peak_bytes)
+    inside, beyond = bar.divide([edge])
+    beyond.plain = beyond.plain.replace("█", "▒") if has_blocks else beyond.plain.lower()
+    yield Text.assemble(inside, ("┃" if has_blocks else "|", "bold red"), beyond)
+    words = "the memory ends here" if _is_cpu(forecast) else "the card ends here"
+    has_room = edge + len(words) + 2 <= width
+    yield Text(" " * edge + f"^ {words}" if has_room else f"{words} ^".rjust(edge + 1), style="red")
+
+
+def _legend(forecast: Forecast, console: Console) -> Iterator[Text]:
+    """Components read downwards by size; the last column is what comes on top of them."""
+    components, overhead = _components(forecast), _overhead(forecast)
+    sizes = [part.num_bytes for part in (*components, *overhead)]
+    hundredths = dict(zip((*components, *overhead), apportion(sizes, round(sum(sizes) / 2**30 * 100)), strict=True))
+    for num_columns in (3, 2, 1):
+        height = max(math.ceil(len(components) / num_columns), len(overhead))
+        columns = [components[at : at + height] for at in range(0, len(components), height)] + [overhead]
+        columns = [column for column in columns if column]
+        names = [max(len(part.name) for part in column) for column in columns]
+        if sum(width + FIGURE + 3 for width in names) + 3 * (len(names) - 1) <= console.width:
+            break
+    yield Text("GiB at the peak", style="dim")
+    for row in zip_longest(*columns):
+        cells = [_legend_cell(part, hundredths, width, console) for part, width in zip(row, names, strict=True)]
+        yield _trimmed(Text("   ").join(cells))
+
+
+def _legend_cell(part: _Part | None, hundredths: Mapping[_Part, int], width: int, console: Console) -> Text:
+    if part is None:
+        return Text(" " * (width + FIGURE + 3))
+    shown = f"{hundredths[part] / 100:.2f}" if hundredths[part] else "<0.01"
+    return Text.assemble(("█" if _has_blocks(console) else part.letter, part.colour), f" {part.name:<{width}} {shown:>{FIGURE}}")
+
+
+def _instants(forecast: Forecast, console: Console) -> Iterator[Text]:
+    """The place of the peak stands behind its bar, or below all of them where there is no room."""
+    most, place = max(1, *forecast.instants.values()), _place(forecast)
+    names = [*INSTANTS, *(name for name in forecast.instants if name not in INSTANTS)]
+    rows = {name: _instant_row(name, forecast.instants[name], most, console) for name in names if name in forecast.instants}
+    room = console.width - GUTTER - len(rows.get(forecast.peak_instant, "")) - len("  peak")
+    for name, row in rows.items():
+        if name == forecast.peak_instant:
+            yield Text.assemble(row, "  peak", place if len(place) <= room else "", style="bold")
+        else:
+            yield _trimmed(row)
+    if len(place) > room:
+        yield from _hanging(console, Text(), Text(f"peak{place}", style="bold"), indent=0, width=console.width - GUTTER)
+
+
+def _instant_row(name: str, num_bytes: int, most: int, console: Console) -> Text:
+    """Lines end on half a cell; where there are no colours they are of #."""
+    halves = round(2 * INSTANT_CELLS * num_bytes / most)
+    bar = "━" * (halves // 2) + "╸" * (halves % 2) if _has_blocks(console) else "#" * round(halves / 2)
+    return Text.assemble(f"{name:<10}{num_bytes / 2**30:>{FIGURE + 1}.2f}  ", (bar, INSTANT_COLOUR))
+
+
+def _place(forecast: Forecast) -> str:
+    """` in layers.27.mlp.down_proj, log_softmax backward`."""
+    operation = forecast.peak_operation.removeprefix("aten::").lstrip("_").partition(".")[0]
+    operation = re.sub(r"_backward(_data)?$", " backward", operation)
+    where = ", ".join(part for part in (_readable(forecast.peak_module), operation) if part)
+    return f" in {where}" if where else ""
+
+
+# What is known besides
+
+
+def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Iterable[Text]]]:
+    width = console.width - GUTTER
+
+    def wrapped(*lines: str, style: str = "") -> list[Text]:
+        return [piece for line in lines for piece in _hanging(console, Text(), Text(line, style=style), indent=0, width=width)]
+
+    share = forecast.trainable_parameters / max(forecast.parameters, 1)
+    yield "time", wrapped(*_time(forecast))
+    yield "levers", _levers(forecast, console, width)
+    yield "rows", wrapped(_rows(forecast.lengths))
+    yield "parameters", wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})")
+    yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
+    reached, *missing = _gradients(forecast.gradients)
+    yield "gradients", wrapped(reached, style="bold red" if missing else "") + wrapped(*missing)
+    if forecast.notes:
+        yield "notes", wrapped(*forecast.notes)
+    if forecast.uncertainty is not None:
+        yield "certainty", wrapped(f"earlier forecasts on this card were within {_percent(forecast.uncertainty, 1)}")
+
+
+def _time(forecast: Forecast) -> Iterator[str]:
+    steps = [] if forecast.total_steps is None else [f"{forecast.total_steps:,} steps"]
+    work = f"{three_digits(forecast.flops_per_step / 1e12)} TFLOP and {forecast.tokens_per_step:,.0f} tokens a step"
+    if forecast.step_seconds is None:
+        yield f"no time: the rates of {_card(forecast)} are not known"
+        yield ", ".join((*steps, work))
+        return
+    rate = "" if forecast.tokens_per_second is None else f" ({forecast.tokens_per_second:,.0f} tokens/s)"
+    total = [] if forecast.total_seconds is None else [duration(forecast.total_seconds)]
+    yield ", ".join((f"{duration(forecast.step_seconds)} a step{rate}", *steps, *total))
+    has_price = forecast.price_per_hour is not None and forecast.cost is not None
+    yield f"costs {forecast.cost:,.2f} at {forecast.price_per_hour:.2f} an hour; {work}" if has_price else work
+
+
+def _levers(forecast: Forecast, console: Console, width: int) -> Iterator[Text]:
+    """Pulled ones with their reasons, the others in one line."""
+    pulled = {"micro_batch": _micro_batch(forecast), **_pulled(forecast.levers)}
+    indent = max(map(len, pulled.values())) + GAP
+    for lever, words in pulled.items():
+        yield from _hanging(console, Text(words), Text(forecast.reasons.get(lever, ""), style="dim"), indent=indent, width=width)
+    neutral = [words for lever, words in NEUTRAL.items() if lever not in pulled]
+    if neutral:
+        yield from _hanging(console, Text(), Text(", ".join(neutral), style="dim"), indent=0, width=width)
+
+
+NEUTRAL = {
+    "recompute": "no recomputation",
+    "keep_attention": "no attention kept",
+    "loss_chunk": "loss in one piece",
+    "offload": "no offload",
+    "mlp_tiles": "no MLP tiles",
+    "adapter_inputs": "adapter inputs in fp32",
+}
+
+
+def _micro_batch(forecast: Forecast) -> str:
+    times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {forecast.accumulation:,} times"
+    return f"micro_batch {forecast.levers.micro_batch:,}, {times}"
+
+
+def _pulled(levers: Levers) -> dict[str, str]:
+    """Those that are not at their neutral value, by name, in words."""
+    words = {
+        "recompute": f"recompute {levers.recompute} {'layer' if levers.recompute == 1 else 'layers'}" if levers.recompute else None,
+        "keep_attention": "keep their attention outputs" if levers.keep_attention else None,
+        "loss_chunk": f"loss in chunks of {levers.loss_chunk:,} tokens" if levers.loss_chunk is not None else None,
+        "offload": "offload their inputs to the host" if levers.offload else None,
+        "mlp_tiles": f"MLPs in {levers.mlp_tiles} tiles" if levers.mlp_tiles > 1 else None,
+        "adapter_inputs": "adapter inputs in bf16" if levers.adapter_inputs == "bf16" else None,
+    }
+    return {lever: said for lever, said in words.items() if said is not None}
+
+
+def _rows(lengths: Lengths) -> str:
+    count = "" if lengths.num_rows is None else f"{lengths.num_rows:,} rows, "
+    tokens = f"longest {lengths.longest:,} tokens, mean {lengths.mean:,.0f}"
+    return f"{count}{tokens}; supervised at most {lengths.supervised:,}, mean {lengths.mean_supervised:,.0f} ({lengths.source})"
+
+
+def _percent(share: float, digits: int) -> str:
+    return f"{share * 100:.{digits}f} %"
+
+
+def _gradients(gradients: GradientMap) -> Iterator[str]:
+    missing = gradients.trainable - gradients.reached
+    if not missing:
+        yield f"all {gradients.trainable:,} trained tensors get a gradient"
+        return
+    yield f"{missing:,} of {gradients.trainable:,} trained tensors get no gradient{':' if gradients.unreached else ''}"
+    groups = _grouped(gradients.unreached)
+    yield from (f"  {name}" for name in groups[:MAX_NAMES])
+    if len(groups) > MAX_NAMES:
+        yield f"  and {len(groups) - MAX_NAMES} more such names"
+    yield from (f"likely because {cause}" for cause in gradients.causes)
+
+
+def _grouped(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers are one: layers.{0..27}.q_proj.lora_A."""
+    groups: dict[tuple[str | None, ...], list[tuple[int, ...]]] = {}
+    for name in names:
+        words = _readable(name).split(".")
+        pattern = tuple(None if word.isdecimal() else word for word in words)
+        groups.setdefault(pattern, []).append(tuple(int(word) for word in words if word.isdecimal()))
+    return [_group_name(pattern, numbers) for pattern, numbers in groups.items()]
+
+
+def _group_name(pattern: Sequence[str | None], numbers: Sequence[tuple[int, ...]]) -> str:
+    choices = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    spans = (_span(choice) for choice in choices)
+    name = ".".join(next(spans) if word is None else word for word in pattern)
+    is_every = math.prod(map(len, choices)) == len(numbers)
+    return name if is_every else f"{name} ({len(numbers):,} of these)"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """{0..3,7}; of more than four runs the first three and the last."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    return "{" + ",".join(shown if len(shown) <= 4 else [*shown[:3], "..", shown[-1]]) + "}"
+
+
+def _readable(name: str) -> str:
+    """base_model.model.model.layers.0.q_proj.lora_A.default.weight is layers.0.q_proj.lora_A."""
+    return re.sub(r"^(base_model\.model\.)?(model\.)*", "", name).replace(".default", "").removesuffix(".weight")
+
+
+# Choices
+
+
+def _suggestions(forecast: Forecast, console: Console) -> Iterator[Text]:
+    suggestions = in_order(forecast.suggestions)
+    first = next((number for number, suggestion in enumerate(suggestions, start=1) if suggestion.fits), None)
+    yield Text(
+        "changes that " + ("need less memory" if forecast.fits else "make it fit, or bring it nearer" if first else "bring it nearer"), style="bold"
+    )
+    rows = [_suggestion_row(number, suggestion) for number, suggestion in enumerate(suggestions, start=1)]
+    yield from _table(console, rows, right=("GiB", "a step"), below=())
+    if first is not None and not forecast.fits:
+        yield Text(f"finefit plan SPEC --apply {first} writes {'the first' if first == 1 else f'number {first}'} into the spec")
+
+
+def _suggestion_row(number: int, suggestion: Suggestion) -> dict[str, Text]:
+    return {
+        "#": Text(str(number)),
+        "--set": Text("\n".join(suggestion.changes), style="bold"),
+        "GiB": Text(f"{suggestion.peak_bytes / 2**30:.2f}"),
+        "fits": _yes_or_no(suggestion.fits),
+        "a step": Text("" if suggestion.step_seconds is None else duration(suggestion.step_seconds)),
+        "gradient": Text("exact") if suggestion.is_exact else Text("lossy", style="yellow"),
+        "price": Text(suggestion.price, style="dim"),
+    }
+
+
+def _yes_or_no(fits: bool) -> Text:
+    return Text("yes", style="green") if fits else Text("no", style="red")
+
+
+def _card_row(forecast: Forecast, remark: str, now: datetime) -> dict[str, Text]:
+    """What does not fit has no time and no cost."""
+    levers = ", ".join((f"micro {forecast.levers.micro_batch}", *_short_levers(forecast.levers)))
+    return {
+        "card": Text(_card(forecast), style="bold"),
+        "fits": _yes_or_no(forecast.fits),
+        "GiB": Text(f"{forecast.peak_bytes / 2**30:.1f} of {forecast.budget_bytes / 2**30:.1f}"),
+        "levers": Text(levers, style="dim"),
+        "time": Text(_card_time(forecast)),
+        "finished": Text("" if forecast.total_seconds is None or not forecast.fits else _moment(now, forecast.total_seconds)),
+        "cost": Text("" if forecast.cost is None or not forecast.fits else f"{forecast.cost:,.2f}"),
+        "": Text(remark, style="bold green" if forecast.fits else ""),
+    }
+
+
+def _short_levers(levers: Levers) -> Iterator[str]:
+    if levers.recompute:
+        yield f"recompute {levers.recompute}"
+    if levers.keep_attention:
+        yield "attention kept"
+    if levers.loss_chunk is not None:
+        yield f"chunk {levers.loss_chunk:,}"
+    if levers.offload:
+        yield "offload"
+    if levers.mlp_tiles > 1:
+        yield f"tiles {levers.mlp_tiles}"
+
+
+def _card_time(forecast: Forecast) -> str:
+    if not forecast.fits:
+        return ""
+    if forecast.total_seconds is not None:
+        return duration(forecast.total_seconds)
+    return "not known" if forecast.step_seconds is None else f"{duration(forecast.step_seconds)} a step"
+
+
+def _moment(now: datetime, seconds: float) -> str:
+    """Local time; a weekday would mislead where it comes again before the end."""
+    end = (now.astimezone(UTC) + timedelta(seconds=seconds)).astimezone()
+    return end.strftime("%a %H:%M" if seconds < 6 * 86400 else "%d %b %H:%M")
+
+
+def _remarks(forecasts: Sequence[Forecast]) -> list[str]:
+    fitting = [forecast for forecast in forecasts if forecast.fits]
+    least_cost = min((forecast.cost for forecast in fitting if forecast.cost is not None), default=None)
+    least_time = min((seconds for forecast in fitting if (seconds := _seconds(forecast)) is not None), default=None)
+
+    def remark(forecast: Forecast) -> str:
+        if not forecast.fits:
+            return _way_to_fit(forecast.suggestions)
+        marks = {"cheapest": (forecast.cost, least_cost), "fastest": (_seconds(forecast), least_time)}
+        return ", ".join(mark for mark, (value, least) in marks.items() if value is not None and value == least)
+
+    return [remark(forecast) for forecast in forecasts]
+
+
+def _seconds(forecast: Forecast) -> float | None:
+    return forecast.step_seconds if forecast.total_seconds is None else forecast.total_seconds
+
+
+def _way_to_fit(suggestions: Iterable[Suggestion]) -> str:
+    """The cheapest: an exact one, then the fastest."""
+    fitting = [suggestion for suggestion in suggestions if suggestion.fits]
+    if not fitting:
+        return "no change found that fits"
+    best = min(fitting, key=lambda s: (not s.is_exact, math.inf if s.step_seconds is None else s.step_seconds))
+    return "fits with " + ", ".join(change.removeprefix("levers.") for change in best.changes)
+
+
+# Lines
+
+
+def _print(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        console.print(line)
+
+
+def _section(label: str, lines: Iterable[Text]) -> Iterator[Text]:
+    """The label stands in the gutter, in as many lines as it has."""
+    for name, line in zip_longest(label.splitlines(), lines, fillvalue=None):
+        yield _trimmed(Text.assemble((f"{name or '':<{GUTTER}}", "cyan"), line or Text()))
+
+
+def _hanging(console: Console, lead: Text, body: Text, *, indent: int, width: int) -> Iterator[Text]:
+    """`body` in lines that all begin at `indent`, the first behind `lead`; spaces at its own beginning are kept for all of them."""
+    deeper = len(body.plain) - len(body.plain.lstrip())
+    words = body[deeper:] if body.plain.strip() else body
+    for at, line in enumerate(words.wrap(console, max(width - indent - deeper, 16))):
+        left = Text() if at else lead
+        yield _trimmed(Text.assemble(left, " " * (indent + deeper - len(left)), line))
+
+
+def _table(console: Console, rows: Sequence[Mapping[str, Text]], *, right: Collection[str], below: Sequence[str]) -> Iterator[Text]:
+    """Columns without a value are left out. Where a line is too wide, `below` moves under its row, and the words of the last column are wrapped."""
+    *columns, last = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = {name: max(len(name), *(len(line) for row in rows for line in row[name].plain.split("\n"))) for name in (*columns, last)}
+    room = console.width - sum(widths[name] + GAP for name in columns)
+    moved = [name for name in below if name in columns and widths[last] > room]
+    columns = [name for name in columns if name not in moved]
+    room += sum(widths[name] + GAP for name in moved)
+    beside = [len(row[last]) <= room or room >= MIN_ROOM for row in rows]
+    header = [Text(name, style="dim") for name in columns] + [Text(last if any(beside) else "", style="dim")]
+    yield from _table_lines(header, [*columns, last], widths, right)
+    for row, is_beside in zip(rows, beside, strict=True):
+        words = _unpadded(row[last].wrap(console, max(room, 1))) if is_beside else Text()
+        yield from _table_lines([*(row[name] for name in columns), words], [*columns, last], widths, right)
+        for under in filter(None, [row[name] for name in moved] + ([] if is_beside else [row[last]])):
+            yield from _hanging(console, Text(), under, indent=widths[columns[0]] + GAP, width=console.width)
+
+
+def _unpadded(lines: Iterable[Text]) -> Text:
+    return Text("\n").join(_trimmed(line) for line in lines)
+
+
+def _table_lines(row: Iterable[Text], columns: Sequence[str], widths: Mapping[str, int], right: Collection[str]) -> Iterator[Text]:
+    for cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=Text()):
+        line = [_padded(cell, widths[name], name in right) for name, cell in zip(columns, cells, strict=True)]
+        yield _trimmed(Text(" " * GAP).join(line))
+
+
+def _padded(cell: Text, width: int, is_right: bool) -> Text:
+    padding = Text(" " * (width - len(cell)))
+    return padding + cell if is_right else cell + padding
+
+
+def _trimmed(line: Text) -> Text:
+    line.rstrip()
+    return line

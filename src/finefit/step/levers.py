@@ -1,0 +1,111 @@
+"""The exact levers carried out on a model: what is kept, what is computed again, what waits in host memory. The gradient stays as it is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finefit.artifacts.records import Levers
+from finefit.errors import ModelError
+
+_ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+Layer = Callable[..., Any]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around a layer's forward, and around its recomputation."""
+
+
+class Store(Protocol):
+    """Where a layer's input waits between forward and backward."""
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+
+
+class PinnedMemory:
+    """Copied out on the current stream, copied back when backward asks for it."""
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        held.copy_(tensor, non_blocking=True)
+        device = tensor.device
+        return lambda: held.to(device, non_blocking=True)
+
+
+def pull(model: nn.Module, levers: Levers, store: Store | None = None) -> None:
+    """Once, on a model that is about to be trained."""
+    layers = layers_of(model)
+    if levers.recompute > len(layers):
+        raise ModelError(
+            f"levers.recompute is {levers.recompute}, but {type(model).__name__} has {len(layers)} layers that can be computed again",
+            "lower it, or say `all`",
+        )
+    recompute = _recomputation(levers, store or PinnedMemory())
+    for at, layer in enumerate(layers):
+        layer.gradient_checkpointing = at < levers.recompute
+        layer._gradient_checkpointing_func = recompute
+        if levers.mlp_tiles > 1:
+            _tile(layer, levers.mlp_tiles)
+    if levers.adapter_inputs == "bf16":
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.cast_input_dtype_enabled = False
+
+
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _recomputation(levers: Levers, store: Store) -> Callable[..., Any]:
+    contexts = partial(create_selective_checkpoint_contexts, _ATTENTION) if levers.keep_attention else _no_contexts
+    if levers.offload:
+        return partial(_offloaded, contexts, store)
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def _no_contexts() -> Contexts:
+    return nullcontext(), nullcontext()
+
+
+def _offloaded(contexts: Callable[[], Contexts], store: Store, layer: Layer, hidden: Tensor, *rest: Any) -> Any:
+    """The first call takes the input itself, the call in backward takes what was stored."""
+    given, requires_grad = [hidden], hidden.requires_grad
+    fetch = store.put(hidden.detach())
+
+    def refilled() -> Contexts:
+        forward, backward = contexts()
+        return forward, _refilled(given, lambda: fetch().requires_grad_(requires_grad), backward)
+
+    def run(*others: Any) -> Any:
+        return layer(given.pop(), *others)
+
+    del hidden
+    return checkpoint(run, *rest, use_reentrant=False, context_fn=refilled)
+
+
+@contextmanager
+def _refilled(given: list[Tensor], fetch: Callable[[], Tensor], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Fetched before `inner` begins, which takes every operation for one of the layer's."""
+    given.append(fetch())
+    with inner:
+        yield
+
+
+def _tile(layer: nn.Module, tiles: int) -> None:
+    """Of an MLP that works token by token; one that routes tokens to experts is left whole."""
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, nn.Module) and not hasattr(mlp, "experts"):
+        mlp.forward = partial(_tiled, mlp.forward, tiles)
+
+
+def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, hidden_BTH: Tensor) -> Tensor:
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in hidden_BTH.chunk(tiles, dim=1)], dim=1)

@@ -1,0 +1,170 @@
+"""`finefit plan` as a user meets it: a verdict and an exit code, from a spec and a card's name alone."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Finefit, process, rewrite
+
+CARD = ("--card", "RTX 4090")
+KEYS = {
+    *("fits", "card", "budget_bytes", "peak_bytes", "allocated_bytes", "reserved_bytes", "peak_instant", "components"),
+    *("levers", "accumulation", "step_seconds", "tokens_per_second", "suggestions", "gradients", "stages", "cards"),
+}
+SHAPE = """\
+# what would a small one take
+name: shape
+model:
+  kind: shape
+  config: {model_type: llama, vocab_size: 32000, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}
+tuning: {kind: lora, rank: 8}  # eight is enough
+data: {train: [{path: nowhere.jsonl}], max_tokens: 1024}
+optimizer: {lr: 1e-4}
+global_batch: 32
+levers: {micro_batch: 32, recompute: none, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1}  # by hand
+"""
+TOO_SMALL = ("--card", "2GiB")
+"""For SHAPE with its levers."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared by the tests of this file, empty at its start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture
+def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "shape.yaml"
+    path.write_text(SHAPE, encoding="utf-8")
+    return path
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_plan_says_whether_the_run_fits(finefit: Finefit) -> None:
+    answer = finefit("plan", "spec.yaml", *CARD)
+    assert answer.code == 0
+    assert answer.out.startswith("sft fits: ")
+    assert "GiB on RTX 4090" in answer.out.splitlines()[0]
+    assert "all 28 trained tensors get a gradient" in answer.out
+    assert "micro_batch 2, accumulated 2 times" in answer.out
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_document_of_a_plan_has_every_promised_key(finefit: Finefit) -> None:
+    answer = finefit("plan", "spec.yaml", *CARD, "--json")
+    assert answer.code == 0
+    document = answer.document
+    assert document.keys() >= KEYS
+    assert document["fits"] is True
+    assert sum(document["components"].values()) == document["allocated_bytes"]
+    assert document["allocated_bytes"] <= document["reserved_bytes"] <= document["peak_bytes"] <= document["budget_bytes"]
+    assert (document["levers"]["micro_batch"], document["accumulation"]) == (2, 2)
+    assert document["gradients"]["reached"] == document["gradients"]["trainable"] == 28
+    assert document["stages"].keys() == {"sft"}
+    assert [card["card"] for card in document["cards"]] == ["RTX 4090"]
+
+
+def test_the_same_plan_again_is_answered_at_once(folder: Path, finefit: Finefit) -> None:
+    first = finefit("plan", "spec.yaml", *CARD, "--json")
+    began = time.perf_counter()
+    again = process("plan", "spec.yaml", *CARD, "--json", cwd=folder)
+    assert time.perf_counter() - began < 2
+    assert (again.code, again.document) == (0, first.document)
+
+
+def test_a_plan_leaves_no_run_behind(folder: Path, finefit: Finefit) -> None:
+    finefit("plan", "spec.yaml", *CARD)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_unknown_card_is_told_with_the_nearest(finefit: Finefit) -> None:
+    answer = finefit("plan", "spec.yaml", "--card", "RTX 4900")
+    assert answer.code == 2
+    assert "card 'RTX 4900' is not known" in answer.err
+    assert "RTX 4090" in answer.err
+
+
+def test_a_model_folder_without_config_is_a_mistake(folder: Path, finefit: Finefit) -> None:
+    (folder / "model/config.json").unlink()
+    answer = finefit("plan", "spec.yaml", *CARD)
+    assert answer.code == 2
+    assert "has no config.json" in answer.err
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_does_not_fit_is_exit_code_1_with_changes_that_bring_it_nearer(finefit: Finefit) -> None:
+    answer = finefit("plan", "spec.yaml", "--card", "10MiB")
+    assert answer.code == 1
+    assert answer.out.startswith("sft does not fit: ")
+    assert "the card ends here" in answer.out
+    assert "levers.micro_batch=1" in answer.out
+
+
+@pytest.mark.usefixtures("folder")
+def test_several_cards_give_a_row_each_and_one_that_fits_is_enough(finefit: Finefit) -> None:
+    answer = finefit("plan", "spec.yaml", *CARD, "--card", "10MiB", "--card", "cpu@0.10/h")
+    assert answer.code == 0
+    head, *rows = answer.out.splitlines()
+    assert head.startswith("card")
+    assert [row.split("  ")[0] for row in rows] == ["RTX 4090", "10MiB", "cpu"]
+    assert [" yes " in row for row in rows] == [True, False, True]
+
+
+def test_a_shape_is_planned_without_data_or_weights(shape: Path, finefit: Finefit) -> None:
+    answer = finefit("plan", shape.name, *TOO_SMALL, "--set", "levers=auto")
+    assert answer.code == 0
+    assert "assumed from data.max_tokens, since nowhere.jsonl is not there" in answer.out
+    assert [path.name for path in shape.parent.iterdir()] == [shape.name]
+
+
+def test_a_shape_cannot_be_run(folder: Path, finefit: Finefit) -> None:
+    (folder / "shape.yaml").write_text(SHAPE.replace("nowhere", "train"), encoding="utf-8")
+    answer = finefit("run", "shape.yaml")
+    assert answer.code == 2
+    assert "a model of kind shape has no weights to train" in answer.err
+
+
+def test_an_applied_suggestion_is_written_into_the_spec_and_makes_it_fit(shape: Path, finefit: Finefit) -> None:
+    refused = finefit("plan", shape.name, *TOO_SMALL, "--json")
+    assert refused.code == 1
+    first = refused.document["suggestions"][0]
+    assert first["fits"]
+    assert first["is_exact"]
+    answer = finefit("plan", shape.name, *TOO_SMALL, "--apply", "1")
+    assert answer.code == 0
+    assert f"shape.yaml now says {', '.join(first['changes'])}" in answer.out
+    text = shape.read_text(encoding="utf-8")
+    for kept in ("# what would a small one take", "# eight is enough", "# by hand", "[{path: nowhere.jsonl}]"):
+        assert kept in text
+    fixed = finefit("plan", shape.name, *TOO_SMALL, "--json")
+    assert fixed.code == 0
+    assert fixed.document["peak_bytes"] <= fixed.document["budget_bytes"]
+
+
+def test_a_suggestion_that_is_not_there_leaves_the_spec_alone(shape: Path, finefit: Finefit) -> None:
+    answer = finefit("plan", shape.name, *TOO_SMALL, "--apply", "99")
+    assert answer.code == 2
+    assert "--apply 1 to --apply" in answer.err
+    assert shape.read_text(encoding="utf-8") == SHAPE
+
+
+def test_nothing_is_applied_to_a_plan_that_fits(folder: Path, finefit: Finefit) -> None:
+    before = (folder / "spec.yaml").read_text(encoding="utf-8")
+    answer = finefit("plan", "spec.yaml", *CARD, "--apply", "1")
+    assert answer.code == 2
+    assert "the plan fits as it is" in answer.err
+    assert (folder / "spec.yaml").read_text(encoding="utf-8") == before
+
+
+def test_the_card_of_the_spec_is_the_one_that_is_planned_for(folder: Path, finefit: Finefit) -> None:
+    rewrite(folder / "spec.yaml", ("device: cpu", "device: cpu\ncard: RTX 4090"))
+    assert finefit("plan", "spec.yaml", "--json").document["card"] == "RTX 4090"

@@ -1,0 +1,256 @@
+"""Invented forecasts: each finding comes and goes with the values that it is about."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from finefit.artifacts.records import Finding, Forecast, GradientMap, Lengths, Levers, Suggestion
+from finefit.preflight.machine import LEVELS
+from finefit.preflight.run import (
+    CHECKS,
+    Preparation,
+    adapters_are_trained,
+    disk_holds_checkpoints,
+    examine,
+    gradients_reach_every_trained_tensor,
+    host_memory_suffices,
+    memory_fits,
+    something_is_saved_and_validated_inside_the_run,
+    steps_see_every_row,
+    warm_up_ends_before_the_run,
+)
+from finefit.spec.schema import Spec
+
+SPEC: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"kind": "folder", "path": "model"},
+    "tuning": {"kind": "lora"},
+    "data": {"train": ({"path": "train.jsonl"},), "validation": {"path": "validation.jsonl"}},
+    "optimizer": {"lr": 1e-4},
+    "schedule": {"epochs": 1},
+    "global_batch": 10,
+    "save": {"every": "20 steps", "keep": 3},
+}
+FORECAST = Forecast(
+    card="RTX 3060",
+    devices=1,
+    fits=True,
+    budget_bytes=12_000,
+    peak_bytes=9_000,
+    allocated_bytes=7_000,
+    reserved_bytes=8_000,
+    context_bytes=700,
+    margin_bytes=300,
+    peak_instant="backward",
+    peak_module="model.layers.1.mlp",
+    peak_operation="aten::mm",
+    components={"weights": 7_000},
+    instants={"backward": 7_000},
+    levers=Levers(micro_batch=2),
+    reasons={},
+    accumulation=5,
+    tokens_per_step=1_000.0,
+    step_seconds=1.0,
+    tokens_per_second=1_000.0,
+    total_steps=100,
+    total_seconds=100.0,
+    price_per_hour=None,
+    cost=None,
+    flops_per_step=1e9,
+    host_bytes=800,
+    disk_bytes=500,
+    parameters=1_000,
+    trainable_parameters=10,
+    lengths=Lengths(num_rows=1_000, longest=20, mean=10.0, supervised=5, mean_supervised=3.0, source="counted"),
+    gradients=GradientMap(trainable=4, reached=4, unreached=()),
+    suggestions=(),
+    notes=(),
+)
+SOUND = Preparation(spec=Spec.model_validate(SPEC), forecast=FORECAST, total_steps=100, free_disk_bytes=1_000, host_memory_bytes=1_000)
+
+
+def suggestion(*changes: str, fits: bool) -> Suggestion:
+    return Suggestion(changes=changes, saves_bytes=4_000, peak_bytes=11_000, fits=fits, is_exact=True, price="9 % slower")
+
+
+def forecasting(**changes: Any) -> Preparation:
+    return replace(SOUND, forecast=replace(FORECAST, **changes))
+
+
+def asking(*, total_steps: int | None = 100, **changes: Any) -> Preparation:
+    return replace(SOUND, spec=Spec.model_validate({**SPEC, **changes}), total_steps=total_steps)
+
+
+def only(check: Callable[[Preparation], Iterator[Finding]], preparation: Preparation) -> Finding:
+    (finding,) = check(preparation)
+    return finding
+
+
+def test_a_sound_run_has_no_findings() -> None:
+    assert examine(SOUND) == ()
+
+
+# gradients
+
+
+def test_a_trained_tensor_without_a_gradient_stops_the_run_with_its_cause() -> None:
+    gradients = GradientMap(trainable=4, reached=2, unreached=("tower.0.lora_A", "tower.1.lora_A"), causes=("tower: gets no input", "q: is unused"))
+    finding = only(gradients_reach_every_trained_tensor, forecasting(gradients=gradients))
+    assert finding.level == "error"
+    assert finding.problem == "no gradient reaches 2 of 4 trained tensors: tower.{0..1}.lora_A"
+    assert finding.remedy == "tower: gets no input. q: is unused"
+
+
+def test_a_missing_gradient_without_a_known_cause_still_has_a_remedy() -> None:
+    finding = only(gradients_reach_every_trained_tensor, forecasting(gradients=GradientMap(trainable=4, reached=3, unreached=("q",))))
+    assert "tuning.targets" in finding.remedy
+
+
+def test_an_adapter_that_is_frozen_stops_the_run_though_no_gradient_is_missing() -> None:
+    frozen = ("layers.{0..1}.up_proj.lora_B.default.weight", "head.lora_A.default.weight")
+    preparation = forecasting(gradients=GradientMap(trainable=4, reached=4, unreached=(), frozen=frozen))
+    assert list(gradients_reach_every_trained_tensor(preparation)) == []
+    finding = only(adapters_are_trained, preparation)
+    assert finding.level == "error"
+    assert all(name in finding.problem for name in frozen)
+    assert "requires_grad" in finding.remedy
+    assert list(adapters_are_trained(SOUND)) == []
+
+
+# memory
+
+
+def test_too_little_memory_names_both_sizes_and_the_first_change_that_fits() -> None:
+    suggestions = (
+        suggestion("levers.micro_batch=1", fits=False),
+        suggestion("levers.micro_batch=1", "levers.recompute=all", fits=True),
+        suggestion("tuning.base_bits=4", fits=True),
+    )
+    finding = only(memory_fits, forecasting(fits=False, peak_bytes=15_000, suggestions=suggestions))
+    assert finding.level == "error"
+    assert "15,000" in finding.problem
+    assert "RTX 3060 has 12,000" in finding.problem
+    assert "backward in model.layers.1.mlp" in finding.problem
+    assert finding.remedy == "--set levers.micro_batch=1 --set levers.recompute=all (11,000 bytes; 9 % slower)"
+
+
+def test_a_change_with_spaces_can_be_pasted_into_a_shell() -> None:
+    finding = only(memory_fits, forecasting(fits=False, suggestions=(suggestion("save.every=3 steps", fits=True),)))
+    assert finding.remedy.startswith("--set 'save.every=3 steps' ")
+
+
+def test_where_no_change_fits_a_larger_card_is_the_remedy() -> None:
+    finding = only(memory_fits, forecasting(fits=False, peak_module="", suggestions=(suggestion("levers.micro_batch=1", fits=False),)))
+    assert "(backward)" in finding.problem
+    assert "larger card" in finding.remedy
+    assert "--set" not in finding.remedy
+
+
+def test_memory_that_fits_is_no_finding() -> None:
+    assert list(memory_fits(forecasting(fits=True, suggestions=(suggestion("levers.micro_batch=1", fits=True),)))) == []
+
+
+# disk and host
+
+
+def test_the_disk_must_hold_the_checkpoints() -> None:
+    assert list(disk_holds_checkpoints(replace(SOUND, free_disk_bytes=500))) == []
+    finding = only(disk_holds_checkpoints, replace(SOUND, free_disk_bytes=499))
+    assert finding.level == "error"
+    assert "up to 500 bytes of disk, 499 are free" in finding.problem
+    assert finding.remedy == "free 1 bytes or work on another disk, or lower save.keep (now 3)"
+
+
+def test_save_keep_is_not_lowered_below_one() -> None:
+    finding = only(disk_holds_checkpoints, replace(asking(save={"keep": 1}), free_disk_bytes=0))
+    assert "save.keep" not in finding.remedy
+
+
+@pytest.mark.parametrize(("host_bytes", "level"), [(900, None), (901, "warning"), (1_000, "warning"), (1_001, "error")])
+def test_the_host_must_hold_the_run_with_something_to_spare(host_bytes: int, level: str | None) -> None:
+    findings = list(host_memory_suffices(forecasting(host_bytes=host_bytes)))
+    assert [finding.level for finding in findings] == ([] if level is None else [level])
+
+
+def test_offloading_is_what_to_give_up_where_the_host_is_full() -> None:
+    with_offload = forecasting(host_bytes=2_000, levers=Levers(micro_batch=2, recompute=2, offload=True))
+    assert "levers.offload=none" in only(host_memory_suffices, with_offload).remedy
+    assert "levers.offload" not in only(host_memory_suffices, forecasting(host_bytes=2_000)).remedy
+
+
+# the schedule
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total_steps", "is_found"),
+    [(0.03, 100, False), (0.5, 2, False), (0.6, 2, True), (0.9, 9, True), (0.9, 10, False), (0.03, 1, False), (0.0, 2, False), (0.6, None, False)],
+)
+def test_a_warm_up_as_long_as_the_run_is_an_error(warmup: float, total_steps: int | None, is_found: bool) -> None:
+    findings = list(warm_up_ends_before_the_run(asking(schedule={"epochs": 1, "warmup": warmup}, total_steps=total_steps)))
+    assert [finding.level for finding in findings] == (["error"] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("every", "total_steps", "is_found"),
+    [
+        ("20 steps", 20, False),
+        ("20 steps", 19, True),
+        ("20 steps", None, False),
+        ("epoch", 100, False),
+        ("epoch", 99, True),
+        ("900 minutes", 2, False),
+    ],
+)
+def test_a_run_shorter_than_the_time_to_its_first_save_is_told_so(every: str, total_steps: int | None, is_found: bool) -> None:
+    findings = list(something_is_saved_and_validated_inside_the_run(asking(save={"every": every}, total_steps=total_steps)))
+    assert [finding.level for finding in findings] == (["warning"] if is_found else [])
+    assert all(f"save.every is {every}, the run has {total_steps}" in finding.problem for finding in findings)
+    assert all("only its end is saved" in finding.problem for finding in findings)
+
+
+def test_a_run_shorter_than_the_time_to_its_first_validation_is_told_so() -> None:
+    finding = only(something_is_saved_and_validated_inside_the_run, asking(validate={"every": "101 steps"}))
+    assert finding.level == "warning"
+    assert finding.problem.startswith("validate.every is 101 steps, the run has 100")
+    assert finding.remedy == "--set validate.every='25 steps'"
+    assert list(something_is_saved_and_validated_inside_the_run(asking(validate={"every": "100 steps"}))) == []
+
+
+def test_without_validation_rows_the_time_to_validate_does_not_matter() -> None:
+    without_rows = asking(data={"train": ({"path": "train.jsonl"},)}, validate={"every": "101 steps"})
+    assert list(something_is_saved_and_validated_inside_the_run(without_rows)) == []
+
+
+def test_fewer_steps_than_an_epoch_are_noted_with_the_share_of_rows_seen() -> None:
+    finding = only(steps_see_every_row, asking(schedule={"steps": 25}, total_steps=25))
+    assert finding.level == "note"
+    assert "250 of 1,000 rows (25.0 %) are seen" in finding.problem
+    assert finding.remedy.startswith("--set schedule.steps=100 ")
+
+
+@pytest.mark.parametrize("schedule", [{"steps": 100}, {"steps": 101}, {"epochs": 1}])
+def test_a_whole_epoch_is_not_noted(schedule: dict[str, int]) -> None:
+    assert list(steps_see_every_row(asking(schedule=schedule))) == []
+
+
+def test_rows_that_were_not_counted_are_not_judged() -> None:
+    unknown = replace(FORECAST, lengths=replace(FORECAST.lengths, num_rows=None))
+    short = replace(asking(schedule={"steps": 1}, save={"every": "epoch"}, total_steps=None), forecast=unknown)
+    assert examine(short) == ()
+    assert examine(replace(short, total_steps=1)) == ()
+
+
+# all of them
+
+
+def test_every_check_runs_and_the_gravest_findings_come_first() -> None:
+    broken = GradientMap(trainable=1, reached=0, unreached=("q",), frozen=("k.lora_B",))
+    forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken)
+    found = replace(asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2), forecast=forecast)
+    findings = examine(found)
+    levels = [finding.level for finding in findings]
+    assert levels == ["error", "error", "error", "error", "error", "warning", "warning", "note"]
+    assert levels == sorted(levels, key=LEVELS.index)
+    assert len(findings) == len(CHECKS)
