@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from finefit.artifacts.records import Levers
 from finefit.facts.cards import find_kind
-from finefit.plan.target import CONTEXT_BYTES, MARGIN, rates_of
+from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
 from finefit.rehearse.depth import rehearse_depth
@@ -244,7 +244,7 @@ def predict() -> list[dict[str, Any]]:
         began = time.perf_counter()
         rehearsed = rehearse_depth(case.scene)
         answer = replay(rehearsed.trace.stream())
-        margin = int(answer.reserved_bytes * MARGIN)
+        margin = int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES
         block = rehearsed.trace.blocks[rehearsed.trace.events[answer.peak_at][0]]
         found.append(
             {

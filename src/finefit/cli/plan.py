@@ -8,6 +8,7 @@ import typer
 
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Set
+from finefit.errors import UserError
 
 if TYPE_CHECKING:
     from finefit.artifacts.records import Forecast
@@ -49,6 +50,8 @@ def plan(
 
     console = open_console(as_json=as_json)
     spec = load_spec(target, tuple(overrides or ()))
+    if apply is not None and overrides:
+        raise UserError("--apply writes into the spec, which --set overrides only for this command", "write the overrides into the spec first")
     if measure:
         return _measure(target, tuple(overrides or ()), as_json=as_json)
     asked = tuple(cards or (spec.card,))
@@ -60,7 +63,7 @@ def plan(
         _show(forecasts, spec.objective.kind)
     if apply is not None:
         _apply(target, forecasts[0], apply, as_json=as_json)
-    elif not any(f.fits and not f.gradients.unreached for f in forecasts):
+    elif not any(f.fits and not f.gradients.unreached and not f.gradients.frozen for f in forecasts):
         raise typer.Exit(1)
     return None
 
@@ -94,7 +97,6 @@ def _show(forecasts: "tuple[Forecast, ...]", stage: str) -> None:
 
 def _apply(target: Path, forecast: "Forecast", number: int, *, as_json: bool) -> None:
     from finefit.artifacts.atomic import write_text
-    from finefit.errors import UserError
     from finefit.report.plan import in_order
     from finefit.spec.edit import changed_text
 

@@ -26,6 +26,7 @@ from finefit.spec.schema import AdamW, NanStop, Save, ShapeModel, Source, Spec, 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate")
 _ROOMS = ("plan", "rehearse", "step", "model", "objective", "data", "facts", "spec", "artifacts")
 _TAIL_LINES = 12
+_MOST_KEPT = 500
 _UNNAMED = ShapeModel(kind="shape", config={})
 _ROUNDED = 64 << 20
 """What is free on a card changes by a little all the time."""
@@ -41,8 +42,7 @@ def forecast(spec: Spec, base: Path, cards: tuple[str, ...], *, lengths: Lengths
     if answer is None:
         answer = _ask(question)
         if answer.failure is None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_record(place, answer)
+            _keep(place, answer)
     if answer.failure is not None:
         kind: type[FinefitError] = getattr(errors, answer.failure.kind, FinefitError)
         raise kind(answer.failure.problem, answer.failure.remedy)
@@ -113,6 +113,15 @@ def _kept(place: Path) -> Answer | None:
         return read_record(place, Answer)
     except RunError:  # not there, or written by another version
         return None
+
+
+def _keep(place: Path, answer: Answer) -> None:
+    """The newest ones only: every version of a spec leaves one."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_record(place, answer)
+    kept = sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for old in kept[:-_MOST_KEPT]:
+        old.unlink(missing_ok=True)
 
 
 def _ask(question: Question) -> Answer:

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from finefit.artifacts.records import Forecast, GradientMap, Lengths
+from finefit.artifacts.records import Forecast, GradientMap, Lengths, Suggestion
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
@@ -118,8 +118,8 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
             causes=look.rehearsed.causes,
             frozen=look.rehearsed.frozen,
         ),
-        suggestions=suggest(looker, choice),
-        notes=(*target.notes, *_sharding_notes(looker)),
+        suggestions=suggest(looker, choice) if not choice.fits else _smaller_answers(spec, looker, peak),
+        notes=(*target.notes, *_sharding_notes(looker), *_generation_notes(look, peak)),
     )
 
 
@@ -150,6 +150,20 @@ def _generation_bytes(spec: Spec, looker: Looker) -> int:
     if not spec.evaluate:
         return 0
     return max(rehearse_generation(looker.scene, rows=e.batch, new_tokens=e.max_new_tokens) for e in spec.evaluate)
+
+
+def _smaller_answers(spec: Spec, looker: Looker, peak: int) -> tuple[Suggestion, ...]:
+    """Where training fits and answering does not: fewer answers at a time, which changes none of them."""
+    if peak <= looker.target.budget_bytes:
+        return ()
+    fewer = max(rehearse_generation(looker.scene, rows=1, new_tokens=e.max_new_tokens) for e in spec.evaluate) + looker.target.context_bytes
+    changes = tuple(f"evaluate.{at}.batch=1" for at in range(len(spec.evaluate)))
+    fits = fewer <= looker.target.budget_bytes
+    return (Suggestion(changes=changes, saves_bytes=peak - fewer, peak_bytes=fewer, fits=fits, is_exact=True, price="slower evaluation"),)
+
+
+def _generation_notes(look: Look, peak: int) -> tuple[str, ...]:
+    return ("generating answers in the evaluation needs more than training does",) if peak > look.peak_bytes else ()
 
 
 def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:

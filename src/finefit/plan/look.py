@@ -63,7 +63,7 @@ class Looker:
             rehearsed = replace(rehearsed, trace=sharded(rehearsed.trace, self.sharding, self.target.count))
         answer = replay(rehearsed.trace.stream())
         reserved = answer.reserved_bytes if self.target.device == "cuda" else answer.allocated_bytes
-        margin = int(reserved * self.target.margin)
+        margin = int(reserved * self.target.margin) + self.target.margin_bytes
         return Look(
             scene=scene,
             rehearsed=rehearsed,

@@ -96,6 +96,10 @@ def _device(spec: Spec, machine: Machine, asked: Resolved) -> Resolved:
     match spec.device:
         case "cpu":
             return asked
+        case "cuda" if spec.card == "cpu":
+            raise SpecError("device: cuda and card: cpu contradict each other", "remove one of them")
+        case "auto" if spec.card == "cpu":
+            return Resolved(value="cpu", source="card: cpu")
         case "cuda" if not has_cuda:
             reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
             cards = ", ".join(card.name for card in machine.cards) or "no card"

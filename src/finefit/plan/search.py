@@ -4,7 +4,6 @@ Candidates are compared by quick rehearsals of a few layers; the chosen one is r
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from finefit.artifacts.records import Levers
 from finefit.plan.look import Look, Looker
@@ -14,6 +13,7 @@ from finefit.spec.schema import Levers as AskedLevers
 _CHUNK, _SMALL_CHUNK = 1024, 256
 _MOST_CHUNKS = 256
 _TILES = 8
+ASKED = "asked for"
 _WORTH = 0.995
 """A candidate replaces a simpler one when it takes at most this share of its time."""
 
@@ -29,6 +29,8 @@ class Freedom:
     offload: tuple[bool, ...]
     mlp_tiles: tuple[int, ...]
     adapter_inputs: str
+    fixed: frozenset[str] = frozenset()
+    """Names of the levers that the user has fixed."""
 
     def most_frugal(self) -> Levers:
         return self.levers(self.micro_batch[0], self.recompute[-1], is_frugal=True)
@@ -63,6 +65,7 @@ def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: in
         offload=((False, True) if device == "cuda" else (False,)) if asked.offload == "auto" else (asked.offload == "inputs",),
         mlp_tiles=(1, _TILES) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
         adapter_inputs=("bf16" if precision == "bf16" else "fp32") if asked.adapter_inputs == "auto" else asked.adapter_inputs,
+        fixed=frozenset(name for name in AskedLevers.model_fields if getattr(asked, name) != "auto"),
     )
 
 
@@ -171,27 +174,25 @@ def _ever_smaller(levers: Levers, freedom: Freedom) -> Iterator[Levers]:
 
 
 def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
-    levers, auto = look.levers, "searched: "
-    reasons = {name: "asked for" for name, values in _values(freedom).items() if len(values) == 1}
-    if len(freedom.micro_batch) > 1:
-        larger = [b for a, b in pairwise(freedom.micro_batch) if a == levers.micro_batch]
-        reasons["micro_batch"] = auto + ("the fastest of those that fit" if larger else "the whole step at once fits")
-        if not looker.fits(look):
-            reasons["micro_batch"] = auto + "the smallest, since nothing fits"
-    if len(freedom.recompute) > 1:
-        few = "no layer need be" if not levers.recompute else "the fewest that fit" if levers.recompute < looker.num_layers else "all are needed"
-        reasons["recompute"] = auto + few
-    if len(freedom.keep_attention) > 1:
-        reasons["keep_attention"] = auto + ("saves more time than it costs memory" if levers.keep_attention else "not worth its memory here")
-    if len(freedom.loss_chunk) > 1:
-        reasons["loss_chunk"] = auto + ("all logits at once fit" if levers.loss_chunk is None else "the room serves better elsewhere than for logits")
-    if len(freedom.offload) > 1:
-        reasons["offload"] = auto + ("needed to fit" if levers.offload else "not needed")
-    if len(freedom.mlp_tiles) > 1:
-        reasons["mlp_tiles"] = auto + ("needed to fit" if levers.mlp_tiles > 1 else "not needed")
-    return reasons
+    levers, searched = look.levers, "searched: "
+    reasons = {
+        "micro_batch": _micro_batch_reason(looker, freedom, look),
+        "recompute": "no layer need be"
+        if not levers.recompute
+        else "the fewest that fit"
+        if levers.recompute < looker.num_layers
+        else "all are needed",
+        "keep_attention": "saves more time than it costs memory" if levers.keep_attention else "not worth its memory here",
+        "loss_chunk": "all logits at once fit" if levers.loss_chunk is None else "the room serves better elsewhere than for logits",
+        "offload": "needed to fit" if levers.offload else "not needed",
+        "mlp_tiles": "needed to fit" if levers.mlp_tiles > 1 else "not needed",
+    }
+    found = {name: searched + reason for name, reason in reasons.items()}
+    found["adapter_inputs"] = f"the products are taken in {look.scene.precision}"
+    return found | dict.fromkeys(freedom.fixed, ASKED)
 
 
-def _values(freedom: Freedom) -> dict[str, tuple[object, ...]]:
-    names = ("micro_batch", "recompute", "keep_attention", "loss_chunk", "offload", "mlp_tiles")
-    return {name: getattr(freedom, name) for name in names}
+def _micro_batch_reason(looker: Looker, freedom: Freedom, look: Look) -> str:
+    if not looker.fits(look):
+        return "the smallest, since nothing fits"
+    return "the whole step at once fits" if look.levers.micro_batch == freedom.micro_batch[-1] else "the fastest of those that fit"

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from finefit.artifacts.records import Suggestion
+from finefit.artifacts.records import Levers, Suggestion
 from finefit.plan.look import Look, Looker
-from finefit.plan.search import Choice, Freedom, freedom_of
+from finefit.plan.search import ASKED, Choice, Freedom, freedom_of
 from finefit.rehearse.rehearsal import Scene
 from finefit.spec.schema import Full, Lora
 from finefit.spec.schema import Levers as AskedLevers
 
+_MOST = 6
 _SMALLEST_RANK = 8
 _LONG = 16384
 _NO_LESS = 64
@@ -17,7 +18,7 @@ _NO_LESS = 64
 
 
 def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
-    """Nothing where the plan fits. Every candidate is looked at with all exact levers pulled."""
+    """Nothing where the plan fits, and nothing lossy where exact levers suffice."""
     if choice.fits:
         return ()
     free = freedom_of(
@@ -28,15 +29,24 @@ def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
         precision=looker.scene.precision,
         device=looker.target.device,
     )
-    found = [*_exact(looker, choice, free), *_lossy(looker, choice, free)]
-    return tuple(
-        sorted(found, key=lambda s: (not s.fits, not s.is_exact, len(s.changes), -s.saves_bytes if not s.fits else s.step_seconds or 0.0))[:6]
-    )
+    exact = list(_exact(looker, choice, free))
+    lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(looker, choice))
+    found = {suggestion.changes: (suggestion, seconds) for suggestion, seconds in (*exact, *lossy)}
+    return tuple(suggestion for suggestion, _ in sorted(found.values(), key=lambda pair: _order(*pair))[:_MOST])
 
 
-def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Suggestion]:
+def _order(suggestion: Suggestion, seconds: float) -> tuple[bool, bool, int, float]:
+    """What fits before what does not, exact before lossy, few changes before many; then the fastest, or what brings it nearest."""
+    return (not suggestion.fits, not suggestion.is_exact, len(suggestion.changes), seconds if suggestion.fits else suggestion.peak_bytes)
+
+
+Found = tuple[Suggestion, float]
+"""With the seconds of a step, for the order."""
+
+
+def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Found]:
     """Levers that the user has fixed, let go: one at a time, then all of them."""
-    fixed = {name: reason for name, reason in choice.reasons.items() if reason == "asked for"}
+    fixed = [name for name, reason in choice.reasons.items() if reason == ASKED]
     frugal = free.most_frugal()
     changed = {name: getattr(frugal, name) for name in fixed if getattr(frugal, name) != getattr(choice.look.levers, name)}
     sets = [(name,) for name in changed] + ([tuple(changed)] if len(changed) > 1 else [])
@@ -65,25 +75,30 @@ def _word(name: str, value: object, looker: Looker) -> object:
     return value
 
 
-def _lossy(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Suggestion]:
-    """Each change alone, then one upon the other until it fits."""
-    frugal = replace(free.most_frugal(), mlp_tiles=free.mlp_tiles[0])  # tiles help long rows only, and cost the most
-    if looker.scene.tokens >= _LONG:
-        frugal = free.most_frugal()
-    scene, together, prices = looker.scene, [], []
+def _lossy(looker: Looker, choice: Choice) -> Iterator[Found]:
+    """Each change alone, then one upon the other until it fits; the levers stay as frugal as they may be."""
+    levers = _frugal(looker, choice)
+    scene = looker.scene
+    changes: tuple[str, ...] = ()
+    prices: tuple[str, ...] = ()
     for change, price, apply in _changes(scene):
-        look = looker.look(frugal, scene=apply(looker.scene))
+        look = looker.look(levers, scene=apply(looker.scene))
         yield _suggestion(looker, choice, look, (change,), is_exact=False, price=price)
-        scene = apply(scene)
-        together.append(change)
-        prices.append(price)
-        if len(together) > 1:
-            look = looker.look(frugal, scene=scene)
-            yield _suggestion(looker, choice, look, tuple(together), is_exact=False, price="; ".join(prices))
+        scene, changes, prices = apply(scene), (*changes, change), (*prices, price)
+        if len(changes) > 1:
+            look = looker.look(levers, scene=scene)
+            yield _suggestion(looker, choice, look, changes, is_exact=False, price="; ".join(prices))
         if looker.fits(look):
             break
-    yield from _shorter(looker, choice, free, scene, tuple(together))
-    yield from _shorter(looker, choice, free, looker.scene, ())
+    yield from _shorter(looker, choice, scene, changes, prices)
+    yield from _shorter(looker, choice, looker.scene, (), ())
+
+
+def _frugal(looker: Looker, choice: Choice) -> Levers:
+    """As the plan that does not fit, which has pulled what it may; but tiles cost most, and where all layers are recomputed help long rows only."""
+    levers = choice.look.levers
+    has_use = looker.scene.tokens >= _LONG or levers.recompute < looker.num_layers or choice.reasons["mlp_tiles"] == ASKED
+    return levers if has_use else replace(levers, mlp_tiles=1)
 
 
 _Change = tuple[str, str, Callable[[Scene], Scene]]
@@ -110,33 +125,29 @@ def _changes(scene: Scene) -> Iterator[_Change]:
         yield f"tuning.rank={rank}", "a smaller adapter", lambda s: replace(s, tuning=s.tuning.model_copy(update={"rank": rank}))
 
 
-def _shorter(looker: Looker, choice: Choice, free: Freedom, scene: Scene, before: tuple[str, ...]) -> Iterator[Suggestion]:
+def _shorter(looker: Looker, choice: Choice, scene: Scene, changes: tuple[str, ...], prices: tuple[str, ...]) -> Iterator[Found]:
     """The longest rows that fit: memory grows with every token, so two lengths show the border."""
-    frugal = free.most_frugal()
-    half = _cut(scene, scene.tokens // 2)
+    levers, half = _frugal(looker, choice), _cut(scene, scene.tokens // 2)
     if scene.tokens < 2 * _NO_LESS:
         return
-    whole, part = looker.look(frugal, scene=scene), looker.look(frugal, scene=half)
+    whole, part = looker.look(levers, scene=scene), looker.look(levers, scene=half)
     slope = (whole.peak_bytes - part.peak_bytes) / (scene.tokens - half.tokens)
     over = whole.peak_bytes - looker.target.budget_bytes
     if slope <= 0 or over <= 0:
         return
     tokens = int((scene.tokens - over / slope * 1.02) // 64 * 64)
-    if tokens < _NO_LESS:
-        return
-    look = looker.look(frugal, scene=_cut(scene, tokens))
-    changes = (*before, f"data.max_tokens={tokens}", "data.too_long=drop")
-    yield _suggestion(
-        looker, choice, look, changes, is_exact=False, price="; ".join((*(["all of the above"] if before else []), "longer rows are left out"))
-    )
+    if tokens >= _NO_LESS:
+        look = looker.look(levers, scene=_cut(scene, tokens))
+        more = (f"data.max_tokens={tokens}", "data.too_long=drop")
+        yield _suggestion(looker, choice, look, (*changes, *more), is_exact=False, price="; ".join((*prices, "longer rows are left out")))
 
 
 def _cut(scene: Scene, tokens: int) -> Scene:
     return replace(scene, tokens=tokens, supervised=min(scene.supervised, tokens - 1))
 
 
-def _suggestion(looker: Looker, choice: Choice, look: Look, changes: tuple[str, ...], *, is_exact: bool, price: str) -> Suggestion:
-    return Suggestion(
+def _suggestion(looker: Looker, choice: Choice, look: Look, changes: tuple[str, ...], *, is_exact: bool, price: str) -> Found:
+    found = Suggestion(
         changes=changes,
         saves_bytes=choice.look.peak_bytes - look.peak_bytes,
         peak_bytes=look.peak_bytes,
@@ -145,6 +156,7 @@ def _suggestion(looker: Looker, choice: Choice, look: Look, changes: tuple[str, 
         price=price,
         step_seconds=look.step_seconds if looker.target.rates else None,
     )
+    return found, look.step_seconds
 
 
 def _slower(choice: Choice, look: Look) -> str:

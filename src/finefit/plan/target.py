@@ -15,7 +15,9 @@ from finefit.rehearse.clock import Rates
 CONTEXT_BYTES = 816 << 20
 """Of CUDA and its libraries: 767 to 815 MiB were measured on an H200, the only card that it was measured on."""
 MARGIN = 0.0125
-"""Share of the reserved memory that is added: forecasts of reserved memory fell short by 1.0 % at worst (docs/memory.md)."""
+"""Share of the reserved memory that is added, beside MARGIN_BYTES: forecasts of reserved memory fell short by 1.0 % at worst (docs/memory.md)."""
+MARGIN_BYTES = 80 << 20
+"""Four pages of the allocator: of small models a few pages are more than a per cent."""
 CPU_MARGIN = 0.03
 USABLE = 0.98
 """Of what a driver reports, what CUDA programs are given: 98 to 99.5 % on the cards whose own figures are known."""
@@ -38,6 +40,7 @@ class Target:
     price_per_hour: float | None
     context_bytes: int
     margin: float
+    margin_bytes: int
     notes: tuple[str, ...]
 
 
@@ -65,6 +68,7 @@ def _named(request: CardRequest) -> Target:
         price_per_hour=request.price_per_hour,
         context_bytes=CONTEXT_BYTES,
         margin=MARGIN,
+        margin_bytes=MARGIN_BYTES,
         notes=_generation_notes(kind) if kind else ("a bare size says nothing of a card's generation: bf16 and flash attention are assumed",),
     )
 
@@ -96,6 +100,7 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
         price_per_hour=request.price_per_hour,
         context_bytes=psutil.Process().memory_info().rss,  # torch and transformers, as in a worker
         margin=CPU_MARGIN,
+        margin_bytes=0,
         notes=(f"{machine.cpu_model}, {machine.num_cores} cores; rates measured on it",),
     )
 

@@ -27,7 +27,8 @@ MIN_ROOM = 24
 LOOKS = {
     "weights": ("W", "#4c78a8"),
     "activations": ("A", "#f58518"),
-    "optimizer state": ("O", "#b279a2"),
+    "optimizer": ("O", "#b279a2"),
+    "adapters": ("D", "#8cb4d8"),
     "gradients": ("G", "#54a24b"),
     "loss": ("L", "#eeca3b"),
     "temporary": ("T", "#72b7b2"),

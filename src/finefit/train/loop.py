@@ -110,10 +110,11 @@ def _one_step(live: Live, state: TrainState) -> TrainState:
 
 
 def _measure(live: Live) -> None:
-    """The longest rows, once, when the optimizer's state is there: what the card must hold is then known, at step 1 and not in the night.
-    Nothing is applied, and the random numbers go on as if it had not happened."""
-    longest = sorted(live.examples, key=lambda e: -len(e.tokens))[: 2 * live.stage.levers.micro_batch]
-    batches = micro_batches(longest[: live.stage.global_batch], micro_batch=live.stage.levers.micro_batch, pad=live.pad)
+    """The worst batch that there can be, once, when the optimizer's state is there: what the card must hold is then known, at step 1 and not in the
+    night. Nothing is applied, and the random numbers go on as if it had not happened."""
+    micro_batch = live.stage.levers.micro_batch
+    rows = min(2 * micro_batch, live.stage.global_batch, len(live.examples))
+    batches = micro_batches([_worst(live.examples)] * rows, micro_batch=micro_batch, pad=live.pad)
     random_before = random_state()
     optimizer_step(
         [_on_device(batch, live.stage.device) for batch in batches],
@@ -134,6 +135,13 @@ def _measure(live: Live) -> None:
     live.metrics.write(
         event="measured", step=1, foretold_bytes=found.foretold_bytes, measured_bytes=found.measured_bytes, error=round(found.error, 5)
     )
+
+
+def _worst(examples: Sequence[Example]) -> Example:
+    """As long as the longest, with as many supervised tokens as any: what the forecast is made for."""
+    tokens = max((e.tokens for e in examples), key=len)
+    supervised = max(sum(e.supervised[1:]) for e in examples)
+    return Example(tokens=tokens, supervised=tuple(at >= len(tokens) - supervised for at in range(len(tokens))))
 
 
 def _batches(live: Live, state: TrainState) -> list[Batch]:
