@@ -1,0 +1,37 @@
+"""Figures in documents are those of the committed results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_tables_and_the_plot_of_memory_are_made_from_the_committed_results(tmp_path: Path) -> None:
+    document, picture = tmp_path / "memory.md", tmp_path / "memory.svg"
+    document.write_text((ROOT / "docs/memory.md").read_text(encoding="utf-8"), encoding="utf-8")
+    subprocess.run([sys.executable, str(ROOT / "bench/memory_table.py"), str(document), str(picture)], check=True)
+    assert document.read_text(encoding="utf-8") == (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert picture.read_text() == (ROOT / "docs/memory.svg").read_text()
+
+
+def test_the_committed_forecasts_meet_their_goals() -> None:
+    rows = json.loads((ROOT / "bench/results/memory.json").read_text())
+    errors = {key: [abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows] for key in ("allocated_bytes", "reserved_bytes")}
+    peaks = [row["predicted"]["peak_bytes"] / row["measured"]["device_bytes"] - 1 for row in rows]
+    assert len(rows) >= 16
+    assert max(errors["allocated_bytes"]) < 0.005
+    assert max(errors["reserved_bytes"]) < 0.02
+    assert min(peaks) >= 0
+    assert sum(peaks) / len(peaks) < 0.02
+    assert all(row["capped"]["fits"] for row in rows if row["capped"])
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "bench/systems").glob("*.yaml")))
+def test_the_specs_of_the_five_systems_are_specs(name: str) -> None:
+    from finefit.spec.load import load_spec
+
+    assert load_spec(ROOT / "bench/systems" / name).model.kind == "shape"
