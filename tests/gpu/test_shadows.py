@@ -160,7 +160,7 @@ def test_a_product_in_four_bits_takes_what_was_foretold(bias: bool) -> None:
         layer = bitsandbytes.nn.Linear4bit(2048, 8192, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4")
         weight = torch.randn(8192, 2048, dtype=torch.bfloat16, device="cuda")
         layer.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer)
-        layer = layer.to("cuda", torch.bfloat16)
+        layer = layer.to("cuda", torch.bfloat16).requires_grad_(False)  # a frozen bias has no gradient to be summed
         del weight
         torch.cuda.reset_peak_memory_stats()
         return _through(lambda x: layer(x).clone(), make), layer

@@ -21,10 +21,12 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_a_restored_run_goes_on_bit_for_bit_dropout_included(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_restored_run_goes_on_bit_for_bit_dropout_included(kind: str, device: str, tmp_path: Path) -> None:
+    """`device` chooses the update: over lists on a CPU, one kernel on a card, which runs on a CPU's tensors too."""
     tuning: Tuning = Lora(kind="lora", rank=4, alpha=8, dropout=0.2) if kind == "lora" else FULL
     model = tuned(tuning, dropout=0.1)
-    optimizer = make_optimizer(model, ADAMW)
+    optimizer = make_optimizer(model, ADAMW, device=device)
     torch.manual_seed(3)
     _train(model, optimizer, 2)
     save_weights(model, tmp_path)
@@ -32,7 +34,7 @@ def test_a_restored_run_goes_on_bit_for_bit_dropout_included(kind: str, tmp_path
     losses = _train(model, optimizer, 2)
 
     other = tuned(tuning, dropout=0.1)
-    fresh = make_optimizer(other, ADAMW)
+    fresh = make_optimizer(other, ADAMW, device=device)
     torch.manual_seed(99)
     restore_weights(other, tmp_path)
     restore_state(tmp_path, other, fresh)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from finefit.artifacts.records import Forecast, GradientMap, Lengths, Suggestion
+from finefit.facts.cards import CARD_KINDS
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
-from finefit.plan.target import Target
+from finefit.plan.target import USABLE, Target
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, rehearse_generation, survey
 from finefit.rehearse.shard import Sharding
@@ -80,6 +81,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
     generation = _generation_bytes(spec, looker)
     disk = _checkpoint_bytes(spec, size) * (spec.save.keep + 2)
     peak = max(look.peak_bytes, generation + target.context_bytes)
+    suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, looker, peak)
     return Forecast(
         card=target.name,
         devices=target.count,
@@ -118,8 +120,8 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
             causes=look.rehearsed.causes,
             frozen=look.rehearsed.frozen,
         ),
-        suggestions=suggest(looker, choice) if not choice.fits else _smaller_answers(spec, looker, peak),
-        notes=(*target.notes, *_sharding_notes(looker), *_generation_notes(look, peak)),
+        suggestions=suggestions,
+        notes=(*target.notes, *_sharding_notes(looker), *_generation_notes(look, peak), *_larger_cards(target, choice, peak, suggestions)),
     )
 
 
@@ -164,6 +166,21 @@ def _smaller_answers(spec: Spec, looker: Looker, peak: int) -> tuple[Suggestion,
 
 def _generation_notes(look: Look, peak: int) -> tuple[str, ...]:
     return ("generating answers in the evaluation needs more than training does",) if peak > look.peak_bytes else ()
+
+
+def _larger_cards(target: Target, choice: Choice, peak: int, suggestions: tuple[Suggestion, ...]) -> tuple[str, ...]:
+    """Where nothing makes it fit: the smallest cards that hold it as it is, and with the best of the changes."""
+    if choice.fits or target.device == "cpu" or any(s.fits for s in suggestions):
+        return ()
+    least = min((s.peak_bytes for s in suggestions), default=peak)
+    needs = {"as it is": peak} | ({"with the best of these changes": least} if least < peak else {})
+    found = [f"{_smallest_card(num_bytes)} {words}" for words, num_bytes in needs.items()]
+    return (f"no change makes it fit on {target.name}; the smallest card that holds it: {', '.join(found)}",)
+
+
+def _smallest_card(num_bytes: int) -> str:
+    large = [kind for kind in CARD_KINDS if kind.memory_bytes * USABLE >= num_bytes and kind.has_bf16]
+    return min(large, key=lambda kind: kind.memory_bytes).name if large else "none in the table"
 
 
 def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:

@@ -139,13 +139,7 @@ def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     return (num_ids * width * 4 + num_ids // 10 * width * 4, 8 * num_ids * 8)
 
 
-def _biased_product(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """cuBLASLt adds the bias within the product, and takes a workspace for it."""
-    return (8 * _MIB,) if args[0].ndim == 1 and args[0].element_size() == 2 else ()
-
-
 _HIDDEN = {
-    _ATEN.addmm.default: _biased_product,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,

@@ -97,6 +97,10 @@ class Follower:
                     f"memory is not as planned: {gib(line['measured_bytes'])} reserved with the longest rows, {gib(line['foretold_bytes'])} foretold "
                     f"({line['error']:+.1%}); please report it"
                 )
+            case "worst_does_not_fit":
+                return (
+                    "the worst batch that these rows can form does not fit: a later step may run out of memory; lower levers.micro_batch"
+                )
             case "rolled_back":
                 return f"rolled back to step {line['step']}"
             case "left_out":

@@ -116,15 +116,22 @@ def _measure(live: Live) -> None:
     rows = min(2 * micro_batch, live.stage.global_batch, len(live.examples))
     batches = micro_batches([_worst(live.examples)] * rows, micro_batch=micro_batch, pad=live.pad)
     random_before = random_state()
-    optimizer_step(
-        [_on_device(batch, live.stage.device) for batch in batches],
-        forward=live.forward,
-        objective=live.objective,
-        optimizer=live.optimizer,
-        clip=None,
-        decide=lambda _: False,
-    )
-    restore_random(random_before)
+    try:
+        optimizer_step(
+            [_on_device(batch, live.stage.device) for batch in batches],
+            forward=live.forward,
+            objective=live.objective,
+            optimizer=live.optimizer,
+            clip=None,
+            decide=lambda _: False,
+        )
+    except torch.OutOfMemoryError:  # no row need be as long as the longest and as much supervised as any, so training may go on all the same
+        live.metrics.write(event="worst_does_not_fit", step=1, foretold_bytes=live.stage.foretold_bytes)
+        live.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        return
+    finally:
+        restore_random(random_before)
     kind = find_kind(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
     found = Measurement(
         card=kind.name if kind else torch.cuda.get_device_name(),
