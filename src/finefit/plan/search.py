@@ -87,10 +87,8 @@ def _depths(num_layers: int) -> tuple[int, ...]:
 
 
 def choose(looker: Looker, freedom: Freedom) -> Choice:
-    found = _fastest(looker, freedom)
-    if found is None:
-        found = _frugal(looker, freedom)
-    for levers in _ever_smaller(found, freedom):
+    """Candidates in the order of their speed; the first whose full rehearsal fits."""
+    for levers in _candidates(looker, freedom):
         verified = looker.look(levers, is_quick=False)
         if looker.fits(verified):
             return Choice(look=verified, fits=True, reasons=_reasons(looker, freedom, verified))
@@ -98,16 +96,33 @@ def choose(looker: Looker, freedom: Freedom) -> Choice:
     return Choice(look=last, fits=looker.fits(last), reasons=_reasons(looker, freedom, last))
 
 
-def _fastest(looker: Looker, freedom: Freedom) -> Levers | None:
-    """None where even one recomputed row does not fit without the dearer levers."""
-    best: Look | None = None
+def _candidates(looker: Looker, freedom: Freedom) -> Iterator[Levers]:
+    """The fastest first, refined; then what needs a little less, again the fastest first; last the dearer levers."""
+    plain = sorted(_by_micro_batch(looker, freedom), key=lambda look: look.step_seconds)
+    if plain:
+        best = _refined(looker, freedom, plain[0])
+        yield best.levers
+        others = [*_a_little_less(looker, freedom, best), *(_refined(looker, freedom, look) for look in plain[1:3])]
+        yield from (look.levers for look in sorted(others, key=lambda look: look.step_seconds))
+        yield from (replace(look.levers, recompute=freedom.recompute[-1], loss_chunk=freedom.loss_chunk[-1]) for look in plain)
+    yield _frugal(looker, freedom)
+
+
+def _by_micro_batch(looker: Looker, freedom: Freedom) -> Iterator[Look]:
+    """Each with as few recomputed layers as fit, up to the first that does not fit at all."""
+    best = float("inf")
     for micro_batch in freedom.micro_batch:
         found = _fewest_recomputed(looker, freedom, micro_batch)
         if found is None:
-            break
-        if best is None or found.step_seconds < _WORTH * best.step_seconds:
-            best = found
-    return None if best is None else _refined(looker, freedom, best).levers
+            return
+        if found.step_seconds < _WORTH * best:  # a larger micro-batch has to be worth its memory
+            yield found
+        best = min(best, found.step_seconds)
+
+
+def _a_little_less(looker: Looker, freedom: Freedom, best: Look) -> Iterator[Look]:
+    deeper = [k for k in freedom.recompute if k > best.levers.recompute]
+    yield from (looker.look(replace(best.levers, recompute=k)) for k in deeper[:3])
 
 
 def _fewest_recomputed(looker: Looker, freedom: Freedom, micro_batch: int) -> Look | None:
@@ -158,19 +173,6 @@ def _frugal(looker: Looker, freedom: Freedom) -> Levers:
         if looker.fits(looker.look(levers)):
             return levers
     return freedom.most_frugal()
-
-
-def _ever_smaller(levers: Levers, freedom: Freedom) -> Iterator[Levers]:
-    """The choice, then what needs a little less each time."""
-    yield levers
-    deeper = [k for k in freedom.recompute if k > levers.recompute]
-    yield from (replace(levers, recompute=k) for k in deeper[:3])
-    if deeper:
-        yield replace(levers, recompute=deeper[-1])
-    if levers.loss_chunk is None and freedom.loss_chunk[-1] is not None:
-        yield replace(levers, recompute=freedom.recompute[-1], loss_chunk=freedom.loss_chunk[-1], keep_attention=freedom.keep_attention[0])
-    smaller = [b for b in freedom.micro_batch if b < levers.micro_batch]
-    yield from (replace(freedom.levers(b, freedom.recompute[-1]), offload=levers.offload, mlp_tiles=levers.mlp_tiles) for b in reversed(smaller[-2:]))
 
 
 def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:

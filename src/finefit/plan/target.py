@@ -80,7 +80,11 @@ def _here(card: Card, request: CardRequest) -> Target:
     kind = find_kind(card.name, card.memory_bytes)
     others = [f"{p.name} (pid {p.pid}) holds {_size(p.memory_bytes)} of the card" for p in read_card_processes()]
     bare = _named(replace(request, text=card.name, kind=kind, memory_bytes=card.memory_bytes, count=1))
-    return replace(bare, budget_bytes=int(card.free_bytes * USABLE), notes=(*bare.notes, *others))
+    major, _, minor = (card.compute_capability or "").partition(".")
+    capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else bare.capability
+    unknown = () if kind else (f"{card.name} is not in the table of cards: no time is foretold",)
+    notes = (*(bare.notes if kind else ()), *unknown, *others)
+    return replace(bare, budget_bytes=int(card.free_bytes * USABLE), capability=capability, notes=notes)
 
 
 def _size(num_bytes: int | None) -> str:

@@ -42,7 +42,8 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1) or 1
     first_dense = getattr(text, "first_k_dense_replace", 0) or 0
     is_dense = [at in dense or (at + 1) % every != 0 or at < first_dense for at in range(len(kinds))]
-    return [f"{kind} dense" if plain else kind for kind, plain in zip(kinds, is_dense, strict=True)]
+    turned = list(getattr(text, "no_rope_layers", None) or [1] * len(kinds))  # a layer without rotary embedding is marked by 0
+    return [kind + " dense" * plain + " unturned" * (not turns) for kind, plain, turns in zip(kinds, is_dense, turned, strict=True)]
 
 
 def runs_of(kinds: Sequence[str], recompute: int) -> tuple[Run, ...]:
@@ -65,7 +66,9 @@ def cut(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """The same config with other layers."""
     short = dict(config, num_hidden_layers=len(kinds))
     if config.get("layer_types"):
-        short["layer_types"] = [kind.removesuffix(" dense") for kind in kinds]
+        short["layer_types"] = [kind.split(" ")[0] for kind in kinds]
     if config.get("mlp_only_layers"):
-        short["mlp_only_layers"] = [at for at, kind in enumerate(kinds) if kind.endswith(" dense")]
+        short["mlp_only_layers"] = [at for at, kind in enumerate(kinds) if " dense" in kind]
+    if config.get("no_rope_layers"):
+        short["no_rope_layers"] = [int(" unturned" not in kind) for kind in kinds]
     return short

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -221,8 +222,10 @@ def read_config(values: dict[str, Any]) -> PretrainedConfig:
         raise ModelError("the model's config has no model_type, so its architecture is unknown", "take the config.json that belongs to the model")
     try:
         return AutoConfig.for_model(**given)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"the model's config cannot be read: {error}", "`finefit doctor` shows the installed versions") from error
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ModelError(
+            f"the model's config cannot be read: {' '.join(str(error).split())}", "`finefit doctor` shows the installed versions"
+        ) from error
 
 
 def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
@@ -238,7 +241,7 @@ def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
         stack.enter_context(torch.device("meta"))
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RuntimeError) as error:
             raise ModelError(f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model") from error
         if base_bits(scene.tuning):
             quantise(model, model.get_output_embeddings())

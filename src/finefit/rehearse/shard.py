@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
-from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Trace
+from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Trace
 
 Sharding = Literal["none", "ddp", "zero2", "zero3"]
 _DIVIDED: dict[Sharding, set[str]] = {
@@ -25,7 +25,7 @@ def sharded(trace: Trace, sharding: Sharding, count: int) -> Trace:
         else block
         for ident, block in enumerate(trace.blocks)
     ]
-    extra = _BUCKET_BYTES + (2 * _largest_layer(trace) if sharding == "zero3" else 0)
+    extra = _BUCKET_BYTES + (_whole_bytes(trace) if sharding == "zero3" else 0)
     return replace(
         trace,
         blocks=[*blocks, Block(extra, "workspace", "", "buckets", OUTSIDE)],
@@ -35,9 +35,12 @@ def sharded(trace: Trace, sharding: Sharding, count: int) -> Trace:
     )
 
 
-def _largest_layer(trace: Trace) -> int:
+def _whole_bytes(trace: Trace) -> int:
+    """Two layers, or the largest matrix outside of them: embedding and head are whole one after the other."""
     held: dict[int, int] = {}
+    alone = 0
     for ident, block in enumerate(trace.blocks):
-        if block.instant == "load" and block.operation != WARM_UP and trace.category(ident) in ("weights", "adapters"):
+        if block.operation == LOADED and trace.category(ident) in ("weights", "adapters"):
             held[block.unit] = held.get(block.unit, 0) + block.num_bytes
-    return max(held.values(), default=0)
+            alone = max(alone, block.num_bytes if block.unit == OUTSIDE else 0)
+    return max(2 * max((size for unit, size in held.items() if unit != OUTSIDE), default=0), alone)

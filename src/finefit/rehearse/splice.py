@@ -72,6 +72,7 @@ def _repeat(trace: Trace, start: int, period: int, missing: int) -> Trace:
 
     visits = _visits(trace, [unit_of(layer) for layer in trace.units])
     names = _names(trace, visits)
+    _require_equal(trace, names)
     copies = _Copies(trace, names, missing, period, start)
     out = Trace(blocks=copies.blocks, categories=copies.categories, host_bytes=trace.host_bytes)
     for at, visit in enumerate(visits):
@@ -139,6 +140,13 @@ def _names(trace: Trace, visits: list[_Visit]) -> dict[int, _Name]:
         names |= {ident: (visit.unit, (span, count[visit.unit, span], place)) for place, ident in enumerate(fresh)}
         count[visit.unit, span] += 1
     return names
+
+
+def _require_equal(trace: Trace, names: dict[int, _Name]) -> None:
+    """The repeated unit and the one after it allocate the same, block by block."""
+    first, second = ({name: trace.blocks[ident].num_bytes for ident, (unit, name) in names.items() if unit == number} for number in (1, 2))
+    if first != second:
+        raise NotRegular(f"{len(first.items() ^ second.items())} allocations of two equal layers differ")
 
 
 class _Copies:

@@ -1,0 +1,205 @@
+"""The levers that a budget asks for, on invented cards; one model, few layers executed, each candidate rehearsed once."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from finefit.facts.cards import parse_card
+from finefit.facts.machine import read_machine
+from finefit.plan.look import Looker
+from finefit.plan.search import Choice, choose, freedom_of
+from finefit.plan.suggest import suggest
+from finefit.plan.target import Target, find_target
+from finefit.rehearse.allocator import replay
+from finefit.rehearse.depth import rehearse_depth
+from finefit.rehearse.rehearsal import Rehearsed, Scene, survey
+from finefit.spec.load import parse_spec
+from finefit.spec.schema import Levers, Lora, Tuning
+from tests.rehearse.conftest import FULL, make_config, make_scene
+
+GIB = 2**30
+ROWS, LAYERS, TOKENS = 2, 9, 2048
+CONFIG = make_config("llama-3.2-1b", layers=LAYERS)
+ADAPTED = Lora(kind="lora", rank=64, targets=("q_proj", "down_proj"))
+MEMO: dict[str, Rehearsed] = {}
+SPEC = """\
+name: searched
+model: {kind: folder, path: model}
+tuning: {kind: lora, rank: 64, alpha: 128, targets: [q_proj, down_proj]}
+data: {train: [{path: train.jsonl}]}
+optimizer: {lr: 1e-4}
+"""
+FULL_SPEC = SPEC.replace("{kind: lora, rank: 64, alpha: 128, targets: [q_proj, down_proj]}", "{kind: full}")
+
+
+def _target(budget_gib: float, *, has_rates: bool = True) -> Target:
+    """A card that only has more or less memory than an RTX 4090."""
+    card = find_target(parse_card("RTX 4090"), read_machine(), "auto")
+    return replace(card, budget_bytes=int(budget_gib * GIB), rates=card.rates if has_rates else None)
+
+
+def _scene(tuning: Tuning = ADAPTED) -> Scene:
+    return make_scene(CONFIG, tuning=tuning, tokens=TOKENS, supervised=1024)
+
+
+@cache
+def _chosen(budget_gib: float, tuning: Tuning = ADAPTED, has_rates: bool = True, **asked: Any) -> tuple[Looker, Choice]:
+    looker = Looker(scene=_scene(tuning), target=_target(budget_gib, has_rates=has_rates), rows_per_step=ROWS, memo=MEMO)
+    freedom = freedom_of(Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda")
+    return looker, choose(looker, freedom)
+
+
+LADDER = (40, 7, 4.5, 3.6, 3)
+"""GiB: from room for everything to less than the most frugal levers need."""
+FIXED: dict[str, Any] = {"micro_batch": 2, "recompute": "none", "offload": "none", "mlp_tiles": 1, "keep_attention": False}
+
+
+def test_a_large_budget_keeps_all_layers_and_the_loss_in_one_piece() -> None:
+    _, choice = _chosen(LADDER[0])
+    levers = choice.look.levers
+    assert choice.fits
+    assert (levers.micro_batch, levers.recompute, levers.loss_chunk) == (ROWS, 0, None)
+    assert (levers.offload, levers.mlp_tiles, levers.keep_attention) == (False, 1, False)
+
+
+@pytest.mark.parametrize("budget", LADDER)
+def test_a_choice_fits_where_it_says_so_by_a_whole_rehearsal(budget: float) -> None:
+    looker, choice = _chosen(budget)
+    assert choice.fits == (choice.look.peak_bytes <= looker.target.budget_bytes)
+    assert not choice.look.scene.is_quick
+    assert choice.look.replay.reserved_bytes + looker.target.context_bytes <= choice.look.peak_bytes
+
+
+def test_the_ladder_ends_with_a_budget_that_nothing_fits() -> None:
+    assert [_chosen(budget)[1].fits for budget in LADDER] == [True] * (len(LADDER) - 1) + [False]
+
+
+def test_smaller_budgets_are_met_with_smaller_plans() -> None:
+    peaks = [_chosen(budget)[1].look.peak_bytes for budget in LADDER]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_cheap_levers_are_pulled_before_dear_ones() -> None:
+    """Rows and recomputed layers first; offloading and tiles only where every layer of a single row is computed again, in the smallest chunks."""
+    chosen = [_chosen(budget)[1].look.levers for budget in LADDER]
+    assert chosen[1].micro_batch < chosen[0].micro_batch or chosen[1].recompute > chosen[0].recompute
+    assert all(more.micro_batch >= less.micro_batch or more.recompute < less.recompute for more, less in pairwise(chosen))
+    dear = [levers for levers in chosen if levers.offload or levers.mlp_tiles > 1]
+    assert dear
+    assert {(levers.micro_batch, levers.recompute, levers.loss_chunk) for levers in dear} == {(1, LAYERS, 256)}
+
+
+def test_frugal_levers_cost_time() -> None:
+    seconds = [_chosen(budget)[1].look.step_seconds for budget in LADDER]
+    assert seconds == sorted(seconds)
+
+
+def test_more_memory_is_never_slower() -> None:
+    assert _chosen(5)[1].look.step_seconds <= 1.01 * _chosen(4.5)[1].look.step_seconds
+
+
+@pytest.mark.parametrize("budget", LADDER)
+def test_the_global_batch_is_never_changed(budget: float) -> None:
+    look = _chosen(budget)[1].look
+    assert look.accumulation == -(-ROWS // look.levers.micro_batch)
+    assert look.levers.micro_batch <= ROWS <= look.levers.micro_batch * look.accumulation
+    assert look.scene.accumulates == (look.accumulation > 1)
+
+
+@pytest.mark.parametrize("budget", LADDER)
+def test_lossy_levers_are_never_pulled_by_themselves(budget: float) -> None:
+    scene = _chosen(budget)[1].look.scene
+    assert (scene.tuning, scene.optimizer, scene.tokens, scene.supervised) == (ADAPTED, _scene().optimizer, TOKENS, 1024)
+    assert (scene.precision, scene.config) == ("bf16", CONFIG)
+
+
+@pytest.mark.parametrize("budget", [40, 4.2])
+def test_fixed_levers_stay_as_they_are_asked_for(budget: float) -> None:
+    """Also where they do not fit; what is free is still searched."""
+    _, choice = _chosen(budget, **FIXED)
+    levers = choice.look.levers
+    assert (levers.micro_batch, levers.recompute, levers.offload, levers.mlp_tiles, levers.keep_attention) == (2, 0, False, 1, False)
+    assert {choice.reasons[name] for name in FIXED} == {"asked for"}
+    assert choice.reasons["loss_chunk"].startswith("searched")
+    assert choice.fits == (budget == 40)
+
+
+def test_every_lever_has_a_reason() -> None:
+    reasons = _chosen(LADDER[0])[1].reasons
+    assert set(reasons) >= set(Levers.model_fields) - {"adapter_inputs"}
+    assert all(reasons.values())
+
+
+def test_a_card_without_rates_is_searched_too() -> None:
+    _, choice = _chosen(LADDER[0], has_rates=False)
+    assert choice.fits
+    assert choice.look.levers == _chosen(LADDER[0])[1].look.levers
+
+
+def test_the_choice_is_what_the_whole_depth_takes() -> None:
+    """Rehearsed anew, with nothing remembered."""
+    look = _chosen(LADDER[1])[1].look
+    assert replay(rehearse_depth(look.scene).trace.stream()) == look.replay
+
+
+# suggestions
+
+
+def test_a_plan_that_fits_has_no_suggestions() -> None:
+    looker, choice = _chosen(LADDER[0])
+    assert suggest(looker, choice) == ()
+
+
+def test_fixed_levers_are_suggested_to_be_let_go_before_anything_lossy() -> None:
+    looker, choice = _chosen(4.2, **FIXED)
+    found = suggest(looker, choice)
+    assert found[0].fits
+    assert found[0].is_exact
+    assert all(change.startswith("levers.") for suggestion in found if suggestion.is_exact for change in suggestion.changes)
+
+
+def test_what_fits_stands_before_what_does_not_and_exact_before_lossy() -> None:
+    looker, choice = _chosen(4.2, **FIXED)
+    for found in (suggest(looker, choice), suggest(*_chosen(LADDER[-1]))):
+        order = [(not suggestion.fits, not suggestion.is_exact) for suggestion in found]
+        assert order
+        assert order == sorted(order)
+
+
+def test_where_no_exact_lever_is_left_lossy_changes_are_suggested() -> None:
+    found = suggest(*_chosen(LADDER[-1]))
+    assert any(suggestion.fits for suggestion in found)
+    assert not any(suggestion.is_exact for suggestion in found)
+
+
+def test_a_budget_below_the_weights_does_not_fit_and_nothing_is_said_to_make_it_fit() -> None:
+    """Not even packed weights: what is suggested brings it nearer, and says that it does not fit."""
+    budget = survey(_scene()).weight_bytes / GIB / 2
+    looker, choice = _chosen(budget)
+    assert not choice.fits
+    assert not any(suggestion.fits for suggestion in suggest(looker, choice))
+
+
+@pytest.mark.parametrize(
+    ("budget", "tuning", "asked", "spec"),
+    [
+        (3, ADAPTED, {}, SPEC),
+        (4.2, ADAPTED, FIXED, SPEC),
+        (10, FULL, FIXED | {"micro_batch": 1, "recompute": "all", "loss_chunk": "none"}, FULL_SPEC),
+    ],
+    ids=["free", "fixed", "full"],
+)
+def test_every_suggestion_can_be_set_and_says_what_it_saves(budget: float, tuning: Tuning, asked: dict[str, Any], spec: str) -> None:
+    looker, choice = _chosen(budget, tuning, **asked)
+    found = suggest(looker, choice)
+    assert found
+    plain = parse_spec(spec, where="spec")
+    for suggestion in found:
+        assert parse_spec(spec, where="spec", overrides=suggestion.changes) != plain
+        assert suggestion.saves_bytes == choice.look.peak_bytes - suggestion.peak_bytes
+        assert suggestion.fits == (suggestion.peak_bytes <= looker.target.budget_bytes)
+        assert suggestion.price
+        assert suggestion.is_exact == all(change.startswith("levers.") for change in suggestion.changes)
