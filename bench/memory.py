@@ -331,13 +331,15 @@ def build(scene: Scene) -> nn.Module:
     """Random weights where a loaded model's would lie, in the order and with the detours of loading."""
     from transformers import AutoModelForCausalLM
 
-    from finefit.model.attention import attention_here
+    from finefit.model.attention import choose_attention
     from finefit.model.load import base_bits, make_trainable, weight_dtype
 
     config = read_config(scene.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=weight_dtype(scene.precision, scene.tuning), attn_implementation=attention_here("cuda", scene.precision)
+            config,
+            dtype=weight_dtype(scene.precision, scene.tuning),
+            attn_implementation=choose_attention("cuda", torch.cuda.get_device_capability(), scene.precision, config),
         )
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     if base_bits(scene.tuning):

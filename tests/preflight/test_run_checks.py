@@ -16,12 +16,14 @@ from finefit.preflight.run import (
     examine,
     gradients_reach_every_trained_tensor,
     host_memory_suffices,
+    lossy_levers_are_available,
     memory_fits,
     something_is_saved_and_validated_inside_the_run,
     steps_see_every_row,
+    there_is_something_to_train,
     warm_up_ends_before_the_run,
 )
-from finefit.spec.schema import Spec
+from finefit.spec.schema import Lora, Spec
 
 SPEC: dict[str, Any] = {
     "name": "tiny",
@@ -242,15 +244,36 @@ def test_rows_that_were_not_counted_are_not_judged() -> None:
     assert examine(replace(short, total_steps=1)) == ()
 
 
+def test_eight_bit_moments_need_a_card() -> None:
+    found = asking(optimizer={"lr": 1e-4, "kind": "adamw_8bit"})
+    on_cpu = replace(found, forecast=replace(found.forecast, card="cpu"))
+    assert [f.problem for f in lossy_levers_are_available(on_cpu)] == ["optimizer.kind adamw_8bit needs a CUDA device"]
+    assert list(lossy_levers_are_available(found)) == []
+    assert "bitsandbytes" in next(lossy_levers_are_available(replace(found, has_bitsandbytes=False))).problem
+
+
+def test_a_shape_and_missing_files_cannot_be_trained() -> None:
+    shape = asking(model={"kind": "shape", "config": {"model_type": "llama"}})
+    found = replace(shape, missing_files=("train.jsonl", "test.jsonl"))
+    assert [f.problem for f in there_is_something_to_train(found)] == [
+        "a model of kind shape has no weights to train",
+        "train.jsonl is not there",
+        "test.jsonl is not there",
+    ]
+
+
 # all of them
 
 
 def test_every_check_runs_and_the_gravest_findings_come_first() -> None:
     broken = GradientMap(trainable=1, reached=0, unreached=("q",), frozen=("k.lora_B",))
     forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken)
-    found = replace(asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2), forecast=forecast)
-    findings = examine(found)
+    found = replace(
+        asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2), forecast=forecast, missing_files=("train.jsonl",), has_bitsandbytes=False
+    )
+    four_bits = Lora(kind="lora", base_bits=4)
+    findings = examine(replace(found, spec=found.spec.model_copy(update={"tuning": four_bits})))
     levels = [finding.level for finding in findings]
-    assert levels == ["error", "error", "error", "error", "error", "warning", "warning", "note"]
+    assert levels == [*["error"] * 7, "warning", "warning", "note"]
     assert levels == sorted(levels, key=LEVELS.index)
     assert len(findings) == len(CHECKS)

@@ -158,7 +158,7 @@ def test_the_processor_needs_no_workspace() -> None:
 # what the record holds
 
 RECORDED: dict[str, Scene] = {
-    "lora": _scene(validates=True),
+    "lora": _scene(validation=(100, 99)),
     "full": _scene(tuning=FULL, levers={"recompute": 2}),
     "turing": _scene(**TURING),
     "processor": _scene(**PROCESSOR),
@@ -185,7 +185,7 @@ def _frees_in_a_row_sorted(events: list[tuple[int, bool]]) -> list[list[tuple[in
 
 def test_validation_is_an_instant_of_its_own_and_keeps_nothing_for_backward() -> None:
     scene = _scene()
-    without, peaks = rehearse(scene).trace.peaks(), rehearse(replace(scene, validates=True)).trace.peaks()
+    without, peaks = rehearse(scene).trace.peaks(), rehearse(replace(scene, validation=(scene.tokens, scene.supervised))).trace.peaks()
     assert "validation" not in without
     assert {name: peaks[name] for name in without} == without
     assert 0 < peaks["validation"] < peaks["backward"]
@@ -196,13 +196,13 @@ def test_generation_holds_the_weights_and_the_cache_at_least(rows: int) -> None:
     """Keys and values of every layer, in 2 bytes, for prompt and answer."""
     scene = _scene(make_config(layers=4), tokens=448)
     cache = 2 * 4 * 3 * 64 * (448 + 63) * rows * 2
-    found = rehearse_generation(scene, rows=rows, new_tokens=64)
+    found = rehearse_generation(scene, rows=rows, prompt_tokens=scene.tokens, new_tokens=64)
     assert found >= survey(scene).weight_bytes + cache
     assert found < 2 * (survey(scene).weight_bytes + cache)
 
 
 def test_generation_takes_more_with_every_row_and_token() -> None:
     scene = _scene()
-    few = rehearse_generation(scene, rows=8, new_tokens=64)
-    assert few < rehearse_generation(scene, rows=64, new_tokens=64)
-    assert few < rehearse_generation(scene, rows=8, new_tokens=4096)
+    few = rehearse_generation(scene, rows=8, prompt_tokens=scene.tokens, new_tokens=64)
+    assert few < rehearse_generation(scene, rows=64, prompt_tokens=scene.tokens, new_tokens=64)
+    assert few < rehearse_generation(scene, rows=8, prompt_tokens=scene.tokens, new_tokens=4096)

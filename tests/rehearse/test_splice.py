@@ -50,7 +50,7 @@ SCENES: dict[str, Scene] = {
     "4 bits, optimizer in 8": _scene(tuning=Lora(kind="lora", rank=8, targets=("q_proj",), base_bits=4), optimizer=AdamW(lr=1e-4, kind="adamw_8bit")),
     "quick": _scene(is_quick=True, levers={"recompute": 6}),
     "quick, accumulating": _scene(is_quick=True, accumulates=True),
-    "validated": _scene(validates=True),
+    "validated": _scene(validation=(100, 99)),
     "processor": _scene(device="cpu", capability=(0, 0), precision="fp32"),
     "kinds of layers alternate": _scene(
         _config(10, **GEMMA, layer_types=_alternating(10)), tokens=128, supervised=127, is_quick=True, levers={"recompute": 10}

@@ -58,3 +58,10 @@ def test_keys_that_are_not_there_are_made_at_the_end() -> None:
 @pytest.mark.parametrize("override", ["tuning={kind: lora, rank: 64, alpha: 128}", "levers.keep_attention=true", "levers.loss_chunk=none", "seed=7"])
 def test_a_written_change_means_what_the_override_means(override: str) -> None:
     assert parse_spec(changed_text(TEXT, [override]), where="spec.yaml") == parse_spec(TEXT, where="spec.yaml", overrides=(override,))
+
+
+def test_an_item_of_a_list_is_changed_in_its_place() -> None:
+    text = "evaluate:\n- {task: exact_match, batch: 8} # all of them\n- task: json_match\n"
+    assert changed_text(text, ["evaluate.0.batch=1", "evaluate.1.batch=2"]) == (
+        "evaluate:\n- {task: exact_match, batch: 1} # all of them\n- task: json_match\n  batch: 2\n"
+    )

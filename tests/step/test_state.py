@@ -94,3 +94,16 @@ def test_state_bytes_before_the_first_step_are_those_of_the_moments_after_it(tun
     moments = {name: t for name, t in optimizer_tensors(model, optimizer).items() if not name.endswith("/step")}
     assert before == sum(t.numel() * t.element_size() for t in moments.values())
     assert len(moments) == 2 * len(trainable(model))
+
+
+def test_tables_that_all_parameters_share_are_saved(tmp_path: Path) -> None:
+    """8-bit AdamW keeps one table for all of them; a safetensors file refuses tensors that share memory."""
+    model = tuned(LORA)
+    optimizer = make_optimizer(model, ADAMW)
+    table = torch.arange(256.0)
+    for parameter in trainable(model).values():
+        moments = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("state1", "state2")}
+        optimizer.state[parameter] = {"step": 3, "qmap1": table, "qmap2": table, **moments}
+    save_state(tmp_path, model, optimizer)
+    saved = {name.rsplit("/", 1)[1] for name in optimizer_tensors(model, optimizer)}
+    assert saved == {"step", "qmap1", "qmap2", "state1", "state2"}

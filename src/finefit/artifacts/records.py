@@ -94,6 +94,10 @@ class Lengths:
     """The most that one row has."""
     mean_supervised: float
     source: str
+    validation: tuple[int, int] | None = None
+    """Tokens of the longest validation row, and the most that one has supervised; None where none were counted."""
+    prompt: int | None = None
+    """Tokens of the longest prompt to be answered in an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +260,10 @@ class Question:
     """A folder; None where rows or tokenizer are not there."""
     no_lengths: str = ""
     """Why not."""
+    budget_bytes: int | None = None
+    """The most that may be used of the card; None for all of it."""
+    card_index: int = 0
+    """Which of this machine's cards `auto` means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ def check(
 
         machine = read_machine()
         foretold = foresee(spec, target.resolve().parent, None, machine)
-        findings = findings_of(spec, foretold, machine, runs, foretold.total_steps)
+        findings = findings_of(spec, foretold, machine, target.resolve().parent, runs, foretold.total_steps)
     if as_json:
         typer.echo(json.dumps(check_document(findings, foretold), indent=2))
     else:

@@ -75,7 +75,7 @@ def _load(where: StageDir, stage: Stage, checkpoint: str) -> torch.nn.Module:
         path,
         device=stage.device,
         dtype=dtype,
-        attention=attention_here(stage.device, stage.precision),
+        attention=attention_here(stage.device, stage.precision, located.folder),
         bits=base_bits(stage.tuning),
     )
 

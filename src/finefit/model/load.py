@@ -75,7 +75,10 @@ def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str) -> PreT
                 target_modules=resolve_targets(model, tuning),
                 task_type="CAUSAL_LM",
             )
-            adapted = peft.get_peft_model(model, config)
+            try:
+                adapted = peft.get_peft_model(model, config)
+            except ValueError as error:  # layers that peft knows of and cannot adapt
+                raise ModelError(f"{type(model).__name__} cannot carry these adapters: {error}", "name others in tuning.targets") from error
             adapted.peft_config["default"].base_model_name_or_path = name
             adapted.peft_config["default"].inference_mode = False
             return adapted.train()

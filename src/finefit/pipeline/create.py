@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Check, DroppedRow, Facts, Plan, Run, SourceLedger, write_record
+from finefit.artifacts.records import Check, DroppedRow, Facts, Lengths, Plan, Run, SourceLedger, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
 from finefit.data.prepared import Prepared, prepare, write_examples, write_items
 from finefit.data.render import Renderer
@@ -68,9 +68,9 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     prepared = _prepare_data(where, opened)
     opened.renderer.tokenizer.save_pretrained(where.tokenizer)
     num_rows = len(prepared["train"].examples)
-    foretold = foresee(opened.spec, base, measured_lengths(prepared["train"].examples), machine)
+    foretold = foresee(opened.spec, base, _lengths(opened, prepared), machine)
     values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=num_rows, forecast=foretold)
-    findings = findings_of(opened.spec, foretold, machine, run.path, values["total_steps"].value)
+    findings = findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value)
     require_sound(findings)
     write_record(run.check, Check(findings=findings))
     files = {p.name: read_file(p, where.path).sha256 for p in sorted((where.path / "data").iterdir())}
@@ -79,6 +79,12 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     write_record(where.stage, stage)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_record(run.run, Run(name=spec.name, digest=opened.digest, finefit=__version__, created=now, status="prepared", overrides=overrides))
+
+
+def _lengths(opened: Opened, prepared: Mapping[str, Prepared]) -> Lengths:
+    validation = prepared["validation"].examples if "validation" in prepared else ()
+    prompts = [opened.renderer.prompt_tokens(row.prompt) for row in opened.rows.get("test", [])]
+    return measured_lengths(prepared["train"].examples, validation, prompts)
 
 
 def _prepare_data(where: StageDir, opened: Opened) -> dict[str, Prepared]:

@@ -32,11 +32,13 @@ _ROUNDED = 64 << 20
 """What is free on a card changes by a little all the time."""
 
 
-def forecast(spec: Spec, base: Path, cards: tuple[str, ...], *, lengths: Lengths | None = None) -> tuple[Forecast, ...]:
-    """One for each card. `lengths` where the rows are prepared already."""
+def forecast(
+    spec: Spec, base: Path, cards: tuple[str, ...], *, lengths: Lengths | None = None, budget_bytes: int | None = None
+) -> tuple[Forecast, ...]:
+    """One for each card. `lengths` where the rows are prepared already; `budget_bytes` where not all of a card may be used."""
     for card in cards:
         parse_card(card)  # a misspelt name is told before anything is read
-    question = _question(spec, base, cards, lengths)
+    question = replace(_question(spec, base, cards, lengths), budget_bytes=budget_bytes, card_index=visible_card())
     place = finefit_cache() / "forecasts" / f"{_key(question, spec, base)}.json"
     answer = _kept(place)
     if answer is None:
@@ -80,11 +82,32 @@ def _relevant(spec: Spec, *, is_counted: bool) -> Spec:
 
 def _key(question: Question, spec: Spec, base: Path) -> str:
     """Of everything that the answer depends on; where files lie does not matter."""
-    counted = [read_file(base / source.path, base).sha256 for source in spec.data.train] if question.tokenizer else []
-    tokenizer = [read_file(path, path.parent).sha256 for path in sorted(Path(question.tokenizer).glob("*token*"))] if question.tokenizer else []
-    here = [_machine()] if {"auto", "cpu"} & {card.split("@")[0] for card in question.cards} else []
-    content = [question.spec, question.config, question.cards, repr(question.lengths), question.no_lengths, counted, tokenizer, here, _versions()]
+    sources = [*spec.data.train, *(source for source in (spec.data.validation, spec.data.test) if source)]
+    counted = [read_file(base / s.path, base).sha256 for s in sources if (base / s.path).is_file()] if question.tokenizer else []
+    files = sorted(Path(question.tokenizer).iterdir()) if question.tokenizer else []
+    tokenizer = [read_file(path, path.parent).sha256 for path in files if path.is_file() and path.suffix != ".safetensors"]
+    requests = [parse_card(card) for card in question.cards]
+    here = [_machine()] if any(request.is_auto or request.is_cpu for request in requests) else []
+    limits = [question.budget_bytes, question.card_index]
+    content = [
+        question.spec,
+        question.config,
+        question.cards,
+        repr(question.lengths),
+        question.no_lengths,
+        counted,
+        tokenizer,
+        here,
+        limits,
+        _versions(),
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def visible_card() -> int:
+    """The first of the cards that CUDA_VISIBLE_DEVICES leaves, by its number; where it names cards otherwise, the first of all."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return int(first) if first.isdigit() else 0
 
 
 def _machine() -> list[object]:

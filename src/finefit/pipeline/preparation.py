@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from finefit.artifacts.records import Finding, Forecast, Lengths
-from finefit.errors import FindingError
+from finefit.errors import FindingError, SpecError
+from finefit.facts.cards import parse_card
 from finefit.facts.files import free_bytes
 from finefit.facts.machine import Machine
 from finefit.pipeline.forecasting import forecast
@@ -13,14 +14,20 @@ from finefit.spec.schema import Spec
 
 
 def foresee(spec: Spec, base: Path, lengths: Lengths | None, machine: Machine) -> Forecast:
-    """On the device that a run would get here; a card that the spec names is its budget."""
+    """On the device that a run would get here; of a card that the spec names only the size counts, as the most that may be used."""
+    asked = parse_card(spec.card)
+    if asked.count > 1:
+        raise SpecError(f"card: {spec.card} means several cards, and a run takes one", "plan for several with `finefit plan`, run with card: auto")
     device = device_of(spec, machine)
-    card = "cpu" if device == "cpu" else spec.card
-    (found,) = forecast(spec, base, (card,), lengths=lengths)
+    budget = asked.memory_bytes if device == "cuda" else None
+    if asked.kind is not None and device == "cuda":
+        budget = asked.kind.memory_bytes
+    (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths=lengths, budget_bytes=budget)
     return found
 
 
-def findings_of(spec: Spec, foretold: Forecast, machine: Machine, runs: Path, total_steps: int | None) -> tuple[Finding, ...]:
+def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, runs: Path, total_steps: int | None) -> tuple[Finding, ...]:
+    sources = [*spec.data.train, *(source for source in (spec.data.validation, spec.data.test) if source)]
     return examine(
         Preparation(
             spec=spec,
@@ -28,6 +35,8 @@ def findings_of(spec: Spec, foretold: Forecast, machine: Machine, runs: Path, to
             total_steps=total_steps,
             free_disk_bytes=free_bytes(runs),
             host_memory_bytes=machine.memory_bytes,
+            missing_files=tuple(source.path for source in sources if not (base / source.path).is_file()),
+            has_bitsandbytes=machine.versions.get("bitsandbytes") is not None,
         )
     )
 

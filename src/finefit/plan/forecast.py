@@ -43,8 +43,13 @@ def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target)
         tokens=lengths.longest,
         supervised=lengths.supervised,
         accumulates=False,
-        validates=spec.data.validation is not None,
+        validation=_validation(spec, lengths),
     )
+
+
+def _validation(spec: Spec, lengths: Lengths) -> tuple[int, int] | None:
+    """As counted, or where it was not as the training rows are."""
+    return (lengths.validation or (lengths.longest, lengths.supervised)) if spec.data.validation is not None else None
 
 
 def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
@@ -78,10 +83,10 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
     tokens = lengths.mean * _rows_per_step(spec, lengths)
     total = seconds * steps if seconds is not None and steps is not None else None
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
-    generation = _generation_bytes(spec, looker)
+    generation = _generation_bytes(spec, lengths, looker)
     disk = _checkpoint_bytes(spec, size) * (spec.save.keep + 2)
-    peak = max(look.peak_bytes, generation + target.context_bytes)
-    suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, looker, peak)
+    peak = max(look.peak_bytes, _held(target, generation))
+    suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
     return Forecast(
         card=target.name,
         devices=target.count,
@@ -92,7 +97,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
         reserved_bytes=reserved,
         context_bytes=target.context_bytes,
         margin_bytes=peak - reserved - target.context_bytes,
-        peak_instant=block.instant,
+        peak_instant=block.instant if peak == look.peak_bytes else "generation",
         peak_module=_placed(block),
         peak_operation=block.operation,
         components=trace.components(answer.peak_at),
@@ -147,18 +152,23 @@ def _total_steps(spec: Spec, lengths: Lengths) -> int | None:
     return (spec.schedule.epochs or 1) * math.ceil(lengths.num_rows / spec.global_batch)
 
 
-def _generation_bytes(spec: Spec, looker: Looker) -> int:
-    """Evaluations have a process of their own: prompts as long as the longest row, answers as long as the task allows."""
-    if not spec.evaluate:
-        return 0
-    return max(rehearse_generation(looker.scene, rows=e.batch, new_tokens=e.max_new_tokens) for e in spec.evaluate)
+def _held(target: Target, reserved: int) -> int:
+    """What a card must hold for a process that reserves so much; nothing for one that is not started."""
+    return reserved + int(reserved * target.margin) + target.margin_bytes + target.context_bytes if reserved else 0
 
 
-def _smaller_answers(spec: Spec, looker: Looker, peak: int) -> tuple[Suggestion, ...]:
+def _generation_bytes(spec: Spec, lengths: Lengths, looker: Looker, rows: int | None = None) -> int:
+    """Evaluations have a process of their own: the longest prompt, and answers as long as the task allows."""
+    prompt = lengths.prompt or lengths.longest
+    asked = [(rows or e.batch, e.max_new_tokens) for e in spec.evaluate]
+    return max((rehearse_generation(looker.scene, rows=n, prompt_tokens=prompt, new_tokens=new) for n, new in asked), default=0)
+
+
+def _smaller_answers(spec: Spec, lengths: Lengths, looker: Looker, peak: int) -> tuple[Suggestion, ...]:
     """Where training fits and answering does not: fewer answers at a time, which changes none of them."""
     if peak <= looker.target.budget_bytes:
         return ()
-    fewer = max(rehearse_generation(looker.scene, rows=1, new_tokens=e.max_new_tokens) for e in spec.evaluate) + looker.target.context_bytes
+    fewer = _held(looker.target, _generation_bytes(spec, lengths, looker, rows=1))
     changes = tuple(f"evaluate.{at}.batch=1" for at in range(len(spec.evaluate)))
     fits = fewer <= looker.target.budget_bytes
     return (Suggestion(changes=changes, saves_bytes=peak - fewer, peak_bytes=fewer, fits=fits, is_exact=True, price="slower evaluation"),)
@@ -198,4 +208,7 @@ def _sharding_notes(looker: Looker) -> tuple[str, ...]:
     if looker.sharding == "none":
         return ()
     words = {"ddp": "a whole copy on each (DDP)", "zero2": "gradients and optimizer state divided (ZeRO-2)", "zero3": "everything divided (ZeRO-3)"}
-    return (f"over {looker.target.count} cards: {words[looker.sharding]}; arithmetic on the rehearsed tensors, not measured on several cards",)
+    return (
+        f"over {looker.target.count} cards: {words[looker.sharding]}; arithmetic on the rehearsed tensors, without the time between cards",
+        "`run` trains on one card yet",
+    )

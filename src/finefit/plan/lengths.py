@@ -7,17 +7,23 @@ from finefit.artifacts.records import Lengths
 from finefit.data.prepared import prepare
 from finefit.data.render import Example, open_renderer
 from finefit.data.rows import read_rows
-from finefit.spec.schema import Data
+from finefit.spec.schema import Data, Source
 
 
 def count_lengths(data: Data, base: Path, tokenizer: Path) -> Lengths:
-    """Of the training rows that are used."""
-    rows = [row for source in data.train for row in read_rows(base / source.path, source.path)]
-    prepared = prepare(rows, open_renderer(tokenizer, data.template), split="train", max_tokens=data.max_tokens, too_long=data.too_long)
-    return measured_lengths(prepared.examples)
+    """Of the rows that are used; validation and test rows where their files are there."""
+    renderer = open_renderer(tokenizer, data.template)
+
+    def used(split: str, sources: Sequence[Source]) -> list[Example]:
+        rows = [row for source in sources for row in read_rows(base / source.path, source.path)]
+        return list(prepare(rows, renderer, split=split, max_tokens=data.max_tokens, too_long=data.too_long).examples)
+
+    validation = used("validation", (data.validation,)) if data.validation and (base / data.validation.path).is_file() else []
+    test = read_rows(base / data.test.path, data.test.path) if data.test and (base / data.test.path).is_file() else []
+    return measured_lengths(used("train", data.train), validation, [renderer.prompt_tokens(row.prompt) for row in test])
 
 
-def measured_lengths(examples: Sequence[Example]) -> Lengths:
+def measured_lengths(examples: Sequence[Example], validation: Sequence[Example] = (), prompts: Sequence[Sequence[int]] = ()) -> Lengths:
     supervised = [sum(e.supervised[1:]) for e in examples]
     return Lengths(
         num_rows=len(examples),
@@ -26,6 +32,8 @@ def measured_lengths(examples: Sequence[Example]) -> Lengths:
         supervised=max(supervised),
         mean_supervised=sum(supervised) / len(examples),
         source="counted",
+        validation=(max(len(e.tokens) for e in validation), max(sum(e.supervised[1:]) for e in validation)) if validation else None,
+        prompt=max(map(len, prompts)) if prompts else None,
     )
 
 

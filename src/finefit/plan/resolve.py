@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from finefit.artifacts.records import Forecast, Inputs, Resolved, Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
+from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine
 from finefit.spec.every import Interval
 from finefit.spec.schema import Full, Spec
@@ -96,9 +97,9 @@ def _device(spec: Spec, machine: Machine, asked: Resolved) -> Resolved:
     match spec.device:
         case "cpu":
             return asked
-        case "cuda" if spec.card == "cpu":
+        case "cuda" if parse_card(spec.card).is_cpu:
             raise SpecError("device: cuda and card: cpu contradict each other", "remove one of them")
-        case "auto" if spec.card == "cpu":
+        case "auto" if parse_card(spec.card).is_cpu:
             return Resolved(value="cpu", source="card: cpu")
         case "cuda" if not has_cuda:
             reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"

@@ -114,7 +114,7 @@ def _changes(scene: Scene) -> Iterator[_Change]:
     if scene.device == "cuda" and scene.optimizer.kind == "adamw":
         eight = scene.optimizer.model_copy(update={"kind": "adamw_8bit"})
         yield "optimizer.kind=adamw_8bit", "moments in 8 bits", lambda s: replace(s, optimizer=eight)
-    if scene.device == "cuda" and scene.precision == "bf16" and not (isinstance(tuning, Lora) and tuning.base_bits):
+    if scene.device == "cuda" and scene.precision == "bf16" and isinstance(tuning, Lora) and tuning.base_bits is None:
         yield (
             "tuning.base_bits=4",
             "frozen weights in 4 bits, slower products",

@@ -3,6 +3,7 @@
 import faulthandler
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from finefit.artifacts.records import Answer, Failure, Forecast, Question, read_record, write_record
@@ -18,7 +19,10 @@ from finefit.spec.load import spec_from_json
 
 def answer(question: Question) -> list[Forecast]:
     spec, machine = spec_from_json(question.spec), read_machine()
+    machine = replace(machine, cards=machine.cards[question.card_index :])
     targets = [find_target(parse_card(card), machine, spec.precision) for card in question.cards]
+    if question.budget_bytes is not None:
+        targets = [replace(target, budget_bytes=min(target.budget_bytes, question.budget_bytes)) for target in targets]
     lengths = question.lengths
     if lengths is None and question.tokenizer is not None:
         lengths = count_lengths(spec.data, Path(question.base), Path(question.tokenizer))

@@ -10,7 +10,7 @@ from finefit.data.order import steps_per_epoch
 from finefit.preflight.machine import LEVELS
 from finefit.rehearse.gradients import grouped
 from finefit.spec.every import Interval
-from finefit.spec.schema import Spec
+from finefit.spec.schema import Lora, ShapeModel, Spec
 
 TIGHT = 0.9
 """Share of the host's memory beyond which other programs push a run into swapping."""
@@ -25,6 +25,28 @@ class Preparation:
     free_disk_bytes: int
     """Where the run directory will lie."""
     host_memory_bytes: int
+    missing_files: tuple[str, ...] = ()
+    """Data files that the spec names and that are not there."""
+    has_bitsandbytes: bool = True
+
+
+def there_is_something_to_train(found: Preparation) -> Iterator[Finding]:
+    if isinstance(found.spec.model, ShapeModel):
+        yield Finding(level="error", problem="a model of kind shape has no weights to train", remedy="plan it, or name a model that has weights")
+    for path in found.missing_files:
+        yield Finding(level="error", problem=f"{path} is not there", remedy="paths are relative to the spec file")
+
+
+def lossy_levers_are_available(found: Preparation) -> Iterator[Finding]:
+    """What bitsandbytes does needs it, and its optimizer a CUDA device."""
+    is_cpu, tuning = found.forecast.card == "cpu", found.spec.tuning
+    is_eight_bit = found.spec.optimizer.kind == "adamw_8bit"
+    if is_eight_bit and is_cpu:
+        yield Finding(level="error", problem="optimizer.kind adamw_8bit needs a CUDA device", remedy="set optimizer.kind: adamw")
+    is_four_bit = isinstance(tuning, Lora) and tuning.base_bits is not None
+    if (is_four_bit or (is_eight_bit and not is_cpu)) and not found.has_bitsandbytes:
+        asked = "tuning.base_bits" if is_four_bit else "optimizer.kind adamw_8bit"
+        yield Finding(level="error", problem=f"{asked} needs bitsandbytes, which is not installed", remedy="pip install 'finefit[gpu]'")
 
 
 def gradients_reach_every_trained_tensor(found: Preparation) -> Iterator[Finding]:
@@ -136,6 +158,8 @@ def _epoch(found: Preparation) -> int | None:
 
 
 CHECKS: tuple[Callable[[Preparation], Iterator[Finding]], ...] = (
+    there_is_something_to_train,
+    lossy_levers_are_available,
     gradients_reach_every_trained_tensor,
     adapters_are_trained,
     memory_fits,

@@ -6,8 +6,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from finefit.errors import ModelError
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config, rehearse
-from finefit.rehearse.splice import NotRegular, Run, stretch
+from finefit.rehearse.splice import NotRegular, Run, check_whole, stretch
 
 
 def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Rehearsed:
@@ -16,6 +17,8 @@ def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Re
     `memo` keeps what was executed: another number of recomputed layers needs the same few."""
     memo = {} if memo is None else memo
     kinds = layer_kinds(read_config(scene.config))
+    if not kinds or scene.levers.recompute > len(kinds):
+        raise ModelError(f"levers.recompute is {scene.levers.recompute}, but the model has {len(kinds)} layers", "lower it, or say `all`")
     runs = runs_of(kinds, scene.levers.recompute)
     kept = _rehearsed_layers(runs)
     levers = replace(scene.levers, recompute=sum(layer < scene.levers.recompute for layer in kept))
@@ -30,6 +33,8 @@ def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Re
     try:
         trace = stretch(found.trace, runs)
     except NotRegular:
+        return rehearse(scene)
+    if any(check_whole(trace)):
         return rehearse(scene)
     trace.host_bytes = found.trace.host_bytes * scene.levers.recompute // max(1, levers.recompute)
     return replace(found, trace=trace)

@@ -5,19 +5,19 @@ Two optimizer steps: the first allocates the optimizer's state, the second is th
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
+from finefit.model.attention import caps_scores
 from finefit.model.load import base_bits, make_trainable, weight_dtype
 from finefit.objective.batch import Batch
 from finefit.objective.sft import sft
@@ -34,6 +34,7 @@ from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 
 _ATTENTION = "rehearsed"
+_STRETCHED_ROPE = ("longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ class Scene:
     """Of a row's tokens."""
     accumulates: bool
     """Whether a step has more than one micro-batch: gradients then wait while the next one is computed."""
-    validates: bool = False
+    validation: tuple[int, int] | None = None
+    """Tokens and supervised tokens of the longest validation row; None where there are none."""
     is_quick: bool = False
     """One micro-batch with gradients and optimizer state already there: enough to compare, a little off in what the allocator holds, and without a
     gradient map."""
@@ -153,12 +155,12 @@ def _steps(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, rec
             raise _untraceable(model, recorder, error) from error
         recorder.name((t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)), "optimizer")
         del batches
-    if scene.validates:
-        _validate(scene, model, forward, recorder)
+    if scene.validation is not None:
+        _validate(replace(scene, tokens=scene.validation[0], supervised=scene.validation[1]), model, forward, recorder)
     return tuple(unreached)
 
 
-def rehearse_generation(scene: Scene, *, rows: int, new_tokens: int) -> int:
+def rehearse_generation(scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int) -> int:
     """Reserved bytes while answers are generated: the prompts at once, then one token with everything before it in the cache."""
     kernels = kernels_for(scene.device, scene.capability, scene.precision)
     model = _on_meta(scene, kernels).eval()
@@ -167,8 +169,9 @@ def rehearse_generation(scene: Scene, *, rows: int, new_tokens: int) -> int:
         put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda")
         recorder.phase = "generation"
         try:
-            prompt = torch.ones(rows, scene.tokens + new_tokens - 1, dtype=torch.long)
-            answer = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+            prompt = torch.ones(rows, prompt_tokens + new_tokens - 1, dtype=torch.long)
+            mask = torch.ones_like(prompt)  # prompts of unequal length are padded
+            answer = model(input_ids=prompt, attention_mask=mask, use_cache=True, logits_to_keep=1)
             model(input_ids=prompt[:, :1], past_key_values=answer.past_key_values, use_cache=True)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise _untraceable(model, recorder, error) from error
@@ -232,23 +235,33 @@ def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
     config = read_config(scene.config)
     config.use_cache = False
     dtype = weight_dtype(scene.precision, scene.tuning)
-    attention = "sdpa"
-    if kernels.device == "cuda":
+    attention = "eager" if caps_scores(config) else "sdpa"
+    if kernels.device == "cuda" and attention == "sdpa":
         attention = _ATTENTION
         AttentionInterface.register(_ATTENTION, kernels.attention)
         AttentionMaskInterface.register(_ATTENTION, rehearsed_mask)
-    with ExitStack() as stack:
-        stack.enter_context(torch.device("meta"))
+    with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RuntimeError) as error:
-            raise ModelError(f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model") from error
+            model = _built(config, dtype, attention)
+        except KeyError:  # attention classes of the model's own: the CPU's kernel then stands for the card's, which takes about as much
+            model = _built(config, dtype, "sdpa")
         if base_bits(scene.tuning):
             quantise(model, model.get_output_embeddings())
         trained: nn.Module = make_trainable(model, scene.tuning, name="rehearsed")
     if kernels.device == "cuda":
         fuse_dropout(trained)
+    for module in trained.modules():
+        if getattr(module, "rope_type", None) in _STRETCHED_ROPE:
+            module.rope_type = "default"  # type: ignore[assignment] # those ask for the largest position, which a rehearsal does not have
     return trained
+
+
+def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        raise ModelError(f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model") from error
+    return model
 
 
 def put_fakes_in_place(model: nn.Module, recorder: Recorder, *, is_loaded: bool) -> None:
@@ -304,7 +317,7 @@ class _HostMemory:
         self._trace, self._now = trace, 0
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = 1 << (tensor.numel() * tensor.element_size() - 1).bit_length()  # pinned memory comes in powers of two
         self._now += num_bytes
         self._trace.host_bytes = max(self._trace.host_bytes, self._now)
 

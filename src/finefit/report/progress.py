@@ -98,7 +98,7 @@ class Follower:
                     f"({line['error']:+.1%}); please report it"
                 )
             case "worst_does_not_fit":
-                return "the worst batch that these rows can form does not fit: a later step may run out of memory; lower levers.micro_batch"
+                return "rows as long as the longest and as much supervised as any do not fit: a later step may run out of memory"
             case "rolled_back":
                 return f"rolled back to step {line['step']}"
             case "left_out":

@@ -26,7 +26,10 @@ def _set(values: Any, path: Sequence[str], new: Any) -> None:
     """What is no mapping gives way: `levers: auto` under `levers.micro_batch=4`."""
     *above, last = path
     for key in above:
-        if not isinstance(values.get(key), dict):
+        if isinstance(values, list):
+            values = values[int(key)]
+            continue
+        if not isinstance(values.get(key), dict | list):
             values[key] = {}
         values = values[key]
-    values[last] = new
+    values[int(last) if isinstance(values, list) else last] = new

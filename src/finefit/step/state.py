@@ -13,6 +13,8 @@ from finefit.spec.schema import AdamW
 
 OPTIMIZER = "finefit_optimizer.safetensors"
 RNG = "finefit_rng.safetensors"
+_SHARED = ("qmap1", "qmap2")
+"""Tables of 8-bit AdamW that all parameters have in common; a file holds each tensor by itself."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 
@@ -54,7 +56,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    save_file({name: t.contiguous() for name, t in optimizer_tensors(model, optimizer).items()}, folder / OPTIMIZER)
+    tensors = optimizer_tensors(model, optimizer)
+    shared = {name for name in tensors if name.rsplit("/", 1)[1] in _SHARED}
+    save_file({name: t.clone() if name in shared else t.contiguous() for name, t in tensors.items()}, folder / OPTIMIZER)
     save_file(random_state(), folder / RNG)
 
 

@@ -120,7 +120,7 @@ def _base(where: StageDir, stage: Stage) -> PreTrainedModel:
         located.folder,
         device=stage.device,
         dtype=weight_dtype(stage.precision, stage.tuning),
-        attention=attention_here(stage.device, stage.precision),
+        attention=attention_here(stage.device, stage.precision, located.folder),
         bits=base_bits(stage.tuning),
     )
 
