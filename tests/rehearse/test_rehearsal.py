@@ -206,3 +206,28 @@ def test_generation_takes_more_with_every_row_and_token() -> None:
     few = rehearse_generation(scene, rows=8, prompt_tokens=scene.tokens, new_tokens=64)
     assert few < rehearse_generation(scene, rows=64, prompt_tokens=scene.tokens, new_tokens=64)
     assert few < rehearse_generation(scene, rows=8, prompt_tokens=scene.tokens, new_tokens=4096)
+
+
+def test_an_encoder_is_no_causal_language_model() -> None:
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    with pytest.raises(ModelError, match="bert is an encoder"):
+        rehearse(_scene(config))
+
+
+def test_capped_attention_scores_are_rehearsed_as_they_are_trained() -> None:
+    """Gemma 2: SDPA would leave the cap out, so its attention holds the scores themselves."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+
+    def peak(tokens: int) -> int:
+        config = {"model_type": "gemma2", "num_hidden_layers": 2, **shape}
+        return replay(rehearse(_scene(config, tokens=tokens, supervised=8)).trace.stream()).allocated_bytes
+
+    assert peak(2048) - peak(1024) > 2.5 * (peak(1024) - peak(512))
+
+
+def test_a_model_that_stretches_its_positions_can_be_rehearsed() -> None:
+    factors = [1.0] * 8
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 64}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0}
+    config = {"model_type": "phi3", "num_hidden_layers": 2, **shape, "original_max_position_embeddings": 64, "rope_scaling": rope}
+    assert rehearse(_scene(config, tuning=Lora(kind="lora", rank=4))).unreached == ()

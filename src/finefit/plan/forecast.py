@@ -18,6 +18,8 @@ from finefit.rehearse.trace import OUTSIDE, Block
 from finefit.spec.schema import Full, Spec
 from finefit.spec.schema import Levers as AskedLevers
 
+_BESIDE = 3
+"""Checkpoints that may lie beside those that are kept: the best, the one that a run resumed from, the one that is being written."""
 _HOST_BYTES = 3 << 29
 """Of a training process with torch, transformers and CUDA's libraries, without a model."""
 
@@ -84,7 +86,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
     total = seconds * steps if seconds is not None and steps is not None else None
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
     generation = _generation_bytes(spec, lengths, looker)
-    disk = _checkpoint_bytes(spec, size) * (spec.save.keep + 2)
+    disk = _checkpoint_bytes(spec, size) * (spec.save.keep + _BESIDE)
     peak = max(look.peak_bytes, _held(target, generation))
     suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
     return Forecast(

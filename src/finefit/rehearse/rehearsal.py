@@ -34,6 +34,10 @@ from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 
 _ATTENTION = "rehearsed"
+_ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
+    *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 _STRETCHED_ROPE = ("longrope", "dynamic")
 
 
@@ -233,6 +237,8 @@ def read_config(values: dict[str, Any]) -> PretrainedConfig:
 
 def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
     config = read_config(scene.config)
+    if config.model_type in _ENCODERS and not config.is_decoder:
+        raise ModelError(f"{config.model_type} is an encoder: each token would see the one that it has to predict", "name a causal language model")
     config.use_cache = False
     dtype = weight_dtype(scene.precision, scene.tuning)
     attention = "eager" if caps_scores(config) else "sdpa"

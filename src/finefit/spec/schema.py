@@ -184,7 +184,8 @@ class Spec(Part):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device where there is one. `cuda` without one is refused, not replaced."""
     card: str = "auto"
-    """What the plan is for: a card's name, `24GiB`, `8xA100-40GB`, `cpu`, or `auto` (what this machine has free now)."""
+    """What the plan is for: a card's name, `24GiB`, `8xA100-40GB`, `cpu`, or `auto` (what this machine has free now). A run takes the card
+    that is there, and of a named one no more than its size."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """`auto` is bf16 on a card that has it and fp32 elsewhere."""
     deterministic: bool = False
