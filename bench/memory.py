@@ -443,7 +443,7 @@ def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: lis
                 "date": datetime.now(UTC).date().isoformat(),
                 "versions": {"predicted": versions(), "measured": measured["versions"]},
                 "predicted": {key: row[key] for key in ("allocated_bytes", "reserved_bytes", "peak_bytes", "step_seconds", "components")},
-                "measured": {key: truth[key] for key in ("allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds")},
+                "measured": {key: truth[key] for key in ("loaded_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds")},
                 "capped": limits,
             }
         )

@@ -19,6 +19,20 @@ def errors(rows: list[dict[str, Any]], foretold: str, measured: str) -> list[flo
     return [row["predicted"][foretold] / row["measured"][measured] - 1 for row in rows]
 
 
+def by_component(rows: list[dict[str, Any]]) -> list[str]:
+    """What a card shows apart: weights and adapters, which are there before the first step, and all that the steps add."""
+    held = [(sum(row["predicted"]["components"].get(name, 0) for name in ("weights", "adapters")), row) for row in rows]
+    loaded = [abs(known / row["measured"]["loaded_bytes"] - 1) for known, row in held]
+    added = [
+        abs((row["predicted"]["allocated_bytes"] - known) / (row["measured"]["allocated_bytes"] - row["measured"]["loaded_bytes"]) - 1)
+        for known, row in held
+    ]
+    return [
+        f"| of allocated, weights and adapters: mean / largest | | {statistics.mean(loaded):.3%} / {max(loaded):.3%} |",
+        f"| of allocated, what the steps add (activations, gradients, optimizer and the rest) | | {statistics.mean(added):.3%} / {max(added):.3%} |",
+    ]
+
+
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     allocated, reserved = (list(map(abs, errors(rows, key, key))) for key in ("allocated_bytes", "reserved_bytes"))
     peak = errors(rows, "peak_bytes", "device_bytes")
@@ -28,6 +42,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         "| figure | goal | measured |",
         "|---|---|---|",
         f"| allocated: mean / largest absolute error | 0.1 % / 0.5 % | {statistics.mean(allocated):.3%} / {max(allocated):.3%} |",
+        *by_component(rows),
         f"| reserved: mean / largest absolute error | 0.5 % / 2 % | {statistics.mean(reserved):.2%} / {max(reserved):.2%} |",
         f"| what the card must hold, below the truth | never | {sum(error < 0 for error in peak)} of {len(rows)} (least {min(peak):+.2%}) |",
         f"| the same, above the truth, mean | 2 % | {statistics.mean(peak):.2%} |",
