@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
-from finefit.rehearse.gradients import explain, frozen_adapters, grouped
+from finefit.rehearse.gradients import explain, frozen_adapters
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
 from finefit.spec.schema import AdamW, Full, Lora, Tuning
 

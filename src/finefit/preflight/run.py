@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Finding, Forecast, Suggestion
 from finefit.data.order import steps_per_epoch
 from finefit.preflight.machine import LEVELS
-from finefit.rehearse.gradients import grouped
 from finefit.spec.every import Interval
 from finefit.spec.schema import Lora, ShapeModel, Spec
 

@@ -8,13 +8,14 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
+from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Suggestion
 from finefit.report.units import apportion, duration, gib, three_digits
 
@@ -317,38 +318,11 @@ def _gradients(gradients: GradientMap) -> Iterator[str]:
         yield f"all {gradients.trainable:,} trained tensors get a gradient"
         return
     yield f"{missing:,} of {gradients.trainable:,} trained tensors get no gradient{':' if gradients.unreached else ''}"
-    groups = _grouped(gradients.unreached)
+    groups = grouped(map(_readable, gradients.unreached))
     yield from (f"  {name}" for name in groups[:MAX_NAMES])
     if len(groups) > MAX_NAMES:
         yield f"  and {len(groups) - MAX_NAMES} more such names"
     yield from (f"likely because {cause}" for cause in gradients.causes)
-
-
-def _grouped(names: Iterable[str]) -> list[str]:
-    """Names that differ only in numbers are one: layers.{0..27}.q_proj.lora_A."""
-    groups: dict[tuple[str | None, ...], list[tuple[int, ...]]] = {}
-    for name in names:
-        words = _readable(name).split(".")
-        pattern = tuple(None if word.isdecimal() else word for word in words)
-        groups.setdefault(pattern, []).append(tuple(int(word) for word in words if word.isdecimal()))
-    return [_group_name(pattern, numbers) for pattern, numbers in groups.items()]
-
-
-def _group_name(pattern: Sequence[str | None], numbers: Sequence[tuple[int, ...]]) -> str:
-    choices = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-    spans = (_span(choice) for choice in choices)
-    name = ".".join(next(spans) if word is None else word for word in pattern)
-    is_every = math.prod(map(len, choices)) == len(numbers)
-    return name if is_every else f"{name} ({len(numbers):,} of these)"
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """{0..3,7}; of more than four runs the first three and the last."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
-    return "{" + ",".join(shown if len(shown) <= 4 else [*shown[:3], "..", shown[-1]]) + "}"
 
 
 def _readable(name: str) -> str:
