@@ -1,9 +1,11 @@
-"""Faults, placed exactly. Workers are forked from this process, which has loaded torch once; they are killed from outside, or kill themselves
-before a chosen file operation. A run that was struck is compared, tensor by tensor, with one of the same job that was not."""
+"""Faults, placed exactly. Workers are forked from a server that has loaded torch once and never used it; they are killed from outside, or kill
+themselves before a chosen file operation. A run that was struck is compared, tensor by tensor, with one of the same job that was not."""
 
+import faulthandler
 import hashlib
 import itertools
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -16,9 +18,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import cloudpickle
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -39,6 +43,13 @@ TRAINING = re.sub(r"evaluate: .*\n", "", SPEC).replace("epochs: 2", "epochs: 3")
 """18 steps with dropout, a checkpoint every 3, of which 2 are kept."""
 FULL = re.sub(r"tuning: .*\n", "tuning: {kind: full}\n", TRAINING)
 PAGE = 4096
+DEADLINE_SECONDS = 120
+STACKS_AFTER_SECONDS = 100
+
+# A fork of the process that runs the tests would share the lock of its progress bars: whoever is killed with it in hand stops all others for good.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+_LOADED_BY = os.getpid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ class Reference:
 
 
 def make_job(folder: Path, *, spec: str = TRAINING, model_seed: int = 0) -> Job:
-    torch.set_num_threads(1)  # forked children cannot use a pool of threads that stayed in their parent
+    torch.set_num_threads(1)  # the plan takes it over for the workers; the runs of the command line have one too
     path = make_project(folder, spec=spec)
     if model_seed:
         make_model_folder(folder / "model", seed=model_seed, dropout=0.1)
@@ -93,8 +104,9 @@ def make_job(folder: Path, *, spec: str = TRAINING, model_seed: int = 0) -> Job:
 def make_reference(job: Job) -> Reference:
     where = job.fresh()
     trace = where.run / "operations.txt"
-    began = time.perf_counter()
-    code = finish(start(where, lambda: record_operations(where.checkpoints, trace)))
+    worker = start(where, lambda: record_operations(where.checkpoints, trace))
+    began = time.perf_counter()  # not before: the first start waits for the server
+    code = finish(worker)
     seconds = time.perf_counter() - began
     assert code == 0, words(where)
     operations = [Operation(*line.split("\t")) for line in trace.read_text().splitlines()]
@@ -120,43 +132,50 @@ def nothing() -> None:
     pass
 
 
-def start(where: StageDir, prepare: Callable[[], None] = nothing) -> int:
-    """Forks a worker; `prepare` places a fault in it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads; the worker needs none of them
-        pid = os.fork()
-    if pid == 0:
-        _be_worker(where, prepare)
-    return pid
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    process: ForkServerProcess
+    where: StageDir
 
 
-def _be_worker(where: StageDir, prepare: Callable[[], None]) -> NoReturn:
+def start(where: StageDir, prepare: Callable[[], None] = nothing) -> Worker:
+    """`prepare` places a fault in the worker; it is sent there by value and shares nothing with this process."""
+    process = _FORKS.Process(target=_be_worker, args=(where, cloudpickle.dumps(prepare)), daemon=True)
+    process.start()
+    return Worker(process=process, where=where)
+
+
+def _be_worker(where: StageDir, prepare: bytes) -> NoReturn:
     code = 70
     try:
         with Path(os.devnull).open() as null, (where.run / "logs" / "run.log").open("a", buffering=1) as log:
             sys.stdin, sys.stdout, sys.stderr = null, log, log
+            faulthandler.dump_traceback_later(STACKS_AFTER_SECONDS, file=log)
             logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=log, force=True)
+            warnings.simplefilter("error")
             try:
-                prepare()
+                assert os.getppid() == _LOADED_BY, f"the server could not import {__name__}: start pytest in the root of the repository"
+                cloudpickle.loads(prepare)()
                 code = work(where)
-            except BaseException:  # noqa: BLE001 nothing of the parent may run on in its child
+            except BaseException:  # noqa: BLE001 the exit code is ours to choose
                 traceback.print_exc()
     finally:
         os._exit(code)
 
 
-def finish(pid: int, *, kill_after: float | None = None) -> int:
-    """The exit code, negative for the signal that ended it."""
-    if kill_after is None:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    deadline = time.perf_counter() + kill_after
-    while time.perf_counter() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def finish(worker: Worker, *, kill_after: float | None = None) -> int:
+    """The exit code, negative for the signal that ended it. A worker that hangs fails the test, with its stacks."""
+    process = worker.process
+    try:
+        process.join(DEADLINE_SECONDS if kill_after is None else kill_after)
+        hangs = kill_after is None and process.exitcode is None
+    finally:
+        process.kill()  # nothing to one that has ended
+        process.join()
+    if hangs:
+        pytest.fail(f"the worker did not end in {DEADLINE_SECONDS} seconds and said:\n{words(worker.where)}")
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def words(where: StageDir) -> str:

@@ -1,6 +1,7 @@
 """One job for each kind of tuning, run once without a fault; and a line for each count of faults at the end of the test run."""
 
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,6 +18,15 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="session")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference(make_job(tmp_path_factory.mktemp("full"), spec=FULL))
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_left() -> Iterator[None]:
+    """Not even by a test that fails between start and finish."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 
 import pytest
+from tqdm import tqdm
 
 from finefit.artifacts.rundir import StageDir
 from finefit.train import saver
@@ -195,3 +196,15 @@ def test_runs_killed_during_rotation_end_bit_identical(lora: Reference, count: C
     points = random.Random(6).sample(rotation, KILLS // 4)
     kill_at_operations(lora, points)
     count(f"F3  {len(points)} kills during rotation, {len(points)} bit-identical")
+
+
+def test_a_worker_killed_with_the_lock_of_its_progress_bars_in_hand_blocks_no_other(lora: Reference) -> None:
+    """That lock is shared by all forks of a process that has shown a bar."""
+
+    def prepare() -> None:
+        tqdm.get_lock().acquire()
+        send_self(signal.SIGKILL)
+
+    assert finish(start(lora.job.fresh(), prepare)) == -signal.SIGKILL
+    where = lora.job.fresh()
+    assert finish(start(where)) == 0, words(where)
