@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from finefit.facts.files import finefit_cache
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
@@ -112,6 +115,18 @@ def make_project(folder: Path, *, spec: str = SPEC, rows: int = 22) -> Path:
     path = folder / "spec.yaml"
     path.write_text(spec, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's cache is never written: only a converted model, which is dear to make, is read from it. All tests of a session share this one."""
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "finefit").mkdir()
+    for model in finefit_cache().glob("smollm2-135m-*"):
+        (cache / "finefit" / model.name).symlink_to(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield
 
 
 @pytest.fixture

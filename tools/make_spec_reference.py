@@ -28,17 +28,23 @@ WORDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool
 
 
 def reference() -> str:
-    return HEAD + "".join(f"| `{key}` | {kind} | {default} | {text} |\n" for key, kind, default, text in rows(Spec))
+    return HEAD + "".join(f"| `{key}` | {kind} | {default} | {text} |\n" for key, kind, default, text in rows(Spec, told={}))
 
 
-def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def rows(model: type[BaseModel], prefix: str = "", *, told: dict[type[BaseModel], str]) -> Iterator[tuple[str, str, str, str]]:
+    """`told`: where the keys of a model stand already; they are not repeated."""
     for name, field in model.model_fields.items():
         if name == "kind" and _tag(model):  # said beside the key of the whole
             continue
         key = f"{prefix}{field.alias or name}"
-        yield key, _kind(field.annotation, field), _default(field), _text(field)
-        for inner, label in _models(field.annotation):
-            yield from rows(inner, f"{key}{label}.")
+        models = [(inner, f"{key}{label}") for inner, label in _models(field.annotation)]
+        same = [f"The keys are those of `{told[inner]}`." for inner, _ in models if inner in told]
+        words = [_text(field), *(" ".join(inner.__doc__.split()) for inner, _ in models if inner.__doc__ and inner not in told), *same]
+        yield key, _kind(field.annotation, field), _default(field), " ".join(filter(None, words)).replace("|", "\\|")
+        for inner, place in models:
+            if inner not in told:
+                told[inner] = place
+                yield from rows(inner, f"{place}.", told=told)
 
 
 def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:
@@ -81,7 +87,7 @@ def _bounds(field: FieldInfo | None) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
-        return "required"
+        return "required" if field.default_factory is None else "none"
     value = field.default
     if isinstance(value, BaseModel):
         return f"`{value}`" if isinstance(value, Interval) else (f"`{{kind: {_tag(type(value))}}}`" if _tag(type(value)) else "see below")
@@ -89,7 +95,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _text(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split()).replace("|", "\\|")
+    return " ".join((field.description or "").split())
 
 
 def _bare(annotation: Any) -> Any:

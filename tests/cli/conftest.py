@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from finefit.artifacts.records import Forecast, Lengths
 from finefit.cli import main
 from tests.conftest import make_project
+from tests.forecasts import make_forecast
 
 COMMAND = [sys.executable, "-m", "finefit"]
 STAGE = "stages/1-sft"
@@ -106,6 +108,16 @@ def folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project folder without runs; the working directory."""
     monkeypatch.chdir(project.parent)
     return project.parent
+
+
+@pytest.fixture
+def foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For `finefit check` where the data is the matter: nothing is rehearsed."""
+
+    def foresee(_spec: object, _base: object, lengths: Lengths, _machine: object) -> Forecast:
+        return make_forecast(lengths=lengths, total_steps=12, host_bytes=1, disk_bytes=1)
+
+    monkeypatch.setattr("finefit.pipeline.preparation.foresee", foresee)
 
 
 def rewrite(path: Path, *replaced: tuple[str, str]) -> None:

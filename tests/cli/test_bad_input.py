@@ -22,8 +22,24 @@ def _spec(*replaced: tuple[str, str]) -> Spoil:
     return lambda folder: rewrite(folder / "spec.yaml", *replaced)
 
 
-def _train(text: str) -> Spoil:
-    return lambda folder: (folder / "train.jsonl").write_text(text, encoding="utf-8")
+def _train(content: str | bytes) -> Spoil:
+    return lambda folder: (folder / "train.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def _rows(*columns: str) -> Spoil:
+    return _train("".join(json.dumps({column: f"{column} {number}" for column in columns}) + "\n" for number in range(8)))
+
+
+def _both(*spoils: Spoil) -> Spoil:
+    return lambda folder: [spoil(folder) for spoil in spoils]
+
+
+def _template(text: str) -> Spoil:
+    return lambda folder: (folder / "model" / "chat_template.jinja").write_text(text)
+
+
+def _in_both(split: str) -> Spoil:
+    return lambda folder: write_jsonl(folder / f"{split}.jsonl", [*make_rows(2, seed=5), make_rows(22)[7]])
 
 
 def _without_template(folder: Path) -> None:
@@ -39,6 +55,12 @@ def _references_that_are_no_json(folder: Path) -> None:
 
 ROW = json.dumps(make_rows(1)[0])
 UNANSWERED = json.dumps({"messages": make_rows(1)[0]["messages"][:1]})
+MEND = "mend or remove these rows, or set data.bad_rows: drop to leave them out, counted"
+
+
+def _said(asked: str | None, answered: str | None) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]})
+
 
 MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     "a misspelt key": (_spec(("global_batch", "globl_batch")), "spec.yaml:12 globl_batch: there is no such key", "did you mean `global_batch`?"),
@@ -46,14 +68,80 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     "a number with a comma": (_spec(("device: cpu", "device: cpu\nglobal_batch: 262,144"), ("\nglobal_batch: 4", "")), '"262,144"', "write 262144"),
     "an empty spec": (lambda folder: (folder / "spec.yaml").write_text(""), "the spec is empty", "at least the keys"),
     "a data file that is not there": (_spec(("train.jsonl", "trian.jsonl")), "trian.jsonl does not exist", "relative to the spec file"),
-    "an empty data file": (_train(""), "train.jsonl holds no rows", "one JSON object per line"),
-    "a row without an answer": (_train(f"{ROW}\n{UNANSWERED}\n"), "train.jsonl:2 has no answer", "mend or remove"),
-    "a truncated row": (_train(f"{ROW}\n{ROW[:20]}"), "train.jsonl:2", "mend or remove"),
-    "a row longer than max_tokens": (
-        _spec(("data:", "data:\n  max_tokens: 30")),
-        "tokens, max_tokens is 30",
-        "data.too_long: drop to leave these rows out; an answer is never cut",
+    "an empty data file": (_train(""), "train.jsonl holds no rows", "bring the file again, or take it out of the spec"),
+    "a data file of empty lines": (_train("\n\n"), "train.jsonl holds no rows", "bring the file again"),
+    "a folder without data": (
+        _spec(("path: train.jsonl", "path: model")),
+        "model holds model/chat_template.jinja, which has no known extension",
+        "by a glob",
     ),
+    "a file of an unknown kind": (_spec(("train.jsonl", "spec.yaml")), "spec.yaml has no known extension", "known are .json"),
+    "a row without an answer": (_train(f"{ROW}\n{UNANSWERED}\n"), "train.jsonl:2 has no answer", MEND),
+    "an empty answer": (_train(f"{ROW}\n{_said('x', '')}\n"), "train.jsonl:2 has an empty answer", MEND),
+    "a prompt that is null": (_train(f"{ROW}\n{_said(None, 'x')}\n"), "train.jsonl:2 messages[0].content is null, not text", MEND),
+    "an answer that is null": (_train(f"{ROW}\n{_said('x', None)}\n"), "train.jsonl:2 messages[1].content is null, not text", MEND),
+    "a row that is null": (_train(f"{ROW}\nnull\n"), "train.jsonl:2 is null, not an object", MEND),
+    "a row that is a list": (_train(f"{ROW}\n[1, 2]\n"), "train.jsonl:2 is a list, not an object", MEND),
+    "a truncated row": (_train(f"{ROW}\n{ROW[:20]}"), "train.jsonl:2 is no JSON: ", MEND),
+    "a file that ends within a row": (_train(f"{ROW}\n{ROW[:20]}"), "the file may be cut off", MEND),
+    "bytes that are no UTF-8": (_train(f"{ROW}\n".encode() + b'{"messages": "\xff"}\n'), "train.jsonl is not UTF-8: byte ", "save the file as UTF-8"),
+    "UTF-16": (_train(ROW.encode("utf-16")), "train.jsonl is not UTF-8: byte 0 is 0xff", "save the file as UTF-8"),
+    "a column that is missing": (_rows("question"), "not recognised; their columns are question", "fields: {prompt: ..., answer: ...}"),
+    "a column that fields name and no row has": (
+        _both(_rows("ask", "reply"), _spec(("train.jsonl}", "train.jsonl, fields: {prompt: ask, answer: replies}}"))),
+        "train.jsonl has no column replies, which fields.answer names",
+        "did you mean reply? the columns are ask, reply",
+    ),
+    "columns that may mean two things": (
+        _rows("question", "answer", "response"),
+        "train.jsonl may have its prompt in question and its answer in answer or response",
+        "say which: fields: {prompt: question, answer: answer} or fields: {prompt: question, answer: response}",
+    ),
+    "preference pairs": (_rows("prompt", "chosen", "rejected"), "train.jsonl holds preference pairs", "fields: {prompt: prompt, answer: chosen}"),
+    "a row longer than max_tokens": (
+        _spec(("data:", "data:\n  max_tokens: 76")),
+        "2 train rows longer than data.max_tokens 76:\n  train.jsonl:15 too long: 77 tokens",
+        "raise data.max_tokens, or set data.too_long: cut_prompt or drop; an answer is never cut",
+    ),
+    "all rows longer than max_tokens": (_spec(("data:", "data:\n  max_tokens: 20")), "no train row is left", "raise data.max_tokens"),
+    "answers that the template leaves out": (
+        _template("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"),
+        "train.jsonl:1 the chat template does not write the answer as it stands",
+        "`data.template: plain`",
+    ),
+    "a template that is broken": (
+        _template("{% for m in messages %}"),
+        "the chat template of the model cannot be read: line 1: Unexpected end of template",
+        "bring the template that belongs to the model",
+    ),
+    "a model without tokenizer": (
+        lambda folder: (folder / "model" / "tokenizer.json").unlink(),
+        "model has no tokenizer that can be loaded",
+        "put the model's tokenizer files there",
+    ),
+    "a tokenizer that is cut off": (
+        lambda folder: (folder / "model" / "tokenizer.json").write_text("{"),
+        "model has no tokenizer that can be loaded",
+        "put the model's tokenizer files there",
+    ),
+    "judged answers": (
+        _train('{"prompt": "Why?", "completion": "So.", "label": true}\n'),
+        "train.jsonl holds answers with a verdict",
+        "fields: {prompt: prompt, answer: completion}",
+    ),
+    "a row of test in train": (_in_both("test"), "train.jsonl:8 (train) is test.jsonl:3 (test): the same row", "data.overlap: drop"),
+    "a row of validation in train": (_in_both("validation"), "train.jsonl:8 (train) is validation.jsonl:3 (validation)", "data.overlap: drop"),
+    "a share and a path": (
+        _spec(("{path: validation.jsonl}", "{path: validation.jsonl, share: 0.1}")),
+        "spec.yaml:8 data.validation",
+        "path or share",
+    ),
+    "a share of one prompt": (
+        _both(_train(f"{ROW}\n{ROW}\n"), _spec(("{path: validation.jsonl}", "{share: 0.1}"))),
+        "a share of 0.1 cannot be held out of 2 rows with 1 different prompts",
+        "give validation a path of its own",
+    ),
+    "a weight of test rows": (_spec(("{path: test.jsonl}", "{path: test.jsonl, weight: 2}")), "test.weight", "answered once"),
     "a model folder that is not there": (_spec(("path: model", "path: modle")), "modle does not exist", "did you mean"),
     "a model without chat template": (_without_template, "has no chat template", "data.template: plain"),
     "a device that is not there": (_spec(("device: cpu", "device: cuda")), "device: cuda is asked for, but torch ", "finefit doctor"),
@@ -71,6 +159,25 @@ def test_a_mistake_in_spec_data_or_model_is_told_with_its_remedy(folder: Path, f
     assert "error: " in answer.err
     assert problem in answer.err
     assert remedy in answer.err
+
+
+@pytest.mark.usefixtures("foretold")
+def test_a_byte_order_mark_is_no_mistake(folder: Path, finefit: Finefit) -> None:
+    path = folder / "train.jsonl"
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    answer = finefit("check", "spec.yaml", "--json")
+    assert answer.code == 0
+    train = answer.document["ledger"]["sources"][0]
+    assert (train["read"], train["used"]) == (22, 22)
+
+
+def test_all_that_is_wrong_with_the_data_is_told_at_once(folder: Path, finefit: Finefit) -> None:
+    for spoil in (_train(f"{ROW}\n{UNANSWERED}\n"), _references_that_are_no_json):
+        spoil(folder)
+    rewrite(folder / "spec.yaml", ("data:", "data:\n  max_tokens: 60"))
+    told = finefit("run", "spec.yaml").err
+    for place in ("train.jsonl:2 has no answer", "validation.jsonl:2 too long", "test.jsonl:2 cannot be a reference"):
+        assert place in told
 
 
 @pytest.mark.parametrize("mistake", ["a row without an answer", "a device that is not there", "a task without test rows"])

@@ -1,11 +1,16 @@
 """`finefit check`, and `finefit run` where a check finds something: nothing begins that is known to go wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Finefit
+from finefit.facts.files import finefit_cache
+from tests.cli.conftest import Finefit, rewrite
+from tests.conftest import make_model_folder, make_rows, make_tokenizer, write_jsonl
 
+Spoil = Callable[[Path], object]
 ALL_WARM_UP = ("--set", "schedule={epochs: 1, warmup: 0.99}")
 
 
@@ -13,8 +18,15 @@ ALL_WARM_UP = ("--set", "schedule={epochs: 1, warmup: 0.99}")
 def test_a_sound_spec_is_proved(finefit: Finefit) -> None:
     answer = finefit("check", "spec.yaml")
     assert answer.code == 0
-    assert "gradients  all 28 trained tensors get one" in answer.out
-    assert "rows       longest 77 tokens (counted)" in answer.out
+    assert answer.out.startswith(
+        "train       train.jsonl\n"
+        "            read as chat messages: messages = messages\n"
+        "            22 records; 22 used\n"
+        "            1,453 tokens, 605 supervised (42%)\n"
+        "validation  validation.jsonl\n"
+    )
+    assert "gradients   all 28 trained tensors get one" in answer.out
+    assert "rows        longest 77 tokens (counted)" in answer.out
     assert answer.out.endswith("nothing speaks against this run\n")
 
 
@@ -32,7 +44,7 @@ def test_a_finding_is_exit_code_1_with_its_remedy(folder: Path, finefit: Finefit
 def test_the_document_has_findings_and_gradients(finefit: Finefit, arguments: tuple[str, ...], is_sound: bool) -> None:
     answer = finefit("check", "spec.yaml", *arguments, "--json")
     document = answer.document
-    assert document.keys() >= {"ok", "findings", "gradients"}
+    assert document.keys() >= {"ok", "findings", "ledger", "gradients"}
     assert (answer.code, document["ok"]) == ((0, True) if is_sound else (1, False))
     assert [finding["level"] for finding in document["findings"]] == ([] if is_sound else ["error"])
     assert document["gradients"] == {"trainable": 28, "reached": 28, "unreached": [], "causes": [], "frozen": []}
@@ -53,3 +65,192 @@ def test_a_run_that_its_disk_cannot_hold_stops_before_anything_is_loaded(folder:
     assert "bytes of disk, 10 are free" in answer.err
     assert "lower save.keep (now 2)" in answer.err
     assert list((folder / "runs").iterdir()) == []
+
+
+def _unlike_rows(folder: Path) -> None:
+    """Of six rows one has no answer and two are too long for 70 tokens."""
+    rows = make_rows(6)
+    for row, length in zip(rows, (4, 5, 6, 7, 70, 80), strict=True):
+        row["messages"][0]["content"] = "add " + "z" * length
+        row["messages"][1]["content"] = "{}"
+    rows[1]["messages"].pop()
+    write_jsonl(folder / "train.jsonl", rows)
+
+
+UNLIKE = ("--set", "data.max_tokens=70", "--set", "data.bad_rows=drop", "--set", "data.drop_at_most=1")
+
+
+def _adds_up(ledger: dict[str, Any]) -> bool:
+    return bool(ledger["used"] + sum(ledger["dropped"].values()) == ledger["read"])
+
+
+@pytest.mark.usefixtures("foretold")
+@pytest.mark.parametrize(
+    ("too_long", "used", "cut", "dropped"), [("drop", 3, 0, {"unusable": 1, "too long": 2}), ("cut_prompt", 5, 2, {"unusable": 1})]
+)
+def test_the_ledger_accounts_for_every_row(folder: Path, finefit: Finefit, too_long: str, used: int, cut: int, dropped: dict[str, int]) -> None:
+    _unlike_rows(folder)
+    answer = finefit("check", "spec.yaml", *UNLIKE, "--set", f"data.too_long={too_long}", "--json")
+    assert answer.code == 0
+    ledger = answer.document["ledger"]
+    train, validation, test = ledger["sources"]
+    assert [(s["split"], s["source"], s["read"]) for s in (train, validation, test)] == [
+        ("train", "train.jsonl", 6),
+        ("validation", "validation.jsonl", 4),
+        ("test", "test.jsonl", 5),
+    ]
+    assert (train["used"], train["cut"], train["dropped"]) == (used, cut, dropped)
+    assert (ledger["read"], ledger["used"], ledger["cut"], ledger["dropped"]) == (15, used + 9, cut, dropped)
+    for entry in (ledger, train, validation, test):
+        assert _adds_up(entry)
+    for name in ("tokens", "supervised_tokens"):
+        assert ledger[name] == sum(source[name] for source in ledger["sources"]) > 0
+    assert train["supervised_tokens"] == used * len("{}e")
+    assert (validation["supervised_tokens"], test["supervised_tokens"]) == (114, 0)
+
+
+@pytest.mark.usefixtures("foretold")
+def test_the_ledger_in_words_says_what_was_dropped_and_cut(folder: Path, finefit: Finefit) -> None:
+    _unlike_rows(folder)
+    shown = finefit("check", "spec.yaml", *UNLIKE, "--set", "data.too_long=drop").out
+    assert "            6 records; 3 used; 3 dropped (unusable 1, too long 2)\n" in shown
+    assert "warning: 1 train row cannot be used:\n  train.jsonl:2 has no answer" in shown
+    shown = finefit("check", "spec.yaml", *UNLIKE, "--set", "data.too_long=cut_prompt").out
+    assert "            6 records; 5 used (2 cut, " in shown
+
+
+@pytest.mark.usefixtures("foretold", "folder")
+def test_shown_rows_mark_exactly_what_is_supervised(finefit: Finefit) -> None:
+    answer = finefit("check", "spec.yaml", "--show", "2")
+    assert answer.code == 0
+    examples = answer.out.split("example ")
+    assert len(examples) == 3
+    for number, (text, row) in enumerate(zip(examples[1:], make_rows(2), strict=True), start=1):
+        asked, answered = (message["content"] for message in row["messages"])
+        assert text.startswith(f"{number}\n<|user|>{asked}<|end|>\n<|assistant|>⟦{answered}<|end|>⟧\n")
+        assert text.count("⟦") == 1
+
+
+@pytest.mark.usefixtures("foretold", "folder")
+def test_no_rows_are_shown_unasked_or_in_a_document(finefit: Finefit) -> None:
+    assert "example 1" not in finefit("check", "spec.yaml").out
+    assert finefit("check", "spec.yaml", "--show", "2", "--json").document["ok"] is True
+
+
+def _in_test_too(folder: Path) -> None:
+    write_jsonl(folder / "test.jsonl", [*make_rows(2, seed=5), make_rows(22)[7]])
+
+
+def _unanswered(folder: Path) -> None:
+    rows = make_rows(22)
+    rows[3]["messages"].pop()
+    write_jsonl(folder / "train.jsonl", rows)
+
+
+def _added_token(split: str) -> Spoil:
+    def add(folder: Path) -> None:
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(folder / "model")
+        rows = make_rows(3, seed=9)
+        rows[1]["messages"][0]["content"] += " <new>"
+        write_jsonl(folder / f"{split}.jsonl", rows)
+
+    return add
+
+
+def _nothing(_: Path) -> None:
+    pass
+
+
+FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
+    "overlap": (
+        _in_test_too,
+        (),
+        "test shares 1 row with what the model is trained or chosen on:\n  train.jsonl:8 (train) is test.jsonl:3 (test): the same row",
+        "data.overlap: drop takes them out of train",
+    ),
+    "too many dropped": (
+        _nothing,
+        ("data.too_long=drop", "data.max_tokens=70"),
+        "train.jsonl: 10 of 22 train rows are dropped (45%), data.drop_at_most is 0.1",
+        "--set data.drop_at_most=0.46",
+    ),
+    "bad rows": (_unanswered, (), "1 train row cannot be used:\n  train.jsonl:4 has no answer", "set data.bad_rows: drop"),
+    "rows too long": (
+        _nothing,
+        ("data.max_tokens=76",),
+        "2 train rows longer than data.max_tokens 76:\n  train.jsonl:15 too long: 77",
+        "data.too_long",
+    ),
+    "nothing left": (_nothing, ("data.max_tokens=20", "data.too_long=drop"), "no train row is left", "`finefit check` shows"),
+    "an added token in train": (_added_token("train"), (), "the rows hold token 261, the model has embeddings for 261", "resize its embeddings"),
+    "an added token in test": (_added_token("test"), (), "the rows hold token 261, the model has embeddings for 261", "resize its embeddings"),
+    "no training file": (lambda folder: (folder / "train.jsonl").unlink(), (), "train.jsonl is not there", "relative to the spec file"),
+    "no test file": (lambda folder: (folder / "test.jsonl").unlink(), (), "test.jsonl is not there", "relative to the spec file"),
+    "a task without test rows": (_nothing, ("data.test=null",), "evaluate names a task, but data.test names no rows", "add data.test"),
+}
+
+
+@pytest.mark.usefixtures("foretold")
+@pytest.mark.parametrize("name", FINDINGS)
+def test_what_is_wrong_with_the_data_is_a_finding_with_exit_code_1(folder: Path, finefit: Finefit, name: str) -> None:
+    spoil, overrides, problem, remedy = FINDINGS[name]
+    spoil(folder)
+    arguments = ("check", "spec.yaml", *(part for override in overrides for part in ("--set", override)))
+    answer = finefit(*arguments)
+    assert answer.code == 1
+    assert f"error: {problem}" in answer.out
+    assert remedy in answer.out
+    assert "nothing speaks against" not in answer.out
+    document = finefit(*arguments, "--json").document
+    assert document["ok"] is False
+    errors = [finding for finding in document["findings"] if finding["level"] == "error"]
+    assert any(finding["problem"].startswith(problem) and remedy in finding["remedy"] for finding in errors)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.usefixtures("foretold")
+def test_one_row_is_enough_to_begin_and_worth_a_warning(folder: Path, finefit: Finefit) -> None:
+    write_jsonl(folder / "train.jsonl", make_rows(1))
+    answer = finefit("check", "spec.yaml")
+    assert answer.code == 0
+    assert "warning: train has 1 row, and a step takes 4 (global_batch): every step is a whole epoch\n  --set global_batch=1" in answer.out
+
+
+@pytest.mark.usefixtures("foretold")
+def test_overlap_that_is_to_be_dropped_is_counted_and_goes_on(folder: Path, finefit: Finefit) -> None:
+    _in_test_too(folder)
+    answer = finefit("check", "spec.yaml", "--set", "data.overlap=drop", "--json")
+    assert (answer.code, answer.document["ok"]) == (0, True)
+    assert answer.document["ledger"]["dropped"] == {"stands in test": 1}
+
+
+@pytest.mark.usefixtures("foretold")
+def test_rows_in_another_shape_are_read_and_the_mapping_is_told(folder: Path, finefit: Finefit) -> None:
+    text = "".join(f'"How many, {n}?","{n}"\n' for n in range(8))
+    (folder / "train.csv").write_text(f"\ufeffask,reply\n{text}", encoding="utf-8")
+    rewrite(folder / "spec.yaml", ("{path: train.jsonl}", "{path: train.csv, fields: {prompt: ask, answer: reply}}"))
+    answer = finefit("check", "spec.yaml")
+    assert answer.code == 0
+    assert "read as question and answer: prompt = ask, answer = reply" in answer.out
+    assert "8 records; 8 used" in answer.out
+
+
+@pytest.mark.usefixtures("foretold")
+def test_a_model_without_a_chat_template_is_told_the_choice(folder: Path, finefit: Finefit) -> None:
+    make_model_folder(folder / "model", chat=False)
+    (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    answer = finefit("check", "spec.yaml", "--json")
+    assert answer.code == answer.document["error"]["exit_code"] == 2
+    assert "has no chat template" in answer.document["error"]["problem"]
+    assert "data.template: plain" in answer.document["error"]["remedy"]
+
+
+@pytest.mark.usefixtures("foretold", "folder")
+def test_a_second_check_reads_what_the_first_has_prepared(finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = finefit("check", "spec.yaml").out
+    before = {path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")}
+    monkeypatch.setattr("finefit.data.prepared.prepare", None)
+    assert finefit("check", "spec.yaml").out == first
+    assert {path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")} == before

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from finefit.pipeline.inputs import splits
 from finefit.pipeline.recipes import Recipe, all_recipes
 from finefit.spec.load import load_spec
 from tests.cli.conftest import Finefit
@@ -20,7 +19,7 @@ def test_demo_is_a_recipe() -> None:
 def test_a_shipped_recipe_loads_and_its_rows_are_there(recipe: Recipe) -> None:
     spec = load_spec(recipe.spec)
     assert recipe.purpose
-    for sources in splits(spec).values():
+    for sources in spec.data.sources().values():
         assert all((recipe.spec.parent / source.path).is_file() for source in sources)
 
 

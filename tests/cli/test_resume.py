@@ -10,6 +10,7 @@ import pytest
 from finefit.artifacts.journal import read_steps
 from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import Run, read_record
+from finefit.facts.files import finefit_cache
 from tests.cli.conftest import STAGE, Finefit, files_with_times, rewrite
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 from tests.pipeline.conftest import prepared
@@ -20,6 +21,11 @@ RUN = "runs/tiny-1"
 def _plan(run: Path) -> dict[str, Any]:
     plan: dict[str, Any] = json.loads((run / "plan.json").read_text())["stages"]["sft"]
     return plan
+
+
+def _train(path: str, **changes: object) -> list[dict[str, object]]:
+    """As a plan has it."""
+    return [{"path": path, "fields": {}, "weight": 1.0} | changes]
 
 
 def _untouched_but_the_lock(before: dict[str, int], after: dict[str, int]) -> bool:
@@ -50,7 +56,7 @@ def test_an_override_that_would_change_the_steps_done_is_refused_with_the_diff(f
 def test_rows_that_are_taken_away_are_refused(finefit: Finefit, split: str) -> None:
     answer = finefit("run", RUN, "--set", f"data.{split}=null")
     assert answer.code == 2
-    assert f"data.{split}: 1 files -> 0" in answer.err
+    assert f"  data.{split}.path: ../../{split}.jsonl -> (none)\n" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def test_rows_that_are_taken_away_are_refused(finefit: Finefit, split: str) -> N
     [
         ("global_batch: 4", "global_batch: 2", "global_batch: 4 -> 2"),
         ("kind: lora, rank: 4, alpha: 8, dropout: 0.1", "kind: full", "tuning.kind: lora -> full"),
-        ("path: train.jsonl", "path: other.jsonl", "data.train: [{'path': 'train.jsonl'}] -> [{'path': 'other.jsonl'}]"),
+        ("path: train.jsonl", "path: other.jsonl", f"data.train: {_train('train.jsonl')} -> {_train('other.jsonl')}"),
         ("path: model", "path: other", "model.path: model -> other"),
     ],
 )
@@ -81,7 +87,26 @@ def test_a_changed_data_file_is_refused_with_the_diff(finished: Path, finefit: F
 def test_another_file_more_is_refused(finefit: Finefit) -> None:
     answer = finefit("run", RUN, "--set", "data.train=[{path: train.jsonl}, {path: validation.jsonl}]")
     assert answer.code == 2
-    assert "data.train: 1 files -> 2" in answer.err
+    assert f"  data.train: {_train('../../train.jsonl')} -> " in answer.err
+
+
+@pytest.mark.usefixtures("finished")
+@pytest.mark.parametrize(("key", "value"), [("weight", 2.0), ("limit", 9), ("fields", {"messages": "messages"})])
+def test_the_same_file_read_otherwise_is_refused(finefit: Finefit, key: str, value: object) -> None:
+    """The prepared rows would stay as they are, whatever the spec says of them then."""
+    answer = finefit("run", RUN, "--set", f"data.train.0.{key}={json.dumps(value)}")
+    assert answer.code == 2
+    path = "../../train.jsonl"
+    assert f"  data.train: {_train(path)} -> {_train(path, **{key: value})}\n" in answer.err
+
+
+def test_a_file_that_lies_elsewhere_now_is_the_same_file(finished: Path, finefit: Finefit) -> None:
+    (finished / "train.jsonl").rename(finished / "moved.jsonl")
+    assert finefit("run", RUN, "--set", "data.train.0.path=moved.jsonl").code == 0
+    write_jsonl(finished / "moved.jsonl", make_rows(23))
+    answer = finefit("run", RUN)
+    assert answer.code == 2
+    assert "  ../../moved.jsonl: sha256 " in answer.err
 
 
 def test_a_changed_model_is_refused_with_the_diff(finished: Path, finefit: Finefit) -> None:
@@ -160,13 +185,14 @@ def test_new_wants_a_spec_file(finefit: Finefit) -> None:
 def test_a_run_directory_copied_away_alone_goes_on_once_its_model_is_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finefit: Finefit
 ) -> None:
-    """It was prepared and never started; its data files are gone, for the prepared rows travel with it."""
+    """It was prepared and never started; its data files and what was prepared from them are gone, for the rows travel with it."""
     folder, away = project.parent, tmp_path / "away" / "copied"
     monkeypatch.chdir(tmp_path)
     rewrite(project, ("evaluate:", "# evaluate:"))
     shutil.copytree(prepared(project).path, away, symlinks=True)
     (folder / "model").rename(tmp_path / "weights")
     shutil.rmtree(folder)
+    shutil.rmtree(finefit_cache() / "prepared")
     lost = finefit("run", away)
     assert lost.code == 2
     assert "--set model.path=FOLDER" in lost.err

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.journal import read_lines
 from tests.cli.conftest import STAGE, Finefit, Finished, files_with_times, rewrite, started
 
 
@@ -52,7 +53,7 @@ def test_what_is_not_json_goes_to_stderr_as_plain_lines(first_run: Finished) -> 
     said = first_run.answer.err
     assert "\x1b" not in said
     assert "step 12/12" in said
-    assert "train train.jsonl: 22 rows read, 22 used; 1,453 tokens, 605 supervised" in said
+    assert "train train.jsonl: 22 records; 22 used; 1,453 tokens, 605 supervised (42%)" in said
     assert said.count("step 6: validation loss") == 1
 
 
@@ -108,3 +109,21 @@ def test_a_run_that_was_ended_by_sigterm_goes_on_in_its_directory(folder: Path, 
     assert (answer.code, answer.document["run"], answer.document["result"]["step"]) == (0, "runs/tiny-1", 240)
     assert f"resumed from checkpoint-{stopped[1]}" in answer.err
     assert [p.name for p in (folder / "runs").iterdir()] == ["tiny-1"]
+
+
+def test_a_share_of_the_training_rows_is_validated_on_and_not_trained_on(folder: Path, finefit: Finefit) -> None:
+    rewrite(folder / "spec.yaml", ("{path: validation.jsonl}", "{share: 0.25}"), ("evaluate:", "# evaluate:"), ("epochs: 2", "epochs: 1"))
+    answer = finefit("run", "spec.yaml", "--json")
+    assert answer.code == 0, answer.err
+    ledger = {entry["split"]: entry for entry in answer.document["ledger"] if "read" in entry}
+    counts = {split: (entry["records"], entry["read"], entry["used"]) for split, entry in ledger.items()}
+    train, held = ledger["train"]["used"], ledger["validation"]["used"]
+    assert counts == {"train": (22, train, train), "validation": (0, held, held), "test": (5, 5, 5)}
+    assert (train + held, held) == (22, 6)
+    assert answer.document["plan"]["sft"]["steps_per_epoch"] == {"value": 4, "source": "16 rows / 4 global, rounded up"}
+    stage = folder / "runs/tiny-1" / STAGE
+    assert [line["validation_loss"] > 0 for line in read_lines(stage / "metrics.jsonl") if line.get("event") == "validated"] == [True, True]
+    assert (stage / "checkpoints" / "best").is_dir()
+    again = finefit("run", "runs/tiny-1", "--set", "data.validation.share=0.5")
+    assert again.code == 2
+    assert "data.validation.share: 0.25 -> 0.5" in again.err

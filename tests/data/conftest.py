@@ -1,14 +1,40 @@
+from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from hypothesis import settings
 
-from finefit.data.render import Example, Renderer
+from finefit.data.budget import Budget
+from finefit.data.render import Example, Rendered, Renderer
+from finefit.data.rows import Message, Row
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
+WIDE = Budget(max_tokens=100_000, too_long="error", turns="all")
+
+
+def supervised_runs(example: Example) -> list[list[int]]:
+    runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in run] for flag, run in runs if flag]
+
 
 def supervised_texts(renderer: Renderer, example: Example) -> list[str]:
     """One for each run of supervised tokens."""
-    runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
-    return [renderer.tokenizer.decode([token for token, _ in run]) for flag, run in runs if flag]
+    return [renderer.tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in supervised_runs(example)]
+
+
+def prompts_before_answers(example: Example) -> list[list[int]]:
+    """What stands before each run of supervised tokens."""
+    starts = [at for at in range(1, len(example.tokens)) if example.supervised[at] and not example.supervised[at - 1]]
+    return [list(example.tokens[:start]) for start in starts]
+
+
+def render_one(renderer: Renderer, messages: Sequence[Message] = (), budget: Budget = WIDE, **row: Any) -> Rendered:
+    (rendered,) = renderer.render([Row(source="rows.jsonl", number=1, messages=tuple(messages), **row)], budget)
+    return rendered
+
+
+def only_example(renderer: Renderer, messages: Sequence[Message]) -> Example:
+    (example,) = render_one(renderer, messages).examples
+    return example

@@ -1,101 +1,220 @@
+"""Sources in, examples and a ledger out: used + dropped = read, and what was dropped has its place and its reason."""
+
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finefit.data.prepared import prepare, read_examples, read_items, write_examples, write_items
-from finefit.data.render import Example, Renderer
-from finefit.data.rows import Message, Row
+from finefit.artifacts.journal import read_lines
+from finefit.artifacts.records import Preparation, SourceLedger
+from finefit.data import pieces
+from finefit.data.items import read_items
+from finefit.data.prepared import prepare
+from finefit.data.render import open_renderer
+from finefit.data.store import Examples
 from finefit.errors import DataError
-from tests.conftest import make_tokenizer
+from finefit.spec.schema import Data
+from tests.conftest import make_tokenizer, write_jsonl
 
-PLAIN = Renderer(make_tokenizer(chat=False), "plain")
-CHAT = Renderer(make_tokenizer(), "chat")
-
-
-def _row(number: int, length: int, *, source: str = "a.jsonl") -> Row:
-    """Takes `length` tokens in plain."""
-    return Row(source=source, number=number, messages=(Message("user", "q" * (length - 2)), Message("assistant", "a")))
+WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge", "marsh", "nook", "oasis", "pond")
 
 
-ROWS = [_row(1, 5), _row(2, 9), _row(4, 6), _row(1, 20, source="b.jsonl"), _row(2, 6, source="b.jsonl"), _row(3, 7, source="b.jsonl")]
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
-def test_rows_that_fit_are_all_used_in_their_order() -> None:
-    prepared = prepare(ROWS, PLAIN, split="train", max_tokens=20, too_long="error")
-    assert [len(e.tokens) for e in prepared.examples] == [5, 9, 6, 20, 6, 7]
-    assert prepared.dropped == ()
-    assert [(entry.source, entry.read, entry.used, entry.dropped) for entry in prepared.ledger] == [("a.jsonl", 3, 3, {}), ("b.jsonl", 3, 3, {})]
-    assert [(entry.tokens, entry.supervised_tokens) for entry in prepared.ledger] == [(20, 6), (33, 6)]
+def qa(number: int, length: int = 4) -> dict[str, Any]:
+    """A question that is like no other, and a short answer."""
+    return {"question": f"{WORDS[number % 16]} {WORDS[number // 16 % 16]} {number} " + "z" * length, "answer": f"a{number}"}
 
 
-def test_rows_that_are_too_long_are_named_and_nothing_is_cut() -> None:
-    with pytest.raises(DataError) as caught:
-        prepare(ROWS, PLAIN, split="train", max_tokens=8, too_long="error")
-    assert caught.value.problem.splitlines() == [
-        "a.jsonl:2 too long: 9 tokens, max_tokens is 8",
-        "b.jsonl:1 too long: 20 tokens, max_tokens is 8",
-    ]
-    assert "data.too_long: drop" in caught.value.remedy
+def prepared(folder: Path, tokenizer: Path, data: dict[str, Any], *, seed: int = 0) -> tuple[Preparation, Path]:
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    for old in out.iterdir():
+        old.unlink()
+    return prepare(Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=seed, folder=out), out
 
 
-def test_of_many_rows_that_are_too_long_ten_are_named_and_the_rest_counted() -> None:
-    with pytest.raises(DataError) as caught:
-        prepare([_row(number, 9) for number in range(1, 14)], PLAIN, split="train", max_tokens=8, too_long="error")
-    assert caught.value.problem.splitlines()[9:] == ["a.jsonl:10 too long: 9 tokens, max_tokens is 8", "and 3 more"]
+def source(found: Preparation, split: str = "train", at: int = 0) -> SourceLedger:
+    return [s for s in found.sources if s.split == split][at]
 
 
-def test_dropped_rows_are_counted_and_named() -> None:
-    prepared = prepare(ROWS, PLAIN, split="train", max_tokens=8, too_long="drop")
-    assert [(d.split, d.source, d.row) for d in prepared.dropped] == [("train", "a.jsonl", 2), ("train", "b.jsonl", 1)]
-    assert [len(e.tokens) for e in prepared.examples] == [5, 6, 6, 7]
+def test_every_row_is_used_and_its_answer_supervised(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [qa(n) for n in range(5)])
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
+    ledger = source(found)
+    assert (ledger.records, ledger.read, ledger.used, ledger.dropped, ledger.examples) == (5, 5, 5, {}, 5)
+    examples = Examples(out / "train.safetensors")
+    renderer = open_renderer(tokenizer, "chat")
+    answers = [renderer.tokenizer.decode([t for t, s in zip(e.tokens, e.supervised, strict=True) if s]) for e in examples]
+    assert answers == [f"a{n}<|end|>" for n in range(5)]
+    assert ledger.tokens == int(examples.lengths.sum())
+    assert ledger.supervised_tokens == int(examples.supervised_counts.sum())
+    assert found.lengths is not None
+    assert (found.lengths.num_rows, found.lengths.longest) == (5, int(examples.lengths.max()))
+    assert set(found.files) == {"train.safetensors", "ledger.jsonl"}
 
 
-@given(lengths=st.lists(st.tuples(st.sampled_from("ab"), st.integers(3, 12)), min_size=1, max_size=20), max_tokens=st.integers(3, 12))
-def test_used_and_dropped_make_what_was_read(lengths: list[tuple[str, int]], max_tokens: int) -> None:
-    rows = [_row(number, length, source=source) for number, (source, length) in enumerate(lengths, start=1)]
-    if all(length > max_tokens for _, length in lengths):
-        with pytest.raises(DataError, match="rows are longer than max_tokens"):
-            prepare(rows, PLAIN, split="train", max_tokens=max_tokens, too_long="drop")
-        return
-    prepared = prepare(rows, PLAIN, split="train", max_tokens=max_tokens, too_long="drop")
-    assert all(entry.used + sum(entry.dropped.values()) == entry.read for entry in prepared.ledger)
-    assert sum(entry.read for entry in prepared.ledger) == len(rows)
-    assert sum(entry.used for entry in prepared.ledger) == len(prepared.examples)
-    assert sum(entry.tokens for entry in prepared.ledger) == sum(len(e.tokens) for e in prepared.examples)
-    assert len(prepared.dropped) == len(rows) - len(prepared.examples)
+def test_rows_that_are_too_long_and_records_that_cannot_be_used_stand_in_the_ledger_with_their_place(tmp_path: Path, tokenizer: Path) -> None:
+    rows: list[dict[str, Any]] = [qa(0), qa(1, length=500), {"question": "no answer?"}, qa(3)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "drop"})
+    assert (source(found).read, source(found).used, source(found).dropped) == (4, 2, {"too long": 1, "unusable": 1})
+    dropped = {line["row"]: line["reason"] for line in read_lines(out / "ledger.jsonl") if line.get("what") == "dropped"}
+    assert dropped.keys() == {2, 3}
+    assert "max_tokens is 100" in dropped[2]
+    assert {fault.kind: fault.count for fault in found.faults} == {"too long": 1, "unusable": 1}
+    assert all(line.startswith("a.jsonl:") for fault in found.faults for line in fault.lines)
 
 
-def test_a_row_that_cannot_be_rendered_is_named() -> None:
-    row = Row(source="a.jsonl", number=7, messages=(Message("user", "x"), Message("assistant", "y"), Message("user", "x"), Message("assistant", "y")))
-    with pytest.raises(DataError, match=r"^a.jsonl:7 the plain template takes one prompt"):
-        prepare([row], PLAIN, split="train", max_tokens=8, too_long="error")
+def test_a_prompt_that_is_cut_is_counted_with_its_tokens_and_the_answer_stays(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [qa(0), qa(1, length=500)])
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "cut_prompt"})
+    ledger = source(found)
+    assert (ledger.used, ledger.cut, ledger.dropped) == (2, 1, {})
+    cut = Examples(out / "train.safetensors")[1]
+    assert len(cut.tokens) <= 100
+    assert ledger.cut_tokens >= 400
+    assert sum(cut.supervised) == len("a1") + 1
 
 
-def test_answers_of_a_rows_prompt_are_not_supervised() -> None:
-    messages = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d"))
-    (given_,) = prepare([Row(source="a", number=1, messages=messages, num_given=3)], CHAT, split="train", max_tokens=99, too_long="error").examples
-    (whole,) = prepare([Row(source="a", number=1, messages=messages)], CHAT, split="train", max_tokens=99, too_long="error").examples
-    assert (given_.tokens, sum(given_.supervised), sum(whole.supervised)) == (whole.tokens, 2, 4)
+def test_a_record_of_several_questions_is_one_record_and_several_rows(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"questions": ["amber?", "birch?"], "answers": ["x", "y"]}, {"questions": ["cedar?"], "answers": ["z"]}])
+    ledger = source(prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})[0])
+    assert (ledger.records, ledger.read, ledger.used) == (2, 3, 3)
 
 
-def test_examples_come_back_as_they_were_written(tmp_path: Path) -> None:
-    examples = [Example((5,), (True,)), Example((2**31 - 1, 0, 7), (False, True, True)), Example((1, 2), (False, True))]
-    write_examples(tmp_path / "train.safetensors", examples)
-    assert read_examples(tmp_path / "train.safetensors") == examples
+def test_weights_repeat_rows_and_limits_leave_a_seeded_part_out(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [qa(n) for n in range(10)])
+    write_jsonl(tmp_path / "b.jsonl", [qa(n) for n in range(20, 40)])
+    write_jsonl(tmp_path / "c.jsonl", [qa(n) for n in range(50, 58)])
+    train = [{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "limit": 5}, {"path": "c.jsonl", "weight": 0.25}]
+    found, out = prepared(tmp_path, tokenizer, {"train": train})
+    a, b, c = (source(found, at=at) for at in range(3))
+    assert (a.used, a.repeated) == (10, 15)
+    assert (b.read, b.used, b.dropped, b.repeated) == (20, 5, {"left out by limit": 15}, 0)
+    assert (c.used, c.dropped) == (2, {"left out by weight": 6})
+    assert len(Examples(out / "train.safetensors")) == 25 + 5 + 2
+    again, _ = prepared(tmp_path, tokenizer, {"train": train})
+    other, _ = prepared(tmp_path, tokenizer, {"train": train}, seed=1)
+    assert again.files["train.safetensors"] == found.files["train.safetensors"] != other.files["train.safetensors"]
 
 
-def test_equal_examples_are_equal_files(tmp_path: Path) -> None:
-    examples = prepare(ROWS, PLAIN, split="train", max_tokens=20, too_long="error").examples
-    for name in ("one", "two"):
-        write_examples(tmp_path / name, examples)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+def test_a_share_is_held_out_before_anything_is_repeated_and_equal_prompts_stay_together(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [qa(n) for n in range(40)] + [qa(n) | {"answer": "another"} for n in range(40)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    data = {"train": [{"path": "a.jsonl", "weight": 3}], "validation": {"share": 0.25}}
+    found, out = prepared(tmp_path, tokenizer, data)
+    train, held = source(found), source(found, "validation")
+    assert held.used == held.read == 20
+    assert (train.records, train.read, train.used, train.repeated) == (80, 60, 60, 120)
+    prompts = [{tuple(e.tokens[: list(e.supervised).index(True)]) for e in Examples(out / f"{s}.safetensors")} for s in ("train", "validation")]
+    assert not prompts[0] & prompts[1]
+    assert not any(fault.kind == "overlap" for fault in found.faults)
 
 
-@given(texts=st.lists(st.text(), min_size=1, max_size=5))
-def test_items_keep_their_text_to_the_letter(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
-    path = tmp_path_factory.getbasetemp() / "test.jsonl"
-    rows = [Row(source="x", number=1, messages=(Message("user", f"{text}\u2028\r\n"), Message("assistant", text))) for text in texts]
-    write_items(path, rows)
-    assert [row.messages for row in read_items(path)] == [row.messages for row in rows]
+LONG = " ".join(WORDS[(7 * n) % 16] + str(n) for n in range(120))
+
+
+@pytest.mark.parametrize(
+    ("train", "held"),
+    [("amber birch?", "amber birch?"), ("Amber, birch!", "amber birch?"), (LONG, LONG.replace("birch", "beech", 1))],
+    ids=["exact", "normalised", "near"],
+)
+def test_a_test_row_in_train_is_found_and_can_be_dropped(tmp_path: Path, tokenizer: Path, train: str, held: str) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"question": "cedar dune?", "answer": "x"}, {"question": train, "answer": "y"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"question": held, "answer": "y"}])
+    data: dict[str, Any] = {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}}
+    found, _ = prepared(tmp_path, tokenizer, data)
+    (fault,) = (fault for fault in found.faults if fault.kind == "overlap")
+    assert fault.count == 1
+    assert "train.jsonl:2" in fault.lines[0]
+    assert "test.jsonl:1" in fault.lines[0]
+    dropped, _ = prepared(tmp_path, tokenizer, data | {"overlap": "drop"})
+    assert source(dropped).dropped == {"stands in test": 1}
+
+
+def test_test_rows_keep_their_text_place_and_references(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
+    write_jsonl(tmp_path / "test.jsonl", [{"question": "jetty?", "answers": ["yes", "Yes", "yes"]}])
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}})
+    (item,) = read_items(out / "test.jsonl")
+    assert (item.place, item.prompt[0].content, item.answer, item.references) == ("test.jsonl:1", "jetty?", "yes", ("yes", "Yes"))
+    assert found.lengths is not None
+    assert found.lengths.prompt == len(open_renderer(tokenizer, "chat").prompt_tokens(item.prompt))
+
+
+def test_pairs_and_images_are_refused_for_what_they_are(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    write_jsonl(tmp_path / "images.jsonl", [{"imgname": "1.png", "query": "What?", "label": "Tea"}])
+    with pytest.raises(DataError, match=r"pairs.jsonl holds preference pairs(.|\n)*images.jsonl holds images") as caught:
+        prepared(tmp_path, tokenizer, {"train": [{"path": "pairs.jsonl"}, {"path": "images.jsonl"}]})
+    assert "fields: {prompt: prompt, answer: chosen}" in caught.value.remedy
+    train = [{"path": "pairs.jsonl", "fields": {"prompt": "prompt", "answer": "chosen"}}]
+    assert source(prepared(tmp_path, tokenizer, {"train": train})[0]).used == 1
+
+
+def test_text_that_the_tokenizer_reads_as_a_control_token_is_named(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [qa(0), {"question": "say <|end|> now", "answer": "no"}])
+    (fault,) = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})[0].faults
+    assert (fault.kind, fault.lines) == ("special token", ("a.jsonl:2 holds <|end|>",))
+
+
+def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [qa(n, length=n % 50) for n in range(700)])
+    data = {"train": [{"path": "a.jsonl"}], "max_tokens": 60, "too_long": "drop"}
+    alone, _ = prepared(tmp_path, tokenizer, data)
+    monkeypatch.setattr(pieces, "_BYTES_PER_PROCESS", 1 << 10)
+    monkeypatch.setattr(pieces, "count_cores", lambda: 2)
+    together, _ = prepared(tmp_path, tokenizer, data)
+    assert together == alone
+
+
+ROW = st.one_of(
+    st.builds(qa, st.integers(0, 60), st.integers(0, 120)),
+    st.fixed_dictionaries({"question": st.text(max_size=8)}, optional={"answer": st.one_of(st.text(max_size=8), st.none(), st.integers())}),
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=25),
+    too_long=st.sampled_from(["error", "drop", "cut_prompt"]),
+    weight=st.sampled_from([0.5, 1, 1.7]),
+    limit=st.one_of(st.none(), st.integers(1, 30)),
+    share=st.sampled_from([None, 0.3]),
+)
+def test_used_and_dropped_make_what_was_read(
+    tmp_path: Path, tokenizer: Path, rows: list[dict[str, Any]], too_long: str, weight: float, limit: int | None, share: float | None
+) -> None:
+    if share is not None:  # of two prompts at least one is trained on
+        weight, limit = 1, None
+    write_jsonl(tmp_path / "a.jsonl", [qa(61), qa(62), *rows])
+    data = {"train": [{"path": "a.jsonl", "weight": weight, "limit": limit}], "max_tokens": 80, "too_long": too_long}
+    found, out = prepared(tmp_path, tokenizer, data | ({"validation": {"share": share}} if share else {}))
+    assert sum(s.records for s in found.sources) == 2 + len(rows)
+    assert sum(s.read for s in found.sources) == 2 + len(rows)
+    for ledger in found.sources:
+        assert ledger.used + sum(ledger.dropped.values()) == ledger.read
+        assert ledger.cut <= ledger.used
+    listed = [line for line in read_lines(out / "ledger.jsonl") if line.get("what") == "dropped"]
+    asked = sum(count for s in found.sources for reason, count in s.dropped.items() if reason.startswith("left out"))
+    assert len(listed) == sum(sum(s.dropped.values()) for s in found.sources) - asked
+    if found.lengths is not None:
+        examples = Examples(out / "train.safetensors")
+        assert len(examples) == found.lengths.num_rows == source(found).examples + source(found).repeated
+        assert max(examples.lengths) <= 80
+
+
+def test_records_say_what_they_were_read_as(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "Add.", "input": "2 and 2", "output": "4"}]), encoding="utf-8")
+    ledger = source(prepared(tmp_path, tokenizer, {"train": [{"path": "a.json"}]})[0])
+    assert ledger.mapping
+    assert "output" in " ".join(ledger.mapping.values())

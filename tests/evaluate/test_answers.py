@@ -7,6 +7,7 @@ from finefit.data.rows import Message
 from finefit.evaluate.answers import answers
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_rows, make_tokenizer
+from tests.data.conftest import render_one
 from tests.step.conftest import ADAMW, FULL, cut, step, tuned
 
 torch.set_num_threads(1)
@@ -20,7 +21,7 @@ PROMPTS = [RENDERER.prompt_tokens(messages[:-1]) for messages in MESSAGES]
 def model() -> nn.Module:
     """Knows how answers look and end, so that they differ in length."""
     trained = tuned(FULL)
-    optimizer, batches = make_optimizer(trained, ADAMW), cut([RENDERER.example(messages) for messages in MESSAGES], 7)
+    optimizer, batches = make_optimizer(trained, ADAMW), cut([render_one(RENDERER, messages).examples[0] for messages in MESSAGES], 7)
     for _ in range(60):
         step(trained, optimizer, batches)
     return trained.eval()

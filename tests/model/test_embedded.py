@@ -17,7 +17,7 @@ from finefit.model.embedded import converted, find
 from finefit.model.load import load_for_answers
 from finefit.model.locate import Located, locate
 from finefit.spec.schema import EmbeddedModel
-from tests.data.conftest import supervised_texts
+from tests.data.conftest import render_one, supervised_texts
 
 torch.set_num_threads(1)
 
@@ -56,7 +56,7 @@ def test_its_end_token_is_the_one_that_its_template_writes(renderer: Renderer) -
 
 def test_its_own_template_is_exact(renderer: Renderer) -> None:
     messages = (Message("user", "Add 2 and 2."), Message("assistant", '{"sum": 4}'), Message("user", "Add 3."), Message("assistant", " sevén\n"))
-    example = renderer.example(messages)
+    (example,) = render_one(renderer, messages).examples
     assert supervised_texts(renderer, example) == ['{"sum": 4}<|im_end|>', " sevén\n<|im_end|>"]
     assert example.tokens[: example.supervised.index(True)] == tuple(renderer.prompt_tokens(messages[:1]))
     assert renderer.tokenizer.decode(example.tokens) == renderer.prompt_text(messages[:3]) + " sevén\n<|im_end|>"

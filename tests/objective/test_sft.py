@@ -14,17 +14,17 @@ BATCH = Batch(
 
 
 def test_the_loss_is_the_sum_of_surprises_and_comes_with_its_count() -> None:
-    found = sft(lambda _, positions, __: LOGPROBS[positions], BATCH)
+    found = sft(lambda batch: LOGPROBS[batch.positions_N], BATCH)
     assert found.total.item() == 2.75
     assert found.count == 3
 
 
-def test_an_objective_is_given_what_the_batch_holds() -> None:
-    given: list[torch.Tensor] = []
+def test_an_objective_hands_its_batch_on_as_it_is() -> None:
+    given: list[Batch] = []
 
-    def forward(*tensors: torch.Tensor) -> torch.Tensor:
-        given.extend(tensors)
+    def forward(batch: Batch) -> torch.Tensor:
+        given.append(batch)
         return LOGPROBS
 
     sft(forward, BATCH)
-    assert [g is w for g, w in zip(given, (BATCH.input_ids_BT, BATCH.positions_N, BATCH.targets_N), strict=True)] == [True] * 3
+    assert [batch is BATCH for batch in given] == [True]

@@ -34,7 +34,7 @@ def test_a_number_that_something_else_has_is_passed_over(project: Path) -> None:
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_a_row_that_is_trained_on_is_refused_in_the_other_splits(project: Path, split: str) -> None:
     write_jsonl(project.parent / f"{split}.jsonl", [*make_rows(2, seed=5), make_rows(22)[7]])
-    with pytest.raises(DataError, match=rf"{split}\.jsonl:3 \({split}\) is train\.jsonl:8 \(train\) again"):
+    with pytest.raises(DataError, match=rf"train\.jsonl:8 \(train\) is {split}\.jsonl:3 \({split}\): the same row"):
         prepared(project)
 
 
@@ -42,7 +42,7 @@ def test_a_full_disk_while_a_run_is_made_is_named(project: Path, monkeypatch: py
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("finefit.pipeline.create.write_items", full)
+    monkeypatch.setattr("finefit.pipeline.create.shutil.copyfile", full)
     with pytest.raises(DiskFull, match=r"the disk is full: .*tiny needs [\d,]+ bytes, [\d,]+ are free"):
         prepared(project)
     assert list((project.parent / "runs").iterdir()) == []
@@ -67,11 +67,11 @@ def test_every_row_is_in_the_ledger_used_or_dropped_with_its_reason(project: Pat
     rows = make_rows(6)
     rows[2]["messages"][0]["content"] = "add " * 60
     write_jsonl(project.parent / "train.jsonl", rows)
-    lines = list(read_lines(stage_of(prepared(project, "data.too_long=drop", "data.max_tokens=120")).ledger))
+    lines = list(read_lines(stage_of(prepared(project, "data.too_long=drop", "data.max_tokens=120", "data.drop_at_most=0.2")).ledger))
     (train,) = [line for line in lines if line["split"] == "train" and "read" in line]
     assert (train["read"], train["used"], train["dropped"]) == (6, 5, {"too long": 1})
     (dropped,) = [line for line in lines if "reason" in line]
-    assert (dropped["source"], dropped["row"]) == ("train.jsonl", 3)
+    assert (dropped["source"], dropped["row"], dropped["what"]) == ("train.jsonl", 3, "dropped")
     assert dropped["reason"].startswith("too long: ")
 
 
@@ -86,5 +86,5 @@ def test_paths_are_recorded_relative_to_the_run(project: Path) -> None:
     run = prepared(project)
     assert json.loads(run.spec_json.read_text())["model"]["path"] == "../../model"
     facts = json.loads(run.facts.read_text())
-    assert facts["inputs"]["data"]["train"][0]["path"] == "../../train.jsonl"
+    assert facts["inputs"]["data"]["train"][0][0]["path"] == "../../train.jsonl"
     assert (run.path / "../../train.jsonl").resolve() == project.parent / "train.jsonl"

@@ -54,10 +54,20 @@ def test_what_is_asked_does_matter(project: Path, override: str) -> None:
 
 def test_all_that_is_wrong_with_the_files_is_told_at_once(project: Path) -> None:
     (project.parent / "validation.jsonl").unlink()
+    (project.parent / "test.jsonl").rename(project.parent / "test.doc")
+    with pytest.raises(DataError) as caught:
+        _digest(project, "data.test.path=test.doc")
+    assert "validation.jsonl does not exist" in caught.value.problem
+    assert "test.doc has no known extension" in caught.value.problem
+    assert len(caught.value.remedy.splitlines()) == 2
+
+
+def test_all_that_is_wrong_with_the_records_is_told_at_once(project: Path) -> None:
+    (project.parent / "train.jsonl").write_text('{"question": "Why?"}\n')
     (project.parent / "test.jsonl").write_text("")
     with pytest.raises(DataError) as caught:
         _digest(project)
-    assert "validation.jsonl does not exist" in caught.value.problem
+    assert "train.jsonl: the shape of its records is not recognised" in caught.value.problem
     assert "test.jsonl holds no rows" in caught.value.problem
     assert len(caught.value.remedy.splitlines()) == 2
 

@@ -45,6 +45,8 @@ validate: {every: epoch}
 on_nan: {kind: roll_back}
 evaluate: [{task: exact_match}, {task: json_match, limit: 3}]
 """
+FREE = ("config", "template_options")
+"""Mappings whose keys are the user's."""
 
 
 def _resolve(text: str, *overrides: str, num_rows: int = 22, **foretold: Any) -> dict[str, Resolved]:
@@ -53,9 +55,9 @@ def _resolve(text: str, *overrides: str, num_rows: int = 22, **foretold: Any) ->
 
 
 def _keys(document: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Of the spec as JSON: every value that is not a mapping."""
+    """Of the spec as JSON: every value that is not a mapping with keys of the schema's."""
     for key, value in document.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in FREE:
             yield from _keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
@@ -97,8 +99,11 @@ def test_an_override_is_the_source_of_its_value(override: str, key: str, value: 
     assert _resolve(SPEC, override)[key] == Resolved(value=value, source="--set")
 
 
-def test_the_paths_are_those_that_the_user_wrote() -> None:
-    assert _resolve(SPEC)["data.train"] == Resolved(value=[{"path": "train.jsonl"}], source="spec")
+def test_the_sources_are_those_that_the_user_wrote() -> None:
+    train = [{"path": "train.jsonl", "fields": {}, "weight": 1.0}]
+    assert _resolve(SPEC)["data.train"] == Resolved(value=train, source="spec")
+    train = [{"path": "a.csv", "fields": {"prompt": "ask"}, "weight": 2.0, "limit": 9}]
+    assert _resolve(SPEC, "data.train=[{path: a.csv, fields: {prompt: ask}, weight: 2, limit: 9}]")["data.train"].value == train
 
 
 def test_a_cpu_that_was_asked_for_computes_in_fp32() -> None:

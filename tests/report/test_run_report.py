@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, Plan, Resolved, Run, Score, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir
 from finefit.cli.console import open_console
 from finefit.pipeline.create import stage_of
 from finefit.report.demo import show_change
-from finefit.report.run import evals_of, evals_tables, ledger_view, plan_view, result_lines, run_document, show_end
+from finefit.report.run import evals_of, evals_tables, plan_view, result_lines, run_document, show_end
 from finefit.report.units import clock, gib
 from finefit.spec.schema import Evaluation
 
@@ -62,16 +61,6 @@ def test_a_plan_shows_every_value_with_its_source() -> None:
     assert shown.splitlines()[2:] == ["from the spec: seed 7", "defaults: optimizer.clip 1.0, schedule.steps null"]
 
 
-def test_a_ledger_line_counts_rows_tokens_and_what_was_dropped(run: RunDir) -> None:
-    where = stage_of(run)
-    with Journal(where.ledger) as ledger:
-        ledger.write(split="train", source="b.jsonl", read=9, used=7, dropped={"too long": 2}, tokens=12345, supervised_tokens=678)
-        ledger.write(split="train", source="b.jsonl", row=4, reason="too long: 99 tokens")
-    lines = ledger_view(where)
-    assert lines[0] == "train train.jsonl: 22 rows read, 22 used; 1,453 tokens, 605 supervised"
-    assert lines[-1] == "train b.jsonl: 9 rows read, 7 used, 2 dropped (too long); 12,345 tokens, 678 supervised"
-
-
 def test_brackets_and_colons_are_shown_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
     open_console().print("rows[bold]:key:.jsonl")
     assert capsys.readouterr().out == "rows[bold]:key:.jsonl\n"
@@ -114,7 +103,7 @@ def test_the_document_of_a_run_that_has_not_begun_has_no_result(run: RunDir) -> 
     document = run_document(run)
     assert (document["status"], document["result"], document["evaluations"]) == ("prepared", None, [])
     assert document["plan"]["sft"]["total_steps"] == {"value": 12, "source": "2 epochs x 6 steps"}
-    assert [entry["read"] for entry in document["ledger"]] == [22, 4]
+    assert {entry["split"]: entry["read"] for entry in document["ledger"]} == {"train": 22, "validation": 4, "test": 5}
 
 
 def test_the_document_of_a_finished_run_has_result_and_scores(run: RunDir) -> None:

@@ -12,9 +12,14 @@ model: {kind: hub, id: owner/name, revision: main}
 tuning: {kind: lora, rank: 16, alpha: 32, targets: [q_proj, v_proj], base_bits: 4}
 data:
   train:
-    - path: a.jsonl
-  validation: {path: b.jsonl}
+    - {path: a.jsonl, weight: 2, limit: 9}
+    - {path: "rows/*.csv", fields: {prompt: "{context} {ask}", answer: reply.text}}
+  validation: {share: 0.1}
+  test: {path: b.jsonl}
   max_tokens: 2048
+  too_long: cut_prompt
+  drop_at_most: 0.2
+  template_options: {enable_thinking: true, names: [a, 1, 0.5, null]}
 optimizer: {lr: 1e-4, betas: [0.9, 0.99], clip: null}
 schedule: {epochs: 1, warmup: 0.03}
 levers: {micro_batch: auto, recompute: all, loss_chunk: 512, keep_attention: true}

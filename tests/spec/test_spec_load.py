@@ -162,6 +162,38 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str
 
 
 @pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("validation: {}", "data.validation: give either path or share"),
+        ("validation: {path: b.jsonl, share: 0.1}", "data.validation: give either path or share"),
+        ("validation: {share: 0.1, limit: 9}", "data.validation: fields and limit belong to a path; a share has those of train"),
+        ("validation: {share: 1.0}", "data.validation.share: 1.0 is out of range; give less than 1"),
+        ("test: {path: b.jsonl, weight: 2}", "data: test.weight: only train has weights, a test row is answered once"),
+        ("too_long: cut", 'data.too_long: "cut" is not accepted; accepted: `error`, `drop`, `cut_prompt`'),
+        ("drop_at_most: 2", "data.drop_at_most: 2 is out of range; give at most 1"),
+        ("template_options: [fast]", 'data.template_options: ["fast"] is a list; a mapping is needed'),
+    ],
+)
+def test_rows_that_cannot_be_meant_are_refused(setting: str, problem: str) -> None:
+    text = GOOD.replace("optimizer:", f"  {setting}\noptimizer:")
+    place, _, words = complaint(text).partition(" ")
+    assert (place.partition(":")[0], words) == ("run.yaml", problem)
+
+
+def test_sources_are_told_by_split() -> None:
+    spec = parsed(GOOD, "data.validation={path: b.csv, limit: 5, fields: {prompt: ask, answer: reply}}", "data.test={path: c.json}")
+    sources = spec.data.sources()
+    assert {split: [source.path for source in found] for split, found in sources.items()} == {
+        "train": ["a.jsonl"],
+        "validation": ["b.csv"],
+        "test": ["c.json"],
+    }
+    assert (sources["validation"][0].limit, sources["validation"][0].fields.answer) == (5, "reply")
+    shared = parsed(GOOD, "data.validation={share: 0.1}").data.sources()
+    assert (shared["validation"], shared["test"]) == ((), ())
+
+
+@pytest.mark.parametrize(
     ("override", "problem"),
     [
         ("tuning.base_bits=8", "8 is not accepted; accepted: `4`"),

@@ -18,6 +18,7 @@ from finefit.step.forward import bind
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_tokenizer
+from tests.data.conftest import only_example
 
 torch.set_num_threads(1)
 
@@ -43,7 +44,7 @@ def unequal_examples(*, seed: int = 0) -> list[Example]:
     def text(length: int) -> str:
         return "x" + "".join(chance.choice(LETTERS) for _ in range(length - 1))
 
-    return [RENDERER.example((Message("user", text(prompt)), Message("assistant", text(answer)))) for prompt, answer in LENGTHS]
+    return [only_example(RENDERER, (Message("user", text(prompt)), Message("assistant", text(answer)))) for prompt, answer in LENGTHS]
 
 
 def cut(examples: Sequence[Example], micro_batch: int) -> list[Batch]:

@@ -20,6 +20,7 @@ from finefit.step.forward import bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 from tests.conftest import make_tokenizer
+from tests.data.conftest import only_example
 from tests.step.conftest import RENDERER, TUNINGS, cut, trainable, tuned
 
 NUM_STEPS = 3
@@ -121,7 +122,7 @@ def _train_with_finefit(model: nn.Module, examples: Sequence[Example], *, micro_
 
 def _plain_examples(tokenizer: Any) -> list[Example]:
     renderer = Renderer(tokenizer, "plain")
-    return [renderer.example((Message("user", row["prompt"]), Message("assistant", row["completion"]))) for row in PLAIN]
+    return [only_example(renderer, (Message("user", row["prompt"]), Message("assistant", row["completion"]))) for row in PLAIN]
 
 
 def _chat_examples() -> list[Example]:
@@ -129,7 +130,7 @@ def _chat_examples() -> list[Example]:
     rows = []
     for at, row in enumerate(PLAIN):
         turns = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
-        rows.append(RENDERER.example((Message("system", "Be brief."), *turns, Message("user", "more"), *turns[1:]) if at % 3 == 0 else turns))
+        rows.append(only_example(RENDERER, (Message("system", "Be brief."), *turns, Message("user", "more"), *turns[1:]) if at % 3 == 0 else turns))
     return rows
 
 
@@ -187,5 +188,5 @@ def test_conversational_rows_are_tokenised_as_trl_does_up_to_the_end_of_the_turn
     ).train_dataset
     line_break = RENDERER.tokenizer("\n")["input_ids"]
     for row, theirs in zip(PLAIN, prepared, strict=True):
-        ours = _labelled([RENDERER.example((Message("user", row["prompt"]), Message("assistant", row["completion"])))])[0]
+        ours = _labelled([only_example(RENDERER, (Message("user", row["prompt"]), Message("assistant", row["completion"])))])[0]
         assert [ours["input_ids"] + line_break, ours["labels"] + line_break] == [theirs["input_ids"], theirs["labels"]]

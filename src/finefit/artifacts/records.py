@@ -22,8 +22,8 @@ class Inputs:
     """What a run stands on, by content. Equal inputs and an equal spec are the same run."""
 
     __pydantic_config__ = STRICT
-    data: dict[str, tuple[FileFact, ...]]
-    """Files by split; paths relative to the run directory."""
+    data: dict[str, tuple[tuple[FileFact, ...], ...]]
+    """Files by split and source; paths relative to the run directory."""
     model: str
     """The model's name as the user knows it."""
     model_fingerprint: str
@@ -79,6 +79,8 @@ class Levers:
     offload: bool = False
     mlp_tiles: int = 1
     adapter_inputs: Literal["bf16", "fp32"] = "fp32"
+    packing: bool = False
+    """Rows of a step stand behind one another without padding, each seeing only itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +212,10 @@ class Stage:
     model_fingerprint: str
     tuning: Tuning
     template: Literal["chat", "plain"]
+    template_options: dict[str, Any] = field(default_factory=dict)
     template_sha256: str
+    max_prompt_tokens: int | None = None
+    """Longer prompts are cut in an evaluation as they are in training; None: never."""
     optimizer: AdamW
     schedule: Literal["cosine", "linear", "constant"]
     total_steps: int
@@ -253,13 +258,7 @@ class Question:
     config: dict[str, Any]
     """The model's config.json."""
     cards: tuple[str, ...]
-    lengths: Lengths | None
-    """None where the rows are still to be counted or assumed."""
-    base: str
-    tokenizer: str | None
-    """A folder; None where rows or tokenizer are not there."""
-    no_lengths: str = ""
-    """Why not."""
+    lengths: Lengths
     budget_bytes: int | None = None
     """The most that may be used of the card; None for all of it."""
     card_index: int = 0
@@ -300,25 +299,92 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLedger:
-    """used + dropped = read."""
+    """What became of the rows of one source: used + dropped = read. What is cut is a part of what is used."""
 
     __pydantic_config__ = STRICT
     split: str
     source: str
+    shape: str
+    mapping: dict[str, str]
+    """What was read from which column."""
+    records: int
+    """In the files."""
     read: int
+    """Rows: a record may hold several."""
     used: int
+    cut: int
+    """Rows whose prompt was cut."""
+    cut_tokens: int
     dropped: dict[str, int]
+    """By reason."""
+    examples: int
+    """Sequences that the used rows have become: a conversation or a long text may be several."""
+    repeated: int
+    """Examples seen once more in an epoch, by weight."""
     tokens: int
+    """Of the examples, each counted once; of prompts for rows that are only answered."""
     supervised_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedRow:
+class LedgerRow:
+    """A row that was dropped or cut."""
+
     __pydantic_config__ = STRICT
     split: str
     source: str
     row: int
+    part: int
+    what: Literal["dropped", "cut"]
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The same thing wrong with several rows."""
+
+    __pydantic_config__ = STRICT
+    kind: Literal["unusable", "too long", "special token", "overlap", "duplicate"]
+    split: str
+    count: int
+    lines: tuple[str, ...]
+    """The first few, with their place."""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """How many of the tokens that are computed are rows' own; the rest is padding."""
+
+    __pydantic_config__ = STRICT
+    own: float
+    """As the run lays its rows out."""
+    batches_per_step: float
+    grouped: float
+    """Were they grouped by length and padded."""
+    in_order: float
+    """Were they padded as they come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What the data of a spec became, before anything is judged. The examples lie beside it."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    sources: tuple[SourceLedger, ...]
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    """What the reader must know of the template."""
+    lengths: Lengths | None
+    """None where no training row can be used."""
+    template_sha256: str
+    largest_token: int
+    vocabulary: int
+    """Tokens that the tokenizer knows."""
+    pad_is_end: bool
+    files: dict[str, str]
+    """sha256 of every prepared file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,40 +1,89 @@
 """`finefit check`: proved before it runs."""
 
 import json
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Runs, Set
 
+if TYPE_CHECKING:
+    from finefit.pipeline.data import PreparedData
+    from finefit.spec.schema import Spec
+
+Show = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Show the first N training examples as the model will see them.")]
+
 
 def check(
     target: Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file.")],
     overrides: Set = None,
+    show: Show = 0,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Prove what can be known before step 1: every trained tensor gets a gradient, memory and disk suffice, the schedule makes sense.
+    """Prove what can be known before step 1: what became of every row, that no test row is trained on, that every trained tensor gets a
+    gradient, that memory and disk suffice and the schedule makes sense.
 
     Exit code 0: nothing speaks against the run. 1: something does.
     """
     from finefit.report.check import check_document, show_check
+    from finefit.report.ledger import show_ledger
     from finefit.spec.load import load_spec
 
     console = open_console(as_json=as_json)
     spec = load_spec(target, tuple(overrides or ()))
+    base = target.resolve().parent
+    with console.status("preparing rows"):
+        prepared = _prepared(spec, base)
     with console.status("rehearsing"):
         from finefit.facts.machine import read_machine
-        from finefit.pipeline.preparation import findings_of, foresee
+        from finefit.pipeline.forecasting import lengths_of
+        from finefit.pipeline.preparation import data_findings, findings_of, foresee
 
         machine = read_machine()
-        foretold = foresee(spec, target.resolve().parent, None, machine)
-        findings = findings_of(spec, foretold, machine, target.resolve().parent, runs, foretold.total_steps)
+        counted = prepared.record.lengths if prepared else None
+        foretold = foresee(spec, base, counted or lengths_of(spec, base), machine)
+        findings = findings_of(spec, foretold, machine, base, runs, foretold.total_steps)
+        if prepared is not None:
+            findings = (*findings, *data_findings(spec, base, prepared))
+        efficiency = prepared.efficiency(spec, foretold.levers) if prepared else None
     if as_json:
-        typer.echo(json.dumps(check_document(findings, foretold), indent=2))
+        typer.echo(json.dumps(check_document(findings, foretold, prepared.record if prepared else None, efficiency), indent=2))
     else:
-        show_check(findings, foretold, console)
+        if prepared is not None:
+            show_ledger(prepared.record, console)
+            _show_examples(spec, base, prepared, show)
+        show_check(findings, foretold, console, efficiency)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
+
+
+def _prepared(spec: "Spec", base: Path) -> "PreparedData | None":
+    """None where rows or tokenizer are not there; that is a finding, or a model which is only planned."""
+    from finefit.model.locate import outline
+    from finefit.pipeline.data import missing, prepare_data
+
+    tokenizer = outline(spec.model, base).tokenizer
+    return None if tokenizer is None or missing(spec.data, base) else prepare_data(spec, base, tokenizer)
+
+
+def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int) -> None:
+    if not count or "train.safetensors" not in prepared.record.files:
+        return
+    from finefit.data.render import open_renderer
+    from finefit.data.store import Examples
+    from finefit.model.locate import locate
+    from finefit.report.check import show_example
+
+    console = open_console()
+    renderer = open_renderer(locate(spec.model, base).folder, spec.data.template, template_options=spec.data.template_options)
+    for number, example in enumerate(Examples(prepared.path("train.safetensors"))[:count], start=1):
+        runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
+        show_example(
+            number,
+            [(renderer.tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False), supervised) for supervised, run in runs],
+            console,
+        )

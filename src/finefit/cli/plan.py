@@ -44,7 +44,8 @@ def plan(
 
       finefit plan spec.yaml --card 24GiB --apply 1
     """
-    from finefit.pipeline.forecasting import forecast
+    from finefit.facts.cards import parse_card
+    from finefit.pipeline.forecasting import forecast, lengths_of
     from finefit.report.plan import forecast_document
     from finefit.spec.load import load_spec
 
@@ -55,8 +56,11 @@ def plan(
     if measure:
         return _measure(target, tuple(overrides or ()), as_json=as_json)
     asked = tuple(cards or (spec.card,))
+    for card in asked:
+        parse_card(card)  # a misspelt name is told before anything is read
     with console.status("rehearsing"):
-        forecasts = forecast(spec, target.resolve().parent, asked)
+        base = target.resolve().parent
+        forecasts = forecast(spec, base, asked, lengths_of(spec, base))
     if as_json:
         typer.echo(json.dumps(forecast_document({spec.objective.kind: forecasts}), indent=2))
     else:

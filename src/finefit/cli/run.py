@@ -104,13 +104,14 @@ def carry_out(place: "RunDir", console: "Console") -> None:
     from finefit.artifacts.lock import run_lock
     from finefit.artifacts.records import Plan, read_record
     from finefit.pipeline.execute import execute
+    from finefit.report.ledger import ledger_lines
     from finefit.report.live import RunView
-    from finefit.report.run import ledger_view, plan_view
+    from finefit.report.run import plan_view
 
     with run_lock(place.lock):  # a run that another process works on is refused before anything is shown
         console.print(f"run      {place.path}", soft_wrap=True)
         console.print(plan_view(read_record(place.plan, Plan)))
-        for line in ledger_view(place.stages()[0]):
+        for line in ledger_lines(place.stages()[0]):
             console.print(line, soft_wrap=True)
     with RunView(place, console, log=place.log) as view:
         execute(place, tick=view.tick, warn=view.say)

@@ -1,104 +1,302 @@
-"""Rows -> tokens, once, in files that the worker reads: a run directory needs neither the data files nor the template again."""
+"""Sources -> examples on disk and a ledger: every row is used, or dropped with a reason. Nothing is judged here; what was found is recorded.
 
-import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+Held-out rows come first, so that every training row can be compared with them as it streams by.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from numpy.typing import NDArray
 
-from finefit.artifacts.records import DroppedRow, SourceLedger
-from finefit.data.render import Example, Renderer
-from finefit.data.rows import Message, Row
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import Fault, Lengths, Preparation
+from finefit.data.fingerprint import Windows, fingerprint, held_share, prompt_key
+from finefit.data.items import item_line
+from finefit.data.ledger import Account, Book
+from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
+from finefit.data.pieces import Piece, Pieces, num_processes
+from finefit.data.read import Reading, open_source
+from finefit.data.render import Renderer, open_renderer
+from finefit.data.rows import BadRow, Kind, Row
+from finefit.data.store import ExampleWriter
 from finefit.errors import DataError
+from finefit.facts.files import read_file
+from finefit.spec.schema import Data
 
-_SHOWN = 10
+SPLITS = ("test", "validation", "train")
+_TRAINS_ON: dict[Kind, tuple[str, str]] = {
+    "pair": ("preference pairs", "fields: {prompt: prompt, answer: chosen}"),
+    "judged": ("answers with a verdict", "fields: {prompt: prompt, answer: completion}"),
+}
+"""What a source of such rows holds, and how to name what is to be learnt of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which rows of a source take part, by their place among its usable rows."""
+
+    taken: NDArray[np.bool_] | None = None
+    """None for all."""
+    elsewhere: NDArray[np.bool_] | None = None
+    """Rows of another split, which are not counted in this one."""
+    reason: str = ""
+    """Of rows that are neither."""
+
+
+def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path) -> Preparation:
+    """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data goes."""
+    renderer = open_renderer(tokenizer, data.template, template_options=data.template_options)
+    readings = _open_all(data, base)
+    with ExitStack() as stack:
+        book = Book(stack.enter_context(Journal(folder / "ledger.jsonl")))
+        writers = {split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors")) for split in ("train", "validation")}
+        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=num_processes(readings["train"])))
+        common = _common(readings["train"])
+        held_out, duplicates = OverlapIndex(common), TrainDuplicates(common)
+        passing = _Passing(data=data, book=book, pieces=pieces, writers=writers, held_out=held_out, duplicates=duplicates)
+        prompt = _test_items(readings["test"], renderer, passing, folder, seed)
+        for reading in readings["validation"]:
+            passing.examples(
+                book.open("validation", reading), reading, _sampled(reading, 1.0, data.validation.limit if data.validation else None, seed)
+            )
+        choices = _choices(data, readings["train"], seed)
+        for reading, (held, _) in zip(readings["train"], choices, strict=True):
+            if held is not None:
+                passing.examples(book.open_share("validation", reading), reading, held)
+        table = [np.zeros(0, np.int64)]
+        for source, reading, (_, choice) in zip(data.train, readings["train"], choices, strict=True):
+            account, begin = book.open("train", reading), writers["train"].num_examples
+            passing.examples(account, reading, choice)
+            table.append(_weighted(begin, writers["train"].num_examples, source.weight, seed))
+            account.repeated = len(table[-1]) - account.examples
+        passing.note_duplicates()
+        lengths = _closed(writers, np.concatenate(table), prompt)
+        book.accounts.sort(key=lambda account: -SPLITS.index(account.split))
+        for account in book.accounts:
+            book.journal.write(**asdict(account.closed()))
+    return Preparation(
+        sources=tuple(account.closed() for account in book.accounts),
+        faults=tuple(book.faults.values()),
+        notes=renderer.notes,
+        lengths=lengths,
+        template_sha256=renderer.sha256(),
+        largest_token=pieces.largest_token,
+        vocabulary=len(renderer.tokenizer),
+        pad_is_end=renderer.pad in renderer.stop_tokens,
+        files={path.name: read_file(path, folder).sha256 for path in sorted(folder.iterdir())},
+    )
+
+
+def _open_all(data: Data, base: Path) -> dict[str, list[Reading]]:
+    """All sources, so that all that is wrong with them is told at once."""
+    readings: dict[str, list[Reading]] = {}
+    faults: list[DataError] = []
+    for split in SPLITS:
+        readings[split] = []
+        for source in data.sources()[split]:
+            try:
+                reading = open_source(source.path, source.fields, base, split=split)
+                _require_kind(reading, split)
+                readings[split].append(reading)
+            except DataError as fault:
+                faults.append(fault)
+    if faults:
+        raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy)))
+    return readings
+
+
+def _require_kind(reading: Reading, split: str) -> None:
+    row = next((row for row in reading.rows() if isinstance(row, Row)), None)
+    if row is None:
+        return
+    if row.kind in _TRAINS_ON and split != "test":
+        what, fields = _TRAINS_ON[row.kind]
+        raise DataError(
+            f"{reading.source} holds {what}, and supervised fine-tuning learns from answers", f"name what is to be learnt, for instance {fields}"
+        )
+    if row.images:
+        raise DataError(
+            f"{reading.source} holds images, which a language model cannot see: its questions would be asked about nothing",
+            "name the columns of text alone, if that is meant: fields: {prompt: ..., answer: ...}",
+        )
+    if split == "test" and row.kind == "text":
+        raise DataError(
+            f"{reading.source} is plain text: it asks nothing that could be answered", "take rows with a prompt and an answer as data.test"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    examples: tuple[Example, ...]
-    ledger: tuple[SourceLedger, ...]
-    dropped: tuple[DroppedRow, ...]
+class _Passing:
+    """Where rows go as they pass by."""
 
+    data: Data
+    book: Book
+    pieces: Pieces
+    writers: dict[str, ExampleWriter]
+    held_out: OverlapIndex
+    duplicates: TrainDuplicates
 
-def prepare(rows: Sequence[Row], renderer: Renderer, *, split: str, max_tokens: int, too_long: Literal["error", "drop"]) -> Prepared:
-    examples: list[tuple[str, Example]] = []
-    dropped: list[DroppedRow] = []
-    for row in rows:
-        example = _rendered(row, renderer)
-        if len(example.tokens) <= max_tokens:
-            examples.append((row.source, example))
+    def rows(self, account: Account, reading: Reading, choice: _Choice) -> Iterator[Row]:
+        """Those that take part."""
+        ordinal = -1
+        for row in reading.rows():
+            account.see(row)
+            ordinal += isinstance(row, Row)
+            if isinstance(row, BadRow):
+                if account.counts_records:
+                    account.read += 1
+                    self.unusable(account, row, row.reason, "mend or remove these rows, or set data.bad_rows: drop to leave them out, counted")
+            elif choice.elsewhere is None or not choice.elsewhere[ordinal]:
+                account.read += 1
+                if choice.taken is None or choice.taken[ordinal]:
+                    yield row
+                else:
+                    account.dropped[choice.reason] += 1
+
+    def examples(self, account: Account, reading: Reading, choice: _Choice) -> None:
+        for rows, piece in self.pieces(self.rows(account, reading, choice)):
+            kept = np.array([self._keeps(account, row, piece, at) for at, row in enumerate(rows)], bool)
+            of_examples = np.repeat(kept, piece.examples)
+            of_tokens = np.repeat(of_examples, piece.lengths)
+            tokens, supervised, lengths = piece.tokens[of_tokens], piece.supervised[of_tokens], piece.lengths[of_examples]
+            account.used += int(kept.sum())
+            account.examples += len(lengths)
+            account.tokens += len(tokens)
+            account.supervised += self.writers[account.split].add(tokens, supervised, lengths)
+
+    def _keeps(self, account: Account, row: Row, piece: Piece, at: int) -> bool:
+        """Whether the row is used; if not, the reason is written down."""
+        if at in piece.problems:
+            self.unusable(account, row, *piece.problems[at])
+            return False
+        if at in piece.too_long:
+            self.book.drop(account, row, "too long", piece.too_long[at].removeprefix("too long: "))
+            self.book.note("too long", account.split, f"{row.place} {piece.too_long[at]}")
+            return False
+        found = piece.fingerprints[at]
+        overlap = self.held_out.find(row, found, account.split)
+        if overlap is not None:
+            if account.split == "train" and self.data.overlap == "drop":
+                self.book.drop(account, row, f"stands in {overlap.other_split}", f"{overlap.other}, {overlap.how}")
+                return False
+            self.book.note("overlap", overlap.other_split, f"{row.place} ({account.split}) is {overlap.other} ({overlap.other_split}): {overlap.how}")
+        if account.split == "train":
+            self.duplicates.add(row, found)
         else:
-            reason = f"too long: {len(example.tokens)} tokens, max_tokens is {max_tokens}"
-            dropped.append(DroppedRow(split=split, source=row.source, row=row.number, reason=reason))
-    if dropped and too_long == "error":
-        more = f"\nand {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else ""
-        raise DataError(
-            "\n".join(f"{d.source}:{d.row} {d.reason}" for d in dropped[:_SHOWN]) + more,
-            "raise data.max_tokens, or set data.too_long: drop to leave these rows out; an answer is never cut",
-        )
-    if not examples:
-        raise DataError(f"all {len(rows)} {split} rows are longer than max_tokens {max_tokens}", "raise data.max_tokens")
-    return Prepared(examples=tuple(e for _, e in examples), ledger=_ledger(rows, examples, dropped, split), dropped=tuple(dropped))
+            self.held_out.add_held(account.split, row, found)
+        if at in piece.special:
+            self.book.note("special token", account.split, f"{row.place} holds {', '.join(piece.special[at])}")
+        if piece.cut[at]:
+            self.book.cut(account, row, piece.cut[at])
+        return True
+
+    def note_duplicates(self) -> None:
+        report = self.duplicates.summary()
+        count = report.exact + report.prompt + report.normalised + report.near
+        lines = tuple(f"{found.row} is {found.other}: {found.how}" for found in report.examples)
+        if count:
+            self.book.faults["duplicate", "train"] = Fault(kind="duplicate", split="train", count=count, lines=lines)
+
+    def unusable(self, account: Account, row: Row | BadRow, problem: str, remedy: str) -> None:
+        self.book.drop(account, row, "unusable", problem)
+        self.book.note("unusable", account.split, f"{row.place} {problem}", remedy)
 
 
-def _rendered(row: Row, renderer: Renderer) -> Example:
-    try:
-        return renderer.example(row.messages, num_given=row.num_given)
-    except DataError as error:
-        raise DataError(f"{row.place} {error.problem}", error.remedy) from None
+def _test_items(readings: Sequence[Reading], renderer: Renderer, passing: _Passing, folder: Path, seed: int) -> int | None:
+    """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of the longest prompt."""
+    longest = 0
+    data, book = passing.data, passing.book
+    for reading in readings:
+        account = book.open("test", reading)
+        with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
+            for row in passing.rows(account, reading, _sampled(reading, 1.0, data.test.limit if data.test else None, seed)):
+                try:
+                    tokens = renderer.prompt_tokens(
+                        row.prompt, tools=row.tools, max_tokens=data.max_tokens if data.too_long == "cut_prompt" else None
+                    )
+                except DataError as fault:
+                    passing.unusable(account, row, fault.problem, fault.remedy)
+                    continue
+                account.used += 1
+                account.tokens += len(tokens)
+                longest = max(longest, len(tokens))
+                passing.pieces.largest_token = max(passing.pieces.largest_token, *tokens)
+                passing.held_out.add_held("test", row, fingerprint(row))
+                file.write(item_line(row))
+    return longest or None
 
 
-def _ledger(rows: Sequence[Row], examples: Sequence[tuple[str, Example]], dropped: Sequence[DroppedRow], split: str) -> tuple[SourceLedger, ...]:
-    read = Counter(row.source for row in rows)
-    too_long = Counter(d.source for d in dropped)
-    return tuple(
-        SourceLedger(
-            split=split,
-            source=source,
-            read=count,
-            used=count - too_long[source],
-            dropped={"too long": too_long[source]} if too_long[source] else {},
-            tokens=sum(len(e.tokens) for s, e in examples if s == source),
-            supervised_tokens=sum(sum(e.supervised) for s, e in examples if s == source),
-        )
-        for source, count in read.items()
-    )
-
-
-def write_examples(path: Path, examples: Sequence[Example]) -> None:
-    lengths = [len(e.tokens) for e in examples]
-    save_file(
-        {
-            "tokens": np.concatenate([np.asarray(e.tokens, dtype=np.int32) for e in examples]),
-            "supervised": np.concatenate([np.asarray(e.supervised, dtype=np.uint8) for e in examples]),
-            "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-        },
-        path,
-    )
-
-
-def read_examples(path: Path) -> list[Example]:
-    arrays = load_file(path)
-    tokens, supervised, offsets = (arrays[name].tolist() for name in ("tokens", "supervised", "offsets"))
-    return [Example(tuple(tokens[start:end]), tuple(bool(flag) for flag in supervised[start:end])) for start, end in pairwise(offsets)]
-
-
-def write_items(path: Path, rows: Sequence[Row]) -> None:
-    """Test rows keep their text: a task builds its prompt and reads its reference from them."""
-    lines = [json.dumps([{"role": m.role, "content": m.content} for m in row.messages], ensure_ascii=False) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def read_items(path: Path) -> list[Row]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+def _choices(data: Data, readings: Sequence[Reading], seed: int) -> list[tuple[_Choice | None, _Choice]]:
+    """For every training source what is held for validation, and what is trained on."""
+    sampled = [_sampled(reading, source.weight, source.limit, seed) for source, reading in zip(data.train, readings, strict=True)]
+    share = data.validation.share if data.validation else None
+    if share is None:
+        return [(None, choice) for choice in sampled]
+    keys = [_keys(reading) for reading in readings]
+    taken = [np.ones(len(k), bool) if choice.taken is None else choice.taken for choice, k in zip(sampled, keys, strict=True)]
+    all_taken = np.concatenate(taken)
+    held = np.zeros(len(all_taken), bool)
+    held[all_taken] = held_share(np.concatenate(keys)[all_taken], share, seed)
+    parts = np.split(held, np.cumsum([len(k) for k in keys])[:-1])
     return [
-        Row(source=path.name, number=at, messages=tuple(Message(**message) for message in json.loads(line)))
-        for at, line in enumerate(lines, start=1)
-        if line
+        (_Choice(taken=part, elsewhere=~part), _Choice(taken=choice.taken, elsewhere=part, reason=choice.reason))
+        for part, choice in zip(parts, sampled, strict=True)
     ]
+
+
+def _sampled(reading: Reading, weight: float, limit: int | None, seed: int) -> _Choice:
+    if weight >= 1 and limit is None:
+        return _Choice()
+    total = sum(isinstance(row, Row) for row in reading.rows())
+    by_weight = max(1, round(total * weight)) if weight < 1 else total
+    count = min(by_weight, limit or total, total)
+    taken = np.zeros(total, bool)
+    taken[np.random.RandomState(seed).permutation(total)[:count]] = True
+    return _Choice(taken=taken, reason="left out by limit" if limit is not None and limit <= by_weight else "left out by weight")
+
+
+def _common(readings: Sequence[Reading]) -> Windows:
+    """What stands in many prompts: a template, by which rows are not alike."""
+    each = -(-SAMPLE_ROWS // max(1, len(readings)))
+    sample = chain.from_iterable(islice((row for row in reading.rows() if isinstance(row, Row)), each) for reading in readings)
+    return common_windows(fingerprint(row) for row in sample)
+
+
+def _keys(reading: Reading) -> NDArray[np.uint64]:
+    return np.fromiter((prompt_key(row) for row in reading.rows() if isinstance(row, Row)), np.uint64)
+
+
+def _weighted(begin: int, end: int, weight: float, seed: int) -> NDArray[np.int64]:
+    """Each example as often as it is seen in an epoch; of a broken weight's rest a seeded part."""
+    numbers = np.arange(begin, end)
+    if weight <= 1:
+        return numbers
+    times, rest = divmod(weight, 1)
+    more = np.random.RandomState(seed).permutation(numbers)[: round(rest * len(numbers))]
+    return np.concatenate([np.tile(numbers, int(times)), np.sort(more)])
+
+
+def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None) -> Lengths | None:
+    """The files are written as far as there are rows for them."""
+    train, validation = writers["train"], writers["validation"]
+    held = (int(validation.lengths.max()), int(validation.supervised_counts.max())) if validation.num_examples else None
+    if held:
+        validation.close(np.arange(validation.num_examples))
+    if not len(table):
+        return None
+    lengths, supervised = train.lengths[table], train.supervised_counts[table]
+    train.close(table)
+    return Lengths(
+        num_rows=len(table),
+        longest=int(lengths.max()),
+        mean=float(lengths.mean()),
+        supervised=int(supervised.max()),
+        mean_supervised=float(supervised.mean()),
+        source="counted",
+        validation=held,
+        prompt=prompt,
+    )

@@ -1,30 +1,35 @@
-"""The one renderer: training, validation and generation get their text here, so a prompt is the same string and the same tokens in all of them.
+"""The one renderer: training, evaluation and export get their text here, so a prompt is the same string and the same tokens in all of them.
 
 A conversation becomes segments, each tokenised by itself: at inference the prompt ends where the answer begins, so no token may straddle that place.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import cached_property
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from finefit.data.rows import Message
+from finefit.data.budget import Budget, Span, fitted
+from finefit.data.rows import Message, Row
+from finefit.data.template import ChatTemplate, Habits, read_tools, require_tools
 from finefit.errors import DataError, ModelError
 
 _TODAY = date(2024, 7, 26)
 """For templates that write the date (Llama 3.2, gpt-oss): a prompt shall be the same tomorrow. Llama's own fallback."""
-_SETTINGS: dict[str, Any] = {"enable_thinking": False, "strftime_now": _TODAY.strftime}
-"""Rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn in the one without."""
+_DEFAULTS: Mapping[str, Any] = {"enable_thinking": False}
+"""Most rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn in the one without."""
+_RESERVED = ("messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+_JOINTS = (("assistant\n", "Paris is"), ("[/INST]", " Paris is"))
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     text: str
     supervised: bool
 
@@ -37,10 +42,38 @@ class Example:
     supervised: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """What became of a row. It can be used if it has examples."""
+
+    examples: tuple[Example, ...] = ()
+    """Several where the template rewrites an answer once more follows, and for long plain text."""
+    rejected: tuple[Example, ...] = ()
+    """The other side of a preference pair."""
+    cut_tokens: int = 0
+    problem: str = ""
+    """Why it cannot be used."""
+    remedy: str = ""
+    is_too_long: bool = False
+    num_tokens: int = 0
+    """Of the longest example, before anything was cut."""
+
+
+class _Draft(NamedTuple):
+    """A row in text: for each example its segments."""
+
+    examples: list[list[Segment]]
+    rejected: list[list[Segment]]
+
+
+@dataclass(frozen=True)
 class Renderer:
     tokenizer: PreTrainedTokenizerBase
     template: Literal["chat", "plain"]
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, over the defaults."""
+    model_stops: tuple[int, ...] = ()
+    """What the model's own generation settings stop at, besides the end of a turn."""
 
     @property
     def pad(self) -> int:
@@ -48,111 +81,399 @@ class Renderer:
         pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return int(pad if pad is not None else eos)
 
-    def prompt_text(self, messages: Sequence[Message]) -> str:
+    @property
+    def uses_stock_prompt(self) -> bool:
+        """Whether other programs, which open the turn as the template does for generation, give the model the prompt of its training."""
+        return self._habits.is_stock
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the template."""
+        habits, eos = self._habits, str(self.tokenizer.eos_token)
+        opening = (
+            "the chat template writes answers behind another text than it opens for generation; training and evaluation use the first, "
+            "other programs will open the turn differently"
+        )
+        ending = f"the chat template writes no end after an answer, so {eos!r} is put there: the model has to learn to stop"
+        return (*(() if habits.is_stock else (opening,)), *(() if habits.is_ended else (ending,)))
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Each of them ends generation: the end of a turn, of a text, and what the model's own settings name."""
+        end = self._ids([self._habits.closing])[0][-1]
+        return tuple(dict.fromkeys((end, int(self.tokenizer.eos_token_id), *self.model_stops)))
+
+    def prompt_text(self, messages: Sequence[Message], *, tools: str = "") -> str:
         """What stands before the answer, the opening of the assistant's turn included."""
         if self.template == "plain":
-            return "".join(m.content for m in messages)
-        return self._written(messages, opening=True)
+            return _plain_prompt(messages, tools)
+        template, given = self._chat(tools), read_tools(tools)
+        prompt = template.prompt(template.dicts(template.thoughts_apart(messages)), given)
+        require_tools(given, prompt)
+        return prompt
 
-    def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
-        tokens = self._start() + self._tokens(self.prompt_text(messages))
+    def prompt_tokens(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> list[int]:
+        """Cut as a training row where it is longer than `max_tokens`."""
+        if max_tokens is not None:
+            messages = self.cut_prompt(messages, tools=tools, max_tokens=max_tokens)
+        tokens = self._prompt_tokens(messages, tools)
         if not tokens:
             raise DataError("the prompt is empty, so there is nothing to answer to", "give the row a prompt")
         return tokens
 
-    def example(self, messages: Sequence[Message], *, num_given: int = 0) -> Example:
-        """Every assistant turn after the given messages is supervised, its end included; nothing else is."""
-        tokens, supervised = self._start(), [False] * len(self._start())
-        for segment in self.segments(messages, num_given):
-            piece = self._tokens(segment.text)
-            tokens += piece
-            supervised += [segment.supervised] * len(piece)
-        return Example(tuple(tokens), (False, *supervised[1:]))  # nothing stands before the first token that could predict it
+    def cut_prompt(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int) -> tuple[Message, ...]:
+        """The messages with so much taken out that their prompt fits."""
+        kept = fitted(messages, length=lambda cut: len(self._prompt_tokens(cut, tools)), spans=self._spans, max_tokens=max_tokens)
+        if kept is None:
+            raise DataError(
+                f"the template's own text and one token of each message take more than {max_tokens} tokens", "allow more tokens for the prompt"
+            )
+        return kept
 
-    def segments(self, messages: Sequence[Message], num_given: int = 0) -> list[Segment]:
-        """Prompt and answer by turns; the last one is an answer."""
-        if self.template == "plain":
-            return self._plain_segments(messages)
-        segments, done, whole = [], "", ""
-        for at, message in enumerate(messages):
-            if at < num_given or message.role != "assistant":
-                continue
-            prompt = self.prompt_text(messages[:at])
-            if not prompt.startswith(whole):
-                raise DataError(
-                    f"the chat template renders what stands before message {at + 1} differently when more follows",
-                    "give the conversation as one row of `prompt` and `completion` per answer",
-                )
-            whole = self._written(messages[: at + 1], opening=False)
-            turn = self._turn(prompt, whole, message.content)
-            segments += [Segment(prompt[len(done) :], False), Segment(turn, True)]
-            done = prompt + turn
-        return segments
+    def _prompt_tokens(self, messages: Sequence[Message], tools: str) -> list[int]:
+        text = self.prompt_text(messages, tools=tools)
+        _require_characters([text])
+        return [*(self._start if self.template == "plain" else ()), *self._ids([text])[0]]
 
-    def _plain_segments(self, messages: Sequence[Message]) -> list[Segment]:
-        if len(messages) != 2:
-            raise DataError(f"the plain template takes one prompt and one completion, this row has {len(messages)} messages")
-        eos = str(self.tokenizer.eos_token)
-        return [Segment(messages[0].content, False), Segment(messages[1].content.removesuffix(eos) + eos, True)]
+    def decode_answer(self, tokens: Sequence[int]) -> str:
+        """The answer in what a model wrote behind a prompt: without the end, what the template writes around an answer, and its reasoning."""
+        habits = self._habits
+        length = next((at for at, token in enumerate(tokens) if token in self._last_marks), len(tokens))
+        text = self._decoded(tokens[:length])
+        if length < len(tokens):  # else it was not finished
+            text = text.removesuffix(self._closing_text)
+        if habits.opening and text.startswith(habits.opening):
+            return text[len(habits.opening) :]
+        if habits.thought and text.startswith(habits.thought[0]):
+            _, between, answer = text.partition(habits.thought[1])
+            return answer if between else text
+        return text
 
-    def _written(self, messages: Sequence[Message], *, opening: bool) -> str:
-        """`opening`: with the opening of the assistant's turn."""
+    def render(self, rows: Sequence[Row], budget: Budget) -> list[Rendered]:
+        """One for each row, whatever is wrong with it. All segments are tokenised in one call."""
+        drafts = [self._draft(row, budget.turns) for row in rows]
+        segments = self._segment_ids([draft for draft in drafts if isinstance(draft, _Draft)])
+        return [
+            Rendered(problem=draft.problem, remedy=draft.remedy) if isinstance(draft, DataError) else self._finished(row, draft, segments, budget)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+
+    def _finished(self, row: Row, draft: _Draft, segments: Iterator[list[int]], budget: Budget) -> Rendered:
+        if row.kind == "text":
+            return self._windows(row.text, next(segments), budget.max_tokens)
+        whole = self._assembled(draft, segments)
+        if whole.num_tokens <= budget.max_tokens or whole.problem:
+            return whole
+        if budget.too_long != "cut_prompt":
+            return _too_long(f"too long: {whole.num_tokens} tokens, max_tokens is {budget.max_tokens}", whole.num_tokens)
         try:
-            return str(self.tokenizer.apply_chat_template(_dicts(messages), tokenize=False, add_generation_prompt=opening, **_SETTINGS))
-        except TemplateError as error:
-            raise DataError(
-                f"the chat template refuses this conversation: {error}",
-                "change the messages to what the template takes: some know no system role, or want user and assistant by turns",
-            ) from None
+            return self._cut(row, whole, budget)
+        except DataError as error:
+            return Rendered(problem=error.problem, remedy=error.remedy, num_tokens=whole.num_tokens)
 
-    def _turn(self, prompt: str, whole: str, answer: str) -> str:
-        """What the template writes for an answer, to the end token. A line break may follow there; generation never gets that far."""
-        answer, eos = answer.strip(), str(self.tokenizer.eos_token)  # some templates trim
-        before, found, after = whole.removeprefix(prompt).partition(answer)
-        if not whole.startswith(prompt) or not found or before.strip():
-            written = whole[len(prompt) :] if whole.startswith(prompt) else whole
-            raise DataError(
-                f"the chat template does not put the answer as it stands behind the prompt; after {prompt[-40:]!r} comes {written[-80:]!r}",
-                "a model whose template does, or `data.template: plain`, can be trained on these rows",
-            )
-        end = after.find(eos)
-        if end < 0:
-            raise DataError(
-                f"the chat template ends an answer without {eos!r}, so the model would never learn to stop",
-                "use a tokenizer whose eos_token is the one that its chat template writes after an answer",
-            )
-        return before + answer + after[: end + len(eos)]
+    def _cut(self, row: Row, whole: Rendered, budget: Budget) -> Rendered:
+        """Both sides of a pair keep the same prompt, so only what both have is cut."""
+        num_shared = row.num_given if row.rejected else len(row.messages)
 
-    def _start(self) -> list[int]:
+        def rendered(messages: Sequence[Message]) -> Rendered:
+            draft = self._written(replace(row, messages=(*messages, *row.messages[num_shared:])), budget.turns)
+            return self._assembled(draft, self._segment_ids([draft]))
+
+        shared = row.messages[:num_shared]
+        kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spans, max_tokens=budget.max_tokens)
+        if kept is None:
+            return _too_long(
+                f"too long: {whole.num_tokens} tokens, and without what can be cut from the prompt still more than max_tokens {budget.max_tokens}",
+                whole.num_tokens,
+            )
+        shorter = rendered(kept)
+        return replace(shorter, cut_tokens=whole.num_tokens - shorter.num_tokens, num_tokens=whole.num_tokens)
+
+    def _draft(self, row: Row, turns: Literal["all", "last"]) -> _Draft | DataError:
+        try:
+            return self._written(row, turns)
+        except DataError as error:
+            return error
+
+    def _written(self, row: Row, turns: Literal["all", "last"]) -> _Draft:
+        if row.images:
+            raise DataError("the row has an image, and rows are rendered as text", "leave the row out, or take the image out of it")
+        if row.kind == "text":
+            _require_characters([row.text])
+            return _Draft([[Segment(row.text, True)]], [])
+        examples = self._examples(row.messages, row.num_given, row.tools, turns)
+        if not row.rejected:
+            return _Draft(examples, [])
+        rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row.num_given, row.tools, turns)
+        if max(len(examples), len(rejected)) > 1:
+            raise DataError(
+                "the chat template writes an earlier answer of the pair differently once more follows, so its side is not one text",
+                "set data.turns: last, which compares the last answers alone",
+            )
+        return _Draft(examples, rejected)
+
+    def _examples(self, messages: Sequence[Message], num_given: int, tools: str, turns: Literal["all", "last"]) -> list[list[Segment]]:
+        """Prompt and answer by turns, in one example as long as each prompt goes on from the last answer as that was trained."""
+        if self.template == "plain":
+            return [self._plain(messages, tools)]
+        template, given = self._chat(tools), read_tools(tools)
+        messages = template.thoughts_apart(messages)
+        dicts = template.dicts(messages)
+        answers = [at for at, message in enumerate(messages) if at >= num_given and message.role == "assistant"]
+        if not answers:
+            raise DataError("the row has no answer behind what is given", "end the row with an answer")
+        examples: list[list[Segment]] = []
+        done = ""
+        for at in answers if turns == "all" else answers[-1:]:
+            prompt, turn = template.turn(messages, dicts, at, given)
+            if not examples or not prompt.startswith(done):
+                require_tools(given, prompt)
+                examples.append([])
+                done = ""
+            segments = Segment(prompt[len(done) :], False), Segment(turn, True)
+            _require_characters(segment.text for segment in segments)
+            examples[-1] += segments
+            done = prompt + turn
+        return examples
+
+    def _plain(self, messages: Sequence[Message], tools: str) -> list[Segment]:
+        if not messages or messages[-1].role != "assistant":
+            raise DataError("the row has no answer behind what is given", "end the row with an answer")
+        answer, eos = messages[-1], str(self.tokenizer.eos_token)
+        if answer.reasoning or answer.tool_calls:
+            raise DataError("the plain template has no place for reasoning or calls of tools", "use a model with a chat template")
+        prompt = _plain_prompt(messages[:-1], tools)
+        _require_characters([prompt, answer.content])
+        return [Segment(prompt, False), Segment(answer.content.removesuffix(eos) + eos, True)]
+
+    def _assembled(self, draft: _Draft, ids: Iterator[list[int]]) -> Rendered:
+        start = self._start if self.template == "plain" else ()
+        filled = [[[(segment, next(ids)) for segment in segments] for segments in side] for side in draft]
+        for segment, piece in chain.from_iterable(chain.from_iterable(filled)):
+            if segment.supervised and (unknown := self._unknown_in(segment.text, piece)):
+                return _unknown(unknown)
+        sides = [tuple(_example(start, pieces) for pieces in side) for side in filled]
+        return Rendered(examples=sides[0], rejected=sides[1], num_tokens=max(len(e.tokens) for e in chain(*sides)))
+
+    def _unknown_in(self, text: str, ids: list[int]) -> str:
+        """A character that the tokenizer cannot write: the model would be taught the token for what is unknown in its place."""
+        token, spelled = self._unknown_token
+        if token not in ids or spelled in text:
+            return ""
+        return next((character for character in text if token in self._ids([character])[0]), text)
+
+    @cached_property
+    def _unknown_token(self) -> tuple[int | None, str]:
+        return self.tokenizer.unk_token_id, str(self.tokenizer.unk_token)
+
+    def _windows(self, text: str, ids: list[int], max_tokens: int) -> Rendered:
+        """Plain text in examples that stand behind one another. What a window begins with has nothing before it that could predict it."""
+        if unknown := self._unknown_in(text, ids):
+            return _unknown(unknown)
+        eos = int(self.tokenizer.eos_token_id)
+        tokens = (*self._start, *ids, *(() if ids[-1:] == [eos] else (eos,)))
+        borders = list(range(0, len(tokens), max_tokens))
+        if len(borders) > 1 and len(tokens) - borders[-1] == 1 and max_tokens > 2:
+            borders[-1] -= 1  # a window of one token has nothing to learn
+        windows = [tokens[start:end] for start, end in zip(borders, [*borders[1:], len(tokens)], strict=True)]
+        examples = tuple(Example(window, (False, *(True,) * (len(window) - 1))) for window in windows)
+        return Rendered(examples=examples, num_tokens=max(map(len, windows)))
+
+    def _segment_ids(self, drafts: Sequence[_Draft]) -> Iterator[list[int]]:
+        """Of all segments, in order. What does not begin a text is read as the middle of one."""
+        segments = [(at > 0, segment.text) for draft in drafts for side in draft for example in side for at, segment in enumerate(example)]
+        guard, num_guard = self._guard
+        ids = self._ids([guard + text if is_inner else text for is_inner, text in segments])
+        if not num_guard:
+            return iter(ids)
+        return (piece[num_guard:] if is_inner else piece for (is_inner, _), piece in zip(segments, ids, strict=True))
+
+    @cached_property
+    def _guard(self) -> tuple[str, int]:
+        """Some tokenizers write a blank before a text's first word; not so behind this text, of so many tokens."""
+        for guard in ("", str(self.tokenizer.eos_token), "\n"):
+            size = len(self._ids([guard])[0])
+            pieces = [self._ids([left + right, left, guard + right]) for left, right in _JOINTS]
+            if all(whole == left + right[size:] for whole, left, right in pieces):
+                return guard, size
+        return "", 0
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        if not self.tokenizer.is_fast:
+            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()  # a tokenizer's file may ask for both
+        backend.no_padding()
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        guard, size = self._guard
+        before = self._ids([guard])[0] if size else []
+        guarded, alone = (
+            str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) for ids in ([*before, *tokens], before)
+        )
+        return guarded.removeprefix(alone)
+
+    def _spans(self, text: str) -> Sequence[Span]:
+        """Of its tokens; of its characters where the tokenizer does not tell."""
+        if not self.tokenizer.is_fast:
+            return [(at, at + 1) for at in range(len(text))]
+        spans: list[Span] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
+        return spans
+
+    def special_tokens_in(self, text: str) -> tuple[str, ...]:
+        """What the tokenizer would read as a mark of the template instead of as text."""
+        return tuple(dict.fromkeys(self._special.findall(text)))
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        return _any_of(map(str, self.tokenizer.added_tokens_decoder.values()))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return _any_of(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+
+    @cached_property
+    def _templates(self) -> dict[bool, ChatTemplate]:
+        """By whether there are tools: a model may have a template of its own for them."""
+        eos = str(self.tokenizer.eos_token)
+        variables = {**self.tokenizer.special_tokens_map, **_DEFAULTS, "strftime_now": _TODAY.strftime, **self.template_options}
+        sources = {has_tools: str(self.tokenizer.get_chat_template(tools=[] if has_tools else None)) for has_tools in (False, True)}
+        usual = ChatTemplate(sources[False], variables, eos, re.compile(f"(?:{self._marks.pattern})+"), self._special)
+        return {False: usual, True: usual if sources[True] == sources[False] else replace(usual, source=sources[True])}
+
+    def _chat(self, tools: str) -> ChatTemplate:
+        return self._templates[bool(tools)]
+
+    @property
+    def _habits(self) -> Habits:
+        if self.template == "plain":
+            return Habits(True, "", str(self.tokenizer.eos_token), True, None)
+        return self._chat("").habits
+
+    @cached_property
+    def _closing_text(self) -> str:
+        """What stands between an answer and the first mark behind it."""
+        return self._marks.split(self._habits.closing, maxsplit=1)[0]
+
+    @cached_property
+    def _last_marks(self) -> frozenset[int]:
+        """Tokens that no answer goes on behind."""
+        first = self._marks.search(self._habits.closing)
+        return frozenset((*self.stop_tokens, *(self._ids([first.group()])[0] if first else ())))
+
+    @cached_property
+    def _start(self) -> tuple[int, ...]:
         """Chat templates write their own first token; plain text gets the tokenizer's, where it adds one."""
-        first = self.tokenizer("")["input_ids"][:1] if self.template == "plain" else []
-        return list(first) if first == [self.tokenizer.bos_token_id] else []
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        first = tuple(self.tokenizer("")["input_ids"][:1])
+        return first if first == (self.tokenizer.bos_token_id,) else ()
 
     def sha256(self) -> str:
         """Equal hashes render equal prompts."""
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._start()}
-        identity |= {"thinking": _SETTINGS["enable_thinking"], "today": _TODAY.isoformat()}
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._start}
+        identity |= {"options": {**_DEFAULTS, **self.template_options}, "today": _TODAY.isoformat()}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def open_renderer(folder: Path | str, template: Literal["chat", "plain"], *, revision: str = "main") -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
+def open_renderer(
+    folder: Path | str, template: Literal["chat", "plain"], *, template_options: Mapping[str, Any] | None = None, revision: str = "main"
+) -> Renderer:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{folder} has no tokenizer that can be loaded: {reason}", "put the model's tokenizer files there, whole") from None
+    options = dict(template_options or {})
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {folder} has no eos_token, so the model could not learn to stop",
             "set eos_token in tokenizer_config.json",
         )
-    if template == "chat" and not tokenizer.chat_template:
+    if template == "chat":
+        _require_template(tokenizer, folder)
+    if reserved := sorted(set(options) & set(_RESERVED)):
+        raise DataError(f"data.template_options sets {', '.join(reserved)}, which the rows give", "take it out of data.template_options")
+    return Renderer(tokenizer, template, options, _model_stops(folder, revision))
+
+
+def _require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    if not tokenizer.chat_template:
         raise ModelError(
             f"{folder} has no chat template",
             "choose: `data.template: plain` trains on prompt + completion + end token as they stand; or take an instruct model, which has one",
         )
-    return Renderer(tokenizer, template)
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        raise ModelError(
+            f"{folder} has the chat templates {', '.join(sorted(tokenizer.chat_template))}, and none is called default",
+            "name the one to use `default`",
+        )
 
 
-def _dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in messages]
+def _model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
+    try:
+        stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
+    except OSError:  # it has none
+        return ()
+    return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
+
+
+def _example(start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]]) -> Example:
+    tokens, supervised = [*start], (False,) * len(start)
+    for segment, ids in pieces:
+        tokens += ids
+        supervised += (segment.supervised,) * len(ids)
+    if supervised[:1] == (True,):  # nothing stands before the first token that could predict it
+        supervised = (False, *supervised[1:])
+    return Example(tuple(tokens), supervised)
+
+
+def _require_characters(texts: Iterable[str]) -> None:
+    """Tokenizers take no half of a surrogate pair, and would refuse the whole batch for it."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise DataError("the text holds half of a surrogate pair, which is no character", "write the file anew in UTF-8") from None
+
+
+def _unknown(character: str) -> Rendered:
+    return Rendered(
+        problem=f"the tokenizer has no token for {character!r}, so the model cannot be taught to write it",
+        remedy="take the character out of the row, or take a model whose tokenizer knows it",
+    )
+
+
+def _too_long(problem: str, num_tokens: int) -> Rendered:
+    return Rendered(
+        problem=problem,
+        remedy="raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut",
+        is_too_long=True,
+        num_tokens=num_tokens,
+    )
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """The longest that fits. Blanks are text, even where a vocabulary counts them as added."""
+    return re.compile(_choice(sorted({text for text in tokens if text.strip()})) or r"(?!)")
+
+
+def _choice(texts: Sequence[str]) -> str:
+    """Shared beginnings are written once: Gemma adds 6,000 tokens, and one after the other they would be tried at every `<`."""
+    longer = groupby((text for text in texts if text), key=lambda text: text[0])
+    choices: list[str] = [re.escape(first) + _choice([text[1:] for text in group]) for first, group in longer]
+    if len(choices) == 1 and "" not in texts:
+        return choices[0]
+    return f"(?:{'|'.join(choices)}){'?' if '' in texts else ''}" if choices else ""
+
+
+def _plain_prompt(messages: Sequence[Message], tools: str) -> str:
+    if tools or any(m.role == "tool" or m.tool_calls for m in messages):
+        raise DataError("the plain template knows no tools", "use a model with a chat template")
+    if [m.role for m in messages if m.role != "system"] != ["user"]:
+        raise DataError(
+            f"the plain template takes one prompt and one completion, this row has {len(messages) + 1} messages", "use a model with a chat template"
+        )
+    return "\n\n".join(m.content for m in messages)

@@ -1,36 +1,73 @@
-"""JSONL files -> conversations. Two shapes: {"messages": [...]} and {"prompt": ..., "completion": ...}, strings or messages."""
+"""What every shape of record becomes: a row. It is chat that ends with an answer, a preference pair, a judged answer, or plain text."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from finefit.errors import DataError
+Role = Literal["system", "user", "assistant", "tool"]
+Kind = Literal["chat", "pair", "judged", "text"]
 
-Role = Literal["system", "user", "assistant"]
-_SHOWN = 10
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str
+    """A JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     role: Role
     content: str
+    reasoning: str = ""
+    """What an assistant thinks before it answers, where a record keeps that apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Either a path as the record gives it, or the encoded bytes."""
+
+    path: str = ""
+    data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     source: str
+    """The file, as the user named it."""
     number: int
-    """Line in the file, from 1."""
-    messages: tuple[Message, ...]
-    """Ends with the answer."""
+    """Of the record: its line in a file of lines, else its place in the file, from 1."""
+    part: int = 0
+    """Which row of a record that holds several, from 1; 0 where it holds one."""
+    messages: tuple[Message, ...] = ()
+    """Ends with the answer. Empty for plain text."""
     num_given: int = 0
-    """So many messages at the start are never supervised, whoever speaks: those of a row's `prompt`."""
+    """So many messages at the start are never supervised, whoever speaks: those of a row's prompt."""
+    rejected: tuple[Message, ...] = ()
+    """The other ending of a preference pair: what stands in place of the messages after the given ones."""
+    is_good: bool | None = None
+    """The verdict on a judged answer."""
+    text: str = ""
+    """Plain text, of which every token is supervised."""
+    tools: str = ""
+    """A JSON list of the tools that the assistant may call."""
+    images: tuple[Image, ...] = ()
+    references: tuple[str, ...] = ()
+    """All answers that count as right, where a record names several; the one trained on is among them."""
+    wrong: tuple[str, ...] = ()
+    """Answers that a record calls wrong."""
+
+    @property
+    def kind(self) -> Kind:
+        if self.text:
+            return "text"
+        if self.rejected:
+            return "pair"
+        return "chat" if self.is_good is None else "judged"
 
     @property
     def place(self) -> str:
-        return f"{self.source}:{self.number}"
+        return f"{self.source}:{self.number}" + (f" ({self.part})" if self.part else "")
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -41,107 +78,15 @@ class Row:
         return self.messages[-1].content
 
 
-class _BadRow(Exception):
-    pass
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A record, or a row of one, that cannot be used."""
 
+    source: str
+    number: int
+    reason: str
+    part: int = 0
 
-def read_rows(path: Path, source: str) -> list[Row]:
-    """Every record of the file, or one error that lists the rows that cannot be used."""
-    rows: list[Row] = []
-    faults: list[str] = []
-    for number, line in _lines(path, source):
-        try:
-            record = _record(line)
-            messages = _conversation(record)
-            rows.append(Row(source=source, number=number, messages=messages, num_given=_num_given(record)))
-        except _BadRow as fault:
-            faults.append(f"{source}:{number} {fault}")
-    if faults:
-        more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise DataError("\n".join(faults[:_SHOWN]) + more, "mend or remove these rows; nothing is dropped unseen")
-    if not rows:
-        raise DataError(f"{source} holds no rows", "one JSON object per line is expected")
-    return rows
-
-
-def _lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{source} does not exist (looked for {path})", "paths are relative to the spec file") from None
-    except IsADirectoryError:
-        raise DataError(f"{source} is a folder", "name a JSONL file in it") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{source} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}", "save the file as UTF-8") from None
-    if text.lstrip().startswith("["):
-        raise DataError(f"{source} is one JSON array, not a JSON object per line", f"convert it: jq -c '.[]' {source} > rows.jsonl")
-    # split at line feeds alone: JSON strings may hold U+2028 and its like
-    return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
-
-
-def _record(line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _BadRow(f"is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _BadRow(f"is a {type(value).__name__}, not an object")
-    return value
-
-
-def _conversation(record: dict[str, Any]) -> tuple[Message, ...]:
-    if "messages" in record:
-        messages = _messages(record["messages"], "messages")
-    elif "prompt" in record and "completion" in record:
-        messages = _side(record["prompt"], "prompt", "user") + _side(record["completion"], "completion", "assistant")
-    else:
-        raise _BadRow(f"has the fields {', '.join(record) or '(none)'}; expected are `messages`, or `prompt` and `completion`")
-    if len(messages) < 2 or messages[-1].role != "assistant":
-        raise _BadRow("has no answer: its last message is not the assistant's, or nothing stands before it")
-    if messages[0].role == "assistant":
-        raise _BadRow("begins with an answer: nothing stands before it")
-    if any(m.role == "assistant" and not m.content.strip() for m in messages):
-        raise _BadRow("has an empty answer")
-    return messages
-
-
-def _num_given(record: dict[str, Any]) -> int:
-    prompt = [] if "messages" in record else record["prompt"]
-    return len(prompt) if isinstance(prompt, list) else 1
-
-
-def _side(value: Any, field: str, role: Role) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        return (Message(role, _text(value, field)),)
-    return _messages(value, field)
-
-
-def _messages(value: Any, field: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise _BadRow(f"{field} is {_shown(value)}, not a list of messages")
-    return tuple(_message(entry, f"{field}[{at}]") for at, entry in enumerate(value))
-
-
-def _message(entry: Any, place: str) -> Message:
-    if not isinstance(entry, dict) or not {"role", "content"} <= entry.keys():
-        raise _BadRow(f"{place} is {_shown(entry)}; a message has `role` and `content`")
-    if entry["role"] not in get_args(Role):
-        raise _BadRow(f"{place} has the role {_shown(entry['role'])}; known are {', '.join(get_args(Role))}")
-    if extra := entry.keys() - {"role", "content"}:
-        raise _BadRow(f"{place} has the unknown field {', '.join(sorted(extra))}, which would be lost")
-    return Message(entry["role"], _text(entry["content"], place))
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise _BadRow(f"{place} has {_shown(value)} as content, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
-        raise _BadRow(f"{place} holds half a character, \\u{ord(value[error.start]):04x}, which no tokenizer takes") from None
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    @property
+    def place(self) -> str:
+        return f"{self.source}:{self.number}" + (f" ({self.part})" if self.part else "")

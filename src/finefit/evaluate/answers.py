@@ -17,7 +17,7 @@ def answers(
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
-        eos_token_id=renderer.tokenizer.eos_token_id,
+        eos_token_id=list(renderer.stop_tokens),
         pad_token_id=renderer.pad,
         use_cache=True,
     )
@@ -33,5 +33,4 @@ def _generate(model: nn.Module, renderer: Renderer, prompts: Sequence[Sequence[i
     mask_BT = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=device)
     with torch.inference_mode():
         output_BT = model.generate(input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
-    decoded = renderer.tokenizer.batch_decode(output_BT[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return [str(text) for text in decoded]
+    return [renderer.decode_answer(tokens) for tokens in output_BT[:, width:].tolist()]

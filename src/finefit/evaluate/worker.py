@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -17,8 +18,9 @@ from finefit.artifacts.journal import Journal, read_lines
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, Stage, read_record, write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.data.prepared import read_items
-from finefit.data.render import open_renderer
+from finefit.data.items import read_items
+from finefit.data.render import Renderer, open_renderer
+from finefit.data.rows import Message
 from finefit.data.tasks import TASKS
 from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.answers import answers
@@ -41,19 +43,25 @@ def evaluate(where: StageDir, request: EvalRequest) -> EvalResult:
     todo = [at for at in chosen if at not in done]
     began = time.perf_counter()
     if todo:
-        renderer = open_renderer(where.tokenizer, stage.template)
+        renderer = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options)
         if renderer.sha256() != stage.template_sha256:
             raise RunError("the prompt template of this run has changed since it was trained: answers would be worth nothing")
         model = _load(where, stage, request.checkpoint)
-        prompts = [renderer.prompt_tokens(task.prompt(rows[at])) for at in todo]
+        asked = {at: _fitted(renderer, task.prompt(rows[at]), rows[at].tools, stage.max_prompt_tokens) for at in todo}
+        prompts = [renderer.prompt_tokens(asked[at], tools=rows[at].tools) for at in todo]
         settings = request.evaluation
         with Journal(items_path) as journal:
             for index, answer in answers(model, renderer, prompts, max_new_tokens=settings.max_new_tokens, batch=settings.batch, device=stage.device):
                 at = todo[index]
-                item = score_item(task, at, rows[at], prompt=renderer.prompt_text(task.prompt(rows[at])), answer=answer)
+                item = score_item(task, at, rows[at], prompt=renderer.prompt_text(asked[at], tools=rows[at].tools), answer=answer)
                 journal.write(**_ITEM.dump_python(item, mode="json"))
                 done[at] = item
     return summarise(task, request.checkpoint, [done[at] for at in chosen], seconds=time.perf_counter() - began)
+
+
+def _fitted(renderer: Renderer, messages: Sequence[Message], tools: str, max_tokens: int | None) -> Sequence[Message]:
+    """Cut as in training, where rows were cut there."""
+    return messages if max_tokens is None else renderer.cut_prompt(messages, tools=tools, max_tokens=max_tokens)
 
 
 def _sample(num_rows: int, limit: int | None, seed: int) -> list[int]:

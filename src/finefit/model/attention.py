@@ -1,6 +1,12 @@
 """Which attention a model is given. Torch's fast kernels for shared key and value heads need bf16 and an Ampere card or newer; elsewhere the heads
-are repeated first, since torch would fall back to a kernel whose memory grows with the square of the row."""
+are repeated first, since torch would fall back to a kernel whose memory grows with the square of the row.
 
+Packed rows are attended to one by one: by torch's flash kernel for rows of any length where a card has it, else by a call for each row.
+B rows, H heads, T tokens, W width of a head.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +16,47 @@ from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from finefit.errors import ModelError
+from finefit.objective.batch import Packed
+
+Attention = Callable[..., tuple[Tensor, None]]
+"""As transformers calls it: (module, query_BHTW, key, value, mask, **settings) -> (answer_BTHW, None)."""
 REPEATED = "sdpa_repeated"
+PACKED = "_by_row"
+"""Follows the name of an attention that takes packed rows too."""
+STRETCHED_ROPE = ("longrope", "dynamic")
+PACKABLE = frozenset(
+    (
+        *("afmoe", "apertus", "arcee", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3"),
+        *("diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4"),
+        *("glm4_moe", "glm4_moe_lite", "gpt2", "gpt_neox", "granite", "granitemoe", "granitemoeshared"),
+        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "llama"),
+        *("mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+        *("solar_open", "starcoder2", "youtu"),
+    )
+)
+"""Model types whose packed rows were compared with the same rows alone; tests/step/test_packing.py does it again for each."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def attention_here(device: str, precision: str, folder: Path) -> str:
+def attention_here(device: str, precision: str, folder: Path, *, packing: bool = False) -> str:
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    return choose_attention(device, capability, precision, AutoConfig.from_pretrained(folder))
+    return choose_attention(device, capability, precision, AutoConfig.from_pretrained(folder), packing=packing)
 
 
-def choose_attention(device: str, capability: tuple[int, int], precision: str, config: PretrainedConfig) -> str:
-    """The name that transformers knows it by."""
+def choose_attention(device: str, capability: tuple[int, int], precision: str, config: PretrainedConfig, *, packing: bool = False) -> str:
+    """The name that transformers knows it by. One that packs is the same as without where rows are not packed."""
     if caps_scores(config):
         return "eager"
-    if device == "cpu" or (capability >= (8, 0) and precision == "bf16"):
-        return "sdpa"
-    AttentionInterface.register(REPEATED, _repeated)
-    AttentionMaskInterface.register(REPEATED, sdpa_mask)
-    return REPEATED
+    is_fast = device == "cpu" or (capability >= (8, 0) and precision == "bf16")
+    name, attend = ("sdpa", sdpa_attention_forward) if is_fast else (REPEATED, _repeated)
+    if packing:
+        name, attend = name + PACKED, partial(_by_row, attend, widest_head(capability) if device == "cuda" and is_fast else 0)
+    if name != "sdpa":
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 def caps_scores(config: PretrainedConfig) -> bool:
@@ -48,3 +78,109 @@ def _repeated(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     kwargs.setdefault("is_causal", getattr(module, "is_causal", True))
     answer: tuple[Tensor, None] = sdpa_attention_forward(_WHOLE, query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, **kwargs)
     return answer
+
+
+# packed rows
+
+
+def can_pack(config: PretrainedConfig, longest: int) -> str | None:
+    """Why rows of up to `longest` tokens cannot be packed for this model; None where they can."""
+    text = config.get_text_config()
+    if config.model_type not in PACKABLE:
+        return f"packed rows are not known to be exact in a model of type {config.model_type}"
+    if caps_scores(config):
+        return "the model caps its attention scores, which only its own attention does"
+    kinds = list(getattr(text, "layer_types", None) or ())
+    if odd := sorted(set(kinds) - {_FULL, _SLIDING}):
+        return f"the model has layers of kind {', '.join(odd)}, which would see the row before"
+    window = getattr(text, "sliding_window", None)
+    is_sliding = _SLIDING in kinds if kinds else getattr(text, "use_sliding_window", True)
+    if window and is_sliding and longest > window:
+        return f"the longest row has {longest} tokens, the model's window {window}"
+    if (limit := _rope_limit(text)) is not None and longest > limit:
+        return f"rows of more than {limit} tokens change how the model turns positions, for all rows beside them"
+    return None
+
+
+def _rope_limit(text: PretrainedConfig) -> int | None:
+    """Up to which length rotary embeddings do not depend on the longest row at hand; None where they never do."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
+    limits = [
+        part.get("original_max_position_embeddings") or text.max_position_embeddings for part in parts if part.get("rope_type") in STRETCHED_ROPE
+    ]
+    return min(map(int, limits), default=None)
+
+
+def packed_inputs(packed: Packed | None) -> dict[str, Any]:
+    """What the backbone is called with so that its attention learns where rows begin. A mask of four dimensions is passed on as it is: without one
+    transformers would look for packed rows in the positions, wait for the device, and make a mask of T x T."""
+    if packed is None:
+        return {}
+    return {"position_ids": packed.position_ids_BT, "attention_mask": packed.boundaries_R1[None, None, None], "packed": packed}
+
+
+def _by_row(
+    attend: Attention,
+    widest: int,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed: Packed | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if packed is None:
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    _require_plain(packed, **kwargs)
+    if has_varlen(query, key, value, widest):
+        return varlen(query, key, value, packed, dropout=kwargs.get("dropout", 0.0), scaling=kwargs.get("scaling")), None
+    return row_by_row(partial(attend, module, attention_mask=None, **kwargs), query, key, value, packed.lengths), None
+
+
+def _require_plain(packed: Packed, sliding_window: int | None = None, **kwargs: Any) -> None:
+    """What `can_pack` has refused must not pass here either: it would train another model without a word."""
+    if odd := [name for name in ("position_bias", "s_aux", "softcap") if kwargs.get(name) is not None]:
+        raise ModelError(f"this model's attention uses {odd[0]}, which packed rows cannot have", "set data.packing: none")
+    if sliding_window and max(packed.lengths) > sliding_window:
+        raise ModelError(f"a packed row is longer than the model's window of {sliding_window} tokens", "set data.packing: none")
+
+
+def row_by_row(attend: Attention, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+    parts = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([attend(query=q, key=k, value=v)[0] for q, k, v in parts], dim=1)
+
+
+def widest_head(capability: tuple[int, int]) -> int:
+    """That the flash kernel has a backward for."""
+    is_small = (8, 6) <= capability < (9, 0) or capability >= (12, 0)
+    return 192 if is_small else 256
+
+
+def has_varlen(query: Tensor, key: Tensor, value: Tensor, widest: int) -> bool:
+    """Whether the flash kernel takes these: in bf16, of one width, which is a multiple of 8."""
+    width, cast = query.shape[-1], _autocast_dtype(query)
+    is_half = all((cast or tensor.dtype) is torch.bfloat16 for tensor in (query, key, value))
+    return is_half and width <= widest and width % 8 == 0 and key.shape[-1] == value.shape[-1] == width
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *, dropout: float, scaling: float | None) -> Tensor:
+    """One kernel over all rows; it takes fewer key and value heads as they are."""
+    q_THW, k_THW, v_THW = (tensor.squeeze(0).transpose(0, 1) for tensor in autocast(query, key, value))
+    boundaries, longest = packed.boundaries_R1, max(packed.lengths)
+    answer: Tensor = torch.ops.aten._flash_attention_forward(
+        q_THW, k_THW, v_THW, boundaries, boundaries, longest, longest, dropout, True, False, scale=scaling
+    )[0]
+    return answer.unsqueeze(0)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As SDPA takes its inputs; the kernels below it take them as they are."""
+    cast = _autocast_dtype(tensors[0])
+    return tensors if cast is None else tuple(tensor.to(cast) for tensor in tensors)
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -4,5 +4,5 @@ from finefit.objective.batch import Batch, Forward, LossSum
 
 
 def sft(forward: Forward, batch: Batch) -> LossSum:
-    logprobs_N = forward(batch.input_ids_BT, batch.positions_N, batch.targets_N)
+    logprobs_N = forward(batch)
     return LossSum(-logprobs_N.sum(), batch.num_supervised)

@@ -2,31 +2,20 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
-from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Check, DroppedRow, Facts, Lengths, Plan, Run, SourceLedger, write_record
+from finefit.artifacts.records import Check, Facts, Plan, Run, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
-from finefit.data.prepared import Prepared, prepare, write_examples, write_items
-from finefit.data.render import Renderer
-from finefit.data.rows import Row
-from finefit.data.tasks import TASKS, NoResult, Task
-from finefit.errors import DataError, SpecError
-from finefit.facts.files import read_file
+from finefit.data.render import open_renderer
 from finefit.facts.machine import read_machine
+from finefit.pipeline.data import PreparedData
 from finefit.pipeline.inputs import Opened, between, pinned, relocate
-from finefit.pipeline.preparation import findings_of, foresee, require_sound
-from finefit.plan.lengths import measured_lengths
+from finefit.pipeline.preparation import data_findings, findings_of, foresee, require_data, require_sound
 from finefit.plan.resolve import make_stage, resolve
 from finefit.spec.load import spec_to_json
-
-_SHOWN = 10
 
 
 def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], base: Path, runs: Path) -> RunDir:
@@ -34,7 +23,7 @@ def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], ba
     runs.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".staging-{opened.spec.name}-", dir=runs))
     try:
-        needed_bytes = 2 * sum(file.size_bytes for files in opened.inputs.data.values() for file in files)
+        needed_bytes = sum(opened.prepared.path(name).stat().st_size for name in opened.prepared.record.files)
         with full_disk_named(runs / opened.spec.name, needed_bytes):
             _fill(RunDir(staging), opened, spec_text, overrides, base)
         staging.chmod(0o755)
@@ -58,6 +47,8 @@ def _rename(staging: Path, runs: Path, name: str) -> Path:
 
 def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...], base: Path) -> None:
     spec = pinned(relocate(opened.spec, between(base.resolve(), run.path.resolve())), opened.located)
+    found = data_findings(opened.spec, base, opened.prepared)
+    require_data(found)
     where = run.stage(1, spec.objective.kind)
     for folder in (where.path / "data", where.tokenizer, run.log.parent):
         folder.mkdir(parents=True)
@@ -65,87 +56,37 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     write_text(run.spec_json, spec_to_json(spec) + "\n")
     machine = read_machine()
     write_record(run.facts, Facts(machine=machine, inputs=opened.inputs))
-    prepared = _prepare_data(where, opened)
-    opened.renderer.tokenizer.save_pretrained(where.tokenizer)
-    num_rows = len(prepared["train"].examples)
-    foretold = foresee(opened.spec, base, _lengths(opened, prepared), machine)
-    values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=num_rows, forecast=foretold)
-    findings = findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value)
+    files = _take_data(where, opened.prepared)
+    _take_tokenizer(where, opened)
+    lengths = opened.prepared.record.lengths
+    assert lengths is not None  # else there was a finding
+    assert lengths.num_rows is not None
+    foretold = foresee(opened.spec, base, lengths, machine)
+    values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=lengths.num_rows, forecast=foretold)
+    findings = (*findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value), *found)
     require_sound(findings)
     write_record(run.check, Check(findings=findings))
-    files = {p.name: read_file(p, where.path).sha256 for p in sorted((where.path / "data").iterdir())}
-    stage = make_stage(spec, values, inputs=opened.inputs, forecast=foretold, num_rows=num_rows, prepared=files)
+    stage = make_stage(spec, values, inputs=opened.inputs, forecast=foretold, num_rows=lengths.num_rows, prepared=files)
     write_record(run.plan, Plan(stages={stage.name: values}, forecasts={stage.name: foretold}))
     write_record(where.stage, stage)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_record(run.run, Run(name=spec.name, digest=opened.digest, finefit=__version__, created=now, status="prepared", overrides=overrides))
 
 
-def _lengths(opened: Opened, prepared: Mapping[str, Prepared]) -> Lengths:
-    validation = prepared["validation"].examples if "validation" in prepared else ()
-    prompts = [opened.renderer.prompt_tokens(row.prompt) for row in opened.rows.get("test", [])]
-    return measured_lengths(prepared["train"].examples, validation, prompts)
+def _take_tokenizer(where: StageDir, opened: Opened) -> None:
+    """With what the model's own settings end an answer by."""
+    folder, data = opened.located.folder, opened.spec.data
+    open_renderer(folder, data.template, template_options=data.template_options).tokenizer.save_pretrained(where.tokenizer)
+    settings = folder / "generation_config.json"
+    if settings.is_file():
+        shutil.copyfile(settings, where.tokenizer / settings.name)
 
 
-def _prepare_data(where: StageDir, opened: Opened) -> dict[str, Prepared]:
-    data = opened.spec.data
-    if opened.spec.evaluate and "test" not in opened.rows:
-        raise SpecError("evaluate names a task, but data.test names no rows to answer", "add data.test: {path: ...}, or remove evaluate")
-    test_rows = opened.rows.get("test", [])
-    _require_references([TASKS[e.task] for e in opened.spec.evaluate], test_rows)
-    _require_prompts(opened.renderer, test_rows)
-    _require_disjoint(opened.rows)
-    prepared = {
-        split: prepare(rows, opened.renderer, split=split, max_tokens=data.max_tokens, too_long=data.too_long)
-        for split, rows in opened.rows.items()
-        if split != "test"
-    }
-    for split, part in prepared.items():
-        write_examples(where.prepared(f"{split}.safetensors"), part.examples)
-    if "test" in opened.rows:
-        write_items(where.prepared("test.jsonl"), opened.rows["test"])
-    with Journal(where.ledger) as ledger:
-        for part in prepared.values():
-            for source in part.ledger:
-                ledger.write(**TypeAdapter(SourceLedger).dump_python(source, mode="json"))
-            for row in part.dropped:
-                ledger.write(**TypeAdapter(DroppedRow).dump_python(row, mode="json"))
-    return prepared
-
-
-def _require_references(tasks: list[Task], rows: list[Row]) -> None:
-    """A reference that its task cannot read is found now, not after the training."""
-    faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task in tasks for row in rows if (reason := _unreadable(task, row))]
-    if faults:
-        more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise DataError("\n".join(faults[:_SHOWN]) + more, "mend these rows, or evaluate another task")
-
-
-def _require_prompts(renderer: Renderer, rows: list[Row]) -> None:
-    """A prompt that the template refuses is found now, too."""
-    for row in rows:
-        try:
-            renderer.prompt_tokens(row.prompt)
-        except DataError as error:
-            raise DataError(f"{row.place} {error.problem}", error.remedy) from None
-
-
-def _require_disjoint(rows: Mapping[str, list[Row]]) -> None:
-    """A row that is trained on and tested on makes its score worthless."""
-    trained = {row.messages: row.place for row in rows["train"]}
-    doubles = [(row, split) for split in ("validation", "test") for row in rows.get(split, []) if row.messages in trained]
-    if doubles:
-        lines = [f"{row.place} ({split}) is {trained[row.messages]} (train) again" for row, split in doubles[:_SHOWN]]
-        more = f"\nand {len(doubles) - _SHOWN} more" if len(doubles) > _SHOWN else ""
-        raise DataError("\n".join(lines) + more, "remove these rows from the training data, or from the others")
-
-
-def _unreadable(task: Task, row: Row) -> str | None:
-    try:
-        task.extract(row.answer)
-    except NoResult as reason:
-        return str(reason)
-    return None
+def _take_data(where: StageDir, prepared: PreparedData) -> dict[str, str]:
+    """A run directory needs neither the data files nor the cache again. Returns the sha256 of what the workers read."""
+    for name in prepared.record.files:
+        shutil.copyfile(prepared.path(name), where.ledger if name == where.ledger.name else where.prepared(name))
+    return {name: sha256 for name, sha256 in prepared.record.files.items() if name != where.ledger.name}
 
 
 def stage_of(run: RunDir) -> StageDir:

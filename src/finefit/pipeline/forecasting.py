@@ -17,11 +17,12 @@ from finefit.artifacts.measurements import uncertainty
 from finefit.artifacts.records import Answer, Forecast, Lengths, Question, read_record, write_record
 from finefit.errors import FinefitError, ModelError, RunError
 from finefit.facts.cards import parse_card
-from finefit.facts.files import finefit_cache, read_file
+from finefit.facts.files import finefit_cache
 from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_memory_bytes
 from finefit.model.locate import outline
+from finefit.pipeline.data import missing, prepare_data, present
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import AdamW, NanStop, Save, ShapeModel, Source, Spec, Validation
+from finefit.spec.schema import AdamW, Data, Held, NanStop, Save, ShapeModel, Source, Spec, Validation
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate")
 _ROOMS = ("plan", "rehearse", "step", "model", "objective", "data", "facts", "spec", "artifacts")
@@ -32,14 +33,17 @@ _ROUNDED = 64 << 20
 """What is free on a card changes by a little all the time."""
 
 
-def forecast(
-    spec: Spec, base: Path, cards: tuple[str, ...], *, lengths: Lengths | None = None, budget_bytes: int | None = None
-) -> tuple[Forecast, ...]:
-    """One for each card. `lengths` where the rows are prepared already; `budget_bytes` where not all of a card may be used."""
-    for card in cards:
-        parse_card(card)  # a misspelt name is told before anything is read
-    question = replace(_question(spec, base, cards, lengths), budget_bytes=budget_bytes, card_index=visible_card())
-    place = finefit_cache() / "forecasts" / f"{_key(question, spec, base)}.json"
+def forecast(spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *, budget_bytes: int | None = None) -> tuple[Forecast, ...]:
+    """One for each card. `budget_bytes` where not all of a card may be used."""
+    question = Question(
+        spec=spec_to_json(_relevant(spec)),
+        config=outline(spec.model, base).config,
+        cards=cards,
+        lengths=lengths,
+        budget_bytes=budget_bytes,
+        card_index=visible_card(),
+    )
+    place = finefit_cache() / "forecasts" / f"{_key(question)}.json"
     answer = _kept(place)
     if answer is None:
         answer = _ask(question)
@@ -51,28 +55,32 @@ def forecast(
     return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in answer.forecasts)
 
 
-def _question(spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths | None) -> Question:
+def lengths_of(spec: Spec, base: Path) -> Lengths:
+    """Counted where rows and tokenizer are there, else the worst that the spec allows: every row of full length, every token supervised."""
     known = outline(spec.model, base)
-    absent = [source.path for source in spec.data.train if not (base / source.path).is_file()]
-    reason = f"{absent[0]} is not there" if absent else "the model comes without a tokenizer"
-    can_count = lengths is None and not absent and known.tokenizer is not None
-    return Question(
-        spec=spec_to_json(_relevant(spec, is_counted=can_count)),
-        config=known.config,
-        cards=cards,
-        lengths=lengths,
-        base=str(base.resolve()),
-        tokenizer=str(known.tokenizer.resolve()) if can_count and known.tokenizer else None,
-        no_lengths=reason,
+    absent = [path for path in missing(spec.data, base) if path in {source.path for source in spec.data.train}]
+    if absent or known.tokenizer is None:
+        return _assumed(spec.data.max_tokens, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer")
+    there = spec.model_copy(update={"data": present(spec.data, base)})
+    return prepare_data(there, base, known.tokenizer).record.lengths or _assumed(spec.data.max_tokens, "no row can be used")
+
+
+def _assumed(tokens: int, reason: str) -> Lengths:
+    return Lengths(
+        num_rows=None,
+        longest=tokens,
+        mean=float(tokens),
+        supervised=tokens - 1,
+        mean_supervised=float(tokens - 1),
+        source=f"assumed from data.max_tokens, since {reason}",
     )
 
 
-def _relevant(spec: Spec, *, is_counted: bool) -> Spec:
-    """What a forecast depends on; all else is made equal, so that it is not asked for again."""
-    data = spec.data
-    if not is_counted:
-        nowhere = Source(path="")
-        data = data.model_copy(update={"train": (nowhere,), "validation": data.validation and nowhere, "test": data.test and nowhere})
+def _relevant(spec: Spec) -> Spec:
+    """What a forecast depends on; all else is made equal, so that it is not asked for again. The lengths of the rows are told apart."""
+    nowhere = Source(path="")
+    held, test = spec.data.validation and Held(path=""), spec.data.test and nowhere
+    data = Data(train=(nowhere,), validation=held, test=test, packing=spec.data.packing)
     optimizer = AdamW(lr=1.0, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0)
     evaluations = tuple(e.model_copy(update={"limit": None, "base": True}) for e in spec.evaluate)
     same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "deterministic": False, "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
@@ -80,27 +88,12 @@ def _relevant(spec: Spec, *, is_counted: bool) -> Spec:
     return spec.model_copy(update=same | more)
 
 
-def _key(question: Question, spec: Spec, base: Path) -> str:
-    """Of everything that the answer depends on; where files lie does not matter."""
-    sources = [*spec.data.train, *(source for source in (spec.data.validation, spec.data.test) if source)]
-    counted = [read_file(base / s.path, base).sha256 for s in sources if (base / s.path).is_file()] if question.tokenizer else []
-    files = sorted(Path(question.tokenizer).iterdir()) if question.tokenizer else []
-    tokenizer = [read_file(path, path.parent).sha256 for path in files if path.is_file() and path.suffix != ".safetensors"]
+def _key(question: Question) -> str:
+    """Of everything that the answer depends on."""
     requests = [parse_card(card) for card in question.cards]
     here = [_machine()] if any(request.is_auto or request.is_cpu for request in requests) else []
     limits = [question.budget_bytes, question.card_index]
-    content = [
-        question.spec,
-        question.config,
-        question.cards,
-        repr(question.lengths),
-        question.no_lengths,
-        counted,
-        tokenizer,
-        here,
-        limits,
-        _versions(),
-    ]
+    content = [question.spec, question.config, question.cards, repr(question.lengths), here, limits, _versions()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -4,17 +4,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finefit.artifacts.records import Inputs
-from finefit.data.render import Renderer, open_renderer
-from finefit.data.rows import Row, read_rows
-from finefit.errors import DataError
-from finefit.facts.files import read_file
+from finefit.data.files import pin_hub_path
 from finefit.model.locate import Located, locate
+from finefit.pipeline.data import PreparedData, find_sources, prepare_data
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import FolderModel, HubModel, Source, Spec
+from finefit.spec.schema import Data, Fields, FolderModel, HubModel, Spec
 
 MovePath = Callable[[str], str]
 
@@ -24,9 +22,8 @@ class Opened:
     """A spec with everything that it names."""
 
     spec: Spec
-    rows: dict[str, list[Row]]
     located: Located
-    renderer: Renderer
+    prepared: PreparedData
     inputs: Inputs
 
     @property
@@ -34,69 +31,65 @@ class Opened:
         """Of what is asked and of the content it is asked of; where files lie does not matter."""
         document = json.loads(spec_to_json(relocate(self.spec, lambda _: "")))
         content = [self.inputs.model_fingerprint, self.inputs.template_sha256]
-        content += [f"{split}:{file.sha256}" for split, files in self.inputs.data.items() for file in files]
+        content += [f"{split}:{fact.sha256}" for split, sources in self.inputs.data.items() for files in sources for fact in files]
         return hashlib.sha256(json.dumps([document, content], sort_keys=True).encode()).hexdigest()
 
 
 def open_inputs(spec: Spec, base: Path, run: Path) -> Opened:
     """`base` is where the spec's relative paths start; facts are recorded relative to `run`."""
-    rows = _read_all(spec, base)
+    find_sources(spec.data, base)  # before the model: what is missing is told at once
     located = locate(spec.model, base)
-    renderer = open_renderer(located.folder, spec.data.template)
+    prepared = prepare_data(spec, base, located.folder)
+    move = between(base, run)
     inputs = Inputs(
-        data={split: tuple(read_file(base / s.path, run) for s in sources) for split, sources in splits(spec).items()},
+        data={
+            split: tuple(tuple(replace(fact, path=move(fact.path)) for fact in files) for files in sources)
+            for split, sources in prepared.sources.items()
+        },
         model=located.name,
         model_fingerprint=located.fingerprint,
-        template_sha256=renderer.sha256(),
+        template_sha256=prepared.record.template_sha256,
     )
-    return Opened(spec=spec, rows=rows, located=located, renderer=renderer, inputs=inputs)
-
-
-def splits(spec: Spec) -> dict[str, tuple[Source, ...]]:
-    named = {"train": spec.data.train, "validation": _one(spec.data.validation), "test": _one(spec.data.test)}
-    return {split: sources for split, sources in named.items() if sources}
-
-
-def _one(source: Source | None) -> tuple[Source, ...]:
-    return () if source is None else (source,)
-
-
-def _read_all(spec: Spec, base: Path) -> dict[str, list[Row]]:
-    """All files, so that all that is wrong with them is told at once."""
-    rows: dict[str, list[Row]] = {}
-    faults: list[DataError] = []
-    for split, sources in splits(spec).items():
-        for source in sources:
-            try:
-                rows.setdefault(split, []).extend(read_rows(base / source.path, source.path))
-            except DataError as fault:
-                faults.append(fault)
-    if faults:
-        raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults)))
-    return rows
+    return Opened(spec=spec, located=located, prepared=prepared, inputs=inputs)
 
 
 def relocate(spec: Spec, move: MovePath) -> Spec:
     """The same spec with every path replaced."""
-    data = spec.data
-    moved = data.model_copy(
-        update={
-            "train": tuple(Source(path=move(s.path)) for s in data.train),
-            "validation": data.validation and Source(path=move(data.validation.path)),
-            "test": data.test and Source(path=move(data.test.path)),
-        }
-    )
     model = spec.model
     if isinstance(model, FolderModel):
         model = FolderModel(kind="folder", path=move(model.path))
-    return spec.model_copy(update={"data": moved, "model": model})
+    return spec.model_copy(update={"data": _relocated(spec.data, move), "model": model})
+
+
+def _relocated(data: Data, move: MovePath) -> Data:
+    def moved(path: str) -> str:
+        return path if "://" in path else move(path)
+
+    def fields(old: Fields) -> Fields:
+        return old if old.join is None else old.model_copy(update={"join": moved(old.join)})
+
+    train = tuple(s.model_copy(update={"path": moved(s.path), "fields": fields(s.fields)}) for s in data.train)
+    held, test = data.validation, data.test
+    if held is not None and held.path is not None:
+        held = held.model_copy(update={"path": moved(held.path), "fields": fields(held.fields)})
+    if test is not None:
+        test = test.model_copy(update={"path": moved(test.path), "fields": fields(test.fields)})
+    return data.model_copy(update={"train": train, "validation": held, "test": test})
 
 
 def pinned(spec: Spec, located: Located) -> Spec:
-    """A branch of the hub moves; the run keeps the commit that it began with, which names the snapshot's folder."""
-    if not isinstance(spec.model, HubModel):
-        return spec
-    return spec.model_copy(update={"model": HubModel(kind="hub", id=spec.model.id, revision=located.folder.name)})
+    """A branch of the hub moves; the run keeps the commits that it began with."""
+    data = spec.data
+    train = tuple(s.model_copy(update={"path": pin_hub_path(s.path)}) for s in data.train)
+    held, test = data.validation, data.test
+    if held is not None and held.path is not None:
+        held = held.model_copy(update={"path": pin_hub_path(held.path)})
+    if test is not None:
+        test = test.model_copy(update={"path": pin_hub_path(test.path)})
+    model = spec.model
+    if isinstance(model, HubModel):
+        model = HubModel(kind="hub", id=model.id, revision=located.folder.name)  # the snapshot's folder is named by its commit
+    return spec.model_copy(update={"model": model, "data": data.model_copy(update={"train": train, "validation": held, "test": test})})
 
 
 def between(old: Path, new: Path) -> MovePath:

@@ -3,17 +3,25 @@
 from pathlib import Path
 
 from finefit.artifacts.records import Finding, Forecast, Lengths
-from finefit.errors import FindingError, SpecError
+from finefit.data.items import read_items
+from finefit.data.rows import Row
+from finefit.data.tasks import TASKS, NoResult, Task
+from finefit.errors import DataError, FindingError, SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import free_bytes
 from finefit.facts.machine import Machine
+from finefit.model.locate import outline
+from finefit.pipeline.data import PreparedData, missing
 from finefit.pipeline.forecasting import forecast
 from finefit.plan.resolve import device_of
+from finefit.preflight.data import examine_data
 from finefit.preflight.run import Preparation, examine
 from finefit.spec.schema import Spec
 
+_SHOWN = 10
 
-def foresee(spec: Spec, base: Path, lengths: Lengths | None, machine: Machine) -> Forecast:
+
+def foresee(spec: Spec, base: Path, lengths: Lengths, machine: Machine) -> Forecast:
     """On the device that a run would get here; of a card that the spec names only the size counts, as the most that may be used."""
     asked = parse_card(spec.card)
     if asked.count > 1:
@@ -22,12 +30,11 @@ def foresee(spec: Spec, base: Path, lengths: Lengths | None, machine: Machine) -
     budget = asked.memory_bytes if device == "cuda" else None
     if asked.kind is not None and device == "cuda":
         budget = asked.kind.memory_bytes
-    (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths=lengths, budget_bytes=budget)
+    (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths, budget_bytes=budget)
     return found
 
 
 def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, runs: Path, total_steps: int | None) -> tuple[Finding, ...]:
-    sources = [*spec.data.train, *(source for source in (spec.data.validation, spec.data.test) if source)]
     return examine(
         Preparation(
             spec=spec,
@@ -35,10 +42,46 @@ def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, ru
             total_steps=total_steps,
             free_disk_bytes=free_bytes(runs),
             host_memory_bytes=machine.memory_bytes,
-            missing_files=tuple(source.path for source in sources if not (base / source.path).is_file()),
+            missing_files=missing(spec.data, base),
             has_bitsandbytes=machine.versions.get("bitsandbytes") is not None,
         )
     )
+
+
+def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
+    config = outline(spec.model, base).config
+    embeddings = config.get("text_config", config).get("vocab_size")
+    return (*examine_data(prepared.record, spec, embeddings=embeddings), *_references(spec, prepared))
+
+
+def _references(spec: Spec, prepared: PreparedData) -> tuple[Finding, ...]:
+    """A reference that its task cannot read is found now, not after the training."""
+    if not spec.evaluate:
+        return ()
+    if spec.data.test is None:
+        problem = "evaluate names a task, but data.test names no rows to answer"
+        return (Finding(level="error", problem=problem, remedy="add data.test: {path: ...}, or remove evaluate"),)
+    tasks, rows = [TASKS[e.task] for e in spec.evaluate], read_items(prepared.path("test.jsonl"))
+    faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task in tasks for row in rows if (reason := _unreadable(task, row))]
+    if not faults:
+        return ()
+    more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return (Finding(level="error", problem="\n".join(faults[:_SHOWN]) + more, remedy="mend these rows, or evaluate another task"),)
+
+
+def _unreadable(task: Task, row: Row) -> str | None:
+    try:
+        task.extract(row.answer)
+    except NoResult as reason:
+        return str(reason)
+    return None
+
+
+def require_data(findings: tuple[Finding, ...]) -> None:
+    """Data that a run cannot stand on is the user's to mend."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors:
+        raise DataError("\n".join(f.problem for f in errors), "\n".join(dict.fromkeys(f.remedy for f in errors if f.remedy)))
 
 
 def require_sound(findings: tuple[Finding, ...]) -> None:

@@ -10,14 +10,15 @@ from finefit.artifacts.journal import Journal
 from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import Amendment, Facts, Plan, Resolved, Run, Stage, read_record, write_record
 from finefit.artifacts.rundir import RunDir
-from finefit.errors import ModelError, RunError
-from finefit.facts.files import read_file
+from finefit.errors import DataError, ModelError, RunError
+from finefit.facts.files import FileFact
 from finefit.model.locate import Located, locate
 from finefit.pipeline.create import stage_of
-from finefit.pipeline.inputs import between, relocate, splits
+from finefit.pipeline.data import source_files
+from finefit.pipeline.inputs import between, relocate
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import FolderModel, HubModel, Model, Spec
+from finefit.spec.schema import FolderModel, HubModel, Model, Source, Spec
 from finefit.step.schedule import learning_rate
 
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate")
@@ -41,7 +42,7 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
     asked = _written(run, (*record.overrides, *overrides))
     after = _with_paths(asked, before, overrides, run.path)
-    changes = [c for c in _changes(leaves(before), leaves(after)) if not c.key.startswith(_PATHS)]
+    changes = [c for c in _changes(leaves(before), leaves(after)) if not _is_move(c.key, before, after)]
     if refused := [*_edited_paths(run, record), *(c for c in changes if not c.key.startswith(CHANGEABLE))]:
         raise RunError(
             f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {c}" for c in refused),
@@ -94,20 +95,19 @@ def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
             yield Change(key=key, old=old.get(key, "(none)"), new=new.get(key, "(none)"))
 
 
+def _is_move(key: str, before: Spec, after: Spec) -> bool:
+    """Only where something lies has changed; whether it is still the same is seen by its content."""
+    old, new = ({k: value for k, value, _ in leaves(relocate(spec, lambda _: ""))} for spec in (before, after))
+    return key.startswith(_PATHS) and (key == "model.revision" or (key in old and key in new and old[key] == new[key]))
+
+
 def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
     """Data files may be gone: the prepared rows are in the run directory. Changed ones are refused."""
     inputs = read_record(run.facts, Facts).inputs
     changed = []
-    for split in dict.fromkeys((*inputs.data, *splits(spec))):
-        sources, facts = splits(spec).get(split, ()), inputs.data.get(split, ())
-        if len(sources) != len(facts):
-            changed.append(f"  data.{split}: {len(facts)} files -> {len(sources)}")
-        for source, fact in zip(sources, facts, strict=False):
-            path = run.path / source.path
-            if path.exists() and (now := read_file(path, run.path)).sha256 != fact.sha256:
-                changed.append(
-                    f"  {source.path}: sha256 {fact.sha256[:12]} ({fact.size_bytes:,} bytes) -> {now.sha256[:12]} ({now.size_bytes:,} bytes)"
-                )
+    for split, sources in spec.data.sources().items():
+        for source, files in zip(sources, inputs.data.get(split, ()), strict=True):
+            changed += _changed_files(run, source, split, files)
     located = _locate(spec, run.path)
     if located.fingerprint != inputs.model_fingerprint:
         changed.append(f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}")
@@ -116,6 +116,22 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
             f"the inputs of {run.path.name} have changed since it began:\n" + "\n".join(changed),
             "put them back, or start another run with --new",
         )
+
+
+def _changed_files(run: RunDir, source: Source, split: str, facts: tuple[FileFact, ...]) -> list[str]:
+    if "://" in source.path:  # pinned by its commit
+        return []
+    try:
+        now = source_files(source, run.path, split=split)
+    except DataError:  # gone
+        return []
+    if len(now) != len(facts):
+        return [f"  {source.path}: {len(facts)} files -> {len(now)}"]
+    return [
+        f"  {new.path}: sha256 {old.sha256[:12]} ({old.size_bytes:,} bytes) -> {new.sha256[:12]} ({new.size_bytes:,} bytes)"
+        for old, new in zip(facts, now, strict=True)
+        if old.sha256 != new.sha256
+    ]
 
 
 def _locate(spec: Spec, base: Path) -> Located:

@@ -3,16 +3,18 @@
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from finefit.artifacts.records import Forecast, GradientMap, Lengths, Suggestion
+from finefit.errors import ModelError
 from finefit.facts.cards import CARD_KINDS
+from finefit.model.attention import can_pack
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
 from finefit.plan.target import USABLE, Target
 from finefit.rehearse.clock import total_flops
-from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, rehearse_generation, survey
+from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, rehearse_generation, survey
 from finefit.rehearse.shard import Sharding
 from finefit.rehearse.trace import OUTSIDE, Block
 from finefit.spec.schema import Full, Spec
@@ -26,12 +28,27 @@ _HOST_BYTES = 3 << 29
 
 def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None) -> Forecast:
     """`memo`: what was rehearsed for other targets."""
-    scene = _scene(spec, config, lengths, target)
-    looker, choice = _chosen(spec, lengths, scene, target, {} if memo is None else memo)
+    packing = decide_packing(spec.data.packing, config, lengths.longest, target.device)
+    scene = _scene(spec, config, lengths, target, packing)
+    looker, choice = _chosen(spec, lengths, scene, target, packing, {} if memo is None else memo)
     return _forecast(spec, lengths, looker, choice)
 
 
-def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target) -> Scene:
+def decide_packing(asked: Literal["auto", "best_fit", "none"], config: dict[str, Any], longest: int, device: str) -> tuple[bool, str]:
+    """Whether rows are packed, and why. It is exact, so `auto` packs where that can be done and its forecast has been held against the truth."""
+    if asked == "none":
+        return False, "data.packing is none"
+    problem = can_pack(read_config(config), longest)
+    if problem is not None and asked == "best_fit":
+        raise ModelError(f"data.packing is best_fit, but {problem}", "set data.packing to auto, which packs where it can, or to none")
+    if problem is not None:
+        return False, problem
+    if device == "cuda" and asked == "auto":
+        return False, "on a card only where data.packing is best_fit, until its forecast has been measured on one"
+    return True, "data.packing asks for it" if asked == "best_fit" else "no padding, the same gradient"
+
+
+def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, packing: tuple[bool, str]) -> Scene:
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
     first = freedom_of(asked, rows=_rows_per_step(spec, lengths), supervised=1, num_layers=0, precision=target.precision, device=target.device)
     return Scene(
@@ -41,10 +58,11 @@ def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target)
         device=target.device,
         capability=target.capability,
         precision=target.precision,
-        levers=first.levers(1, 0),
+        levers=replace(first.levers(1, 0), packing=packing[0]),
         tokens=lengths.longest,
         supervised=lengths.supervised,
         accumulates=False,
+        rows_per_step=_rows_per_step(spec, lengths),
         validation=_validation(spec, lengths),
     )
 
@@ -59,7 +77,9 @@ def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
     return min(spec.global_batch, lengths.num_rows or spec.global_batch)
 
 
-def _chosen(spec: Spec, lengths: Lengths, scene: Scene, target: Target, memo: dict[str, Rehearsed]) -> tuple[Looker, Choice]:
+def _chosen(
+    spec: Spec, lengths: Lengths, scene: Scene, target: Target, packing: tuple[bool, str], memo: dict[str, Rehearsed]
+) -> tuple[Looker, Choice]:
     """On several cards the mildest sharding that fits."""
     shardings: tuple[Sharding, ...] = ("none",) if target.count == 1 else ("ddp", "zero2", "zero3")
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
@@ -69,7 +89,7 @@ def _chosen(spec: Spec, lengths: Lengths, scene: Scene, target: Target, memo: di
         freedom = freedom_of(
             asked, rows=rows, supervised=scene.supervised, num_layers=looker.num_layers, precision=target.precision, device=target.device
         )
-        choice = choose(looker, freedom)
+        choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1]))
         if choice.fits:
             break
     return looker, choice
@@ -106,7 +126,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
         instants=_instants(trace.peaks(), generation),
         levers=look.levers,
         reasons=choice.reasons,
-        accumulation=look.accumulation,
+        accumulation=_accumulation(look, lengths, looker.rows_per_step),
         tokens_per_step=tokens,
         step_seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
@@ -143,7 +163,17 @@ def _usual_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
     if mean >= 0.98 * lengths.longest:
         return look.step_seconds
     usual = replace(looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))))
-    return looker.look(look.levers, scene=usual).step_seconds
+    levers = look.levers
+    if levers.packing:  # as many usual rows as a pack of the longest holds
+        levers = replace(levers, micro_batch=min(looker.rows_per_step, levers.micro_batch * lengths.longest // mean))
+    return looker.look(levers, scene=usual).step_seconds
+
+
+def _accumulation(look: Look, lengths: Lengths, rows: int) -> int:
+    """Micro-batches of a usual step; packs are as full as best fit makes them."""
+    if not look.levers.packing:
+        return look.accumulation
+    return max(1, math.ceil(rows * lengths.mean / (look.levers.micro_batch * lengths.longest)))
 
 
 def _total_steps(spec: Spec, lengths: Lengths) -> int | None:

@@ -50,7 +50,9 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         model_fingerprint=inputs.model_fingerprint,
         tuning=spec.tuning,
         template=spec.data.template,
+        template_options=spec.data.template_options,
         template_sha256=inputs.template_sha256,
+        max_prompt_tokens=spec.data.max_tokens if spec.data.too_long == "cut_prompt" else None,
         optimizer=spec.optimizer,
         schedule=spec.schedule.kind,
         total_steps=of("total_steps"),
@@ -82,7 +84,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, BaseModel):
-        return str(value) if isinstance(value, Interval) else value.model_dump(mode="json", by_alias=True)
+        return str(value) if isinstance(value, Interval) else value.model_dump(mode="json", by_alias=True, exclude_none=True)
     return value
 
 
@@ -155,5 +157,6 @@ def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_row
     asked = values.get("levers.micro_batch")
     if asked is not None and isinstance(asked.value, int) and asked.value > micro:
         found["levers.micro_batch"] = Resolved(value=micro, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows")
-    found["accumulation"] = Resolved(value=math.ceil(whole / micro), source=f"{whole} rows / {micro} micro x 1 device")
+    source = "packs of a usual step" if forecast.levers.packing else f"{whole} rows / {micro} micro x 1 device"
+    found["accumulation"] = Resolved(value=forecast.accumulation if forecast.levers.packing else math.ceil(whole / micro), source=source)
     return found

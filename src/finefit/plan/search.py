@@ -29,6 +29,8 @@ class Freedom:
     offload: tuple[bool, ...]
     mlp_tiles: tuple[int, ...]
     adapter_inputs: str
+    packing: bool = False
+    packing_reason: str = "not asked for"
     fixed: frozenset[str] = frozenset()
     """Names of the levers that the user has fixed."""
 
@@ -45,6 +47,7 @@ class Freedom:
             offload=self.offload[-1] and recompute > 0 if is_frugal else self.offload[0],
             mlp_tiles=self.mlp_tiles[-1] if is_frugal else self.mlp_tiles[0],
             adapter_inputs="bf16" if self.adapter_inputs == "bf16" else "fp32",
+            packing=self.packing,
         )
 
 
@@ -191,6 +194,7 @@ def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
     }
     found = {name: searched + reason for name, reason in reasons.items()}
     found["adapter_inputs"] = f"the products are taken in {look.scene.precision}"
+    found["packing"] = freedom.packing_reason
     return found | dict.fromkeys(freedom.fixed, ASKED)
 
 

@@ -11,7 +11,6 @@ from finefit.errors import FinefitError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.plan.forecast import make_forecast
-from finefit.plan.lengths import assume_lengths, count_lengths
 from finefit.plan.target import find_target
 from finefit.rehearse.rehearsal import Rehearsed
 from finefit.spec.load import spec_from_json
@@ -23,12 +22,8 @@ def answer(question: Question) -> list[Forecast]:
     targets = [find_target(parse_card(card), machine, spec.precision) for card in question.cards]
     if question.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, question.budget_bytes)) for target in targets]
-    lengths = question.lengths
-    if lengths is None and question.tokenizer is not None:
-        lengths = count_lengths(spec.data, Path(question.base), Path(question.tokenizer))
-    lengths = lengths or assume_lengths(spec.data, question.no_lengths)
     memo: dict[str, Rehearsed] = {}
-    return [make_forecast(spec, question.config, lengths, target, memo) for target in targets]
+    return [make_forecast(spec, question.config, question.lengths, target, memo) for target in targets]
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Sizes were measured on an H200 (bench/kernel_probe.py) and are held there by tes
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+
+from finefit.model.attention import autocast, has_varlen, row_by_row, varlen, widest_head
+from finefit.objective.batch import Packed
 
 _MIB = 1 << 20
 _ATEN = torch.ops.aten
@@ -24,6 +28,8 @@ class Kernels:
     attention_kernel: Literal["cudnn", "flash", "efficient", "cpu"]
     workspace_bytes: int
     """Of cuBLAS, for each thread that takes a product."""
+    widest_head: int = 256
+    """That flash attention over rows of any length takes."""
 
     def hidden_bytes(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Blocks that live only inside the kernel."""
@@ -41,16 +47,24 @@ class Kernels:
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
+        packed: Packed | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """What transformers' SDPA path comes to on the device; plain SDPA would take the CPU's kernel on these tensors."""
-        query, key, value = _autocast(query, key, value)
+        if packed is not None:
+            return self._by_row(module, query, key, value, packed, dropout, scaling), None
+        query, key, value = autocast(query, key, value)
         groups = getattr(module, "num_key_value_groups", 1)
         if groups > 1 and (attention_mask is not None or self.attention_kernel == "efficient"):
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         bias = None if attention_mask is None else _as_bias(attention_mask, query)
         out = self._attend(query, key, value, bias, dropout, attention_mask is None and query.shape[2] > 1, scaling)
         return out.transpose(1, 2).contiguous(), None
+
+    def _by_row(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None) -> Tensor:
+        if self.attention_kernel != "efficient" and has_varlen(q, k, v, self.widest_head):
+            return varlen(q, k, v, packed, dropout=dropout, scaling=scale)
+        return row_by_row(partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scale), q, k, v, packed.lengths)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
         kernel = self.attention_kernel
@@ -86,6 +100,7 @@ def kernels_for(device: Literal["cpu", "cuda"], capability: tuple[int, int], pre
         device="cuda",
         attention_kernel="efficient" if capability < (8, 0) or precision != "bf16" else "cudnn" if (9, 0) <= capability < (12, 0) else "flash",
         workspace_bytes=32 * _MIB if capability >= (9, 0) else 2 * 4 * _MIB + 8 * (16 << 10),
+        widest_head=widest_head(capability),
     )
 
 
@@ -97,13 +112,6 @@ def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if right.ndim == 3:  # tokens by expert times the experts' weights
         return torch.empty(left.shape[0], right.shape[2], dtype=left.dtype)
     return torch.empty(args[2].numel(), left.shape[0], right.shape[1], dtype=left.dtype)  # the weights' gradients
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """SDPA takes its inputs in autocast's type; the kernels that are called here take them as they are."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
@@ -126,6 +134,15 @@ def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     return (batch * heads * padded * 4, batch * heads * padded * width * 4, *shared)
 
 
+def _varlen_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Every row is paid for with a tile more; heads are as wide as the next multiple of 32, wide ones of 64."""
+    query, key, num_rows = args[1], args[2], args[6].numel() - 1
+    tokens, heads, width = query.shape
+    padded, step = tokens + _TILE * num_rows, 32 if width <= 128 else 64
+    shared = (query.numel() * 2,) * 2 if heads != key.shape[1] else ()
+    return (heads * padded * 4, heads * padded * -(-width // step) * step * 4, *shared)
+
+
 def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     query = args[1]
     rows = prod(query.shape[:3]) * 4
@@ -142,6 +159,7 @@ def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 _HIDDEN = {
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _ATEN._flash_attention_backward.default: _varlen_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _ATEN.embedding_dense_backward.default: _embedding_backward,
 }

@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = list(_tensors(args))
         num_bytes = sum(t.numel() * t.element_size() for t in (*given, *leaves))
         is_half = next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
-        self._add_cost(Cost(flops, num_bytes, is_half, "dot_product" in self.last[1]), self._unit)
+        self._add_cost(Cost(flops, num_bytes, is_half, _is_attention(self.last[1])), self._unit)
 
     def _add_cost(self, cost: Cost, unit: int) -> None:
         self.trace.costs.setdefault((self._instant, unit), Counter())[cost] += 1
@@ -221,10 +221,22 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     if func is GROUPED:
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     name = func._overloadpacket.__name__
-    if "dot_product" in name:
+    if name.startswith("_flash_attention"):
+        return _packed_flops(args[1], args[8], backward=True) if name.endswith("_backward") else _packed_flops(args[0], args[5], backward=False)
+    if _is_attention(name):
         return _attention_flops(*args[1:3], backward=True) if name.endswith("_backward") else _attention_flops(*args[:2], backward=False)
     counted = flop_registry.get(func._overloadpacket)
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
+
+
+def _is_attention(name: str) -> bool:
+    return "dot_product" in name or "flash_attention" in name
+
+
+def _packed_flops(query: Tensor, longest: int, *, backward: bool) -> int:
+    """As if every row were as long as the longest."""
+    tokens, heads, width = query.shape
+    return (5 if backward else 2) * 2 * heads * (tokens * longest // 2) * width
 
 
 def _attention_flops(query: Tensor, key: Tensor, *, backward: bool) -> int:

@@ -16,10 +16,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from finefit.artifacts.records import Levers
+from finefit.data.packing import capacity_of
 from finefit.errors import ModelError
-from finefit.model.attention import caps_scores
+from finefit.model.attention import STRETCHED_ROPE, choose_attention
 from finefit.model.load import base_bits, make_trainable, weight_dtype
-from finefit.objective.batch import Batch
+from finefit.objective.batch import Batch, Packed
 from finefit.objective.sft import sft
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.gradients import explain, frozen_adapters
@@ -38,7 +39,6 @@ _ENCODERS = (
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
     *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-_STRETCHED_ROPE = ("longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,13 @@ class Scene:
     precision: Literal["bf16", "fp32"]
     levers: Levers
     tokens: int
-    """Of the longest row; the micro-batch is padded to it."""
+    """Of the longest row; a micro-batch is padded to it, or packed into as much."""
     supervised: int
     """Of a row's tokens."""
     accumulates: bool
     """Whether a step has more than one micro-batch: gradients then wait while the next one is computed."""
+    rows_per_step: int | None = None
+    """No pack has more rows; None where that is not known."""
     validation: tuple[int, int] | None = None
     """Tokens and supervised tokens of the longest validation row; None where there are none."""
     is_quick: bool = False
@@ -160,7 +162,9 @@ def _steps(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, rec
         recorder.name((t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)), "optimizer")
         del batches
     if scene.validation is not None:
-        _validate(replace(scene, tokens=scene.validation[0], supervised=scene.validation[1]), model, forward, recorder)
+        tokens, supervised = scene.validation
+        padded = replace(scene, tokens=tokens, supervised=supervised, levers=replace(scene.levers, packing=False))
+        _validate(padded, model, forward, recorder)
     return tuple(unreached)
 
 
@@ -211,12 +215,25 @@ def _untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> Mode
 
 def _batch(scene: Scene) -> Batch:
     rows, supervised = scene.levers.micro_batch, scene.levers.micro_batch * scene.supervised
+    shape = (1, rows * scene.tokens) if scene.levers.packing else (rows, scene.tokens)
     return Batch(
-        input_ids_BT=torch.ones(rows, scene.tokens, dtype=torch.long),
+        input_ids_BT=torch.ones(shape, dtype=torch.long),
         positions_N=torch.zeros(supervised, dtype=torch.long),
         targets_N=torch.zeros(supervised, dtype=torch.long),
         num_supervised=supervised,
         num_tokens=rows * scene.tokens,
+        packed=_packed(scene) if scene.levers.packing else None,
+    )
+
+
+def _packed(scene: Scene) -> Packed:
+    """The longest rows, with boundaries for as many as a pack may have: what the kernel takes grows with both."""
+    rows, most = scene.levers.micro_batch, scene.rows_per_step or scene.levers.micro_batch * scene.tokens
+    capacity = capacity_of(micro_batch=rows, longest=scene.tokens, supervised=scene.supervised, rows_per_step=most)
+    return Packed(
+        position_ids_BT=torch.zeros(1, rows * scene.tokens, dtype=torch.long),
+        boundaries_R1=torch.zeros(capacity.rows + 1, dtype=torch.int32),
+        lengths=(scene.tokens,) * rows,
     )
 
 
@@ -241,8 +258,8 @@ def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
         raise ModelError(f"{config.model_type} is an encoder: each token would see the one that it has to predict", "name a causal language model")
     config.use_cache = False
     dtype = weight_dtype(scene.precision, scene.tuning)
-    attention = "eager" if caps_scores(config) else "sdpa"
-    if kernels.device == "cuda" and attention == "sdpa":
+    attention = choose_attention("cpu", (0, 0), scene.precision, config, packing=scene.levers.packing)
+    if kernels.device == "cuda" and attention != "eager":
         attention = _ATTENTION
         AttentionInterface.register(_ATTENTION, kernels.attention)
         AttentionMaskInterface.register(_ATTENTION, rehearsed_mask)
@@ -257,7 +274,7 @@ def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
     if kernels.device == "cuda":
         fuse_dropout(trained)
     for module in trained.modules():
-        if getattr(module, "rope_type", None) in _STRETCHED_ROPE:
+        if getattr(module, "rope_type", None) in STRETCHED_ROPE:
             module.rope_type = "default"  # type: ignore[assignment] # those ask for the largest position, which a rehearsal does not have
     return trained
 

@@ -5,36 +5,61 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.text import Text
 
-from finefit.artifacts.records import Finding, Forecast, GradientMap
+from finefit.artifacts.records import Efficiency, Finding, Forecast, GradientMap, Preparation
+from finefit.report.ledger import ledger_document
 from finefit.report.units import gib
 
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
+_SUPERVISED = "bold green"
 
 
-def show_check(findings: Sequence[Finding], forecast: Forecast, console: Console) -> None:
+def show_check(findings: Sequence[Finding], forecast: Forecast, console: Console, efficiency: Efficiency | None = None) -> None:
     for finding in findings:
         console.print(f"{finding.level}: {finding.problem}", style=_STYLES[finding.level], soft_wrap=True)
-        console.print(f"  {finding.remedy}", soft_wrap=True)
-    for line in _proved(findings, forecast):
+        if finding.remedy:
+            console.print(f"  {finding.remedy}", soft_wrap=True)
+    for line in _proved(findings, forecast, efficiency):
         console.print(line, soft_wrap=True)
 
 
-def _proved(findings: Sequence[Finding], forecast: Forecast) -> list[str]:
+def _proved(findings: Sequence[Finding], forecast: Forecast, efficiency: Efficiency | None) -> list[str]:
     gradients = forecast.gradients
-    lines = [f"memory     {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}"] if forecast.fits else []
+    lines = [f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}"] if forecast.fits else []
     if not gradients.unreached:
-        lines.append(f"gradients  all {gradients.trainable:,} trained tensors get one")
-    lines.append(f"rows       longest {forecast.lengths.longest:,} tokens ({forecast.lengths.source})")
+        lines.append(f"gradients   all {gradients.trainable:,} trained tensors get one")
+    lines.append(f"rows        longest {forecast.lengths.longest:,} tokens ({forecast.lengths.source})")
+    if efficiency is not None:
+        lines.append(_layout(forecast, efficiency))
     if not any(finding.level == "error" for finding in findings):
         lines.append("nothing speaks against this run")
     return lines
 
 
-def check_document(findings: Sequence[Finding], forecast: Forecast) -> dict[str, Any]:
+def _layout(forecast: Forecast, efficiency: Efficiency) -> str:
+    packed = f"packed, {efficiency.own:.0%} of the tokens computed are rows' own" if forecast.levers.packing else "not packed"
+    padded = f"padded it were {efficiency.grouped:.0%} grouped by length, {efficiency.in_order:.0%} as they come"
+    return f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {packed}; {padded}"
+
+
+def show_example(number: int, pieces: Sequence[tuple[str, bool]], console: Console) -> None:
+    """As the model sees it; what is supervised stands out, or between marks where there are no colours."""
+    console.print(f"example {number}", style="bold")
+    marks = ("", "") if console.color_system else ("⟦", "⟧")
+    text = Text()
+    for piece, supervised in pieces:
+        text.append(f"{marks[0]}{piece}{marks[1]}" if supervised else piece, _SUPERVISED if supervised else "dim")
+    console.print(text, soft_wrap=True)
+    console.print()
+
+
+def check_document(findings: Sequence[Finding], forecast: Forecast, prepared: Preparation | None, efficiency: Efficiency | None) -> dict[str, Any]:
     return {
         "ok": all(finding.level != "error" for finding in findings),
         "findings": TypeAdapter(list[Finding]).dump_python(list(findings), mode="json"),
+        "ledger": ledger_document(prepared) if prepared else None,
+        "layout": TypeAdapter(Efficiency).dump_python(efficiency) if efficiency else None,
         "gradients": TypeAdapter(GradientMap).dump_python(forecast.gradients, mode="json"),
         "fits": forecast.fits,
         "peak_bytes": forecast.peak_bytes,

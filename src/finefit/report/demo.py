@@ -1,13 +1,12 @@
 """The change that a demo run made: base against fine-tuned, with answers side by side."""
 
-import json
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from finefit.artifacts.records import EvalItem, EvalResult, Stage, StageResult, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.data.items import read_items
 from finefit.report.run import evals_table, result_lines
 
 _SHOWN = 3
@@ -24,7 +23,7 @@ def show_change(run: RunDir, console: Console) -> None:
     for line in result_lines(result):
         console.print(line)
     console.print(evals_table([base, tuned], names={tuned.checkpoint: "fine-tuned"}))
-    messages = [json.loads(line)[-2]["content"] for line in where.prepared("test.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    messages = [row.prompt[-1].content for row in read_items(where.prepared("test.jsonl"))]
     for before, after in list(zip(base.items, tuned.items, strict=True))[:: max(1, base.n // _SHOWN)][:_SHOWN]:  # evenly spaced, not chosen
         console.print(_side_by_side(messages[before.item], before, after))
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", soft_wrap=True)

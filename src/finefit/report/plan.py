@@ -285,7 +285,8 @@ NEUTRAL = {
 
 
 def _micro_batch(forecast: Forecast) -> str:
-    times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {forecast.accumulation:,} times"
+    about = "about " if forecast.levers.packing else ""
+    times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {about}{forecast.accumulation:,} times"
     return f"micro_batch {forecast.levers.micro_batch:,}, {times}"
 
 
@@ -298,6 +299,7 @@ def _pulled(levers: Levers) -> dict[str, str]:
         "offload": "offload their inputs to the host" if levers.offload else None,
         "mlp_tiles": f"MLPs in {levers.mlp_tiles} tiles" if levers.mlp_tiles > 1 else None,
         "adapter_inputs": "adapter inputs in bf16" if levers.adapter_inputs == "bf16" else None,
+        "packing": "rows packed without padding" if levers.packing else None,
     }
     return {lever: said for lever, said in words.items() if said is not None}
 
@@ -387,6 +389,8 @@ def _short_levers(levers: Levers) -> Iterator[str]:
         yield "offload"
     if levers.mlp_tiles > 1:
         yield f"tiles {levers.mlp_tiles}"
+    if levers.packing:
+        yield "packed"
 
 
 def _card_time(forecast: Forecast) -> str:

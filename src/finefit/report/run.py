@@ -34,25 +34,19 @@ def _shown(resolved: Resolved) -> str:
     return resolved.value if isinstance(resolved.value, str) else json.dumps(resolved.value, ensure_ascii=False)
 
 
-def ledger_view(where: StageDir) -> list[str]:
-    """One line for each source: how many rows were read, used and dropped, and how many of their tokens teach."""
-    lines = []
-    for entry in read_lines(where.ledger):
-        if "read" in entry:
-            dropped = "".join(f", {count} dropped ({reason})" for reason, count in entry["dropped"].items())
-            lines.append(
-                f"{entry['split']} {entry['source']}: {entry['read']} rows read, {entry['used']} used{dropped}; "
-                f"{entry['tokens']:,} tokens, {entry['supervised_tokens']:,} supervised"
-            )
-    return lines
-
-
 def result_lines(result: StageResult) -> list[str]:
     share = result.trainable_parameters / result.parameters
     return [
         f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})",
         f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since it was last started; peak memory {gib(result.peak_bytes)}",
     ]
+
+
+def waited_share(where: StageDir) -> float:
+    """Of the time of all steps, what they waited for their rows."""
+    steps = read_steps(where.metrics)
+    seconds = sum(step["seconds"] for step in steps)
+    return float(sum(step["wait_seconds"] for step in steps) / seconds) if seconds else 0.0
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
@@ -106,6 +100,7 @@ def run_document(run: RunDir) -> dict[str, Any]:
             for k in ("step", "total_steps", "checkpoint", "trainable_parameters", "parameters", "tokens", "seconds", "peak_bytes")
         },
         "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
+        "waited_share": waited_share(where),
         "evaluations": evals_document(evals_of(where)),
     }
 
@@ -127,6 +122,7 @@ def show_end(run: RunDir, console: Console) -> None:
     where = run.stages()[0]
     for line in result_lines(read_record(where.result, StageResult)):
         console.print(line, highlight=False)
+    console.print(f"{waited_share(where):.1%} of the time was spent waiting for rows", highlight=False)
     if results := evals_of(where):
         console.print(evals_tables(results))
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)

@@ -66,23 +66,99 @@ class Full(Part):
 Tuning = Annotated[Lora | Full, Field(discriminator="kind")]
 
 
+class Fields(Part):
+    """Which column holds what: the name of a column, dots for what lies deeper, or text with names in braces: `{context}\\n\\n{question}`."""
+
+    prompt: str | None = None
+    answer: str | None = None
+    """Of a column that holds a list, the most frequent entry is trained on; all of them count as right."""
+    system: str | None = None
+    messages: str | None = None
+    """A list of messages, `role`/`content` or `from`/`value`."""
+    chosen: str | None = None
+    rejected: str | None = None
+    label: str | None = None
+    """Whether a judged answer is a good one."""
+    text: str | None = None
+    """Plain text, every token of which is supervised. For a text file: `line`, `paragraph` or `document`, what a record is."""
+    tools: str | None = None
+    images: str | None = None
+    join: str | None = None
+    """Another file, whose records are joined to these by the id column that both have."""
+
+
 class Source(Part):
     path: str
-    """A JSONL file of chat messages or of prompt/completion rows, relative to the spec file."""
+    """A file (JSON, JSONL, CSV, TSV, Parquet, Arrow, text; also .gz), a folder, a glob, or `hf://datasets/owner/name[@revision][/files]`;
+    relative to the spec file."""
+    fields: Fields = Fields()
+    """Only where the shape of the records is not recognised, or another one is meant."""
+    weight: float = Field(1.0, gt=0, le=1000)
+    """How often a row is seen in an epoch: 2 is twice, 0.25 a seeded quarter of the rows once."""
+    limit: int | None = Field(None, ge=1)
+    """A seeded sample of at most so many rows."""
+
+
+class Held(Part):
+    """A source of their own, or a share of the training rows."""
+
+    path: str | None = None
+    """As in `train`."""
+    fields: Fields = Fields()
+    share: float | None = Field(None, gt=0, lt=1)
+    """A seeded share of the training rows, taken out before anything is repeated; equal prompts stay on one side."""
+    limit: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "Held":
+        if (self.path is None) == (self.share is None):
+            raise ValueError("give either path or share")
+        if self.share is not None and (self.limit is not None or self.fields != Fields()):
+            raise ValueError("fields and limit belong to a path; a share has those of train")
+        return self
 
 
 class Data(Part):
     train: tuple[Source, ...] = Field(min_length=1)
-    validation: Source | None = None
+    validation: Held | None = None
     """Rows for the validation loss; they choose the checkpoint that is called best."""
     test: Source | None = None
     """Rows that `evaluate` answers; one that is trained on too is refused."""
     max_tokens: int = Field(2048, ge=2)
     """The longest row in tokens, prompt and answer together."""
-    too_long: Literal["error", "drop"] = "error"
-    """What happens to a longer row. An answer is never cut."""
+    too_long: Literal["error", "drop", "cut_prompt"] = "error"
+    """What happens to a longer row. `cut_prompt` takes tokens out of the middle of its longest given message. An answer is never cut; plain
+    text goes on in the next row."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """What happens to a record that cannot be used."""
+    drop_at_most: float = Field(0.1, ge=0, le=1)
+    """The largest share of a source's rows that may be dropped; more stops the run."""
+    cut_at_most: float = Field(0.5, ge=0, le=1)
+    """The largest share of a source's rows whose prompt may be cut; more stops the run."""
+    overlap: Literal["error", "drop", "warn"] = "error"
+    """What happens when rows of validation or test stand in train too: exactly, but for case and punctuation, or nearly. `drop` takes them out of
+    train."""
+    turns: Literal["all", "last"] = "all"
+    """Which answers of a conversation are supervised."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the model's own chat template. `plain`: prompt and completion as they stand, for base models."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: true} for rows that hold reasoning."""
+    packing: Literal["auto", "best_fit", "none"] = "auto"
+    """`best_fit`: rows of a step stand behind one another without padding, each seeing only itself; the gradient is the same. `auto` does so
+    on a CPU. `none` groups rows by length and pads them."""
+
+    @model_validator(mode="after")
+    def _test_rows_have_no_weight(self) -> "Data":
+        if self.test is not None and self.test.weight != 1:
+            raise ValueError("test.weight: only train has weights, a test row is answered once")
+        return self
+
+    def sources(self) -> dict[str, tuple[Source, ...]]:
+        """By split; a share of the training rows is no source."""
+        held, test = self.validation, self.test
+        own = () if held is None or held.path is None else (Source(path=held.path, fields=held.fields, limit=held.limit),)
+        return {"train": self.train, "validation": own, "test": () if test is None else (test,)}
 
 
 class Sft(Part):

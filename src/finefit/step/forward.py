@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from finefit.errors import ModelError
-from finefit.objective.batch import Forward
+from finefit.model.attention import packed_inputs
+from finefit.objective.batch import Batch, Forward
 
 
 def bind(model: nn.Module, *, loss_chunk: int | None = None, autocast: AbstractContextManager[Any] | None = None) -> Forward:
@@ -32,16 +33,16 @@ def bind(model: nn.Module, *, loss_chunk: int | None = None, autocast: AbstractC
             logits_NV = causal(inputs_embeds=hidden_NH.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return -cross_entropy(logits_NV.to(torch.float32), targets_N, reduction="none")
 
-    def forward(input_ids_BT: Tensor, positions_N: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(batch: Batch) -> Tensor:
         with context:
-            output = causal.base_model(input_ids=input_ids_BT, use_cache=False)  # type: ignore[operator]
-            hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, positions_N)
+            output = causal.base_model(input_ids=batch.input_ids_BT, use_cache=False, **packed_inputs(batch.packed))  # type: ignore[operator]
+            hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, batch.positions_N)
             kind: Callable[..., ModelOutput] = type(output)
             answer = partial(kind, **{name: value for name, value in output.items() if name != "last_hidden_state"})
             del output
             if loss_chunk is None:
-                return logprobs(hidden_NH, targets_N, answer)
-            chunks = zip(torch.split(hidden_NH, loss_chunk), torch.split(targets_N, loss_chunk), strict=True)
+                return logprobs(hidden_NH, batch.targets_N, answer)
+            chunks = zip(torch.split(hidden_NH, loss_chunk), torch.split(batch.targets_N, loss_chunk), strict=True)
             return torch.cat([checkpoint(logprobs, *chunk, answer, use_reentrant=False) for chunk in chunks])
 
     return forward

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.measurements import Measurement, keep_measurement
 from finefit.artifacts.records import Best, Stage, TrainState
-from finefit.data.collate import micro_batches
-from finefit.data.order import rows_of_step
+from finefit.data.collate import lengths_of, micro_batches, supervised_counts_of
+from finefit.data.order import rows_of_rank, rows_of_step
+from finefit.data.packing import Capacity, capacity_of
 from finefit.data.render import Example
-from finefit.errors import Diverged, Interrupted
+from finefit.errors import Diverged, FinefitError, Interrupted
 from finefit.facts.cards import find_kind
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.spec.every import Interval
@@ -23,6 +25,7 @@ from finefit.spec.schema import NanRollBack, NanSkip, NanStop
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.schedule import learning_rate
 from finefit.step.state import random_state, restore_random
+from finefit.train.feed import Feeder
 from finefit.train.saver import Saver, find_checkpoint
 from finefit.train.stopping import StopRequest
 
@@ -46,12 +49,19 @@ class Live:
 
 
 def train(live: Live, state: TrainState) -> TrainState:
+    with Feeder(partial(_batches, live, state.micro_batch, _capacity(live, state.micro_batch)), total_steps=live.stage.total_steps) as feeder:
+        state = _steps(live, state, feeder)
+    live.saver.save(state)  # a run that was killed after its last step has only its names to set
+    return state
+
+
+def _steps(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
     saved = validated = time.monotonic()
     while state.step < live.stage.total_steps:
         if live.stop.reason is not None:
             _saved(live, state)
             raise Interrupted(f"stopped by {live.stop.reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
-        state = _one_step(live, state)
+        state = _one_step(live, state, feeder)
         if state.step == 1 and live.stage.device == "cuda":
             _measure(live)
         save = state.step == live.stage.total_steps or _due(live.stage.save.every, state.step, live.stage, saved)
@@ -62,7 +72,6 @@ def train(live: Live, state: TrainState) -> TrainState:
         if save:
             _saved(live, state)
             saved = time.monotonic()
-    live.saver.save(state)  # a run that was killed after its last step has only its names to set
     return state
 
 
@@ -73,12 +82,15 @@ def _saved(live: Live, state: TrainState) -> None:
     live.metrics.write(event="saved", step=state.step, checkpoint=checkpoint.name)
 
 
-def _one_step(live: Live, state: TrainState) -> TrainState:
+def _one_step(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
     if state.step in state.skipped_steps:
         live.metrics.write(event="left_out", step=state.step + 1)
         return replace(state, step=state.step + 1)
     began = time.perf_counter()
-    batches = _batches(live, state)
+    num_rows = len(rows_of_step(state.step, num_rows=len(live.examples), global_batch=live.stage.global_batch, seed=live.stage.seed))
+    fed = feeder.take(state.step)
+    batches = fed.batches
+    _require_all_rows(state.step, batches, num_rows)
     rate = _set_learning_rate(live, state.step)
     random_before = random_state()
     outcome = optimizer_step(
@@ -101,7 +113,9 @@ def _one_step(live: Live, state: TrainState) -> TrainState:
         grad_norm=outcome.grad_norm.item(),
         tokens=tokens,
         supervised_tokens=supervised,
+        rows=num_rows,
         seconds=round(seconds, 4),
+        wait_seconds=round(fed.wait_seconds, 4),
         time=round(time.time(), 3),
         batch=_digest(batches),
     )
@@ -114,7 +128,7 @@ def _measure(live: Live) -> None:
     night. Nothing is applied, and the random numbers go on as if it had not happened."""
     micro_batch = live.stage.levers.micro_batch
     rows = min(2 * micro_batch, live.stage.global_batch, len(live.examples))
-    batches = micro_batches([_worst(live.examples)] * rows, micro_batch=micro_batch, pad=live.pad)
+    batches = micro_batches([_worst(live.examples)] * rows, micro_batch=micro_batch, pad=live.pad, capacity=_capacity(live, micro_batch))
     random_before = random_state()
     try:
         optimizer_step(
@@ -146,14 +160,35 @@ def _measure(live: Live) -> None:
 
 def _worst(examples: Sequence[Example]) -> Example:
     """As long as the longest, with as many supervised tokens as any: what the forecast is made for."""
-    tokens = max((e.tokens for e in examples), key=len)
-    supervised = max(sum(e.supervised[1:]) for e in examples)
+    tokens = examples[int(lengths_of(examples).argmax())].tokens
+    supervised = int(supervised_counts_of(examples).max())
     return Example(tokens=tokens, supervised=tuple(at >= len(tokens) - supervised for at in range(len(tokens))))
 
 
-def _batches(live: Live, state: TrainState) -> list[Batch]:
-    rows = rows_of_step(state.step, num_rows=len(live.examples), global_batch=live.stage.global_batch, seed=live.stage.seed)
-    return micro_batches([live.examples[row] for row in rows], micro_batch=state.micro_batch, pad=live.pad)
+def _capacity(live: Live, micro_batch: int) -> Capacity | None:
+    """Of a pack: what was rehearsed, and no more. None where rows are not packed."""
+    if not live.stage.levers.packing:
+        return None
+    return capacity_of(
+        micro_batch=micro_batch,
+        longest=int(lengths_of(live.examples).max()),
+        supervised=int(supervised_counts_of(live.examples).max()),
+        rows_per_step=min(live.stage.global_batch, len(live.examples)),
+    )
+
+
+def _batches(live: Live, micro_batch: int, capacity: Capacity | None, step: int) -> list[Batch]:
+    """Of this process, the only one yet, in memory that a card can copy from while it computes."""
+    stage = live.stage
+    rows = rows_of_rank(step, rank=0, num_ranks=1, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)
+    batches = micro_batches([live.examples[row] for row in rows], micro_batch=micro_batch, pad=live.pad, capacity=capacity)
+    return [batch.moved(Tensor.pin_memory) for batch in batches] if stage.device == "cuda" else batches
+
+
+def _require_all_rows(step: int, batches: Sequence[Batch], num_rows: int) -> None:
+    """What is trained on is counted: a row that is lost or seen twice between order and batch would show nowhere else."""
+    if (found := sum(batch.num_rows for batch in batches)) != num_rows:
+        raise FinefitError(f"step {step + 1} has {found} rows where its order has {num_rows}")
 
 
 def _set_learning_rate(live: Live, step: int) -> float:
@@ -227,10 +262,7 @@ def _due(every: Interval, step: int, stage: Stage, last: float) -> bool:
 
 
 def _on_device(batch: Batch, device: str) -> Batch:
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return replace(batch, input_ids_BT=moved(batch.input_ids_BT), positions_N=moved(batch.positions_N), targets_N=moved(batch.targets_N))
+    return batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _digest(batches: Sequence[Batch]) -> str:

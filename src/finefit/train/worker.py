@@ -15,8 +15,8 @@ from finefit.artifacts.checkpoint import list_checkpoints, step_of, sweep
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Failure, Stage, StageResult, TrainState, read_record, write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.data.prepared import read_examples
 from finefit.data.render import open_renderer
+from finefit.data.store import Examples
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
 from finefit.model.attention import attention_here
 from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
@@ -75,7 +75,7 @@ def _make_live(
     where: StageDir, stage: Stage, stop: StopRequest, metrics: Journal, note_memory: Callable[[str, int], None]
 ) -> tuple[Live, TrainState]:
     checkpoint = _checkpoint(where, stage, metrics)  # verified before a weight is loaded
-    examples = {name: read_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
+    examples = {name: Examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
     model = make_trainable(_base(where, stage), stage.tuning, name=stage.model_name)
     pull(model, stage.levers)
     optimizer = make_optimizer(model, stage.optimizer, device=stage.device)
@@ -95,7 +95,7 @@ def _make_live(
         optimizer=optimizer,
         examples=examples["train.safetensors"],
         validation=examples.get("validation.safetensors", ()),
-        pad=open_renderer(where.tokenizer, stage.template).pad,
+        pad=open_renderer(where.tokenizer, stage.template, template_options=stage.template_options).pad,
         saver=saver,
         metrics=metrics,
         stop=stop,
@@ -120,7 +120,7 @@ def _base(where: StageDir, stage: Stage) -> PreTrainedModel:
         located.folder,
         device=stage.device,
         dtype=weight_dtype(stage.precision, stage.tuning),
-        attention=attention_here(stage.device, stage.precision, located.folder),
+        attention=attention_here(stage.device, stage.precision, located.folder, packing=stage.levers.packing),
         bits=base_bits(stage.tuning),
     )
 

@@ -1,0 +1,201 @@
+"""JSON and JSON lines -> records: an array, an object of records, or a value per line, streamed as far as the form allows."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from finefit.data.cells import printable
+from finefit.data.content import HEAD, Broken, Numbered, Value, holds_no_rows, open_bytes, open_text, require_distinct
+from finefit.data.files import DataFile
+from finefit.data.json_stream import JsonStream
+from finefit.errors import DataError
+
+_DECODER = json.JSONDecoder()
+_FIELD_NAMES = frozenset(
+    (
+        *("prompt", "question", "query", "problem", "instruction", "input", "text", "context", "contexts", "document", "system", "tools"),
+        *("completion", "answer", "answers", "response", "output", "chosen", "rejected", "messages", "conversations"),
+    )
+)
+"""An object with one of these is itself a record, whatever list it holds besides."""
+_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
+
+
+def read_json(file: DataFile) -> Numbered:
+    """An array, an object, or a value per line: the content tells which, not the extension."""
+    first = _first_byte(file)
+    if not first:
+        raise holds_no_rows(file)
+    if first == b"[":
+        return _read_lines(file) if _goes_on_after_an_array(file) else _read_array(file)
+    return _read_lines(file) if file.format == "jsonl" else _read_document(file)
+
+
+def _first_byte(file: DataFile) -> bytes:
+    """That is not blank; empty where there is none."""
+    with open_bytes(file) as handle:
+        pieces = (piece.removeprefix(codecs.BOM_UTF8).strip() for piece in iter(lambda: handle.readline(HEAD), b""))
+        return next((piece[:1] for piece in pieces if piece), b"")
+
+
+def _goes_on_after_an_array(file: DataFile) -> bool:
+    with open_text(file) as handle:
+        head = handle.read(HEAD).lstrip()
+    try:
+        _, end = _DECODER.raw_decode(head)
+    except (ValueError, RecursionError):
+        return False
+    if is_followed := bool(head[end:].strip()):
+        _require_one_line(file, head[:end])
+    return is_followed
+
+
+def _require_one_line(file: DataFile, text: str) -> None:
+    if "\n" in text:
+        raise DataError(f"{file.name} holds several JSON values that are not one per line", f"convert it: jq -c . {file.name} > rows.jsonl")
+
+
+def _read_lines(file: DataFile) -> Numbered:
+    with open_bytes(file) as handle:
+        for number, line in enumerate(handle, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line and not line.isspace():
+                yield number, _line_value(line)
+
+
+def _line_value(line: bytes) -> Value | str:
+    cut = "" if line.endswith(b"\n") else "; it is the last line and has no line break: the file may be cut off"
+    try:
+        text = line.decode().strip(" \t\r\n")
+        value, end = _DECODER.raw_decode(text)
+    except UnicodeDecodeError as error:
+        if cut and error.reason == "unexpected end of data":
+            return f"is no JSON: it ends within a character{cut}"
+        raise
+    except (ValueError, RecursionError) as error:
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return f"is no JSON: {_reason(error)}{column}{cut}"
+    if end != len(text):
+        return f"is no JSON: more follows at column {end + 1}{cut}"
+    return _checked(value, text)
+
+
+def _read_array(file: DataFile) -> Numbered:
+    with open_text(file) as handle:
+        stream = JsonStream(handle)
+        for number, (value, text) in enumerate(_elements(stream), start=1):
+            yield number, _checked(value, text)
+
+
+def _elements(stream: JsonStream) -> Iterator[tuple[Any, str]]:
+    stream.peek()
+    stream.skip()
+    closed = stream.peek() == "]"
+    while not closed:
+        yield _value(stream)
+        if (follows := stream.peek()) not in {",", "]"}:
+            raise _broken_json(stream, "neither a comma nor ] follows")
+        closed = follows == "]"
+        if not closed:
+            stream.skip()
+            stream.peek()
+    stream.skip()
+    if stream.peek():
+        raise _broken_json(stream, "more follows after the array")
+
+
+def _value(stream: JsonStream) -> tuple[Any, str]:
+    try:
+        return stream.value()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _broken_json(stream, _reason(error)) from None
+
+
+def _broken_json(stream: JsonStream, reason: str) -> Broken:
+    if not stream.peek():
+        return Broken("it is JSON without an end: the file may be cut off", "bring the file again")
+    return Broken(f"it is no JSON at character {stream.position}: {reason}", "mend it; `jq empty FILE` checks it")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _read_document(file: DataFile) -> Numbered:
+    with open_text(file) as handle:
+        stream = JsonStream(handle)
+        stream.peek()
+        document, text = _value(stream)
+        is_followed = bool(stream.peek())
+    if is_followed:
+        _require_one_line(file, text)
+        yield from _read_lines(file)
+        return
+    _require_distinct_names(text)
+    for number, value in enumerate(_entries(document), start=1):
+        yield number, _checked(value, text)
+
+
+def _require_distinct_names(text: str) -> None:
+    """Not asked of lines and arrays: it would cost a third of their speed, and here a whole record may hide behind another."""
+    try:
+        json.loads(text, object_pairs_hook=lambda pairs: require_distinct([name for name, _ in pairs]))
+    except RecursionError as error:
+        raise Broken(_reason(error), "make it flatter") from None
+
+
+def _entries(document: Any) -> list[Any]:
+    """The records of a JSON object: its values by id, its one list, or itself."""
+    if not isinstance(document, dict) or not document.keys().isdisjoint(_FIELD_NAMES):
+        return [document]
+    if document and all(isinstance(entry, dict) and not _is_message(entry) for entry in document.values()):
+        return [entry if "id" in entry else {"id": name, **entry} for name, entry in document.items()]
+    lists = [entries for entries in document.values() if isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)]
+    if len(lists) == 1 and not any(_is_message(entry) for entry in lists[0]):
+        return lists[0]
+    return [document]
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(keys <= entry.keys() for keys in _MESSAGE_KEYS)
+
+
+def _checked(value: Any, text: str) -> Value | str:
+    """The value, or why it is no record."""
+    if not isinstance(value, dict):
+        return f"is {_kind(value)}, not an object"
+    # only an escape can hold what UTF-8 cannot; Python would fail on it much later
+    if ("\\ud" in text or "\\uD" in text) and (half := _half_character(value)):
+        return half
+    return value
+
+
+def _half_character(value: Value) -> str | None:
+    for name, entry in value.items():
+        try:
+            json.dumps({name: entry}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"{printable(name)} holds half a character, \\u{ord(error.object[error.start]):04x}, which no tokenizer takes"
+        except RecursionError:
+            return f"{printable(name)} is nested too deep"
+    return None
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a truth value"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case _:
+            return "a list"

@@ -1,0 +1,356 @@
+"""Rows that stand twice: in two splits, or twice in train. What is compared is what is asked, exactly, but for case and punctuation, and nearly.
+
+Nearness is measured on windows of 32 bytes of the normalised prompt, one in eight of them chosen by its own hash, so that every text chooses alike.
+Windows that stand in many different prompts are a template, not content, and are left out. Short texts that differ in a word stay different:
+a word changes 32 windows and more, so a text must be some 350 bytes long before one word less leaves it nearly the same.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finefit.data.fingerprint import CHOSEN_BITS, HALF, Fingerprint, Windows, once
+from finefit.data.rows import Row
+
+OverlapKind = Literal["row", "prompt", "normalised", "near", "contained"]
+
+SAMPLE_ROWS = 2000
+"""So many training rows are enough to know what is a template."""
+NEAR = 0.8
+"""Shared windows of all windows of two prompts, from which on they are nearly the same."""
+CONTAINED = 0.9
+"""Shared windows of those of a held-out prompt, from which on it stands inside a longer one."""
+MIN_WINDOWS = 16
+"""A prompt with fewer, about 160 bytes without templates, is compared as a whole only."""
+
+_KINDS: tuple[OverlapKind, ...] = ("row", "prompt", "normalised", "near", "contained")
+_BLOCK_ROWS = 1024
+_NUM_EXAMPLES = 3
+_MAX_SEEN_BITS = 24
+_NUM_MINIMA = 32
+_MIN_EQUAL_MINIMA = round(NEAR * _NUM_MINIMA)
+_MINIMA_FACTORS = np.random.Generator(np.random.PCG64(20)).integers(0, 2**32, _NUM_MINIMA, np.uint32) | np.uint32(1)
+
+
+def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
+    """Those that stand in so many different prompts of a sample that they must come from a template."""
+    prompts = {fp.prompt: fp.windows for fp in fingerprints}
+    if not prompts:
+        return np.empty(0, np.uint32)
+    windows, counts = np.unique(np.concatenate(list(prompts.values())), return_counts=True)
+    return windows[counts >= _template_rows(len(prompts))]
+
+
+def _template_rows(num_prompts: int) -> int:
+    """In so many different prompts a window is a template's: one in 200, but never fewer than 3 nor more than 10."""
+    return min(max(num_prompts // 200, 3), 10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    kind: OverlapKind
+    split: str
+    row: str
+    """Its place."""
+    other_split: str
+    other: str
+    similarity: float = 1.0
+
+    @property
+    def how(self) -> str:
+        match self.kind:
+            case "row":
+                return "the same row"
+            case "prompt":
+                return "the same prompt with another answer"
+            case "normalised":
+                return "the same but for case and punctuation"
+            case "near":
+                return f"nearly the same ({self.similarity:.2f})"
+            case "contained":
+                return f"holds it as a whole ({self.similarity:.2f})"
+
+
+class OverlapIndex:
+    """The held-out rows, against which rows of other splits stream. `common` is of a sample of training rows; each held-out split adds its own."""
+
+    def __init__(self, common: Windows) -> None:
+        self._common = common
+        self._held: list[_Held] = []
+        self._by_prompt: dict[int, list[int]] = {}
+        self._pending: list[Windows] = []
+        self._table = _Table.of(np.empty(0, np.uint64), common, [])
+
+    def add_held(self, split: str, row: Row, fp: Fingerprint) -> None:
+        alike = self._by_prompt.setdefault(fp.prompt, [])
+        is_first = all(self._held[i].split != split for i in alike)
+        alike.append(len(self._held))
+        self._held.append(_Held(split, row.place, fp.exact, fp.asked, is_first))
+        self._pending.append(fp.windows)
+
+    def find(self, row: Row, fp: Fingerprint, split: str = "train") -> Overlap | None:
+        """The closest held-out row of another split."""
+        found = min(self._equal(fp, split), default=None) or min(self._near(fp, split), default=None)
+        if found is None:
+            return None
+        kind, distance, other_split, other = found
+        return Overlap(kind=_KINDS[kind], split=split, row=row.place, other_split=other_split, other=other, similarity=1 - distance)
+
+    def _equal(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
+        for i in self._by_prompt.get(fp.prompt, ()):
+            held = self._held[i]
+            if held.split != split:
+                rank = 0 if held.exact == fp.exact else 1 if held.asked == fp.asked else 2
+                yield _Match(rank, 0.0, held.split, held.place)
+
+    def _near(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
+        if fp.windows.size < MIN_WINDOWS:
+            return
+        if self._pending:
+            self._seal()
+        at = self._table.positions(fp.windows)
+        if at.size < NEAR * MIN_WINDOWS:
+            return
+        num_windows, owners, shared = self._table.shared(fp.windows.size, at)
+        num_held = self._table.num_windows[owners]
+        jaccard = shared / (num_windows + num_held - shared)
+        contained = shared / num_held
+        for j in np.flatnonzero((jaccard >= NEAR) | (contained >= CONTAINED)):
+            held = self._held[owners[j]]
+            if held.split != split:
+                is_near = bool(jaccard[j] >= NEAR)
+                yield _Match(3 if is_near else 4, 1 - float(jaccard[j] if is_near else contained[j]), held.split, held.place)
+
+    def _seal(self) -> None:
+        first = len(self._held) - len(self._pending)
+        owners = np.repeat(np.arange(first, len(self._held), dtype=np.uint64), [windows.size for windows in self._pending])
+        added = np.concatenate(self._pending).astype(np.uint64) << HALF | owners
+        self._pending.clear()
+        self._table = _Table.of(np.concatenate([self._table.pairs(), added]), self._common, self._held)
+
+
+class _Held(NamedTuple):
+    split: str
+    place: str
+    exact: int
+    asked: int
+    is_first: bool
+    """With its prompt, in its split."""
+
+
+class _Match(NamedTuple):
+    """Least is closest; equals are ordered by place, so that the order of rows plays no part."""
+
+    rank: int
+    distance: float
+    split: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Which held-out rows own a window: those of `keys[i]` are `owners[starts[i]:starts[i + 1]]`."""
+
+    keys: Windows
+    seen: NDArray[np.bool_]
+    """By the upper bits of a window, whether it may be among the keys: most windows need no search."""
+    is_common: NDArray[np.bool_]
+    starts: NDArray[np.uint32]
+    owners: NDArray[np.uint32]
+    num_windows: NDArray[np.int64]
+    """Of each held-out row, without the common ones."""
+
+    @classmethod
+    def of(cls, pairs: NDArray[np.uint64], common: Windows, held: list[_Held]) -> "_Table":
+        pairs.sort()
+        windows, owners = (pairs >> HALF).astype(np.uint32), pairs.astype(np.uint32)
+        keys = np.concatenate([windows, common])
+        keys.sort()
+        keys = once(keys)
+        seen = np.zeros(2 ** min(keys.size.bit_length() + 4, _MAX_SEEN_BITS), np.bool_)
+        seen[keys >> _seen_shift(seen)] = True
+        starts = np.append(np.searchsorted(windows, keys), windows.size).astype(np.uint32)
+        is_common = np.zeros(keys.size, np.bool_)
+        is_common[np.searchsorted(keys, common)] = True
+        splits = np.array([row.split for row in held])
+        firsts = np.array([row.is_first for row in held], np.bool_)
+        for split in np.unique(splits):
+            counted = (splits == split) & firsts
+            before = np.append(0, np.cumsum(counted[owners]))
+            is_common |= before[starts[1:]] - before[starts[:-1]] >= _template_rows(int(counted.sum()))
+        is_content = np.repeat(~is_common, np.diff(starts))
+        return cls(keys, seen, is_common, starts, owners, np.bincount(owners[is_content], minlength=len(held)))
+
+    def pairs(self) -> NDArray[np.uint64]:
+        """Windows in the upper half, owners in the lower."""
+        return np.repeat(self.keys, np.diff(self.starts)).astype(np.uint64) << HALF | self.owners
+
+    def positions(self, windows: Windows) -> NDArray[np.intp]:
+        """Of those windows that are among the keys."""
+        windows = windows[self.seen.take(windows >> _seen_shift(self.seen))]
+        at = np.searchsorted(self.keys, windows)
+        return at[self.keys.take(at, mode="clip") == windows] if windows.size else at
+
+    def shared(self, num_windows: int, at: NDArray[np.intp]) -> tuple[int, NDArray[np.intp], NDArray[np.intp]]:
+        """How many windows of a row are not common; the held-out rows that share some, and how many."""
+        num_windows -= int(np.count_nonzero(self.is_common[at]))
+        at = at[~self.is_common[at]]
+        starts, counts = self.starts[at].astype(np.intp), (self.starts[at + 1] - self.starts[at]).astype(np.intp)
+        ranges = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        owners, shared = np.unique(self.owners[ranges], return_counts=True)
+        enough = self.num_windows[owners] >= MIN_WINDOWS
+        return num_windows, owners[enough].astype(np.intp), shared[enough]
+
+
+def _seen_shift(seen: NDArray[np.bool_]) -> np.uint32:
+    return np.uint32(CHOSEN_BITS + 1 - seen.size.bit_length())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DuplicateReport:
+    """Rows of train that another row makes superfluous; each is counted under the first kind that holds."""
+
+    rows: int
+    exact: int
+    """Repeat a row."""
+    prompt: int
+    """Repeat a prompt, with another answer."""
+    normalised: int
+    """Repeat a prompt but for case and punctuation."""
+    near: int
+    """Nearly repeat a prompt: an estimate."""
+    examples: tuple[Overlap, ...]
+
+
+class TrainDuplicates:
+    """Counts duplicates inside train in about 110 bytes a row."""
+
+    def __init__(self, common: Windows) -> None:
+        self._common = common
+        self._sources: dict[str, int] = {}
+        self._pending: list[tuple[tuple[int, int, int, int, int, int], Windows]] = []
+        self._blocks: list[_Block] = []
+
+    def add(self, row: Row, fp: Fingerprint) -> None:
+        source = self._sources.setdefault(row.source, len(self._sources))
+        self._pending.append(((fp.exact, fp.asked, fp.prompt, source, row.number, row.part), fp.windows))
+        if len(self._pending) == _BLOCK_ROWS:
+            self._store()
+
+    def summary(self) -> DuplicateReport:
+        if self._pending:
+            self._store()
+        if not self._blocks:
+            return DuplicateReport(rows=0, exact=0, prompt=0, normalised=0, near=0, examples=())
+        exact, asked, prompt = (np.concatenate([block.keys[:, i] for block in self._blocks]) for i in range(3))
+        repeats = (_repeats(exact), _repeats(asked, exact), _repeats(prompt, asked))
+        near, similarity = self._near(prompt)
+        closest = np.lexsort((near[:, 1], -similarity))[:_NUM_EXAMPLES]
+        examples = [self._example(kind, pair) for kind, pairs in zip(_KINDS, repeats, strict=False) for pair in pairs[:_NUM_EXAMPLES]]
+        examples += (self._example("near", near[i], float(similarity[i])) for i in closest)
+        num_exact, num_prompt, num_normalised = map(len, repeats)
+        return DuplicateReport(
+            rows=exact.size,
+            exact=num_exact,
+            prompt=num_prompt,
+            normalised=num_normalised,
+            near=np.unique(near[:, 1]).size,
+            examples=tuple(examples),
+        )
+
+    def _store(self) -> None:
+        entries, windows = zip(*self._pending, strict=True)
+        keys = np.array([entry[:3] for entry in entries], np.uint64)
+        sources, numbers, parts = (np.array([entry[i] for entry in entries], np.int64) for i in (3, 4, 5))
+        start = self._blocks[-1].stop if self._blocks else 0
+        self._blocks.append(_Block(start, keys, sources.astype(np.int32), numbers, parts.astype(np.int32), *_signatures(windows, self._common)))
+        self._pending.clear()
+
+    def _near(self, prompt: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """Pairs of rows with different prompts, found by equal bands of their signatures and measured on the whole of them."""
+        wanted = np.zeros(prompt.size, np.bool_)
+        wanted[np.unique(prompt, return_index=True)[1]] = True
+        wanted &= np.concatenate([block.is_signed for block in self._blocks])
+        signatures = np.concatenate([block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks])
+        rows = np.flatnonzero(wanted)
+        order = np.argsort(prompt[rows])  # by hash: what is found does not depend on the order of the rows
+        bands = signatures.view(np.uint64)  # of 4 minima each
+        candidates = np.concatenate([order[_neighbours(bands[order, band])] for band in range(bands.shape[1])])
+        _, once = np.unique(candidates[:, 0] * rows.size + candidates[:, 1], return_index=True)
+        pairs, similarity = _verified(signatures, candidates[once])
+        return rows[pairs], similarity
+
+    def _example(self, kind: OverlapKind, pair: NDArray[np.intp], similarity: float = 1.0) -> Overlap:
+        earlier, later = sorted(pair.tolist())
+        return Overlap(kind=kind, split="train", row=self._place(later), other_split="train", other=self._place(earlier), similarity=similarity)
+
+    def _place(self, index: int) -> str:
+        block = self._blocks[bisect_right(self._blocks, index, key=lambda block: block.start) - 1]
+        at = index - block.start
+        source = next(islice(self._sources, int(block.source[at]), None))
+        return Row(source=source, number=int(block.number[at]), part=int(block.part[at])).place
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Of rows in a row; `start` is the first one's index."""
+
+    start: int
+    keys: NDArray[np.uint64]
+    source: NDArray[np.int32]
+    number: NDArray[np.int64]
+    part: NDArray[np.int32]
+    is_signed: NDArray[np.bool_]
+    signatures: NDArray[np.uint16]
+    """Of the signed rows only."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.keys)
+
+
+def _signatures(windows: Sequence[Windows], common: Windows) -> tuple[NDArray[np.bool_], NDArray[np.uint16]]:
+    """Minima of hashes of a row's windows: two rows agree in as large a share of them as they share windows."""
+    content = np.concatenate(windows)
+    row_of = np.repeat(np.arange(len(windows)), [w.size for w in windows])
+    if common.size:
+        is_content = common[np.minimum(np.searchsorted(common, content), common.size - 1)] != content
+        content, row_of = content[is_content], row_of[is_content]
+    counts = np.bincount(row_of, minlength=len(windows))
+    is_signed = counts >= MIN_WINDOWS
+    content = content[is_signed[row_of]]
+    signatures = np.empty((int(is_signed.sum()), _NUM_MINIMA), np.uint16)
+    if content.size:
+        starts = np.cumsum(counts[is_signed]) - counts[is_signed]
+        for i, factor in enumerate(_MINIMA_FACTORS):
+            signatures[:, i] = np.minimum.reduceat(content * factor, starts).astype(np.uint16)  # the lower half: the upper is small in every minimum
+    return is_signed, signatures
+
+
+def _repeats(keys: NDArray[np.uint64], finer: NDArray[np.uint64] | None = None) -> NDArray[np.intp]:
+    """(a row, the next one with the same key) among the first rows of each finer key; as they come."""
+    rows = np.arange(keys.size) if finer is None else np.unique(finer, return_index=True)[1]
+    rows = rows[np.lexsort((rows, keys[rows]))]
+    is_same = keys[rows[1:]] == keys[rows[:-1]]
+    pairs = np.stack([rows[:-1][is_same], rows[1:][is_same]], axis=1)
+    return pairs[np.argsort(pairs[:, 1])]
+
+
+def _neighbours(band: NDArray[np.uint64]) -> NDArray[np.intp]:
+    order = np.argsort(band, kind="stable")
+    is_same = band[order[1:]] == band[order[:-1]]
+    return np.stack([order[:-1][is_same], order[1:][is_same]], axis=1)
+
+
+def _verified(signatures: NDArray[np.uint16], pairs: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    equal = np.empty(len(pairs), np.intp)
+    for start in range(0, len(pairs), 2**16):
+        part = pairs[start : start + 2**16]
+        equal[start : start + 2**16] = (signatures[part[:, 0]] == signatures[part[:, 1]]).sum(axis=1)
+    is_near = equal >= _MIN_EQUAL_MINIMA
+    return pairs[is_near], equal[is_near] / _NUM_MINIMA

@@ -1,0 +1,130 @@
+"""Rows -> arrays of tokens, chunk by chunk: in this process, or for much data in several."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finefit.data.budget import Budget
+from finefit.data.fingerprint import Fingerprint, fingerprint
+from finefit.data.read import Reading
+from finefit.data.render import Renderer, open_renderer
+from finefit.data.rows import Row
+from finefit.facts.machine import count_cores
+from finefit.spec.schema import Data
+
+_CHUNK = 256
+_BYTES_PER_PROCESS = 32 << 20
+"""A process of its own takes some seconds to start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a chunk of rows became; arrays, for they travel between processes."""
+
+    tokens: NDArray[np.int32]
+    supervised: NDArray[np.uint8]
+    lengths: NDArray[np.int32]
+    """Of the examples, one behind the other."""
+    examples: list[int]
+    """How many each row became; 0 where it cannot be used."""
+    cut: list[int]
+    problems: dict[int, tuple[str, str]]
+    too_long: dict[int, str]
+    """Rows that do not fit, and by how much."""
+    special: dict[int, tuple[str, ...]]
+    fingerprints: list[Fingerprint]
+
+
+def make_piece(renderer: Renderer, budget: Budget, rows: Sequence[Row]) -> Piece:
+    rendered = renderer.render(rows, budget)
+    examples = [example for found in rendered for example in found.examples]
+    lengths = np.array([len(e.tokens) for e in examples], np.int32)
+    return Piece(
+        tokens=_flat([e.tokens for e in examples], np.int32),
+        supervised=_flat([e.supervised for e in examples], np.uint8),
+        lengths=lengths,
+        examples=[len(found.examples) for found in rendered],
+        cut=[found.cut_tokens for found in rendered],
+        problems={at: (found.problem, found.remedy) for at, found in enumerate(rendered) if found.problem and not found.is_too_long},
+        too_long={at: found.problem for at, found in enumerate(rendered) if found.is_too_long},
+        special={at: found for at, row in enumerate(rows) if (found := _special(renderer, row))},
+        fingerprints=[fingerprint(row) for row in rows],
+    )
+
+
+def _flat(parts: Sequence[Sequence[int]], kind: Any) -> NDArray[Any]:
+    return np.concatenate([np.asarray(part, kind) for part in parts]) if parts else np.zeros(0, kind)
+
+
+def _special(renderer: Renderer, row: Row) -> tuple[str, ...]:
+    texts = [row.text, *(m.content for m in (*row.messages, *row.rejected))]
+    return tuple(dict.fromkeys(token for text in texts for token in renderer.special_tokens_in(text)))
+
+
+def num_processes(readings: Iterable[Reading]) -> int:
+    size = sum(file.path.stat().st_size for reading in readings for file in reading.files)
+    return min(count_cores(), 1 + size // _BYTES_PER_PROCESS)
+
+
+_worker: Callable[[Sequence[Row]], Piece] | None = None
+
+
+def _start_worker(tokenizer: Path, data: Data) -> None:
+    global _worker  # a process of the pool has one renderer
+    _worker = partial(make_piece, open_renderer(tokenizer, data.template, template_options=data.template_options), _budget(data))
+
+
+def _work(rows: Sequence[Row]) -> Piece:
+    assert _worker is not None
+    return _worker(rows)
+
+
+def _budget(data: Data) -> Budget:
+    return Budget(max_tokens=data.max_tokens, too_long=data.too_long, turns=data.turns)
+
+
+class Pieces:
+    """Rows -> pieces, in their order: in this process, or for much data in several, of which each gets a little ahead and no more."""
+
+    def __init__(self, renderer: Renderer, data: Data, tokenizer: Path, *, processes: int) -> None:
+        self._here = partial(make_piece, renderer, _budget(data))
+        self._pool: ProcessPoolExecutor | None = None
+        self._ahead = 3 * processes
+        self.largest_token = 0
+        if processes > 1:
+            self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, data))
+
+    def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], Piece]]:
+        for chunk, piece in self._made(iter(rows)):
+            self.largest_token = max(self.largest_token, int(piece.tokens.max(initial=0)))
+            yield chunk, piece
+
+    def _made(self, rows: Iterator[Row]) -> Iterator[tuple[list[Row], Piece]]:
+        chunks = iter(lambda: list(islice(rows, _CHUNK)), [])
+        if self._pool is None:
+            yield from ((chunk, self._here(chunk)) for chunk in chunks)
+            return
+        waiting: deque[tuple[list[Row], Future[Piece]]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, self._pool.submit(_work, chunk)))
+            if len(waiting) > self._ahead:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
+
+    def __enter__(self) -> "Pieces":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,336 @@
+"""What a chat template writes around an answer: learned by writing marked conversations with it. Nothing is known of any template by name."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from finefit.data.rows import Message
+from finefit.errors import DataError, ModelError
+
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template's code can raise on messages that it does not expect; the last on arguments and tools that are nested deep."""
+_ANSWER, _THOUGHT, _NAME = "Zq0AnswerMark0qZ", "Zq0ThoughtMark0qZ", "zq0_call_mark"
+"""Stand for an answer and its parts where a template is asked what it writes around them."""
+_THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+_BLANKS = re.compile(r"\s*")
+_NO_ROOM = "the chat template has no place for the reasoning before this answer"
+_WITHOUT_REASONING = "leave the reasoning out of the row, or take a model whose template writes it"
+_OTHER_MODEL = "leave the row out, or take a model whose chat template writes tools and their calls"
+
+Json = dict[str, Any]
+Tools = list[Json] | None
+
+
+class Habits(NamedTuple):
+    """What a template writes around an answer."""
+
+    is_stock: bool
+    """An answer stands behind the prompt that the template itself opens for generation."""
+    opening: str
+    """Between prompt and answer: the model has to write it."""
+    closing: str
+    """Between the answer and the end of generation, the end included."""
+    is_ended: bool
+    """Whether the template writes an end after an answer."""
+    thought: tuple[str, str] | None
+    """Before the reasoning, and between it and the answer, where the template has a place for it behind the prompt."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    source: str
+    variables: Mapping[str, Any]
+    eos: str
+    marks: re.Pattern[str]
+    """Runs of the tokens that were added to the vocabulary: the marks that templates write."""
+    special: re.Pattern[str]
+    """One of the tokens among them that are not text."""
+
+    def write(self, messages: Sequence[Json], *, opening: bool, tools: Tools = None) -> str:
+        """`opening`: with the opening of the assistant's turn."""
+        try:
+            written, _ = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=self.source, add_generation_prompt=opening, **self.variables
+            )
+        except TemplateSyntaxError as error:
+            problem = f"the chat template of the model cannot be read: line {error.lineno}: {error.message}"
+            raise ModelError(problem, "bring the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json") from None
+        except _REFUSALS as error:
+            raise DataError(
+                f"the chat template refuses this conversation: {error}",
+                "change the messages to what the template takes: some know no system role, or want user and assistant by turns",
+            ) from None
+        return str(written[0])
+
+    def prompt(self, messages: Sequence[Json], tools: Tools) -> str:
+        """The template's own opening for generation, or where no answer is written behind that, all that stands before one."""
+        return self._prompt(self.write(messages, opening=True, tools=tools), messages, tools)
+
+    def _prompt(self, stock: str, messages: Sequence[Json], tools: Tools) -> str:
+        marked = self.write([*messages, self._assistant(_ANSWER)], opening=False, tools=tools)
+        if marked.startswith(stock):
+            return stock
+        if self.writes_reasoning and self.write([*messages, self._assistant(_ANSWER, _THOUGHT)], opening=False, tools=tools).startswith(stock):
+            return stock
+        place = marked.rfind(_ANSWER)
+        if place < 0:
+            raise _lost(stock, marked)
+        return marked[:place]
+
+    def turn(self, messages: Sequence[Message], dicts: Sequence[Json], at: int, tools: Tools) -> tuple[str, str]:
+        """The prompt of the answer at `at`, and all that the model has to write behind it, to its end."""
+        message, habits = messages[at], self.habits
+        stock = self.write(dicts[:at], opening=True, tools=tools)
+        whole = self.write(dicts[: at + 1], opening=False, tools=tools)
+        if habits.is_stock and not message.reasoning and not message.tool_calls and whole.startswith(stock + habits.opening):
+            end = _behind(message.content, whole, len(stock) + len(habits.opening))
+            if end is not None:
+                return stock, self._ended(whole, len(stock), end)
+        return self._rare_turn(message, dicts[:at], tools, stock, whole)
+
+    def _rare_turn(self, message: Message, before: Sequence[Json], tools: Tools, stock: str, whole: str) -> tuple[str, str]:
+        """The place of the answer is not where it usually is; it is found by writing a marked one in the same setting."""
+        prompt = self._prompt(stock, before, tools)
+        if not whole.startswith(prompt):
+            raise self._no_room(message, before, tools) if message.reasoning else self._misplaced(message, prompt, whole)
+        end: int | None = len(prompt)
+        if message.content.strip():
+            marked = self.write([*before, self._dict(replace(message, content=_ANSWER))], opening=False, tools=tools)
+            place = marked.rfind(_ANSWER)
+            end = _behind(message.content, whole, place) if place >= 0 and whole.startswith(marked[:place]) else None
+        if end is None:
+            raise self._misplaced(message, prompt, whole)
+        if message.reasoning.strip() not in whole[len(prompt) :]:
+            raise self._no_room(message, before, tools)
+        for call in message.tool_calls:
+            if call.name not in whole[len(prompt) :]:
+                raise DataError(f"the chat template leaves out the call of the tool {call.name!r}", _OTHER_MODEL)
+        if not message.tool_calls:
+            return prompt, self._ended(whole, len(prompt), end)
+        return prompt, self._ended_call(whole, len(prompt), max(end, whole.rfind(message.tool_calls[-1].name)))
+
+    def _ended(self, whole: str, start: int, end: int) -> str:
+        """From `start` to the end of generation behind `end`: the end token of the tokenizer, or the marks that come first."""
+        eos = whole.find(self.eos, end)
+        if eos >= 0:
+            return whole[start : eos + len(self.eos)]
+        marks = self.marks.search(whole, end)
+        return whole[start : marks.end()] if marks else whole[start:] + self.eos
+
+    def _ended_call(self, whole: str, start: int, end: int) -> str:
+        """A call's own text holds marks, so of those the last one ends the turn."""
+        eos = whole.find(self.eos, end)
+        if eos >= 0:
+            return whole[start : eos + len(self.eos)]
+        ends = [mark.end() for mark in self.special.finditer(whole, end)]
+        return whole[start : ends[-1]] if ends else whole[start:] + self.eos
+
+    def _no_room(self, message: Message, before: Sequence[Json], tools: Tools) -> DataError:
+        thinking = replace(self, variables={**self.variables, "enable_thinking": True})
+        if not self.variables["enable_thinking"] and thinking._takes(message, before, tools):
+            return DataError(f"{_NO_ROOM}: it closes the thinking at once", "set `data.template_options: {enable_thinking: true}`")
+        return DataError(_NO_ROOM, _WITHOUT_REASONING)
+
+    def _takes(self, message: Message, before: Sequence[Json], tools: Tools) -> bool:
+        try:
+            stock = self.write(before, opening=True, tools=tools)
+            whole = self.write([*before, self._dict(message)], opening=False, tools=tools)
+            self._rare_turn(message, before, tools, stock, whole)
+        except DataError:
+            return False
+        return True
+
+    def _misplaced(self, message: Message, prompt: str, whole: str) -> DataError:
+        if "</think>" in message.content:
+            return DataError(f"{_NO_ROOM}: it leaves out what stands in <think>", _WITHOUT_REASONING)
+        if self.variables["enable_thinking"] and self.writes_reasoning and not whole.startswith(prompt):
+            return DataError(
+                "the chat template opens the thinking, and this answer has no reasoning before it",
+                "take enable_thinking out of data.template_options, or give every answer its reasoning",
+            )
+        return _lost(prompt, whole)
+
+    @cached_property
+    def habits(self) -> Habits:
+        """Learned from the simplest conversation that the template takes."""
+        for before in ([_user(self)], [{"role": "system", "content": self._content("Be brief.")}, _user(self)]):
+            try:
+                return self._habits(before)
+            except DataError:
+                continue
+        return Habits(True, "", self.eos, True, None)
+
+    def _habits(self, before: Sequence[Json]) -> Habits:
+        prompt = self.prompt(before, None)
+        marked = self.write([*before, self._assistant(_ANSWER)], opening=False)
+        place = marked.rfind(_ANSWER)
+        if place < 0:
+            raise _lost(prompt, marked)
+        end = place + len(_ANSWER)
+        closing = self._ended(marked, end, end)
+        return Habits(
+            is_stock=prompt == self.write(before, opening=True),
+            opening=marked[len(prompt) : place] if marked.startswith(prompt) else "",
+            closing=closing,
+            is_ended=marked[end:].startswith(closing),
+            thought=self._thought(before, prompt),
+        )
+
+    def _thought(self, before: Sequence[Json], prompt: str) -> tuple[str, str] | None:
+        if not self.writes_reasoning:
+            return None
+        marked = self.write([*before, self._assistant(_ANSWER, _THOUGHT)], opening=False)
+        if not marked.startswith(prompt):
+            return None
+        start, place = marked.find(_THOUGHT, len(prompt)), marked.rfind(_ANSWER)
+        return (marked[len(prompt) : start], marked[start + len(_THOUGHT) : place]) if 0 <= start < place else None
+
+    def thoughts_apart(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Reasoning that stands in an answer goes to where the template looks for it, if it does."""
+        if not any(m.role == "assistant" and "<think>" in m.content for m in messages) or not self.writes_reasoning:
+            return messages
+        return [_thought_apart(message) for message in messages]
+
+    def dicts(self, messages: Sequence[Message]) -> list[Json]:
+        """As templates expect them. A tool's answer names the call that it answers: some templates look for it."""
+        dicts: list[Json] = []
+        open_calls: Iterator[Json] = iter(())
+        for message in messages:
+            written = self._dict(message)
+            if message.tool_calls:
+                open_calls = iter(written["tool_calls"])
+            elif message.role == "tool" and (call := next(open_calls, None)):
+                written |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
+            dicts.append(written)
+        return dicts
+
+    def _dict(self, message: Message) -> Json:
+        written: Json = {"role": message.role, "content": self._content(message.content)}
+        if message.reasoning:
+            if not self.writes_reasoning:
+                raise DataError(
+                    "the chat template does not write the reasoning of a message",
+                    "put it into the answer, as <think>reasoning</think>answer, or leave it out, or take a model whose template writes it",
+                )
+            written |= _reasoning(message.reasoning)
+        if message.tool_calls:
+            if self.call_form is None:
+                raise DataError("the chat template does not write calls of tools", _OTHER_MODEL)
+            written["tool_calls"] = [_call(call.name, call.arguments, at, self.call_form) for at, call in enumerate(message.tool_calls)]
+            if not message.content:
+                written["content"] = self.call_form.no_content
+        return written
+
+    def _content(self, text: str) -> str | list[dict[str, str]]:
+        return _typed(text) if self.is_typed else text
+
+    def _assistant(self, content: str, reasoning: str = "") -> Json:
+        return {"role": "assistant", "content": self._content(content), **(_reasoning(reasoning) if reasoning else {})}
+
+    @cached_property
+    def is_typed(self) -> bool:
+        """Templates of vision models may take a content only as a list of typed parts."""
+        plain, typed = ([_message("user", form("Hi.")), _message("assistant", form(_ANSWER))] for form in (str, _typed))
+        return not self._shows(plain, _ANSWER) and self._shows(typed, _ANSWER)
+
+    @cached_property
+    def writes_reasoning(self) -> bool:
+        return self._shows([_user(self), self._assistant(_ANSWER, _THOUGHT)], _THOUGHT)
+
+    @cached_property
+    def call_form(self) -> "_CallForm | None":
+        """Arguments as an object, as most templates take them, or as its text; no content as an empty one, or as none."""
+        for form in (_CallForm(*choice) for choice in product((False, True), ("", None))):
+            message = _message("assistant", form.no_content) | {"tool_calls": [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]}
+            if self._shows([_user(self), message], _NAME, _ANSWER):
+                return form
+        return None
+
+    def _shows(self, messages: Sequence[Json], *marks: str) -> bool:
+        try:
+            written = self.write(messages, opening=False)
+        except DataError:
+            return False
+        return all(mark in written for mark in marks)
+
+
+class _CallForm(NamedTuple):
+    is_text: bool
+    no_content: str | None
+
+
+def _message(role: str, content: object) -> Json:
+    return {"role": role, "content": content}
+
+
+def _user(template: ChatTemplate) -> Json:
+    return _message("user", template._content("Hi."))
+
+
+def _typed(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _reasoning(text: str) -> Json:
+    """Under each of the names by which templates look for it."""
+    return {"reasoning_content": text, "reasoning": text, "thinking": text}
+
+
+def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the arguments of the call of {name!r} are not JSON: {error}", "write them as a JSON object") from None
+    if not isinstance(decoded, dict):
+        raise DataError(f"the arguments of the call of {name!r} are not a JSON object", "write them as a JSON object")
+    return {"id": f"call{at:05}", "type": "function", "function": {"name": name, "arguments": arguments if form.is_text else decoded}}
+
+
+def _thought_apart(message: Message) -> Message:
+    found = _THINKING.fullmatch(message.content) if message.role == "assistant" and not message.reasoning else None
+    return replace(message, reasoning=found[1].strip(), content=found[2].strip()) if found else message
+
+
+def _behind(answer: str, whole: str, start: int) -> int | None:
+    """Where the answer that begins at `start` ends; templates may trim its blanks."""
+    text, blanks = answer.strip(), _BLANKS.match(whole, start)
+    begin = blanks.end() if blanks else start
+    return begin + len(text) if whole.startswith(text, begin) else None
+
+
+def _lost(prompt: str, whole: str) -> DataError:
+    written = whole[len(prompt) :] if whole.startswith(prompt) else whole
+    return DataError(
+        f"the chat template does not write the answer as it stands; after {prompt[-40:]!r} comes {written[-80:]!r}",
+        "a model whose template does, or `data.template: plain`, can be trained on these rows",
+    )
+
+
+def read_tools(tools: str) -> Tools:
+    """In the form that most templates expect: a function in an object that says so."""
+    if not tools:
+        return None
+    try:
+        listed = json.loads(tools)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the tools are not JSON: {error}", "write them as a JSON list") from None
+    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+        raise DataError("the tools are not a list of JSON objects", "write them as a JSON list of objects with name, description and parameters")
+    return [tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": tool} for tool in listed]
+
+
+def require_tools(tools: Tools, prompt: str) -> None:
+    """A model cannot call what its prompt does not name."""
+    for tool in tools or ():
+        name = tool["function"].get("name", "")
+        if not isinstance(name, str):
+            raise DataError("the name of a tool is not text", "give every tool a name that is a string")
+        if name not in prompt:
+            raise DataError(f"the chat template leaves out the tool {name!r}", _OTHER_MODEL)

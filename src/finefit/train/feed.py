@@ -1,0 +1,51 @@
+"""Micro-batches made ahead: while the device computes a step, one thread makes those of the next."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+from finefit.objective.batch import Batch
+
+Make = Callable[[int], list[Batch]]
+"""The micro-batches of a step: a pure function of it, so that what was made for a step that does not come is worth nothing and harms nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    batches: list[Batch]
+    """On the host."""
+    wait_seconds: float
+    """That the loop waited for them."""
+
+
+class Feeder:
+    """Its thread lives as long as the `with` block. What goes wrong in it is raised where the step is taken."""
+
+    def __init__(self, make: Make, *, total_steps: int) -> None:
+        self._make, self._total_steps = make, total_steps
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feeder")
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def take(self, step: int) -> Fed:
+        """Of any step; the one after it is the one that is made ahead."""
+        began = time.perf_counter()
+        batches = self._asked(step).result()
+        waited = time.perf_counter() - began
+        self._ahead = (step + 1, self._thread.submit(self._make, step + 1)) if step + 1 < self._total_steps else None
+        return Fed(batches=batches, wait_seconds=waited)
+
+    def _asked(self, step: int) -> Future[list[Batch]]:
+        if self._ahead is not None:
+            expected, future = self._ahead
+            if expected == step:
+                return future
+            future.cancel()
+        return self._thread.submit(self._make, step)
+
+    def __enter__(self) -> "Feeder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.shutdown(cancel_futures=True)

@@ -1,0 +1,637 @@
+import copy
+import json
+import pickle
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finefit.data.records import Record
+from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
+from finefit.data.shapes import Shape, find_shape
+from finefit.errors import DataError
+from finefit.spec.schema import Fields
+
+Value = dict[str, Any]
+USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+HUMAN, GPT = {"from": "human", "value": "2+2"}, {"from": "gpt", "value": "4"}
+WEATHER = {"name": "weather", "arguments": {"city": "Rome"}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def _records(*values: Value) -> list[Record]:
+    return [Record("rows.jsonl", number, value) for number, value in enumerate(values, start=1)]
+
+
+def _shape(*values: Value, **fields: str) -> Shape:
+    return find_shape(_records(*values), Fields(**fields), source="rows.jsonl")
+
+
+def _rows(value: Value, **fields: str) -> list[Row | BadRow]:
+    return _shape(value, **fields).rows(Record("rows.jsonl", 1, value))
+
+
+def _row(value: Value, **fields: str) -> Row:
+    (row,) = _rows(value, **fields)
+    assert isinstance(row, Row), row
+    return row
+
+
+def _fault(good: Value, bad: Value, **fields: str) -> str:
+    """Of a record among good ones."""
+    (row,) = _shape(*[good] * 3, **fields).rows(Record("rows.jsonl", 4, bad))
+    assert isinstance(row, BadRow), row
+    assert row.place == "rows.jsonl:4"
+    return row.reason
+
+
+def _error(*values: Value, **fields: str) -> DataError:
+    with pytest.raises(DataError) as caught:
+        _shape(*values, **fields)
+    assert caught.value.remedy
+    return caught.value
+
+
+def _talk(row: Row) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in row.messages]
+
+
+PLAIN = [("user", "2+2"), ("assistant", "4")]
+SAID_BEFORE = [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4")]
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "talk", "num_given"),
+    [
+        ({"messages": [USER, ANSWER]}, "chat messages", PLAIN, 0),
+        ({"conversation": [USER, ANSWER], "id": 3}, "chat messages", PLAIN, 0),
+        ({"conversations": [HUMAN, GPT], "system": None}, "ShareGPT conversations", PLAIN, 0),
+        ({"conversations": [HUMAN, GPT], "system": "Be brief."}, "ShareGPT conversations", [("system", "Be brief."), *PLAIN], 0),
+        ({"instruction": "2+2", "input": "", "output": "4"}, "Alpaca", PLAIN, 1),
+        ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Alpaca", [("user", "Add.\n2+2"), ("assistant", "4")], 1),
+        ({"instruction": "2+2", "output": "4", "text": "2+2 4"}, "Alpaca", PLAIN, 1),
+        ({"instruction": "2+2", "input": None, "output": "4", "history": [["1+1", "2"]]}, "Alpaca", SAID_BEFORE, 1),
+        ({"prompt": "2+2", "completion": "4"}, "prompt and completion", PLAIN, 1),
+        ({"prompt": [USER], "completion": [ANSWER]}, "prompt and completion", PLAIN, 1),
+        ({"prompt": [USER, ANSWER, USER], "completion": "4"}, "prompt and completion", [*PLAIN, *PLAIN], 3),
+        ({"Question": "2+2", "Answer": "4"}, "question and answer", PLAIN, 1),
+        ({"problem": "2+2", "solution": "4", "level": 1}, "question and answer", PLAIN, 1),
+        ({"system_prompt": "Add.", "question": "2+2", "response": "4"}, "question and answer", [("system", "Add."), *PLAIN], 2),
+        ({"query": "2+2", "label": 4}, "question and answer", PLAIN, 1),
+        (
+            {"question": "Right?", "passage": "It is.", "answer": True},
+            "question and answer",
+            [("user", "It is.\n\nRight?"), ("assistant", "true")],
+            1,
+        ),
+        ({"question": "q", "CONTEXTS": ["a", "b"], "LONG_ANSWER": "c"}, "question and answer", [("user", "a\n\nb\n\nq"), ("assistant", "c")], 1),
+        ({"instruction": "q", "context": "", "response": "c"}, "question and answer", [("user", "q"), ("assistant", "c")], 1),
+        ({"article": "Long.", "highlights": "L."}, "document and summary", [("user", "Long."), ("assistant", "L.")], 1),
+        ({"snt": "It rains .", "amr": "(r / rain-01)"}, "AMR", [("user", "It rains ."), ("assistant", "(r / rain-01)")], 1),
+    ],
+)
+def test_a_question_and_its_answer_are_found_under_many_names(value: Value, name: str, talk: list[tuple[str, str]], num_given: int) -> None:
+    row = _row(value)
+    assert (_shape(value).name, _talk(row), row.num_given, row.kind, row.part) == (name, talk, num_given, "chat", 0)
+
+
+def test_the_mapping_names_every_column_used_or_not() -> None:
+    value = {"id": 7, "question": "q", "context": "c", "answers": ["a"], "image_id": 3, "imageURL": "http://x/y.jpg"}
+    assert _shape(value).mapping == {
+        "prompt": "question",
+        "context": "context",
+        "answer": "answers (the most frequent)",
+        "images": "none: imageURL is a URL, and nothing is downloaded",
+        "not used": "id, image_id, imageURL",
+    }
+
+
+@pytest.mark.parametrize(
+    ("answers", "best", "references"),
+    [
+        (["a", "b", "b"], "b", ("a", "b")),
+        (["A-1", "a-1"], "A-1", ("A-1", "a-1")),
+        ([{"answer": "red", "answer_id": 1}, {"answer": "red", "answer_id": 2}, {"answer": "blue", "answer_id": 3}], "red", ("red", "blue")),
+        ({"text": ["Rome"], "answer_start": [5]}, "Rome", ("Rome",)),
+        ([42.5, 42.5, 3], "42.5", ("42.5", "3")),
+    ],
+)
+def test_of_several_answers_the_most_frequent_is_trained_on_and_all_count_as_right(answers: Any, best: str, references: tuple[str, ...]) -> None:
+    row = _row({"question": "q", "answers": answers})
+    assert (row.answer, row.references) == (best, references)
+
+
+def test_several_questions_of_a_record_become_rows_of_their_own() -> None:
+    value = {"imageURL": "http://x/y.jpg", "questions": ["Who?", "What?"], "answers": ["I", "A book"]}
+    rows = _rows(value)
+    assert [(row.part, _talk(row)) for row in rows if isinstance(row, Row)] == [
+        (1, [("user", "Who?"), ("assistant", "I")]),
+        (2, [("user", "What?"), ("assistant", "A book")]),
+    ]
+    assert _fault(value, value | {"answers": ["I"]}) == "has 2 questions and 1 answers"
+    assert _fault(value, value | {"questions": [], "answers": []}) == "has no questions"
+    second = _shape(value).rows(Record("rows.jsonl", 9, value | {"answers": ["I", ""]}))[1]
+    assert second == BadRow("rows.jsonl", 9, "answers is empty", 2)
+
+
+def test_queries_about_a_meeting_become_rows_the_general_ones_first() -> None:
+    value = {
+        "topic_list": [],
+        "general_query_list": [{"query": "Sum up.", "answer": "A test."}],
+        "specific_query_list": [{"query": "Who spoke?", "answer": "Ann.", "relevant_text_span": [["0", "1"]]}],
+        "meeting_transcripts": [{"speaker": "Ann", "content": "Hi ."}, {"speaker": "Bob", "content": "Yes ."}],
+    }
+    first, second = _rows(value)
+    assert isinstance(first, Row)
+    assert isinstance(second, Row)
+    assert (first.place, second.place) == ("rows.jsonl:1 (1)", "rows.jsonl:1 (2)")
+    assert _talk(first) == [("user", "Ann: Hi .\nBob: Yes .\n\nSum up."), ("assistant", "A test.")]
+    assert second.answer == "Ann."
+    assert _fault(value, value | {"general_query_list": [], "specific_query_list": None}) == "has no queries"
+
+
+@pytest.mark.parametrize("wrong", ["C; D", ["C", "D"]])
+def test_truthful_qa_keeps_what_is_right_and_what_is_wrong(wrong: Any) -> None:
+    value = {
+        "Question": "q",
+        "Best Answer": "A",
+        "Best Incorrect Answer": "D",
+        "Correct Answers": "B; A; ",
+        "Incorrect Answers": wrong,
+        "Source": "s",
+    }
+    row = _row(value)
+    assert (_shape(value).name, row.answer, row.references, row.wrong) == ("TruthfulQA", "A", ("A", "B"), ("C", "D"))
+
+
+OTHER = {"role": "assistant", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+        {"instruction": "2+2", "input": "", "chosen": "4", "rejected": "5"},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"prompt": "2+2", "messages": [USER, ANSWER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER], "score": 3},
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "5"}},
+    ],
+)
+def test_a_preference_pair_is_a_prompt_with_two_endings(value: Value) -> None:
+    row = _row(value)
+    assert (row.kind, _talk(row), row.rejected, row.num_given) == ("pair", PLAIN, (Message("assistant", "5"),), 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "chosen and rejected are equal"),
+        ({"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "3"}, OTHER]}, "chosen does not go on from the prompt with an answer"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER]}, "rejected does not go on from the prompt with an answer"),
+        ({"chosen": [USER, ANSWER]}, "has no rejected"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": " "}]}, "has an empty answer"),
+    ],
+)
+def test_endings_that_are_no_pair_are_told(bad: Value, reason: str) -> None:
+    assert _fault({"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, bad) == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "is_good"),
+    [
+        ({"prompt": "2+2", "completion": "4", "label": True}, True),
+        ({"prompt": "2+2", "completion": "4", "label": "False"}, False),
+        ({"prompt": [USER], "completion": [ANSWER], "label": False}, False),
+        ({"question": "2+2", "response": "4", "kto_tag": True}, True),
+        ({"conversations": [HUMAN, GPT], "kto_tag": False}, False),
+        ({"conversations": [HUMAN, GPT], "kto_tag": 0}, False),
+        ({"messages": [USER, ANSWER], "label": True}, True),
+    ],
+)
+def test_a_judged_answer_keeps_its_verdict(value: Value, is_good: bool) -> None:
+    row = _row(value)
+    assert (row.kind, _talk(row), row.is_good, row.num_given) == ("judged", PLAIN, is_good, 1)
+    verdict = "kto_tag" if "kto_tag" in value else "label"
+    assert _fault(value, value | {verdict: "maybe"}) == f'{verdict} is "maybe", neither true nor false'
+
+
+@pytest.mark.parametrize("value", [{"text": "Once."}, {"content": "Once.", "url": "u", "title": "t"}])
+def test_text_alone_is_plain_text(value: Value) -> None:
+    row = _row(value)
+    assert (row.kind, row.text, row.messages) == ("text", "Once.", ())
+
+
+@pytest.mark.parametrize(
+    ("columns", "images", "used"),
+    [
+        ({"imgname": "a.png"}, (Image(path="a.png"),), "imgname"),
+        ({"image": {"bytes": b"\x89PNG", "path": None}}, (Image(data=b"\x89PNG"),), "image"),
+        ({"image": b"\x89PNG", "image_filename": "a.png"}, (Image(data=b"\x89PNG"),), "image"),
+        ({"image_filename": "a.png", "image": "<PIL image>"}, (Image(path="a.png"),), "image_filename"),
+        ({"image_filename": "b.png", "image": "a.png"}, (Image(path="a.png"),), "image"),
+        ({"images": ["a.png", {"bytes": None, "path": "b.png"}]}, (Image(path="a.png"), Image(path="b.png")), "images"),
+        ({"image_id": "0001", "image_url": "http://x/a.png"}, (), "none: image_url is a URL, and nothing is downloaded"),
+    ],
+)
+def test_images_stand_beside_a_question(columns: Value, images: tuple[Image, ...], used: str) -> None:
+    value = {"query": "q", "label": "a", **columns}
+    assert (_row(value).images, _shape(value).mapping["images"]) == (images, used)
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        (None, "has no image"),
+        (7, "image is 7, neither the path nor the bytes of an image (nothing is downloaded)"),
+        ("https://x/a.png", 'image is "https://x/a.png", neither the path nor the bytes of an image (nothing is downloaded)'),
+        ("data:image/png;base64,%%%", 'image is "data:image/png;base64,%%%", which is no base64 image'),
+    ],
+)
+def test_a_question_about_an_image_that_is_not_there_is_told(image: Any, reason: str) -> None:
+    good = {"query": "q", "label": "a", "image": "a.png"}
+    assert _fault(good, good | {"image": image}) == reason
+
+
+def test_tool_calls_reasoning_and_tools_are_kept() -> None:
+    call: Value = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    value: Value = {
+        "tools": TOOLS,
+        "messages": [
+            {"role": "user", "content": "Rain?", "name": None, "tool_calls": None},
+            {"role": "assistant", "content": None, "reasoning_content": "I need the weather.", "tool_calls": [call], "weight": 1},
+            {"role": "tool", "content": "dry", "tool_call_id": "c1", "name": "weather"},
+            {"role": "assistant", "content": "No.", "thinking": None, "tool_calls": []},
+        ],
+    }
+    row = _row(value)
+    assert row.messages[1] == Message("assistant", "", "I need the weather.", (ToolCall("weather", '{"city": "Rome"}'),))
+    assert row.messages[2:] == (Message("tool", "dry"), Message("assistant", "No."))
+    assert json.loads(row.tools) == TOOLS
+    swapped = copy.deepcopy(value)
+    swapped["messages"][2]["tool_call_id"] = "c2"
+    assert _fault(value, swapped) == "messages has tool results that do not come in the order of the calls"
+
+
+def test_sharegpt_calls_functions_and_observes() -> None:
+    called = [HUMAN, {"from": "function_call", "value": json.dumps(WEATHER)}, {"from": "observation", "value": "dry"}, GPT]
+    row = _row({"conversations": called, "tools": json.dumps(TOOLS)})
+    assert [message.role for message in row.messages] == ["user", "assistant", "tool", "assistant"]
+    assert row.messages[1].tool_calls == (ToolCall("weather", '{"city": "Rome"}'),)
+    assert json.loads(row.tools) == TOOLS
+    two = _row({"conversations": [HUMAN, {"from": "function_call", "value": json.dumps([WEATHER, WEATHER])}]})
+    assert len(two.messages[1].tool_calls) == 2
+
+
+def test_arguments_lose_the_nulls_that_a_table_filled_in() -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "Rome", "unit": None}}}
+    row = _row({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert row.messages[1].tool_calls[0].arguments == '{"city": "Rome"}'
+
+
+def test_an_image_part_leaves_a_mark_at_its_place() -> None:
+    parts = [{"type": "image", "image": "a.png", "text": None}, {"type": "text", "text": "What is this?"}]
+    row = _row({"messages": [{"role": "user", "content": parts}, ANSWER]})
+    assert (row.messages[0].content, row.images) == ("<image>What is this?", (Image(path="a.png"),))
+    beside = {"messages": [{"role": "user", "content": [{"type": "image"}, parts[1]]}, ANSWER], "images": ["a.png"]}
+    assert _row(beside).images == (Image(path="a.png"),)
+    assert _fault(beside, beside | {"images": []}) == "has 1 <image> marks and 0 images"
+    assert _row({"messages": [USER, ANSWER], "images": []}).images == ()
+    twice = {"messages": [{"role": "user", "content": parts}, ANSWER], "images": ["b.png"]}
+    assert _fault(beside, twice) == "has images both in its messages and in images"
+
+
+def test_a_system_column_that_repeats_the_system_message_adds_none() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    assert _talk(_row({"messages": [system, USER, ANSWER], "system": "Be brief."})) == [("system", "Be brief."), *PLAIN]
+
+
+def _answering(entry: Any) -> Value:
+    return {"messages": [USER, entry]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"other": 1}, "has no messages"),
+        ({"messages": None}, "has no messages"),
+        ({"messages": []}, "messages is [], not a list of messages"),
+        ({"messages": "x"}, 'messages is "x", not a list of messages'),
+        ({"messages": [USER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
+        ({"messages": [ANSWER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
+        ({"messages": [USER, USER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
+        ({"messages": [ANSWER, USER, ANSWER]}, "begins with an answer: nothing stands before it"),
+        ({"messages": [{"role": "user", "content": " "}, ANSWER]}, "has an empty prompt"),
+        (_answering({"role": "assistant", "content": " \n"}), "has an empty answer"),
+        (_answering({"role": "assistant", "content": None}), "messages[1].content is null, not text"),
+        (_answering({"role": "assistant", "content": [{"type": "text"}]}), "messages[1].content[0].text is null, not text"),
+        (
+            _answering({"role": "assistant", "content": [{"type": "audio"}]}),
+            'messages[1].content[0] is {"type": "audio"}; a part is text or an image',
+        ),
+        (_answering({"role": "critic", "content": "x"}), 'messages[1] has the role "critic"; known are system, user, assistant, tool'),
+        (_answering({"role": ["user"], "content": "x"}), 'messages[1] has the role ["user"]; known are system, user, assistant, tool'),
+        (_answering("4"), 'messages[1] is "4"; a message has `role` and `content`, or `from` and `value`'),
+        (_answering(ANSWER | {"mood": "glad"}), "messages[1] has the unknown field mood, which would be lost"),
+        (_answering(ANSWER | {"name": "Ann"}), "messages[1] has the unknown field name, which would be lost"),
+        (_answering(ANSWER | {"weight": 0}), "messages[1] has the unknown field weight, which would be lost"),
+        (_answering(ANSWER | {"reasoning": "a", "thinking": "b"}), "messages[1] has two different reasonings, under reasoning, thinking"),
+        (_answering(ANSWER | {"tool_calls": "f()"}), 'messages[1].tool_calls is "f()", not a list of calls'),
+        (_answering(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}), 'messages[1].tool_calls[0].arguments is "[1]", not a JSON object'),
+        (_answering({"role": "assistant", "content": "a\udc00"}), "messages[1].content holds half a character, \\udc00, which no tokenizer takes"),
+        ({"messages": [USER, ANSWER], "system": ["x"]}, 'system is ["x"], not text'),
+        ({"messages": [{"role": "system", "content": "a"}, *[USER, ANSWER]], "system": "b"}, "has two system messages, one in system"),
+        ({"messages": [USER, ANSWER], "tools": "f"}, "tools is no JSON: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_told_with_its_reason(bad: Value, reason: str) -> None:
+    assert _fault({"messages": [USER, ANSWER], "system": None, "tools": None}, bad) == reason
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "reason"),
+    [
+        ({"prompt": "x", "completion": "y"}, {"prompt": "x"}, "has no completion"),
+        ({"prompt": "x", "completion": "y"}, {"prompt": "x", "completion": None}, "has no completion"),
+        ({"prompt": "x", "completion": "y"}, {"prompt": 3, "completion": "y"}, "prompt is 3, not text"),
+        ({"prompt": "x", "completion": "y"}, {"prompt": " ", "completion": "y"}, "prompt is empty"),
+        ({"prompt": "x", "completion": "y"}, {"prompt": "x", "completion": "\n"}, "completion is empty"),
+        ({"prompt": "x", "completion": "y"}, {"prompt": "x", "completion": {"a": 1}}, 'completion is {"a": 1}, not text'),
+        ({"prompt": "x", "completion": "y"}, {"prompt": [ANSWER], "completion": "y"}, "begins with an answer: nothing stands before it"),
+        (
+            {"prompt": "x", "completion": "y"},
+            {"prompt": "\ud83d", "completion": "y"},
+            "prompt holds half a character, \\ud83d, which no tokenizer takes",
+        ),
+        ({"question": "x", "answers": ["y"]}, {"question": "x", "answers": []}, "answers is an empty list, so there is no answer"),
+        ({"question": "x", "answers": ["y"]}, {"question": "x", "answers": ["y", None]}, "answers[1] is null, not text"),
+        ({"question": "x", "answer": "y"}, {"question": "x", "answer": float("nan")}, "answer is NaN, not text"),
+        ({"question": "x", "context": "c", "answer": "y"}, {"question": "x", "context": {"a": 1}, "answer": "y"}, 'context is {"a": 1}, not text'),
+        ({"instruction": "x", "input": "", "output": "y"}, {"instruction": "", "input": "", "output": "y"}, "instruction is empty"),
+        ({"text": "x"}, {"text": ""}, "text is empty"),
+        ({"text": "x"}, {"text": b"x"}, "text is of type bytes, not text"),
+        ({"snt": "x", "amr": "(a / b)"}, {"snt": "x", "amr": None}, "has no amr"),
+    ],
+)
+def test_a_record_that_lacks_what_its_shape_needs_is_told_with_the_column(good: Value, bad: Value, reason: str) -> None:
+    assert _fault(good, bad) == reason
+
+
+def test_a_column_that_only_a_later_record_has_is_not_overlooked() -> None:
+    shape = _shape({"instruction": "2+2", "output": "4"})
+    later = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief.", "note": "n"}
+    (row,) = shape.rows(Record("rows.jsonl", 101, later))
+    assert isinstance(row, Row)
+    assert _talk(row) == [("system", "Be brief."), ("user", "Add.\n2+2"), ("assistant", "4")]
+    (pair,) = shape.rows(Record("rows.jsonl", 102, {"instruction": "2+2", "chosen": "4", "rejected": "5"}))
+    assert isinstance(pair, BadRow)
+    assert pair.reason == "has chosen, rejected, which makes it preference pairs, while the first records are Alpaca"
+    (double,) = shape.rows(Record("rows.jsonl", 103, {"instruction": "2+2", "output": "4", "response": "5"}))
+    assert isinstance(double, BadRow)
+    assert double.reason.startswith("has response, which the first records lack: rows.jsonl may have its prompt in instruction and its answer in")
+
+
+@pytest.mark.parametrize(
+    ("fields", "value", "talk"),
+    [
+        ({"prompt": "note", "answer": "short"}, {"note": "x", "short": "y"}, [("user", "x"), ("assistant", "y")]),
+        ({"prompt": "meta.Q", "answer": "meta.a"}, {"meta": {"q": "x", "a": 3}}, [("user", "x"), ("assistant", "3")]),
+        ({"prompt": "a.b", "answer": "c"}, {"a.b": "exact", "a": {"b": "deeper"}, "c": "y"}, [("user", "exact"), ("assistant", "y")]),
+        (
+            {"prompt": "{c}\n\n{{{q}}}", "answer": "{l}: {n}"},
+            {"c": ["1", "2"], "q": "x", "l": "y", "n": 5},
+            [("user", "1\n\n2\n\n{x}"), ("assistant", "y: 5")],
+        ),
+        (
+            {"prompt": "question", "answer": "answer"},
+            {"question": "x", "problem": "z", "answer": "y", "response": "n"},
+            [("user", "x"), ("assistant", "y")],
+        ),
+        ({"prompt": "q", "answer": "A"}, {"Q": "no", "q": "x", "a": "no", "A": "y"}, [("user", "x"), ("assistant", "y")]),
+        ({"messages": "chat", "system": "role"}, {"chat": [HUMAN, GPT], "role": "Add."}, [("system", "Add."), *PLAIN]),
+    ],
+)
+def test_declared_columns_win(fields: dict[str, str], value: Value, talk: list[tuple[str, str]]) -> None:
+    assert _talk(_row(value, **fields)) == talk
+
+
+def test_every_kind_of_row_can_be_declared() -> None:
+    value = {"p": "2+2", "good": "4", "bad": "5", "ok": 1, "pic": "a.png"}
+    pair = _row(value, prompt="p", chosen="good", rejected="bad", images="pic")
+    assert (pair.kind, _talk(pair), pair.rejected[0].content, pair.images) == ("pair", PLAIN, "5", (Image(path="a.png"),))
+    judged = _row(value, prompt="p", answer="good", label="ok")
+    assert (judged.kind, _talk(judged), judged.is_good) == ("judged", PLAIN, True)
+    assert _row(value, text="{p} = {good}").text == "2+2 = 4"
+    assert _shape(value, prompt="p", answer="{good}").mapping == {"prompt": "p", "answer": "{good}", "not used": "bad, ok, pic"}
+
+
+def test_a_column_that_is_not_there_is_an_error_that_lists_those_that_are() -> None:
+    error = _error({"question": "x", "reply": "y"}, prompt="qestion", answer="reply")
+    assert error.problem == "rows.jsonl has no column qestion, which fields.prompt names"
+    assert error.remedy == "did you mean question? the columns are question, reply"
+    assert _error({"Best Answer": "x"}, text="bestanser").remedy == "did you mean Best Answer? the columns are Best Answer"
+    assert _error({"a": "x"}, text="{b} and {a}").problem == "rows.jsonl has no column b, which fields.text names"
+
+
+@pytest.mark.parametrize("names", ["prompt", "answer label", "messages prompt", "text system", "chosen", "images", "text prompt answer"])
+def test_fields_that_make_no_row_are_an_error(names: str) -> None:
+    error = _error({"a": "x"}, **dict.fromkeys(names.split(), "a"))
+    assert error.problem == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} tell no shape"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem", "line"),
+    [
+        (
+            {"question": "x", "answer": "y", "response": "z"},
+            "rows.jsonl may have its prompt in question and its answer in answer or response",
+            "fields: {prompt: question, answer: answer} or fields: {prompt: question, answer: response}",
+        ),
+        (
+            {"question": "x", "problem": "w", "answer": "y", "context": "c"},
+            "rows.jsonl may have its prompt in question with context or problem with context and its answer in answer",
+            'fields: {prompt: "{context}\\n\\n{question}", answer: answer} or fields: {prompt: "{context}\\n\\n{problem}", answer: answer}',
+        ),
+        (
+            {"instruction": "x", "input": "w", "context": "c", "output": "y"},
+            "rows.jsonl may have its prompt in instruction with context or input with context and its answer in output",
+            'fields: {prompt: "{context}\\n\\n{instruction}", answer: output} or fields: {prompt: "{context}\\n\\n{input}", answer: output}',
+        ),
+        (
+            {"question": "x", "answer": "y", "label": True},
+            "rows.jsonl may have its prompt in question and its answer in answer or label",
+            "fields: {prompt: question, answer: answer} or fields: {prompt: question, answer: label}",
+        ),
+        (
+            {"problem": "x", "solution": "y", "messages": [USER, ANSWER]},
+            "rows.jsonl can be read as chat messages (messages) or as question and answer (problem, solution)",
+            "fields: {messages: messages} or fields: {prompt: problem, answer: solution}",
+        ),
+        (
+            {"text": "x", "label": 1},
+            "rows.jsonl has text, label: plain text, or a prompt and an answer",
+            "fields: {text: text} or fields: {prompt: text, answer: label}",
+        ),
+        (
+            {"prompt": "x", "question": "w", "chosen": "y", "rejected": "z"},
+            "rows.jsonl may have its prompt in prompt or question",
+            "fields: {prompt: prompt, chosen: chosen, rejected: rejected} or fields: {prompt: question, chosen: chosen, rejected: rejected}",
+        ),
+        (
+            {"messages": [USER, ANSWER], "conversations": [HUMAN, GPT]},
+            "rows.jsonl may have its messages in messages or conversations",
+            "fields: {messages: messages} or fields: {messages: conversations}",
+        ),
+    ],
+)
+def test_what_can_be_read_in_two_ways_is_an_error_with_the_lines_to_write(value: Value, problem: str, line: str) -> None:
+    error = _error(value)
+    assert (error.problem, error.remedy) == (problem, f"say which: {line}")
+
+
+def test_of_two_candidates_an_empty_column_is_none() -> None:
+    assert _talk(_row({"question": "2+2", "problem": None, "answer": "4", "response": ""})) == PLAIN
+
+
+def test_of_very_many_columns_some_are_named_and_the_rest_counted() -> None:
+    assert _error({f"c{at}": "x" for at in range(100)}).problem.endswith(", c38, c39 and 60 more")
+
+
+@pytest.mark.parametrize("value", [{"a": "x", "b": "y"}, {}, {"prompt": "x"}, {"messages": "x"}, {"chosen": "x", "rejected": "y"}])
+def test_a_shape_that_is_not_recognised_is_an_error_with_the_columns(value: Value) -> None:
+    error = _error(value)
+    assert ", ".join(value) in error.problem
+    assert "fields: {" in error.remedy
+
+
+def test_a_source_without_records_is_an_error() -> None:
+    assert _error().problem == "rows.jsonl holds no records"
+
+
+def test_a_shape_can_be_sent_to_another_process() -> None:
+    shape = _shape({"question": "x", "answers": ["y"]})
+    assert pickle.loads(pickle.dumps(shape)) == shape
+
+
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=6) | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "text", "answer", "type"]), inner)
+    ),
+    max_leaves=8,
+)
+NAMES = (
+    *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question", "answer", "answers", "context"),
+    *("chosen", "rejected", "label", "kto_tag", "text", "image", "tools", "system", "history", "questions", "id"),
+)
+
+
+@settings(max_examples=150)
+@given(
+    first=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=5), second=st.dictionaries(st.sampled_from(NAMES) | st.text(), NESTED, max_size=5)
+)
+def test_any_record_gives_a_row_or_its_reason(first: Value, second: Value) -> None:
+    try:
+        shape = _shape(first)
+    except DataError as error:
+        str(error).encode()
+        return
+    for record in _records(first, second):
+        _check_told(shape.rows(record))
+
+
+VALID: tuple[Value, ...] = (
+    {"messages": [USER, ANSWER | {"reasoning": "r"}], "tools": TOOLS},
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ANSWER | {"tool_calls": [{"function": WEATHER}]}]},
+    {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(WEATHER)}, {"from": "observation", "value": "dry"}, GPT], "system": "s"},
+    {"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]], "system": "s"},
+    {"prompt": [USER], "completion": [ANSWER]},
+    {"question": "q", "context": ["c", "d"], "answers": [{"answer": "a"}, {"answer": "b"}], "image": {"bytes": b"x", "path": None}},
+    {"article": "d", "summary": "s"},
+    {"questions": ["q", "r"], "answers": ["a", "b"]},
+    {
+        "general_query_list": [{"query": "q", "answer": "a"}],
+        "specific_query_list": [{"query": "q", "answer": "a"}],
+        "meeting_transcripts": [{"speaker": "s", "content": "c"}],
+    },
+    {"Question": "q", "Best Answer": "a", "Correct Answers": "a; b", "Incorrect Answers": ["c"], "Best Incorrect Answer": "c"},
+    {"prompt": "p", "chosen": "c", "rejected": "r"},
+    {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "5"}},
+    {"prompt": "p", "completion": "c", "label": True},
+    {"conversations": [HUMAN, GPT], "kto_tag": False},
+    {"text": "t"},
+    {"snt": "s", "amr": "(a / b)"},
+)
+
+
+def _deep(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = {"text": [value]}
+    return value
+
+
+JUNK: tuple[Any, ...] = (
+    None,
+    "",
+    " ",
+    0,
+    -1.5,
+    float("inf"),
+    True,
+    [],
+    {},
+    [[]],
+    [{}],
+    [None],
+    {"a": None},
+    b"\x00",
+    "\ud800",
+    "🙂\u2028\x00",
+    "<image>",
+    _deep(300),
+    ["a"] * 3,
+)
+
+
+def _mutated(value: Any, chance: random.Random) -> Any:
+    """With one place, at any depth, dropped or replaced by junk."""
+    if isinstance(value, dict) and value and chance.random() < 0.8:
+        key = chance.choice(sorted(value))
+        rest = {name: entry for name, entry in value.items() if name != key}
+        return rest if chance.random() < 0.2 else rest | {key: _mutated(value[key], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.7:
+        at = chance.randrange(len(value))
+        return [*value[:at], _mutated(value[at], chance), *value[at + 1 :]]
+    return chance.choice(JUNK)
+
+
+def _check_told(rows: list[Row | BadRow]) -> None:
+    assert rows
+    for row in rows:
+        if isinstance(row, BadRow):
+            row.reason.encode()
+            assert row.reason
+        else:
+            assert row.text or (row.messages and row.messages[-1].role == "assistant")
+            "".join(message.content for message in row.messages + row.rejected).encode()
+
+
+def test_five_thousand_damaged_records_are_told_without_a_crash() -> None:
+    chance = random.Random(4)
+    num_bad = 0
+    for at in range(5000):
+        valid = VALID[at % len(VALID)]
+        damaged = _mutated(valid, chance)
+        record = Record("rows.jsonl", at, damaged if isinstance(damaged, dict) else {"junk": damaged})
+        rows = _shape(valid).rows(record)
+        _check_told(rows)
+        num_bad += any(isinstance(row, BadRow) for row in rows)
+        try:
+            _check_told(find_shape([record], Fields(), source="rows.jsonl").rows(record))
+        except DataError as error:
+            str(error).encode()
+    assert 2000 < num_bad < 5000

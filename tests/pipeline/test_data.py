@@ -1,0 +1,164 @@
+"""The data of a spec is prepared once and kept by content; what only judges the result does not make another one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finefit.artifacts.records import Preparation
+from finefit.data.prepared import prepare
+from finefit.errors import DataError
+from finefit.facts.files import finefit_cache, read_file
+from finefit.pipeline import data
+from finefit.pipeline.data import RECORD, PreparedData, find_sources, missing, prepare_data, present
+from finefit.spec.load import load_spec
+from tests.conftest import make_rows, write_jsonl
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Grows with every preparation; the cache is empty at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folders: list[Path] = []
+
+    def counted(*arguments: Any, folder: Path, **named: Any) -> Preparation:
+        folders.append(folder)
+        return prepare(*arguments, folder=folder, **named)
+
+    monkeypatch.setattr("finefit.data.prepared.prepare", counted)
+    return folders
+
+
+def _prepare(spec_path: Path, *overrides: str) -> PreparedData:
+    return prepare_data(load_spec(spec_path, overrides), spec_path.parent, spec_path.parent / "model")
+
+
+def _kept() -> list[Path]:
+    """Hidden ones too: nothing half-made may stay."""
+    root = finefit_cache() / "prepared"
+    return sorted(root.iterdir()) if root.exists() else []
+
+
+def test_a_preparation_is_made_once_and_read_again(project: Path, made: list[Path]) -> None:
+    first, second = _prepare(project), _prepare(project)
+    assert len(made) == 1
+    assert second == first
+    assert _kept() == [first.folder]
+    assert {name: read_file(first.path(name), first.folder).sha256 for name in first.record.files} == first.record.files
+
+
+def test_an_equal_project_elsewhere_shares_it(project: Path, tmp_path: Path, made: list[Path]) -> None:
+    moved = shutil.copytree(project.parent, tmp_path / "moved")
+    assert _prepare(moved / "spec.yaml").folder == _prepare(project).folder
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.bad_rows=drop", "data.drop_at_most=0.5", "data.cut_at_most=0.9", "data.packing=none", "optimizer.lr=1", "global_batch=2", "name=other"],
+)
+def test_what_only_judges_or_comes_later_makes_no_other(project: Path, made: list[Path], override: str) -> None:
+    assert _prepare(project, override).folder == _prepare(project).folder
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=8",
+        "data.max_tokens=1000",
+        "data.too_long=drop",
+        "data.turns=last",
+        "data.overlap=drop",
+        "data.template=plain",
+        "data.template_options={style: brief}",
+        "data.train.0.weight=2",
+        "data.train.0.limit=9",
+        "data.validation={share: 0.2}",
+        "data.test=null",
+    ],
+)
+def test_every_setting_that_a_row_depends_on_makes_another(project: Path, made: list[Path], override: str) -> None:
+    assert _prepare(project, override).folder != _prepare(project).folder
+    assert len(made) == 2
+
+
+def _another_row(folder: Path) -> None:
+    write_jsonl(folder / "validation.jsonl", make_rows(4, seed=3))
+
+
+def _another_template(folder: Path) -> None:
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|end|>", "<|end|> "))
+
+
+def _another_vocabulary(folder: Path) -> None:
+    tokenizer = folder / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|system|>", "<|sys|>"))
+
+
+@pytest.mark.parametrize("change", [_another_row, _another_template, _another_vocabulary])
+def test_other_content_makes_another(project: Path, made: list[Path], change: Callable[[Path], None]) -> None:
+    before = _prepare(project)
+    change(project.parent)
+    assert _prepare(project).folder != before.folder
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("spoil", [lambda folder: (folder / RECORD).write_text("{"), lambda folder: (folder / "train.safetensors").unlink()])
+def test_a_damaged_preparation_is_made_again(project: Path, made: list[Path], spoil: Callable[[Path], object]) -> None:
+    first = _prepare(project)
+    spoil(first.folder)
+    assert _prepare(project) == _prepare(project) == first
+    assert len(made) == 2
+
+
+def test_a_preparation_that_fails_leaves_nothing_behind(project: Path, made: list[Path]) -> None:
+    write_jsonl(project.parent / "train.jsonl", [{"question": "Why?", "answer": "So.", "response": "Because."}])
+    with pytest.raises(DataError, match=r"train\.jsonl may have its prompt in question and its answer in answer or response"):
+        _prepare(project)
+    assert len(made) == 1
+    assert _kept() == []
+
+
+def test_another_process_that_was_first_is_left_alone(project: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _prepare(project)
+    before = (first.folder / RECORD).stat().st_mtime_ns
+    looks = iter([None])  # at first it is not there
+    monkeypatch.setattr(data, "_kept", lambda folder, kept=data._kept: next(looks, kept(folder)))
+    assert _prepare(project) == first
+    assert len(made) == 2
+    assert (first.folder / RECORD).stat().st_mtime_ns == before
+    assert _kept() == [first.folder]
+
+
+@pytest.mark.usefixtures("made")
+def test_only_the_last_used_are_kept(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_MOST_KEPT", 2)
+    first, second = _prepare(project, "seed=1"), _prepare(project, "seed=2")
+    _prepare(project, "seed=1")
+    third = _prepare(project, "seed=3")
+    assert set(_kept()) == {first.folder, third.folder} != {second.folder}
+
+
+def test_files_that_are_not_there_are_told_all_at_once(project: Path) -> None:
+    for name in ("train", "test"):
+        (project.parent / f"{name}.jsonl").unlink()
+    spec = load_spec(project)
+    assert missing(spec.data, project.parent) == ("train.jsonl", "test.jsonl")
+    assert present(spec.data, project.parent).test is None
+    assert present(spec.data, project.parent).validation == spec.data.validation
+    with pytest.raises(DataError, match=r"train\.jsonl does not exist (.|\n)*test\.jsonl does not exist"):
+        find_sources(spec.data, project.parent)
+
+
+def test_a_joined_file_is_one_of_the_sources_own(project: Path) -> None:
+    write_jsonl(project.parent / "answers.jsonl", [{"question_id": 1, "answer": "4"}])
+    spec = load_spec(project, ("data.train.0.fields={prompt: question, answer: answer, join: answers.jsonl}",))
+    (files,) = find_sources(spec.data, project.parent)["train"]
+    assert [path.name for path in files] == ["train.jsonl", "answers.jsonl"]
+    (project.parent / "answers.jsonl").unlink()
+    with pytest.raises(DataError, match=r"answers\.jsonl does not exist"):
+        find_sources(spec.data, project.parent)

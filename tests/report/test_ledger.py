@@ -1,0 +1,94 @@
+"""What became of the rows, in words and as a document."""
+
+import io
+from dataclasses import asdict, replace
+
+from rich.console import Console
+
+from finefit.artifacts.journal import Journal
+from finefit.artifacts.records import Lengths, Preparation, SourceLedger
+from finefit.artifacts.rundir import RunDir
+from finefit.pipeline.create import stage_of
+from finefit.report.ledger import ledger_document, ledger_lines, show_ledger
+
+TRAIN = SourceLedger(
+    split="train",
+    source="rows.csv",
+    shape="question and answer",
+    mapping={"prompt": "question", "answer": "reply"},
+    records=1000,
+    read=1200,
+    used=1190,
+    cut=3,
+    cut_tokens=450,
+    dropped={"too long": 8, "unusable": 2},
+    examples=1195,
+    repeated=1195,
+    tokens=12345,
+    supervised_tokens=4938,
+)
+TEST = replace(
+    TRAIN, split="test", records=1, read=1, used=1, cut=0, cut_tokens=0, dropped={}, examples=0, repeated=0, tokens=77, supervised_tokens=0
+)
+FOUND = Preparation(
+    sources=(TRAIN, TEST),
+    faults=(),
+    notes=(),
+    lengths=Lengths(num_rows=2390, longest=99, mean=10.0, supervised=50, mean_supervised=4.0, source="counted"),
+    template_sha256="",
+    largest_token=9,
+    vocabulary=10,
+    pad_is_end=False,
+    files={},
+)
+COUNTS = (
+    "1,000 records; 1,200 rows; 1,190 used (3 cut, 450 tokens of their prompts lost); 10 dropped (too long 8, unusable 2); "
+    "1,195 sequences; 1,195 repeated by weight"
+)
+
+
+def test_a_source_is_told_with_its_mapping_counts_and_tokens() -> None:
+    shown = io.StringIO()
+    show_ledger(FOUND, Console(file=shown, width=40, highlight=False))
+    assert [line.rstrip() for line in shown.getvalue().splitlines()] == [
+        "train       rows.csv",
+        "            read as question and answer: prompt = question, answer = reply",
+        f"            {COUNTS}",
+        "            12,345 tokens, 4,938 supervised (40%)",
+        "test        rows.csv",
+        "            read as question and answer: prompt = question, answer = reply",
+        "            1 record; 1 used",
+        "            77 tokens of prompts",
+    ]
+
+
+def test_the_ledger_of_a_run_has_one_line_for_each_source(run: RunDir) -> None:
+    where = stage_of(run)
+    with Journal(where.ledger) as ledger:
+        ledger.write(**asdict(TRAIN))
+        ledger.write(split="train", source="rows.csv", row=4, part=0, what="dropped", reason="too long: 99 tokens")
+    assert ledger_lines(where) == [
+        "train train.jsonl: 22 records; 22 used; 1,453 tokens, 605 supervised (42%)",
+        "validation validation.jsonl: 4 records; 4 used; 228 tokens, 114 supervised (50%)",
+        "test test.jsonl: 5 records; 5 used; 167 tokens of prompts",
+        f"train rows.csv: {COUNTS}; 12,345 tokens, 4,938 supervised (40%)",
+    ]
+
+
+def test_the_document_has_the_sums_and_every_source() -> None:
+    document = ledger_document(FOUND)
+    first, second = document.pop("sources")
+    assert document == {
+        "records": 1001,
+        "read": 1201,
+        "used": 1191,
+        "cut": 3,
+        "cut_tokens": 450,
+        "examples": 1195,
+        "repeated": 1195,
+        "tokens": 12422,
+        "supervised_tokens": 4938,
+        "dropped": {"too long": 8, "unusable": 2},
+    }
+    assert first == asdict(TRAIN)
+    assert second == asdict(TEST)
