@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process is one core
 
@@ -36,6 +37,7 @@ from finefit.spec.schema import Data
 REPEATS = 3
 ROWS = 20_000
 MILLION = 1_000_000
+SCALED = 200_000
 MAX_TOKENS = 2048
 GLOBAL_BATCH = 64
 
@@ -44,10 +46,15 @@ def data_of(path: Path) -> Data:
     return Data.model_validate({"train": [{"path": str(path)}], "max_tokens": MAX_TOKENS, "too_long": "drop"}, strict=False)
 
 
-def prepared(path: Path, tokenizer: Path, folder: Path) -> tuple[float, Examples]:
-    began = time.perf_counter()
+class Seconds(NamedTuple):
+    wall: float
+    processor: float
+
+
+def prepared(path: Path, tokenizer: Path, folder: Path) -> tuple[Seconds, Examples]:
+    began, used = time.perf_counter(), time.process_time()
     prepare(data_of(path), base=Path(), tokenizer=tokenizer, seed=0, folder=folder)
-    return time.perf_counter() - began, Examples(folder / "train.safetensors")
+    return Seconds(time.perf_counter() - began, time.process_time() - used), Examples(folder / "train.safetensors")
 
 
 def in_processes(count: int) -> None:
@@ -57,24 +64,22 @@ def in_processes(count: int) -> None:
 
 
 def speed(path: Path, tokenizer: Path) -> dict[str, Any]:
-    """The bare loop gets the finished texts in a list and throws the tokens away; preparation reads, detects, renders, masks, compares, writes."""
+    """The bare loop gets the finished texts in a list and throws the tokens away; preparation reads, detects, renders, masks, compares, writes.
+    Both in one process, in seconds of its own processor time, by turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = enlarged(path, folder / "rows.jsonl")
         in_processes(1)
         _, examples = prepared(rows, tokenizer, fresh(folder, "warm"))
         renderer = open_renderer(tokenizer, "chat")
-        texts = renderer.tokenizer.batch_decode([list(e.tokens) for e in examples])
+        texts = renderer.tokenizer.batch_decode([list(e.tokens) for e in examples], clean_up_tokenization_spaces=False)
         bare = renderer.tokenizer.backend_tokenizer
-        loops, ours, both = [], [], []
+        loops, ours = [], []
         for at in range(REPEATS):
-            began = time.perf_counter()
+            began = time.process_time()
             num_tokens = sum(len(bare.encode(text, add_special_tokens=False).ids) for text in texts)
-            loops.append(time.perf_counter() - began)
-            in_processes(1)
-            ours.append(prepared(rows, tokenizer, fresh(folder, f"one-{at}"))[0])
-            in_processes(2)
-            both.append(prepared(rows, tokenizer, fresh(folder, f"two-{at}"))[0])
+            loops.append(time.process_time() - began)
+            ours.append(prepared(rows, tokenizer, fresh(folder, f"one-{at}"))[0].processor)
         return {
             "file": path.name,
             "rows": len(examples),
@@ -83,8 +88,20 @@ def speed(path: Path, tokenizer: Path) -> dict[str, Any]:
             "bare_seconds": round(statistics.median(loops), 3),
             "prepare_seconds": round(statistics.median(ours), 3),
             "of_bare": round(statistics.median(loops) / statistics.median(ours), 3),
-            "two_processes_seconds": round(statistics.median(both), 3),
         }
+
+
+def scaling(tokenizer: Path) -> dict[str, Any]:
+    """Wall seconds with one process and with two, the start of the second included."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(islice(million_rows(), SCALED))
+        found: dict[str, Any] = {"rows": SCALED}
+        for count in (1, 2):
+            in_processes(count)
+            found[f"seconds_of_{count}"] = round(prepared(folder / "rows.jsonl", tokenizer, fresh(folder, str(count)))[0].wall, 1)
+    return found
 
 
 def fresh(folder: Path, name: str) -> Path:
@@ -157,16 +174,16 @@ def prepare_million() -> dict[str, Any]:
         folder = Path(name)
         with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(million_rows())
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seconds, examples = prepared(folder / "rows.jsonl", converted(find("smollm2-135m")), fresh(folder, "out"))
-        here, child = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        here = int(status["VmHWM"].split()[0])
         return {
             "rows": len(examples),
             "tokens": int(examples.lengths.sum()),
-            "seconds": round(seconds, 1),
-            "bytes_before": before * 1024,
+            "seconds": round(seconds.wall, 1),
             "peak_bytes": here * 1024,
-            "peak_bytes_of_a_child": child * 1024,
+            "peak_bytes_of_each_of_two_children": child * 1024,
         }
 
 
@@ -178,13 +195,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "own.jsonl"
         with own.open("w", encoding="utf-8") as file:
-            file.writelines(line for line, _ in zip(million_rows(), range(ROWS), strict=False))
+            file.writelines(islice(million_rows(), ROWS))
         files = [Path(path).resolve() for path in sys.argv[2:]] or [own]
         result = {
             "date": datetime.now(UTC).date().isoformat(),
             "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
             "versions": {name: version(name) for name in ("transformers", "tokenizers", "numpy")},
             "speed": [speed(path, tokenizer) for path in files],
+            "scaling": scaling(tokenizer),
             "packing": [packing(path, tokenizer) for path in files],
             "million": memory(),
         }

@@ -60,7 +60,7 @@ def test_the_extension_tells_the_format_of_a_file(tmp_path: Path, ending: str, f
     assert (file.path.read_text(), file.name, file.format) == (LINE, f"./data/my.rows{ending}", form)
 
 
-@pytest.mark.parametrize("name", ["rows.xlsx", "rows", "rows.parquet.gz", "rows.jsonl.zst"])
+@pytest.mark.parametrize("name", ["rows.xlsx", "rows", "rows.parquet.gz", "rows.jsonl.zst", "citations.xlsx", "notice.db"])
 def test_an_unknown_extension_is_an_error_that_lists_the_known(tmp_path: Path, name: str) -> None:
     _make(tmp_path, f"data/{name}")
     for path in (f"data/{name}", "data", "data/*"):
@@ -88,6 +88,29 @@ def test_a_folder_gives_all_data_below_it_in_order_and_nothing_else(tmp_path: Pa
         assert [file.path.resolve() for file in files] == [tmp_path / name for name in expected]
     assert _names("./data/", tmp_path) == expected
     assert _names(str(tmp_path / "data"), tmp_path / "elsewhere") == [str(tmp_path / name) for name in expected]
+
+
+def test_a_glob_takes_every_file_with_a_data_extension_whatever_its_name(tmp_path: Path) -> None:
+    names = ["citations.jsonl", "dataset_info.json", "facts.jsonl", "license.jsonl", "notices.jsonl", "readme.jsonl", "state.json"]
+    _make(tmp_path, *(f"parts/{name}" for name in names), "parts/README.txt", "parts/README.md", "parts/LICENSE")
+    for ending in ("jsonl", "json", "txt"):
+        expected = [f"parts/{name}" for name in [*names, "README.txt"] if name.endswith(f".{ending}")]
+        assert _names(f"parts/*.{ending}", tmp_path) == expected
+    assert "parts/README.txt" in _fault("parts/*", tmp_path).problem
+    assert _names("parts/[fRL]*[!t]", tmp_path) == ["parts/facts.jsonl"]
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet", "txt", "jsonl.gz"])
+def test_a_name_alone_leaves_no_file_of_a_folder_out(tmp_path: Path, ending: str) -> None:
+    names = [f"data/{stem}.{ending}" for stem in ("changelogs", "citations", "licenses", "notices", "state", "states")]
+    _make(tmp_path, *names, "data/README.txt", "data/LICENSE-MIT.txt", "data/citation.txt", "data/NOTICE", "data/CHANGELOG.md", "data/LICENSE-2.0")
+    assert _names("data", tmp_path) == names
+
+
+def test_what_datasets_writes_beside_its_rows_is_left_out_of_a_folder(tmp_path: Path) -> None:
+    _make(tmp_path, "d/dataset_dict.json", "d/train/data-00000-of-00001.arrow", "d/train/cache-1f.arrow", "d/train/state.json")
+    _make(tmp_path, "d/train/dataset_info.json", "d/dataset_infos.json")
+    assert _names("d", tmp_path) == ["d/train/data-00000-of-00001.arrow"]
 
 
 def test_linked_folders_are_entered_once(tmp_path: Path) -> None:

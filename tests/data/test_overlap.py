@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finefit.data.fingerprint import Fingerprint, fingerprint, held_share, normalise, prompt_key
+from finefit.data.fingerprint import Fingerprint, fingerprint, held_share, normalise, prompt_key, system_is_content
 from finefit.data.overlap import DuplicateReport, Overlap, OverlapIndex, TrainDuplicates, common_windows
 from finefit.data.rows import Image, Message, Row, ToolCall
 from finefit.errors import DataError
@@ -42,17 +42,23 @@ def _text(text: str, number: int = 1, source: str = "rows.jsonl") -> Row:
     return Row(source=source, number=number, text=text)
 
 
-def _overlaps(train: Sequence[Row], test: Sequence[Row]) -> list[Overlap]:
-    fingerprints = [fingerprint(row) for row in train]
+def _chat(*said: str, system: str = "", num_given: int = 0) -> Row:
+    opening = (Message("system", system),) if system else ()
+    turns = tuple(Message("assistant" if i % 2 else "user", text) for i, text in enumerate(said))
+    return Row(source="rows.jsonl", number=1, messages=opening + turns, num_given=num_given)
+
+
+def _overlaps(train: Sequence[Row], test: Sequence[Row], *, with_system: bool = False) -> list[Overlap]:
+    fingerprints = [fingerprint(row, with_system=with_system) for row in train]
     index = OverlapIndex(common_windows(fingerprints))
     for row in test:
-        index.add_held("test", row, fingerprint(row))
+        index.add_held("test", row, fingerprint(row, with_system=with_system))
     found = (index.find(row, fp) for row, fp in zip(train, fingerprints, strict=True))
     return [overlap for overlap in found if overlap]
 
 
-def _kind(row: Row, held: Row) -> str | None:
-    found = _overlaps([row], [held])
+def _kind(row: Row, held: Row, *, with_system: bool = False) -> str | None:
+    found = _overlaps([row], [held], with_system=with_system)
     return found[0].kind if found else None
 
 
@@ -124,6 +130,23 @@ def test_rows_held_after_the_first_search_are_found_too() -> None:
         assert (found.kind, found.other) == ("near", row.place)
 
 
+def test_rows_of_a_split_that_come_in_turn_with_searches_from_it_do_not_rebuild_the_table() -> None:
+    index = OverlapIndex(np.empty(0, np.uint32))
+    held = _text(_prose(22, 200))
+    index.add_held("test", held, fingerprint(held))
+    tables = set()
+    for i in range(5):
+        row = _text(_prose(900 + i, 200), i)
+        assert index.find(row, fingerprint(row), "validation") is None
+        index.add_held("validation", row, fingerprint(row))
+        tables.add(id(index._table))
+    assert len(tables) == 1
+    near = _text(_changed(_prose(903, 200), 30))
+    found = index.find(near, fingerprint(near))
+    assert found is not None
+    assert (found.other_split, found.other) == ("validation", "rows.jsonl:3")
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -132,6 +155,12 @@ def test_rows_held_after_the_first_search_are_found_too() -> None:
         ("What is 3 / 5?", "What is 3 + 5?"),
         ("What is |-5|?", "What is |5|?"),
         ("Is a < b?", "Is a > b?"),
+        ("Compute f'(x).", "Compute f(x)."),
+        ("Compute f′(x).", "Compute f(x)."),
+        ("What is type([1])?", "What is type((1))?"),
+        ("What does echo `date` print?", "What does echo 'date' print?"),
+        ("What does print(“a”) show?", "What does print(a) show?"),
+        ("「春」是什么？", "《春》是什么？"),
         ("???", "!"),
         ("मेरा नाम", "मेरी नाम"),  # a vowel sign is part of its letter
         ("mẹ tôi nấu cơm", "mẹ tôi nấu canh"),
@@ -147,6 +176,9 @@ def test_different_questions_stay_different(one: str, other: str) -> None:
     ("one", "other"),
     [
         ("Who wrote “Emma”?", 'who wrote "EMMA"'),
+        ("It’s John‘s «book»", "it's john's \"book\"."),
+        ("Is f′(x) > 0?", "is f'(x) > 0"),
+        ("Was ist （x） „hier“?", 'was ist (x) "hier"'),
         ("MẸ TÔI NẤU CƠM.", unicodedata.normalize("NFD", "mẹ tôi nấu cơm")),
         ("他读书，她写信。", "他读书,她写信"),
         ("Ｆｕｌｌ　ｗｉｄｔｈ", "full width"),
@@ -167,6 +199,34 @@ def test_a_long_template_does_not_make_rows_alike(num_train: int, num_test: int,
     rows = [_ask(f"{template}\n\n{_prose(100 + i, payload_words)} {i}\n\n{template[:200]}", number=i) for i in range(num_train + num_test)]
     assert _overlaps(rows[:num_train], rows[num_train:]) == []
     assert _duplicates(rows).near == 0
+
+
+@pytest.mark.parametrize(("num_train", "num_held"), [(8, 2), (10, 10), (2, 10), (40, 10), (25, 25)])
+@pytest.mark.parametrize("template_bytes", [300, 1200])
+def test_a_template_in_all_rows_of_a_small_set_does_not_make_rows_alike(num_train: int, num_held: int, template_bytes: int) -> None:
+    for seed in range(20):
+        template = _prose(1000 + seed, 300)[:template_bytes]
+        rows = [_ask(f"{template} {_prose(2000 + 100 * seed + i, 20)[:40]}", number=i) for i in range(num_train + num_held)]
+        assert _overlaps(rows[:num_train], rows[num_train:]) == []
+
+
+@pytest.mark.parametrize("num_copies", [3, 5])
+def test_a_few_near_copies_of_a_held_out_prompt_are_no_template(num_copies: int) -> None:
+    prompt = _prose(20, 100)[:550]
+    others = [_ask(_prose(600 + i, 100), number=100 + i) for i in range(20)]
+    copies = [_ask(f"{prompt} {_prose(700 + i, 1)}", number=i) for i in range(num_copies)]
+    held = _ask(prompt, source="test.jsonl")
+    assert [(o.kind, o.row) for o in _overlaps([*others, *copies], [held])] == [("near", f"rows.jsonl:{i}") for i in range(num_copies)]
+    one_copied = _overlaps([held, *others], [replace(row, source="test.jsonl") for row in (*copies, *others)])
+    assert [(o.kind, o.row) for o in one_copied][:1] == [("near", "test.jsonl:1")]
+
+
+def test_many_near_copies_are_found_in_a_larger_set_up_to_twenty() -> None:
+    prompt = _prose(21, 100)[:550]
+    others = [_ask(_prose(3000 + i, 60), number=100 + i) for i in range(200)]
+    for num_copies, num_found in ((20, 20), (21, 0)):
+        copies = [_ask(f"{prompt} {_prose(4000 + i, 1)}{i}", number=i) for i in range(num_copies)]
+        assert len(_overlaps([*others, *copies], [_ask(prompt)])) == num_found
 
 
 def test_a_short_payload_under_a_long_template_is_compared_as_a_whole_only() -> None:
@@ -214,6 +274,77 @@ def test_the_system_message_plays_no_part_unless_it_is_all_there_is() -> None:
     unasked = [Row(source="r", number=1, messages=(Message("assistant", text),)) for text in ("Good day.", "Good night.")]
     assert _kind(unasked[0], unasked[1]) is None
     assert _kind(unasked[0], unasked[0]) == "row"
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_question_of_an_earlier_turn_that_is_trained_on_is_found(system: str) -> None:
+    peru, chile = "What is the capital of Peru?", "And of Chile?"
+    train = _chat(peru, "Lima", chile, "Santiago", "Thanks!", "Welcome.", system=system)
+    found = _overlaps([train], [_ask("what is the capital of peru", source="test.jsonl")])
+    assert [(o.kind, o.row, o.other, o.how) for o in found] == [("turn", "rows.jsonl:1", "test.jsonl:1", "asks it in an earlier turn")]
+    for asked, kind in (
+        (_chat(peru, "Lima", chile, "?"), "turn"),  # all before the second answer
+        (_chat(chile, "?"), "turn"),  # the user alone
+        (_chat("Thanks!", "?"), None),  # the last answer is compared with all before it
+        (_chat(peru, "Lima", chile, "Santiago", "Thanks!", "?"), "prompt"),
+        (_chat("Lima", "?"), None),
+    ):
+        assert _kind(train, asked) == kind
+    given = len(train.messages) - 1
+    assert _kind(replace(train, num_given=given), _chat(peru, "Lima")) is None
+    assert _kind(replace(train, num_given=given - 2), _chat(chile, "?")) == "turn"
+    assert _kind(replace(train, num_given=given - 2), _chat(peru, "?")) is None
+    assert fingerprint(train, turns="last").turns == ()
+
+
+def test_an_earlier_turn_is_about_its_image_and_its_system_message() -> None:
+    train = replace(_chat("What is it?", "A cat.", "And its colour?", "Red.", system="Doc A"), images=(Image(data=b"1"),))
+    held = _ask("What is it?", system="Doc B")
+    assert _kind(train, replace(held, images=(Image(data=b"1"),))) == "turn"
+    assert _kind(train, replace(held, images=(Image(data=b"2"),))) is None
+    assert _kind(train, held) is None
+    same = replace(train, images=())
+    assert _kind(same, held) == "turn"
+    assert _kind(same, held, with_system=True) is None
+    assert _kind(same, _ask("And its colour?", system="doc a"), with_system=True) is None  # asked by the last answer only
+    assert _kind(same, _ask("What is it?", system="doc a"), with_system=True) == "turn"
+
+
+def test_a_row_of_one_turn_has_no_earlier_ones() -> None:
+    assert fingerprint(_ask("Who?", system="Be brief.")).turns == ()
+    assert fingerprint(_text("Who?")).turns == ()
+    assert fingerprint(_chat("Who?")).turns == ()
+    greeted = Row(source="r", number=1, messages=(Message("assistant", "Hello."), Message("user", "Who?"), Message("assistant", "Me.")))
+    assert fingerprint(greeted).turns == ()
+
+
+def test_a_system_message_with_content_tells_rows_apart() -> None:
+    documents = [_prose(800 + i, 120) for i in range(6)]
+    rows = [_ask("Summarise the document.", number=i, system=text) for i, text in enumerate(documents)]
+    assert {o.kind for o in _overlaps(rows[:3], rows[3:])} == {"row"}
+    assert system_is_content(rows)
+    assert _overlaps(rows[:3], rows[3:], with_system=True) == []
+    assert len({prompt_key(row, with_system=True) for row in rows}) == 6
+    assert len({prompt_key(row) for row in rows}) == 1
+    held = [
+        _ask("Summarise the document.", "no", system=documents[0]),
+        _ask("Summarise the document", system=documents[1].upper()),
+        _ask("Summarise the document.", system=_changed(documents[2], 60)),
+    ]
+    assert [o.kind for o in _overlaps(rows, held, with_system=True)] == ["prompt", "normalised", "near"]
+
+
+def test_few_system_messages_for_many_rows_are_no_content() -> None:
+    def spoken(num_systems: int, num_rows: int) -> list[Row]:
+        return [_ask(f"What is {i}?", system=f"You are {i % num_systems}.") for i in range(num_rows)]
+
+    assert not system_is_content([])
+    assert not system_is_content(_ask("Who?") for _ in range(9))
+    assert not system_is_content(spoken(2, 4))
+    assert system_is_content(spoken(3, 29))
+    assert not system_is_content(spoken(3, 30))
+    assert system_is_content([*spoken(3, 29), *(_ask("Who?") for _ in range(100))])
+    assert not system_is_content(_ask("Who?", system=text) for text in ("Be brief.", "be brief", "BE BRIEF!"))
 
 
 def test_what_belongs_to_an_answer_decides_between_row_and_prompt() -> None:
@@ -354,6 +485,13 @@ ROWS = st.lists(
 def test_a_row_overlaps_with_itself(question: str, text: str) -> None:
     assert _kind(_ask(question), _ask(question)) == "row"
     assert _kind(_text(text), _text(text)) == "row"
+
+
+@given(st.lists(st.one_of(st.text(), st.text("aß.(\u0301\u0345\u200d ，’"), st.just("?!")), min_size=1, max_size=4), st.booleans())
+def test_a_conversation_asks_in_an_earlier_turn_what_its_beginning_asks(said: list[str], with_system: bool) -> None:
+    begun = _chat(*(text for question in said for text in (question, "so")), system="Doc")
+    longer = replace(begun, messages=(*begun.messages, Message("user", "and"), Message("assistant", "so")))
+    assert fingerprint(begun, with_system=with_system).prompt in fingerprint(longer, with_system=with_system).turns
 
 
 @given(ROWS, ROWS, st.randoms(use_true_random=False))

@@ -56,6 +56,12 @@ def test_a_row_larger_than_a_pack_is_an_error_and_not_a_row_less() -> None:
         best_fit([3, 9], [1, 1], max_tokens=8, max_supervised=8)
 
 
+def test_the_cost_is_that_of_the_rows_and_not_of_the_capacity() -> None:
+    rows = list(range(1, 11))
+    assert best_fit(rows, rows, max_tokens=10**9, max_supervised=10**9, max_rows=5) == [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0]]
+    assert best_fit([10**9, 1, 1], [1, 1, 1], max_tokens=10**9, max_supervised=1) == [[0], [1], [2]]
+
+
 def test_a_hundred_thousand_rows_fill_their_packs_within_seconds() -> None:
     chance = np.random.RandomState(0)
     lengths = np.clip(chance.lognormal(5.3, 0.7, 100_000).astype(int), 8, 2048)

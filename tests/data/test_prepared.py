@@ -1,9 +1,12 @@
 """Sources in, examples and a ledger out: used + dropped = read, and what was dropped has its place and its reason."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,8 +17,9 @@ from finefit.data import pieces
 from finefit.data.items import read_items
 from finefit.data.prepared import prepare
 from finefit.data.render import open_renderer
+from finefit.data.selection import Choice, together
 from finefit.data.store import Examples
-from finefit.errors import DataError
+from finefit.errors import DataError, WorkerDied
 from finefit.spec.schema import Data
 from tests.conftest import make_tokenizer, write_jsonl
 
@@ -218,3 +222,96 @@ def test_records_say_what_they_were_read_as(tmp_path: Path, tokenizer: Path) -> 
     ledger = source(prepared(tmp_path, tokenizer, {"train": [{"path": "a.json"}]})[0])
     assert ledger.mapping
     assert "output" in " ".join(ledger.mapping.values())
+
+
+def test_rows_held_out_of_train_that_stand_in_test_are_dropped_where_that_is_asked_for(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [qa(n) for n in range(12)]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "test.jsonl", rows[:8])
+    data = {"train": [{"path": "train.jsonl"}], "validation": {"share": 0.5}, "test": {"path": "test.jsonl"}, "overlap": "drop"}
+    found, _ = prepared(tmp_path, tokenizer, data)
+    dropped = [source(found, split).dropped.get("stands in test", 0) for split in ("train", "validation")]
+    assert sum(dropped) == 8
+    assert min(dropped) > 0
+    assert found.faults == ()
+
+
+def test_judged_answers_are_no_references(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
+    write_jsonl(tmp_path / "test.jsonl", [{"prompt": "jetty?", "completion": "wrong", "label": False}])
+    with pytest.raises(DataError, match=r"test\.jsonl holds answers with a verdict"):
+        prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}})
+
+
+def test_a_test_row_whose_image_would_be_missing_is_not_asked(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what colour?"}]
+    chats = [[{"role": "user", "content": content}, {"role": "assistant", "content": "red"}] for content in ("knoll?", parts)]
+    write_jsonl(tmp_path / "test.jsonl", [{"messages": messages} for messages in chats])
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}})
+    assert (source(found, "test").used, source(found, "test").dropped) == (1, {"unusable": 1})
+    assert len(read_items(out / "test.jsonl")) == 1
+
+
+def test_test_prompts_that_are_cut_are_counted(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
+    write_jsonl(tmp_path / "test.jsonl", [qa(40), qa(41, length=300)])
+    data = Data.model_validate({"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}, "too_long": "cut_prompt"}, strict=False)
+    out = tmp_path / "out"
+    out.mkdir()
+    found = prepare(data, base=tmp_path, tokenizer=tokenizer, seed=0, folder=out, max_prompt_tokens=64)
+    ledger = source(found, "test")
+    assert (ledger.used, ledger.cut) == (2, 1)
+    assert ledger.cut_tokens > 200
+    assert found.lengths is not None
+    assert found.lengths.prompt is not None
+    assert found.lengths.prompt <= 64
+
+
+def test_the_rows_of_a_record_stay_on_one_side(tmp_path: Path, tokenizer: Path) -> None:
+    records = [
+        {"questions": [f"{WORDS[n % 16]} {n} {w}?" for w in ("who", "what", "where")], "answers": ["a", "b", "c"], "id": str(n)} for n in range(20)
+    ]
+    write_jsonl(tmp_path / "a.jsonl", records)
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "validation": {"share": 0.2}})
+    assert source(found, "validation").used == 12
+    renderer = open_renderer(tokenizer, "chat")
+
+    def numbers(split: str) -> set[str]:
+        texts = renderer.tokenizer.batch_decode([list(e.tokens) for e in Examples(out / f"{split}.safetensors")])
+        return {text.split()[1] for text in texts}
+
+    assert not numbers("train") & numbers("validation")
+
+
+def test_a_process_of_the_pool_that_is_killed_is_named(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
+    monkeypatch.setattr(pieces, "_BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(pieces, "count_cores", lambda: 2)
+    monkeypatch.setattr(pieces, "_start_worker", _die)
+    with pytest.raises(WorkerDied, match="was killed") as caught:
+        prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
+    assert "memory" in caught.value.remedy
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused() -> None:
+    choice = Choice(taken=np.array([True, False]))
+    choice.require(1, "a.jsonl")
+    with pytest.raises(DataError, match="changed while it was read"):
+        choice.require(2, "a.jsonl")
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30))
+def test_rows_that_share_a_prompt_or_a_record_have_one_key_through_any_chain(pairs: list[tuple[int, int]]) -> None:
+    prompts, records = (np.array(column, np.uint64) for column in zip(*pairs, strict=True))
+    keys = together(prompts, records)
+    groups: list[set[int]] = []
+    for row, (prompt, record) in enumerate(pairs):
+        touching = [g for g in groups if any(pairs[other][0] == prompt or pairs[other][1] == record for other in g)]
+        groups = [g for g in groups if g not in touching] + [{row}.union(*touching)]
+    assert len({int(key) for key in keys}) == len(groups)
+    assert all(len({int(keys[row]) for row in group}) == 1 for group in groups)

@@ -164,6 +164,8 @@ def test_values_that_follow_one_another_without_being_lines_are_refused(tmp_path
         ({"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}, None),
         ({"first": {"role": "user", "content": "a"}, "second": {"role": "assistant", "content": "b"}}, None),
         ({"context": "a", "qas": [{"question": "b"}]}, None),
+        ({"article": "a", "qas": [{"question": "b", "answer": "c"}]}, None),
+        ({"title": "t", "Passage": ["a", "b"], "qas": [{"question": "b", "answer": "c"}]}, None),
         ({"topics": [{"a": 1}], "queries": [{"b": 2}]}, None),
         ({}, None),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from finefit.data.records import Record
 from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
@@ -491,6 +492,74 @@ def test_what_can_be_read_in_two_ways_is_an_error_with_the_lines_to_write(value:
     assert (error.problem, error.remedy) == (problem, f"say which: {line}")
 
 
+def _written(line: str) -> dict[str, str]:
+    fields: dict[str, str] = YAML(typ="safe").load(line)["fields"]
+    return fields
+
+
+ABC = {"label": ["A", "B"], "text": ["red", "blue"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "named", "line", "asked"),
+    [
+        ({"question": "q", "choices": ["x", 5], "answer": 1}, "choices beside question", '"{question}\\n{choices}"', "q\nx\n\n5"),
+        ({"question": "q", "choices": ABC, "answer": "B"}, "choices beside question", '"{question}\\n{choices}"', "q\nA. red\nB. blue"),
+        (
+            {"question": "q", "Options": {"A": "red", "B": 4, "C": None}, "answer": "B"},
+            "Options beside question",
+            '"{question}\\n{Options}"',
+            "q\nA. red\nB. 4",
+        ),
+        (
+            {"passage": "p", "query": "q", "options": "(a) x (b) y", "answer": "a"},
+            "options beside query",
+            '"{passage}\\n\\n{query}\\n{options}"',
+            "p\n\nq\n(a) x (b) y",
+        ),
+        (
+            {"instruction": "i", "input": "w", "choices": ["x"], "output": "x", "system": "s"},
+            "choices beside instruction",
+            '"{instruction}\\n{input}\\n{choices}"',
+            "i\nw\nx",
+        ),
+    ],
+)
+def test_choices_are_never_left_out_of_a_question_unasked(value: Value, named: str, line: str, asked: str) -> None:
+    error = _error(value)
+    assert error.problem == f"rows.jsonl has {named}, and they would not be part of the prompt"
+    first = error.remedy.removeprefix("say which: ").split(" or ")[0]
+    assert line in first
+    declared = _written(first)
+    row = _row(value, **declared)
+    assert row.prompt[-1].content == asked
+    assert [message.content for message in row.prompt[:-1]] == ([value["system"]] if "system" in value else [])
+
+
+def test_a_question_may_be_asked_without_its_choices_where_a_user_says_so() -> None:
+    value = {"question": "2+2", "choices": ["3", "4"], "answer": "4"}
+    *_, without = _error(value).remedy.split(" or ")
+    assert without == "fields: {prompt: question, answer: answer}"
+    assert _talk(_row(value, **_written(without))) == PLAIN
+
+
+@pytest.mark.parametrize(
+    "choices", [None, "", [], {}, 4, True, [None], [{"message": "x"}], {"temperature": None}, {"label": ["A"], "text": []}, {"a": "x"}]
+)
+def test_choices_that_hold_none_are_no_choices(choices: Any) -> None:
+    assert _talk(_row({"question": "2+2", "answer": "4", "choices": choices})) == PLAIN
+
+
+def test_choices_that_only_a_later_record_has_are_told() -> None:
+    reason = _fault({"question": "2+2", "answer": "4"}, {"question": "2+2", "answer": "4", "choices": ["3", "4"]})
+    assert reason.startswith("has choices, which the first records lack: ")
+
+
+def test_labels_that_do_not_match_their_texts_are_told() -> None:
+    good, bad = ({"question": "q", "answer": "A", "choices": {"label": labels, "text": ["x", "y"]}} for labels in (["A", "B"], ["A"]))
+    assert _fault(good, bad, prompt="{question}\n{choices}", answer="answer") == "choices has 1 labels and 2 texts"
+
+
 def test_of_two_candidates_an_empty_column_is_none() -> None:
     assert _talk(_row({"question": "2+2", "problem": None, "answer": "4", "response": ""})) == PLAIN
 
@@ -524,7 +593,7 @@ NESTED = st.recursive(
 )
 NAMES = (
     *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question", "answer", "answers", "context"),
-    *("chosen", "rejected", "label", "kto_tag", "text", "image", "tools", "system", "history", "questions", "id"),
+    *("chosen", "rejected", "label", "kto_tag", "text", "image", "tools", "system", "history", "questions", "choices", "id"),
 )
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,36 @@ def test_an_answer_without_a_result_scores_zero_in_every_metric_and_says_why() -
 def test_a_reference_that_the_task_cannot_read_is_an_error_at_its_row() -> None:
     with pytest.raises(DataError, match=r"^test.jsonl:3 has a reference that the task json_match cannot read: the answer is no JSON"):
         _item(JSON_MATCH, 0, REFERENCE, reference="four")
+
+
+def _score(task: Task, answer: str, *references: str) -> EvalItem:
+    """The last reference is the one that was trained on."""
+    return score_item(task, 0, replace(_row(references[-1]), references=references), prompt="q", answer=answer)
+
+
+@pytest.mark.parametrize("answer", ["4", "four", "IV"])
+def test_an_answer_that_equals_any_reference_is_right(answer: str) -> None:
+    item = _score(EXACT_MATCH, f" {answer}\n", "4", "four", "IV")
+    assert (item.scores, item.reference) == ({"exact": 1.0}, answer)
+
+
+@pytest.mark.parametrize("answer", ["five", " "])
+def test_a_wrong_answer_is_shown_beside_the_reference_that_was_trained_on(answer: str) -> None:
+    item = _score(EXACT_MATCH, answer, "4", "four", "IV")
+    assert (item.scores, item.reference) == ({"exact": 0.0}, "IV")
+
+
+def test_of_references_that_are_equally_missed_the_nearest_is_kept() -> None:
+    item = _score(JSON_MATCH, '{"a": 1, "b": 3}', '{"a": 1, "b": 2}', '{"a": 2, "b": 2}')
+    assert (item.scores, item.reference) == ({"all_fields": 0.0, "fields": 0.5}, '{"a": 1, "b": 2}')
+
+
+def test_a_reference_that_cannot_be_read_is_passed_over_unless_none_can() -> None:
+    item = _score(JSON_MATCH, '{"a": 1}', "one", '{"a": 1}', "un")
+    assert (item.scores["all_fields"], item.reference) == (1.0, '{"a": 1}')
+    assert _score(JSON_MATCH, "?", "one", '{"a": 1}').reference == '{"a": 1}'
+    with pytest.raises(DataError, match=r"^test.jsonl:3 has a reference that the task json_match cannot read"):
+        _score(JSON_MATCH, '{"a": 1}', "one", "un")
 
 
 def test_failures_count_as_zero_and_lower_the_coverage() -> None:

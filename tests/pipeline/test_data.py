@@ -1,5 +1,6 @@
 """The data of a spec is prepared once and kept by content; what only judges the result does not make another one."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from finefit.artifacts.records import Preparation
 from finefit.data.prepared import prepare
-from finefit.errors import DataError
+from finefit.errors import DataError, RunError
 from finefit.facts.files import finefit_cache, read_file
 from finefit.pipeline import data
 from finefit.pipeline.data import RECORD, PreparedData, find_sources, missing, prepare_data, present
@@ -107,7 +108,13 @@ def test_other_content_makes_another(project: Path, made: list[Path], change: Ca
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("spoil", [lambda folder: (folder / RECORD).write_text("{"), lambda folder: (folder / "train.safetensors").unlink()])
+def _flip(folder: Path) -> None:
+    content = bytearray((folder / "train.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "train.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [lambda folder: (folder / RECORD).write_text("{"), lambda folder: (folder / "train.safetensors").unlink(), _flip])
 def test_a_damaged_preparation_is_made_again(project: Path, made: list[Path], spoil: Callable[[Path], object]) -> None:
     first = _prepare(project)
     spoil(first.folder)
@@ -162,3 +169,41 @@ def test_a_joined_file_is_one_of_the_sources_own(project: Path) -> None:
     (project.parent / "answers.jsonl").unlink()
     with pytest.raises(DataError, match=r"answers\.jsonl does not exist"):
         find_sources(spec.data, project.parent)
+
+
+@pytest.mark.usefixtures("made")
+def test_what_a_killed_process_left_is_removed_after_a_day_and_not_before(project: Path) -> None:
+    root = finefit_cache() / "prepared"
+    old, young = root / ".staging-old", root / ".staging-young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (1, 1))
+    found = _prepare(project)
+    assert _kept() == sorted([young, found.folder])
+
+
+def test_a_cache_that_cannot_be_written_is_named(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(RunError, match="cannot be written") as caught:
+        _prepare(project)
+    assert "XDG_CACHE_HOME" in caught.value.remedy
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept_under_its_old_name(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def changing(*arguments: Any, **named: Any) -> Preparation:
+        found = prepare(*arguments, **named)
+        write_jsonl(project.parent / "train.jsonl", make_rows(3))
+        return found
+
+    monkeypatch.setattr("finefit.data.prepared.prepare", changing)
+    with pytest.raises(DataError, match="changed while it was read"):
+        _prepare(project)
+    assert _kept() == []
+
+
+def test_a_name_that_is_no_path_and_a_glob_without_files_are_missing(project: Path) -> None:
+    train = f"data.train=[{{path: {'x' * 300}.jsonl}}, {{path: 'parts/*.jsonl'}}]"
+    assert missing(load_spec(project, (train,)).data, project.parent) == ("x" * 300 + ".jsonl", "parts/*.jsonl")

@@ -83,3 +83,15 @@ def test_relocation_changes_paths_and_nothing_else(project: Path) -> None:
     moved = relocate(spec, lambda path: f"../{path}")
     assert moved.data.train[0].path == "../train.jsonl"
     assert relocate(moved, lambda path: path.removeprefix("../")) == spec
+
+
+def test_a_file_that_moves_to_another_source_makes_another_run(project: Path) -> None:
+    """Its rows are weighed differently, though all files are the same."""
+    folder = project.parent
+    for name, seed in (("x/a", 3), ("x/b", 4), ("y/c", 5)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_jsonl(folder / f"{name}.jsonl", make_rows(3, seed=seed))
+    train = "data.train=[{path: 'x/*.jsonl'}, {path: 'y/*.jsonl', weight: 3}]"
+    before = _digest(project, train)
+    (folder / "x" / "b.jsonl").rename(folder / "y" / "b.jsonl")
+    assert _digest(project, train) != before

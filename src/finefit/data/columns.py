@@ -6,11 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
-from finefit.data.cells import Fault, is_given, passages, printable
-from finefit.data.records import Value
+from finefit.data.cells import Fault, inserted, is_given, printable
+from finefit.data.content import Value
 from finefit.errors import DataError
+
+# names as `plain` gives them
+PROMPTS: Final = frozenset({"question", "query", "problem", "instruction", "input", "prompt"})
+CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article"})
 
 _SHOWN = 40
 """Columns that a message names: objects with an id for a key have as many as they have records."""
@@ -38,7 +42,7 @@ class Column:
     def get(self, record: Value) -> Any:
         """None where the record has no such column, or nothing in it."""
         if self.pieces:
-            return "".join(piece if isinstance(piece, str) else passages(piece.value(record), piece.name) for piece in self.pieces)
+            return "".join(piece if isinstance(piece, str) else inserted(piece.value(record), piece.name) for piece in self.pieces)
         found: Any = record
         for key in self.keys:
             found = found.get(key) if isinstance(found, dict) else None

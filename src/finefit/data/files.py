@@ -27,13 +27,14 @@ _FORMATS: dict[str, Format] = {
 }
 _FORMATS |= {f"{ending}.gz": form for ending, form in _FORMATS.items()} | {".parquet": "parquet", ".arrow": "arrow"}
 
+# What stands beside data and is none, in lower case. The first two are asked of files without a known extension, the third only of a folder's.
 _NO_DATA = (
-    *("readme*", "license*", "licence*", "notice*", "citation*", "changelog*", "*.md", "*.rst", "*.pdf", "*.html", "*.bib"),
-    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.bmp", "*.tif", "*.tiff", "*.svg"),
+    *("*.md", "*.rst", "*.pdf", "*.html", "*.bib", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.bmp", "*.tif", "*.tiff", "*.svg"),
     *("*.yaml", "*.yml", "*.toml", "*.ini", "*.cfg", "*.py", "*.ipynb", "*.sh", "*.log", "*.lock", "*.md5", "*.sha256"),
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "cache-*.arrow"),
 )
-"""What stands beside data and is none, in lower case; the last line is what `datasets` writes."""
+_ABOUT_DATA = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)[^.]*(\.\d+)*(\.cff)?")
+_NO_ROWS = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)([\W_].*)?\.txt|dataset_(info|infos|dict)\.json|cache-.*\.arrow")
+"""`notices.txt` may well be rows; the rest is what `datasets` writes."""
 
 _SPLITS = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation", "dev": "validation", "test": "test"}
 _WORD = re.compile(r"[^\W\d_]+")
@@ -90,7 +91,7 @@ def _find(path: str, base: Path, split: str, *, shown: str, prefix: str = "") ->
     if place.is_file():
         return (DataFile(place, prefix + path, _format(path, shown)),)
     found = sorted(set(_in_folder(path, base) if place.is_dir() else _matching(path, base)))
-    names = [name for name in found if not _is_no_data(name)]
+    names = _with_rows(found) if place.is_dir() else [name for name in found if not _is_no_data(name)]
     if not names:
         raise _nothing_found(place, shown, found)
     files = [DataFile(base / name, prefix + name, _format(name, f"{shown} holds {name}, which")) for name in names]
@@ -126,13 +127,22 @@ def _raise(error: OSError) -> None:
 
 def _is_no_data(name: str) -> bool:
     last = PurePosixPath(name).name.lower()
-    return any(fnmatch(last, pattern) for pattern in _NO_DATA)
+    return _known_format(name) is None and (any(fnmatch(last, pattern) for pattern in _NO_DATA) or _ABOUT_DATA.fullmatch(last) is not None)
+
+
+def _with_rows(names: list[str]) -> list[str]:
+    """Of a folder. `datasets` writes a state beside its info; anywhere else a file of that name is data."""
+    states = {str(PurePosixPath(name).with_name("state.json")) for name in names if PurePosixPath(name).name == "dataset_info.json"}
+    return [name for name in names if not (_is_no_data(name) or name in states or _NO_ROWS.fullmatch(PurePosixPath(name).name.lower()))]
+
+
+def _known_format(name: str) -> Format | None:
+    return next((form for ending, form in _FORMATS.items() if name.lower().endswith(ending)), None)
 
 
 def _format(name: str, shown: str) -> Format:
-    for ending, form in _FORMATS.items():
-        if name.lower().endswith(ending):
-            return form
+    if form := _known_format(name):
+        return form
     raise DataError(f"{shown} has no known extension", f"known are {', '.join(_FORMATS)}; of a folder, name the files that are meant by a glob")
 
 

@@ -2,9 +2,11 @@
 
 import os.path
 import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +23,14 @@ _WORD_FACTORS = tuple(np.uint64(f) for f in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4E
 _MIX_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)
 
-_PUNCTUATION = b".,;:!?\"'`()[]{}"
-"""Operators and signs are no punctuation: 3 - 5, 3 * 5 and 3 / 5 ask for different things."""
+_PUNCTUATION = b".,;:!?"
+"""Of sentences. Operators, brackets and quotes are content: 3 - 5 and 3 * 5, type([1]) and type((1)), f'(x) and f(x) ask for different things."""
+_QUOTES = {"'": "‘’‚‛‹›′ʼ", '"': "“”„‟«»"}
+"""Forms of the straight ones."""
 _NARROWED = tuple((wide, unicodedata.normalize("NFKC", wide)) for wide in "，！？：；（）～　")
 _NOTHING = np.uint32(1)
+_SEPARATING = {"Pc", "Pd", "Po", "Zs", "Zl", "Zp", "Cc"}
+"""Categories of Unicode."""
 _LAST_SCRIPT = 0x20000
 """Beyond stand only ideographs and tags."""
 _ASCII_FOLD = bytes(32 if c <= 32 or c == 127 or c in _PUNCTUATION else c for c in bytes(range(256)).lower())
@@ -42,10 +48,13 @@ class Fingerprint:
     """Of the normalised prompt."""
     windows: Windows
     """Sorted, each once."""
+    turns: tuple[int, ...] = ()
+    """Of the normalised prompts of earlier answers that are trained on too: all before an answer, and the user's last message alone."""
 
 
-def fingerprint(row: Row) -> Fingerprint:
-    asked, images = _asked(row), _images(row)
+def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "last"] = "all") -> Fingerprint:
+    """With the system message where it is content, not the same few words in all rows: see `system_is_content`. `turns` are those trained on."""
+    asked, images = _asked(row, with_system), _images(row)
     digest = blake2b(images, digest_size=8)
     digest.update(asked.encode("utf-8", "surrogatepass"))
     asked_key = _as_int(digest.digest())
@@ -53,26 +62,58 @@ def fingerprint(row: Row) -> Fingerprint:
     folded = _folded(asked)
     # An image is half of the question, and whether two images are alike is not known here.
     windows = _windows(folded) if not images else np.empty(0, np.uint32)
-    return Fingerprint(_as_int(digest.digest()), asked_key, _key(images + folded), windows)
+    earlier = _turns(row, images, with_system) if turns == "all" else ()
+    return Fingerprint(_as_int(digest.digest()), asked_key, _key(images + folded), windows, earlier)
 
 
-def prompt_key(row: Row) -> int:
-    """Equal for rows that ask the same but for case and punctuation."""
-    return _key(_images(row) + _folded(_asked(row)))
+def prompt_key(row: Row, *, with_system: bool = False) -> int:
+    """Equal for rows that ask the same but for case and sentence punctuation."""
+    return _key(_images(row) + _folded(_asked(row, with_system)))
+
+
+def system_is_content(rows: Iterable[Row]) -> bool:
+    """Whether the system messages of a sample differ so much that they are part of what is asked: 3 texts or more, for more than a tenth of them."""
+    systems = [_key(_folded("\n".join(_told(system)))) for row in rows if (system := [m for m in row.messages if m.role == "system"])]
+    num_different = len(set(systems))
+    return num_different >= 3 and 10 * num_different > len(systems)
 
 
 def normalise(text: str) -> str:
-    """Without case, punctuation and the forms of spaces and letters; a text of nothing else stays as it is."""
+    """Without case, sentence punctuation and the forms of spaces, quotes and letters; a text of nothing else stays as it is."""
     return _folded(text).decode("utf-8", "surrogatepass")
 
 
-def _asked(row: Row) -> str:
-    """All but the system message before the answer; where nothing stands there, what there is."""
+def _asked(row: Row, with_system: bool) -> str:
+    """All before the answer; where nothing stands there, the answer."""
     if row.text:
         return row.text
-    given = row.messages[: row.num_given] if row.rejected else row.prompt
-    messages = [m for m in given if m.role != "system"]
-    return "\n".join(map(_said, messages or given or row.messages))
+    given = row.messages[: row.num_given] if row.rejected else row.messages[:-1]
+    return "\n".join(_told(given or row.messages, with_system))
+
+
+def _turns(row: Row, images: bytes, with_system: bool) -> tuple[int, ...]:
+    earlier = [i for i in range(max(row.num_given, 1), len(row.messages) - 1) if row.messages[i].role == "assistant"]
+    if not earlier:
+        return ()
+    words = cache(_words)  # a message stands before every later answer
+    keys = []
+    for told in _told_before(row.messages, earlier, with_system):
+        folded = b" ".join(filter(None, map(words, told))) or "\n".join(told).encode("utf-8", "surrogatepass")
+        keys.append(_key(images + folded))
+    return tuple(dict.fromkeys(keys))
+
+
+def _told_before(messages: Sequence[Message], answers: Iterable[int], with_system: bool) -> Iterator[list[str]]:
+    for i in answers:
+        yield _told(messages[:i], with_system)
+        if messages[i - 1].role == "user":
+            yield _told([*(m for m in messages[:i] if m.role == "system"), messages[i - 1]], with_system)
+
+
+def _told(messages: Sequence[Message], with_system: bool = True) -> list[str]:
+    """A system message that is left out is told where nothing else is."""
+    told = messages if with_system else [m for m in messages if m.role != "system"]
+    return [_said(message) for message in told or messages]
 
 
 def _answer(row: Row) -> str:
@@ -107,9 +148,12 @@ def _as_int(digest: bytes) -> int:
 
 
 def _folded(text: str) -> bytes:
+    return _words(text) or text.encode("utf-8", "surrogatepass")
+
+
+def _words(text: str) -> bytes:
     plain = text if text.isascii() else _folded_letters(text)
-    words = plain.encode("utf-8", "surrogatepass").translate(_ASCII_FOLD).split()
-    return b" ".join(words) or text.encode("utf-8", "surrogatepass")
+    return b" ".join(plain.encode("utf-8", "surrogatepass").translate(_ASCII_FOLD).split())
 
 
 def _folded_letters(text: str) -> str:
@@ -129,14 +173,19 @@ def _folded_letters(text: str) -> str:
 
 @cache
 def _substitutes() -> NDArray[np.uint32]:
-    """By code point: a space for punctuation and separators, nothing for invisible marks, 0 where the letter stays, as marks that belong to it do."""
+    """By code point: a space for punctuation and separators, nothing for invisible marks, a straight quote for its other forms,
+    0 where the letter stays, as brackets and the marks that belong to a letter do.
+    """
     table = np.zeros(_LAST_SCRIPT + 1, np.uint32)
     for code in range(128, _LAST_SCRIPT):
         category = unicodedata.category(chr(code))
         if category == "Cf":
             table[code] = _NOTHING
-        elif category[0] in "PZ" or category == "Cc":
+        elif category in _SEPARATING:
             table[code] = ord(" ")
+    for straight, forms in _QUOTES.items():
+        for form in forms:
+            table[ord(form)] = ord(straight)
     return table
 
 

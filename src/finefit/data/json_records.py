@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from finefit.data.cells import printable
+from finefit.data.columns import CONTEXTS, PROMPTS, plain
 from finefit.data.content import HEAD, Broken, Numbered, Value, holds_no_rows, open_bytes, open_text, require_distinct
 from finefit.data.files import DataFile
 from finefit.data.json_stream import JsonStream
 from finefit.errors import DataError
 
 _DECODER = json.JSONDecoder()
-_FIELD_NAMES = frozenset(
-    (
-        *("prompt", "question", "query", "problem", "instruction", "input", "text", "context", "contexts", "document", "system", "tools"),
-        *("completion", "answer", "answers", "response", "output", "chosen", "rejected", "messages", "conversations"),
-    )
+_FIELD_NAMES = (
+    PROMPTS
+    | CONTEXTS
+    | {
+        *("text", "system", "tools", "completion", "answer", "answers", "response", "output"),
+        *("chosen", "rejected", "messages", "conversations"),
+    }
 )
-"""An object with one of these is itself a record, whatever list it holds besides."""
+"""An object with one of these, as `plain` gives it, is itself a record, whatever list it holds besides."""
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 
 
@@ -152,7 +155,7 @@ def _require_distinct_names(text: str) -> None:
 
 def _entries(document: Any) -> list[Any]:
     """The records of a JSON object: its values by id, its one list, or itself."""
-    if not isinstance(document, dict) or not document.keys().isdisjoint(_FIELD_NAMES):
+    if not isinstance(document, dict) or any(plain(name) in _FIELD_NAMES for name in document):
         return [document]
     if document and all(isinstance(entry, dict) and not _is_message(entry) for entry in document.values()):
         return [entry if "id" in entry else {"id": name, **entry} for name, entry in document.items()]

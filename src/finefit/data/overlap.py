@@ -1,8 +1,14 @@
-"""Rows that stand twice: in two splits, or twice in train. What is compared is what is asked, exactly, but for case and punctuation, and nearly.
+"""Rows that stand twice: in two splits, or twice in train. What is compared is what is asked, exactly, but for case and punctuation, and nearly;
+what the earlier answers of a conversation were asked, but for case and punctuation.
 
 Nearness is measured on windows of 32 bytes of the normalised prompt, one in eight of them chosen by its own hash, so that every text chooses alike.
-Windows that stand in many different prompts are a template, not content, and are left out. Short texts that differ in a word stay different:
-a word changes 32 windows and more, so a text must be some 350 bytes long before one word less leaves it nearly the same.
+Short texts that differ in a word stay different: a word changes 32 windows and more, so a text must be some 350 bytes long before one word less
+leaves it nearly the same.
+
+Windows that many prompts share are a template, not content, and are left out. Many is one prompt in 100, but at least 5 and at most 20, of a sample
+of train, or of a held-out split; prompts that are nearly the same as wholes count as one, for a few copies are no template. A template with a short
+payload makes prompts that are nearly the same too: windows in more than 20 prompts, or in 5 or more that are more than a quarter of all, are a
+template's in any case.
 """
 
 from bisect import bisect_right
@@ -17,7 +23,7 @@ from numpy.typing import NDArray
 from finefit.data.fingerprint import CHOSEN_BITS, HALF, Fingerprint, Windows, once
 from finefit.data.rows import Row
 
-OverlapKind = Literal["row", "prompt", "normalised", "near", "contained"]
+OverlapKind = Literal["row", "prompt", "normalised", "turn", "near", "contained"]
 
 SAMPLE_ROWS = 2000
 """So many training rows are enough to know what is a template."""
@@ -28,7 +34,7 @@ CONTAINED = 0.9
 MIN_WINDOWS = 16
 """A prompt with fewer, about 160 bytes without templates, is compared as a whole only."""
 
-_KINDS: tuple[OverlapKind, ...] = ("row", "prompt", "normalised", "near", "contained")
+_KINDS: tuple[OverlapKind, ...] = ("row", "prompt", "normalised", "turn", "near", "contained")
 _BLOCK_ROWS = 1024
 _NUM_EXAMPLES = 3
 _MAX_SEEN_BITS = 24
@@ -38,17 +44,41 @@ _MINIMA_FACTORS = np.random.Generator(np.random.PCG64(20)).integers(0, 2**32, _N
 
 
 def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
-    """Those that stand in so many different prompts of a sample that they must come from a template."""
-    prompts = {fp.prompt: fp.windows for fp in fingerprints}
-    if not prompts:
+    """Those of a template: see above. Sorted, each once."""
+    by_prompt = {fp.prompt: fp.windows for fp in fingerprints}
+    if not by_prompt:
         return np.empty(0, np.uint32)
-    windows, counts = np.unique(np.concatenate(list(prompts.values())), return_counts=True)
-    return windows[counts >= _template_rows(len(prompts))]
+    prompts = [by_prompt[key] for key in sorted(by_prompt)]  # what is found does not depend on the order of the rows
+    windows, counts = np.unique(np.concatenate(prompts), return_counts=True)
+    many, many_of_all = min(max(len(prompts) // 100, 5), 20), min(max(len(prompts) // 4, 4), 20)
+    is_open = (counts >= many) & (counts <= many_of_all)
+    is_common = counts > many_of_all
+    if is_open.any():
+        is_common[is_open] = _count_groups(prompts, windows[is_open]) >= many
+    return windows[is_common]
 
 
-def _template_rows(num_prompts: int) -> int:
-    """In so many different prompts a window is a template's: one in 200, but never fewer than 3 nor more than 10."""
-    return min(max(num_prompts // 200, 3), 10)
+def _count_groups(prompts: Sequence[Windows], windows: Windows) -> NDArray[np.intp]:
+    """How many prompts hold each window, where those that are nearly the same as wholes count as one."""
+    shared = [w[_are_among(w, windows)] for w in prompts]
+    holders = [i for i, w in enumerate(shared) if w.size]
+    groups = np.repeat(_groups([prompts[i] for i in holders]), [shared[i].size for i in holders])
+    owned = np.unique(np.concatenate(shared).astype(np.uint64) << HALF | groups)
+    return np.diff(np.searchsorted(owned >> HALF, windows), append=owned.size)
+
+
+def _groups(prompts: Sequence[Windows]) -> NDArray[np.uint64]:
+    """Of each prompt, the first of those that it is nearly the same as, over any number of steps."""
+    is_signed, signatures = _signatures(prompts, np.empty(0, np.uint32))
+    pairs = np.flatnonzero(is_signed)[_near_pairs(signatures)[0]]
+    groups = np.arange(len(prompts), dtype=np.uint64)
+    while True:
+        merged = groups.copy()
+        np.minimum.at(merged, pairs.ravel(), np.repeat(groups[pairs].min(axis=1), 2))
+        merged = merged[merged]
+        if np.array_equal(merged, groups):
+            return groups
+        groups = merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +100,8 @@ class Overlap:
                 return "the same prompt with another answer"
             case "normalised":
                 return "the same but for case and punctuation"
+            case "turn":
+                return "asks it in an earlier turn"
             case "near":
                 return f"nearly the same ({self.similarity:.2f})"
             case "contained":
@@ -83,15 +115,14 @@ class OverlapIndex:
         self._common = common
         self._held: list[_Held] = []
         self._by_prompt: dict[int, list[int]] = {}
-        self._pending: list[Windows] = []
-        self._table = _Table.of(np.empty(0, np.uint64), common, [])
+        self._grown: set[str] = set()
+        """Splits with rows that the table does not hold yet."""
+        self._table = _Table.of([], common)
 
     def add_held(self, split: str, row: Row, fp: Fingerprint) -> None:
-        alike = self._by_prompt.setdefault(fp.prompt, [])
-        is_first = all(self._held[i].split != split for i in alike)
-        alike.append(len(self._held))
-        self._held.append(_Held(split, row.place, fp.exact, fp.asked, is_first))
-        self._pending.append(fp.windows)
+        self._by_prompt.setdefault(fp.prompt, []).append(len(self._held))
+        self._held.append(_Held(split, row.place, fp))
+        self._grown.add(split)
 
     def find(self, row: Row, fp: Fingerprint, split: str = "train") -> Overlap | None:
         """The closest held-out row of another split."""
@@ -102,16 +133,20 @@ class OverlapIndex:
         return Overlap(kind=_KINDS[kind], split=split, row=row.place, other_split=other_split, other=other, similarity=1 - distance)
 
     def _equal(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
-        for i in self._by_prompt.get(fp.prompt, ()):
-            held = self._held[i]
-            if held.split != split:
-                rank = 0 if held.exact == fp.exact else 1 if held.asked == fp.asked else 2
-                yield _Match(rank, 0.0, held.split, held.place)
+        for held in self._of_prompt(fp.prompt, split):
+            kind: OverlapKind = "row" if held.fp.exact == fp.exact else "prompt" if held.fp.asked == fp.asked else "normalised"
+            yield _Match(_KINDS.index(kind), 0.0, held.split, held.place)
+        for turn in fp.turns:
+            for held in self._of_prompt(turn, split):
+                yield _Match(_KINDS.index("turn"), 0.0, held.split, held.place)
+
+    def _of_prompt(self, prompt: int, split: str) -> Iterator["_Held"]:
+        return (held for i in self._by_prompt.get(prompt, ()) if (held := self._held[i]).split != split)
 
     def _near(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
         if fp.windows.size < MIN_WINDOWS:
             return
-        if self._pending:
+        if self._grown - {split}:  # rows of its own split need no table: they may come and be compared in turn
             self._seal()
         at = self._table.positions(fp.windows)
         if at.size < NEAR * MIN_WINDOWS:
@@ -123,24 +158,21 @@ class OverlapIndex:
         for j in np.flatnonzero((jaccard >= NEAR) | (contained >= CONTAINED)):
             held = self._held[owners[j]]
             if held.split != split:
-                is_near = bool(jaccard[j] >= NEAR)
-                yield _Match(3 if is_near else 4, 1 - float(jaccard[j] if is_near else contained[j]), held.split, held.place)
+                kind: OverlapKind = "near" if jaccard[j] >= NEAR else "contained"
+                similarity = float(jaccard[j] if kind == "near" else contained[j])
+                yield _Match(_KINDS.index(kind), 1 - similarity, held.split, held.place)
 
     def _seal(self) -> None:
-        first = len(self._held) - len(self._pending)
-        owners = np.repeat(np.arange(first, len(self._held), dtype=np.uint64), [windows.size for windows in self._pending])
-        added = np.concatenate(self._pending).astype(np.uint64) << HALF | owners
-        self._pending.clear()
-        self._table = _Table.of(np.concatenate([self._table.pairs(), added]), self._common, self._held)
+        splits = {held.split for held in self._held}
+        templates = (common_windows(held.fp for held in self._held if held.split == split) for split in splits)
+        self._table = _Table.of([held.fp.windows for held in self._held], np.unique(np.concatenate([self._common, *templates])))
+        self._grown.clear()
 
 
 class _Held(NamedTuple):
     split: str
     place: str
-    exact: int
-    asked: int
-    is_first: bool
-    """With its prompt, in its split."""
+    fp: Fingerprint
 
 
 class _Match(NamedTuple):
@@ -166,7 +198,9 @@ class _Table:
     """Of each held-out row, without the common ones."""
 
     @classmethod
-    def of(cls, pairs: NDArray[np.uint64], common: Windows, held: list[_Held]) -> "_Table":
+    def of(cls, held: Sequence[Windows], common: Windows) -> "_Table":
+        pairs = np.concatenate([*held, common[:0]]).astype(np.uint64) << HALF
+        pairs |= np.repeat(np.arange(len(held), dtype=np.uint64), [w.size for w in held])
         pairs.sort()
         windows, owners = (pairs >> HALF).astype(np.uint32), pairs.astype(np.uint32)
         keys = np.concatenate([windows, common])
@@ -177,18 +211,8 @@ class _Table:
         starts = np.append(np.searchsorted(windows, keys), windows.size).astype(np.uint32)
         is_common = np.zeros(keys.size, np.bool_)
         is_common[np.searchsorted(keys, common)] = True
-        splits = np.array([row.split for row in held])
-        firsts = np.array([row.is_first for row in held], np.bool_)
-        for split in np.unique(splits):
-            counted = (splits == split) & firsts
-            before = np.append(0, np.cumsum(counted[owners]))
-            is_common |= before[starts[1:]] - before[starts[:-1]] >= _template_rows(int(counted.sum()))
         is_content = np.repeat(~is_common, np.diff(starts))
         return cls(keys, seen, is_common, starts, owners, np.bincount(owners[is_content], minlength=len(held)))
-
-    def pairs(self) -> NDArray[np.uint64]:
-        """Windows in the upper half, owners in the lower."""
-        return np.repeat(self.keys, np.diff(self.starts)).astype(np.uint64) << HALF | self.owners
 
     def positions(self, windows: Windows) -> NDArray[np.intp]:
         """Of those windows that are among the keys."""
@@ -272,18 +296,15 @@ class TrainDuplicates:
         self._pending.clear()
 
     def _near(self, prompt: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """Pairs of rows with different prompts, found by equal bands of their signatures and measured on the whole of them."""
+        """Pairs of rows with different prompts."""
         wanted = np.zeros(prompt.size, np.bool_)
         wanted[np.unique(prompt, return_index=True)[1]] = True
         wanted &= np.concatenate([block.is_signed for block in self._blocks])
         signatures = np.concatenate([block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks])
         rows = np.flatnonzero(wanted)
         order = np.argsort(prompt[rows])  # by hash: what is found does not depend on the order of the rows
-        bands = signatures.view(np.uint64)  # of 4 minima each
-        candidates = np.concatenate([order[_neighbours(bands[order, band])] for band in range(bands.shape[1])])
-        _, once = np.unique(candidates[:, 0] * rows.size + candidates[:, 1], return_index=True)
-        pairs, similarity = _verified(signatures, candidates[once])
-        return rows[pairs], similarity
+        pairs, similarity = _near_pairs(signatures[order])
+        return rows[order[pairs]], similarity
 
     def _example(self, kind: OverlapKind, pair: NDArray[np.intp], similarity: float = 1.0) -> Overlap:
         earlier, later = sorted(pair.tolist())
@@ -314,13 +335,19 @@ class _Block:
         return self.start + len(self.keys)
 
 
+def _are_among(windows: Windows, ordered: Windows) -> NDArray[np.bool_]:
+    if not ordered.size:
+        return np.zeros(windows.size, np.bool_)
+    is_found: NDArray[np.bool_] = ordered.take(np.searchsorted(ordered, windows), mode="clip") == windows
+    return is_found
+
+
 def _signatures(windows: Sequence[Windows], common: Windows) -> tuple[NDArray[np.bool_], NDArray[np.uint16]]:
     """Minima of hashes of a row's windows: two rows agree in as large a share of them as they share windows."""
     content = np.concatenate(windows)
     row_of = np.repeat(np.arange(len(windows)), [w.size for w in windows])
-    if common.size:
-        is_content = common[np.minimum(np.searchsorted(common, content), common.size - 1)] != content
-        content, row_of = content[is_content], row_of[is_content]
+    is_content = ~_are_among(content, common)
+    content, row_of = content[is_content], row_of[is_content]
     counts = np.bincount(row_of, minlength=len(windows))
     is_signed = counts >= MIN_WINDOWS
     content = content[is_signed[row_of]]
@@ -339,6 +366,14 @@ def _repeats(keys: NDArray[np.uint64], finer: NDArray[np.uint64] | None = None) 
     is_same = keys[rows[1:]] == keys[rows[:-1]]
     pairs = np.stack([rows[:-1][is_same], rows[1:][is_same]], axis=1)
     return pairs[np.argsort(pairs[:, 1])]
+
+
+def _near_pairs(signatures: NDArray[np.uint16]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """Found by equal bands, measured on the whole of the signatures."""
+    bands = signatures.view(np.uint64)  # of 4 minima each
+    candidates = np.concatenate([_neighbours(bands[:, band]) for band in range(bands.shape[1])])
+    _, first = np.unique(candidates[:, 0] * len(signatures) + candidates[:, 1], return_index=True)
+    return _verified(signatures, candidates[first])
 
 
 def _neighbours(band: NDArray[np.uint64]) -> NDArray[np.intp]:

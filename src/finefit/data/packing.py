@@ -63,12 +63,13 @@ def fill(lengths: Sequence[int] | NDArray[np.int64], packs: Sequence[Sequence[in
 
 class _Room:
     """Packs by the tokens that they have left. Over those leaves stands a tree whose nodes know the most supervised tokens that any pack
-    below them has left, so the pack with least room of all that hold a row is found on one way down."""
+    below them has left, so the pack with least room of all that hold a row is found on one way down. Only nodes above a pack exist: a pack
+    of a million tokens has no more of them than its rows ask for."""
 
     def __init__(self, max_tokens: int) -> None:
         self._width = 1 << max_tokens.bit_length()
-        self._most = [-1] * (2 * self._width)
-        self._packs: list[list[tuple[int, int]]] = [[] for _ in range(max_tokens + 1)]
+        self._most: dict[int, int] = {}
+        self._packs: dict[int, list[tuple[int, int]]] = {}
 
     def take(self, length: int, count: int) -> tuple[int, int, int] | None:
         """(tokens left, supervised left, pack) of the fullest pack that holds so many, which is taken out; None where none does."""
@@ -80,26 +81,26 @@ class _Room:
         return leaf, -left, pack
 
     def give(self, tokens_left: int, supervised_left: int, pack: int) -> None:
-        heappush(self._packs[tokens_left], (-supervised_left, pack))
+        heappush(self._packs.setdefault(tokens_left, []), (-supervised_left, pack))
         self._renew(tokens_left)
 
     def _first(self, start: int, count: int) -> int | None:
         """The first leaf from `start` on whose packs have room for `count` supervised tokens."""
-        most, node = self._most, start + self._width
-        while most[node] < count:  # up, and to the right
+        most, node = self._most.get, start + self._width
+        while most(node, -1) < count:  # up, and to the right
             while node & 1:
                 node >>= 1
             if node == 0:
                 return None
             node += 1
         while node < self._width:
-            node = 2 * node if most[2 * node] >= count else 2 * node + 1
+            node = 2 * node if most(2 * node, -1) >= count else 2 * node + 1
         return node - self._width
 
     def _renew(self, leaf: int) -> None:
         most, packs = self._most, self._packs[leaf]
         node, value = leaf + self._width, -packs[0][0] if packs else -1
-        while node and most[node] != value:
+        while node and most.get(node, -1) != value:
             most[node] = value
+            value = max(value, most.get(node ^ 1, -1))
             node >>= 1
-            value = max(most[2 * node], most[2 * node + 1]) if node else value

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ from finefit.data.fingerprint import Fingerprint, fingerprint
 from finefit.data.read import Reading
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Row
+from finefit.errors import WorkerDied
 from finefit.facts.machine import count_cores
 from finefit.spec.schema import Data
 
@@ -44,7 +46,7 @@ class Piece:
     fingerprints: list[Fingerprint]
 
 
-def make_piece(renderer: Renderer, budget: Budget, rows: Sequence[Row]) -> Piece:
+def make_piece(renderer: Renderer, budget: Budget, rows: Sequence[Row], *, with_system: bool = False) -> Piece:
     rendered = renderer.render(rows, budget)
     examples = [example for found in rendered for example in found.examples]
     lengths = np.array([len(e.tokens) for e in examples], np.int32)
@@ -57,7 +59,7 @@ def make_piece(renderer: Renderer, budget: Budget, rows: Sequence[Row]) -> Piece
         problems={at: (found.problem, found.remedy) for at, found in enumerate(rendered) if found.problem and not found.is_too_long},
         too_long={at: found.problem for at, found in enumerate(rendered) if found.is_too_long},
         special={at: found for at, row in enumerate(rows) if (found := _special(renderer, row))},
-        fingerprints=[fingerprint(row) for row in rows],
+        fingerprints=[fingerprint(row, with_system=with_system, turns=budget.turns) for row in rows],
     )
 
 
@@ -78,9 +80,10 @@ def num_processes(readings: Iterable[Reading]) -> int:
 _worker: Callable[[Sequence[Row]], Piece] | None = None
 
 
-def _start_worker(tokenizer: Path, data: Data) -> None:
+def _start_worker(tokenizer: Path, data: Data, with_system: bool) -> None:
     global _worker  # a process of the pool has one renderer
-    _worker = partial(make_piece, open_renderer(tokenizer, data.template, template_options=data.template_options), _budget(data))
+    renderer = open_renderer(tokenizer, data.template, template_options=data.template_options)
+    _worker = partial(make_piece, renderer, _budget(data), with_system=with_system)
 
 
 def _work(rows: Sequence[Row]) -> Piece:
@@ -95,13 +98,16 @@ def _budget(data: Data) -> Budget:
 class Pieces:
     """Rows -> pieces, in their order: in this process, or for much data in several, of which each gets a little ahead and no more."""
 
-    def __init__(self, renderer: Renderer, data: Data, tokenizer: Path, *, processes: int) -> None:
-        self._here = partial(make_piece, renderer, _budget(data))
+    def __init__(self, renderer: Renderer, data: Data, tokenizer: Path, *, processes: int, with_system: bool) -> None:
+        self.with_system = with_system
+        self._here = partial(make_piece, renderer, _budget(data), with_system=with_system)
         self._pool: ProcessPoolExecutor | None = None
         self._ahead = 3 * processes
         self.largest_token = 0
         if processes > 1:
-            self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, data))
+            self._pool = ProcessPoolExecutor(
+                processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, data, with_system)
+            )
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], Piece]]:
         for chunk, piece in self._made(iter(rows)):
@@ -114,13 +120,17 @@ class Pieces:
             yield from ((chunk, self._here(chunk)) for chunk in chunks)
             return
         waiting: deque[tuple[list[Row], Future[Piece]]] = deque()
-        for chunk in chunks:
-            waiting.append((chunk, self._pool.submit(_work, chunk)))
-            if len(waiting) > self._ahead:
-                first, future = waiting.popleft()
+        try:
+            for chunk in chunks:
+                waiting.append((chunk, self._pool.submit(_work, chunk)))
+                if len(waiting) > self._ahead:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for first, future in waiting:
                 yield first, future.result()
-        for first, future in waiting:
-            yield first, future.result()
+        except BrokenProcessPool:
+            remedy = "look for a lack of host memory (dmesg), close other programs, and give the same command again"
+            raise WorkerDied("a process that prepares rows was killed", remedy) from None
 
     def __enter__(self) -> "Pieces":
         return self

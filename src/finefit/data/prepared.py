@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Fault, Lengths, Preparation
-from finefit.data.fingerprint import Windows, fingerprint, held_share, prompt_key
+from finefit.data.fingerprint import fingerprint, system_is_content
 from finefit.data.items import item_line
 from finefit.data.ledger import Account, Book
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
@@ -22,6 +22,7 @@ from finefit.data.pieces import Piece, Pieces, num_processes
 from finefit.data.read import Reading, open_source
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Kind, Row
+from finefit.data.selection import Choice, choices, sampled, weighted
 from finefit.data.store import ExampleWriter
 from finefit.errors import DataError
 from finefit.facts.files import read_file
@@ -35,43 +36,35 @@ _TRAINS_ON: dict[Kind, tuple[str, str]] = {
 """What a source of such rows holds, and how to name what is to be learnt of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Which rows of a source take part, by their place among its usable rows."""
+def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path, max_prompt_tokens: int | None = None) -> Preparation:
+    """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data goes.
 
-    taken: NDArray[np.bool_] | None = None
-    """None for all."""
-    elsewhere: NDArray[np.bool_] | None = None
-    """Rows of another split, which are not counted in this one."""
-    reason: str = ""
-    """Of rows that are neither."""
-
-
-def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path) -> Preparation:
-    """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data goes."""
+    `max_prompt_tokens`: longer prompts of test rows are cut."""
     renderer = open_renderer(tokenizer, data.template, template_options=data.template_options)
     readings = _open_all(data, base)
     with ExitStack() as stack:
         book = Book(stack.enter_context(Journal(folder / "ledger.jsonl")))
         writers = {split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors")) for split in ("train", "validation")}
-        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=num_processes(readings["train"])))
-        common = _common(readings["train"])
+        sample = _sample(readings["train"])
+        with_system = system_is_content(sample)
+        common = common_windows(fingerprint(row, with_system=with_system) for row in sample)
+        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=num_processes(readings["train"]), with_system=with_system))
         held_out, duplicates = OverlapIndex(common), TrainDuplicates(common)
         passing = _Passing(data=data, book=book, pieces=pieces, writers=writers, held_out=held_out, duplicates=duplicates)
-        prompt = _test_items(readings["test"], renderer, passing, folder, seed)
+        prompt = _test_items(readings["test"], renderer, passing, folder, seed, max_prompt_tokens)
         for reading in readings["validation"]:
             passing.examples(
-                book.open("validation", reading), reading, _sampled(reading, 1.0, data.validation.limit if data.validation else None, seed)
+                book.open("validation", reading), reading, sampled(reading, 1.0, data.validation.limit if data.validation else None, seed)
             )
-        choices = _choices(data, readings["train"], seed)
-        for reading, (held, _) in zip(readings["train"], choices, strict=True):
+        chosen = choices(data, readings["train"], seed, with_system=with_system)
+        for reading, (held, _) in zip(readings["train"], chosen, strict=True):
             if held is not None:
                 passing.examples(book.open_share("validation", reading), reading, held)
         table = [np.zeros(0, np.int64)]
-        for source, reading, (_, choice) in zip(data.train, readings["train"], choices, strict=True):
+        for source, reading, (_, choice) in zip(data.train, readings["train"], chosen, strict=True):
             account, begin = book.open("train", reading), writers["train"].num_examples
             passing.examples(account, reading, choice)
-            table.append(_weighted(begin, writers["train"].num_examples, source.weight, seed))
+            table.append(weighted(begin, writers["train"].num_examples, source.weight, seed))
             account.repeated = len(table[-1]) - account.examples
         passing.note_duplicates()
         lengths = _closed(writers, np.concatenate(table), prompt)
@@ -113,6 +106,10 @@ def _require_kind(reading: Reading, split: str) -> None:
     row = next((row for row in reading.rows() if isinstance(row, Row)), None)
     if row is None:
         return
+    if row.kind == "judged" and split == "test":
+        raise DataError(
+            f"{reading.source} holds answers with a verdict, of which some are wrong: they are no references", "take rows with right answers"
+        )
     if row.kind in _TRAINS_ON and split != "test":
         what, fields = _TRAINS_ON[row.kind]
         raise DataError(
@@ -140,12 +137,13 @@ class _Passing:
     held_out: OverlapIndex
     duplicates: TrainDuplicates
 
-    def rows(self, account: Account, reading: Reading, choice: _Choice) -> Iterator[Row]:
+    def rows(self, account: Account, reading: Reading, choice: Choice) -> Iterator[Row]:
         """Those that take part."""
         ordinal = -1
         for row in reading.rows():
             account.see(row)
             ordinal += isinstance(row, Row)
+            choice.require(ordinal, reading.source)
             if isinstance(row, BadRow):
                 if account.counts_records:
                     account.read += 1
@@ -157,7 +155,7 @@ class _Passing:
                 else:
                     account.dropped[choice.reason] += 1
 
-    def examples(self, account: Account, reading: Reading, choice: _Choice) -> None:
+    def examples(self, account: Account, reading: Reading, choice: Choice) -> None:
         for rows, piece in self.pieces(self.rows(account, reading, choice)):
             kept = np.array([self._keeps(account, row, piece, at) for at, row in enumerate(rows)], bool)
             of_examples = np.repeat(kept, piece.examples)
@@ -180,7 +178,7 @@ class _Passing:
         found = piece.fingerprints[at]
         overlap = self.held_out.find(row, found, account.split)
         if overlap is not None:
-            if account.split == "train" and self.data.overlap == "drop":
+            if self.data.overlap == "drop" and (account.split == "train" or not account.counts_records):  # of train, or held out of it
                 self.book.drop(account, row, f"stands in {overlap.other_split}", f"{overlap.other}, {overlap.how}")
                 return False
             self.book.note("overlap", overlap.other_split, f"{row.place} ({account.split}) is {overlap.other} ({overlap.other_split}): {overlap.how}")
@@ -206,78 +204,46 @@ class _Passing:
         self.book.note("unusable", account.split, f"{row.place} {problem}", remedy)
 
 
-def _test_items(readings: Sequence[Reading], renderer: Renderer, passing: _Passing, folder: Path, seed: int) -> int | None:
+def _test_items(
+    readings: Sequence[Reading], renderer: Renderer, passing: _Passing, folder: Path, seed: int, max_prompt_tokens: int | None
+) -> int | None:
     """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of the longest prompt."""
     longest = 0
     data, book = passing.data, passing.book
     for reading in readings:
         account = book.open("test", reading)
         with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
-            for row in passing.rows(account, reading, _sampled(reading, 1.0, data.test.limit if data.test else None, seed)):
+            for row in passing.rows(account, reading, sampled(reading, 1.0, data.test.limit if data.test else None, seed)):
                 try:
-                    tokens = renderer.prompt_tokens(
-                        row.prompt, tools=row.tools, max_tokens=data.max_tokens if data.too_long == "cut_prompt" else None
-                    )
+                    tokens, whole = _prompt(renderer, row, max_prompt_tokens)
                 except DataError as fault:
                     passing.unusable(account, row, fault.problem, fault.remedy)
                     continue
+                if whole > len(tokens):
+                    book.cut(account, row, whole - len(tokens))
                 account.used += 1
                 account.tokens += len(tokens)
                 longest = max(longest, len(tokens))
                 passing.pieces.largest_token = max(passing.pieces.largest_token, *tokens)
-                passing.held_out.add_held("test", row, fingerprint(row))
+                passing.held_out.add_held("test", row, fingerprint(row, with_system=passing.pieces.with_system))
                 file.write(item_line(row))
     return longest or None
 
 
-def _choices(data: Data, readings: Sequence[Reading], seed: int) -> list[tuple[_Choice | None, _Choice]]:
-    """For every training source what is held for validation, and what is trained on."""
-    sampled = [_sampled(reading, source.weight, source.limit, seed) for source, reading in zip(data.train, readings, strict=True)]
-    share = data.validation.share if data.validation else None
-    if share is None:
-        return [(None, choice) for choice in sampled]
-    keys = [_keys(reading) for reading in readings]
-    taken = [np.ones(len(k), bool) if choice.taken is None else choice.taken for choice, k in zip(sampled, keys, strict=True)]
-    all_taken = np.concatenate(taken)
-    held = np.zeros(len(all_taken), bool)
-    held[all_taken] = held_share(np.concatenate(keys)[all_taken], share, seed)
-    parts = np.split(held, np.cumsum([len(k) for k in keys])[:-1])
-    return [
-        (_Choice(taken=part, elsewhere=~part), _Choice(taken=choice.taken, elsewhere=part, reason=choice.reason))
-        for part, choice in zip(parts, sampled, strict=True)
-    ]
+def _prompt(renderer: Renderer, row: Row, max_tokens: int | None) -> tuple[list[int], int]:
+    """Its tokens, and how many there were before it was cut."""
+    if row.images:
+        raise DataError("holds images, which a language model cannot see", "leave these rows out of data.test")
+    whole = renderer.prompt_tokens(row.prompt, tools=row.tools)
+    if max_tokens is None or len(whole) <= max_tokens:
+        return whole, len(whole)
+    return renderer.prompt_tokens(row.prompt, tools=row.tools, max_tokens=max_tokens), len(whole)
 
 
-def _sampled(reading: Reading, weight: float, limit: int | None, seed: int) -> _Choice:
-    if weight >= 1 and limit is None:
-        return _Choice()
-    total = sum(isinstance(row, Row) for row in reading.rows())
-    by_weight = max(1, round(total * weight)) if weight < 1 else total
-    count = min(by_weight, limit or total, total)
-    taken = np.zeros(total, bool)
-    taken[np.random.RandomState(seed).permutation(total)[:count]] = True
-    return _Choice(taken=taken, reason="left out by limit" if limit is not None and limit <= by_weight else "left out by weight")
-
-
-def _common(readings: Sequence[Reading]) -> Windows:
-    """What stands in many prompts: a template, by which rows are not alike."""
+def _sample(readings: Sequence[Reading]) -> list[Row]:
+    """Enough of every source to know what is a template, by which rows are not alike."""
     each = -(-SAMPLE_ROWS // max(1, len(readings)))
-    sample = chain.from_iterable(islice((row for row in reading.rows() if isinstance(row, Row)), each) for reading in readings)
-    return common_windows(fingerprint(row) for row in sample)
-
-
-def _keys(reading: Reading) -> NDArray[np.uint64]:
-    return np.fromiter((prompt_key(row) for row in reading.rows() if isinstance(row, Row)), np.uint64)
-
-
-def _weighted(begin: int, end: int, weight: float, seed: int) -> NDArray[np.int64]:
-    """Each example as often as it is seen in an epoch; of a broken weight's rest a seeded part."""
-    numbers = np.arange(begin, end)
-    if weight <= 1:
-        return numbers
-    times, rest = divmod(weight, 1)
-    more = np.random.RandomState(seed).permutation(numbers)[: round(rest * len(numbers))]
-    return np.concatenate([np.tile(numbers, int(times)), np.sort(more)])
+    return list(chain.from_iterable(islice((row for row in reading.rows() if isinstance(row, Row)), each) for reading in readings))
 
 
 def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None) -> Lengths | None:

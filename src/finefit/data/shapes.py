@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from finefit.data import assemble
 from finefit.data.assemble import Assemble
-from finefit.data.cells import Fault, held_image
-from finefit.data.columns import Column, Sample, listed, plain
+from finefit.data.cells import Fault, held_image, inserted
+from finefit.data.columns import CONTEXTS, PROMPTS, Column, Sample, listed, plain
 from finefit.data.conversations import is_conversation
 from finefit.data.records import Record
 from finefit.data.rows import BadRow, Kind, Row
@@ -52,19 +52,18 @@ _SHAPES: Final[dict[Name, tuple[Kind, Assemble]]] = {
 }
 
 # names as `plain` gives them
-_PROMPTS: Final = frozenset({"question", "query", "problem", "instruction", "input", "prompt"})
 _SUMMARIES: Final = frozenset({"summary", "highlights"})
 _ANSWERS: Final = _SUMMARIES | {
     *("answer", "answers", "label", "response", "output", "completion", "target", "targets", "solution", "bestanswer", "longanswer")
 }
-_CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article"})
 _CHATS: Final = frozenset({"messages", "conversation", "conversations", "dialogue"})
 _SYSTEMS: Final = frozenset({"system", "systemprompt"})
 _TEXTS: Final = frozenset({"text", "content"})
 _IMAGES: Final = frozenset({"image", "images", "img", "imgname", "imagepath", "imagelocalname", "imagefilename"})
 _IMAGE_URLS: Final = frozenset({"imageurl"})
+_CHOICES: Final = frozenset({"choices", "options"})
 _OTHERS: Final = frozenset({"tools", "chosen", "rejected", "ktotag", "history", "questions", "correctanswers", "incorrectanswers"})
-_MEANT: Final = _PROMPTS | _ANSWERS | _CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _OTHERS
+_MEANT: Final = PROMPTS | _ANSWERS | CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _CHOICES | _OTHERS
 
 _BESIDE: Final = frozenset({"system", "tools", "images"})
 _DECLARED: Final[dict[frozenset[str], Name]] = {
@@ -196,7 +195,7 @@ def _chat_columns(seen: Sample) -> list[str]:
 def _several(seen: Sample) -> Shape | None:
     parts = _columns(seen, prompt={"questions"}, answer={"answers"})
     is_parallel = len(parts) == 2 and all(isinstance(value, list) for column in parts.values() for value in seen.values[column.name])
-    contexts = _columns(seen, context=_CONTEXTS)
+    contexts = _columns(seen, context=CONTEXTS)
     return _shape(seen, "several questions", parts | contexts | _beside(seen)) if is_parallel else None
 
 
@@ -208,27 +207,41 @@ def _question(seen: Sample) -> Shape | None:
     answers = [name for name in answers if label is None or name != label.name]
     name: Name | None = None
     if not prompts and answers and {plain(answer) for answer in answers} <= _SUMMARIES:
-        prompts, name = [{"context": Column(found, (found,))} for found in seen.named(_CONTEXTS)], "document and summary"
+        prompts, name = [{"context": Column(found, (found,))} for found in seen.named(CONTEXTS)], "document and summary"
     ways: list[Parts] = [prompt | {"answer": Column(answer, (answer,))} for prompt, answer in product(prompts, answers)]
     if len(ways) > 1:
         raise _ambiguous(seen, f"may have its prompt in {_either(prompts)} and its answer in {' or '.join(answers)}", ways)
     if not ways:
         return None
-    parts = ways[0] | _truths(seen, ways[0]) | _beside(seen)
-    if label:
-        return _shape(seen, "judged answers", parts | {"label": label})
-    return _shape(seen, name or _name(parts), parts)
+    parts = ways[0] | _truths(seen, ways[0]) | _beside(seen) | ({"label": label} if label else {})
+    _require_no_choices(seen, parts)
+    return _shape(seen, "judged answers" if label else name or _name(parts), parts)
+
+
+def _require_no_choices(seen: Sample, parts: Parts) -> None:
+    """A question that was asked with choices cannot be answered without them."""
+    found = [name for name in seen.named(_CHOICES) if any(_holds_choices(value) for value in seen.values[name])]
+    if "prompt" in parts and found:
+        ways = [parts | {"choices": Column(name, (name,))} for name in found]
+        raise _ambiguous(seen, f"has {' and '.join(found)} beside {parts['prompt'].name}, and they would not be part of the prompt", [*ways, parts])
+
+
+def _holds_choices(value: object) -> bool:
+    try:
+        return isinstance(value, str | list | dict) and bool(inserted(value, "").strip())
+    except Fault:
+        return False
 
 
 def _prompts(seen: Sample) -> list[Parts]:
     """What may be the prompt: Alpaca's two columns, or a question with its context; more than one where it cannot be told."""
     alpaca = _columns(seen, prompt={"instruction"}, input={"input"}, history={"history"})
-    contexts = seen.named(_CONTEXTS)
-    asked = {plain(name) for name in seen.values} & _PROMPTS
+    contexts = seen.named(CONTEXTS)
+    asked = {plain(name) for name in seen.values} & PROMPTS
     if asked == {"instruction", "input"} and not contexts:
         return [alpaca]
     history = {"history": alpaca["history"]} if asked == {"instruction"} and "history" in alpaca else {}
-    questions: list[Parts] = [{"prompt": Column(name, (name,)), **history} for name in seen.named(_PROMPTS)]
+    questions: list[Parts] = [{"prompt": Column(name, (name,)), **history} for name in seen.named(PROMPTS)]
     return [question | {"context": Column(name, (name,))} for question in questions for name in contexts] if contexts else questions
 
 
@@ -268,7 +281,7 @@ def _judge(seen: Sample, answers: Iterable[str]) -> Column | None:
 def _text(seen: Sample) -> Shape:
     """Last: `text` stands beside many other shapes, too."""
     texts = [name for name in seen.named(_TEXTS) if any(isinstance(value, str) for value in seen.values[name])]
-    others = seen.named(_PROMPTS) + seen.named(_ANSWERS)
+    others = seen.named(PROMPTS) + seen.named(_ANSWERS)
     if len(texts) == 1 and not others:
         return _shape(seen, "plain text", {"text": Column(texts[0], (texts[0],))})
     if texts:
@@ -338,8 +351,8 @@ def _ambiguous(seen: Sample, problem: str, ways: Iterable[Mapping[str, Column]])
 def _line(parts: Mapping[str, Column]) -> str:
     """What a user may write to have it read so."""
     names = {part: column.name for part, column in parts.items() if part in Fields.model_fields}
-    if "context" in parts:
-        names["prompt"] = f'"{{{parts["context"].name}}}' + (f'\\n\\n{{{parts["prompt"].name}}}"' if "prompt" in parts else '"')
-    elif "input" in parts:
-        names["prompt"] = f'"{{{parts["prompt"].name}}}\\n{{{parts["input"].name}}}"'
+    if parts.keys() & {"context", "input", "choices"}:
+        asked = "\\n".join(f"{{{parts[part].name}}}" for part in ("prompt", "input", "choices") if part in parts)
+        context = [f"{{{parts['context'].name}}}"] if "context" in parts else []
+        names["prompt"] = '"' + "\\n\\n".join([*context, asked] if asked else context) + '"'
     return f"fields: {{{', '.join(f'{part}: {name}' for part, name in names.items())}}}"

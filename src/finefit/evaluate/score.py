@@ -1,6 +1,7 @@
 """Items -> one record. All items count; an answer without a result scores zero; every score has its interval and its n."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from finefit.artifacts.records import EvalItem, EvalResult, Score
 from finefit.data.rows import Row
@@ -10,17 +11,31 @@ from finefit.stats.intervals import Interval, bootstrap_mean, wilson
 
 
 def score_item(task: Task, at: int, row: Row, *, prompt: str, answer: str) -> EvalItem:
-    try:
-        reference = task.extract(row.answer)
-    except NoResult as reason:
-        raise DataError(f"{row.place} has a reference that the task {task.name} cannot read: {reason}") from None
-    scores, extracted, failure = dict.fromkeys(task.metrics, 0.0), None, None
+    """Against the reference that the answer comes nearest to, by the task's metrics in their order; of equals, the one trained on."""
+    wanted = _references(task, row)
+    reference, scores, extracted, failure = next(iter(wanted)), dict.fromkeys(task.metrics, 0.0), None, None
     try:
         extracted = task.extract(answer)
-        scores = task.scores(extracted, reference)
+        scored = {text: task.scores(extracted, result) for text, result in wanted.items()}
+        reference = max(scored, key=lambda text: [scored[text][name] for name in task.metrics])
+        scores = scored[reference]
     except NoResult as reason:
         failure = str(reason)
-    return EvalItem(item=at, prompt=prompt, reference=row.answer, answer=answer, extracted=extracted, scores=scores, failure=failure)
+    return EvalItem(item=at, prompt=prompt, reference=reference, answer=answer, extracted=extracted, scores=scores, failure=failure)
+
+
+def _references(task: Task, row: Row) -> dict[str, Any]:
+    """What the task reads in each answer that counts as right, first in the one trained on; those without a result are passed over."""
+    read: dict[str, Any] = {}
+    unread: list[NoResult] = []
+    for text in (row.answer, *row.references):
+        try:
+            read[text] = task.extract(text)
+        except NoResult as reason:
+            unread.append(reason)
+    if not read:
+        raise DataError(f"{row.place} has a reference that the task {task.name} cannot read: {unread[0]}")
+    return read
 
 
 def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, seconds: float) -> EvalResult:

@@ -60,7 +60,7 @@ def evaluate(where: StageDir, request: EvalRequest) -> EvalResult:
 
 
 def _fitted(renderer: Renderer, messages: Sequence[Message], tools: str, max_tokens: int | None) -> Sequence[Message]:
-    """Cut as in training, where rows were cut there."""
+    """Cut in the middle as training rows are, where those are cut."""
     return messages if max_tokens is None else renderer.cut_prompt(messages, tools=tools, max_tokens=max_tokens)
 
 

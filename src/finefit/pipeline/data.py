@@ -3,10 +3,12 @@
 Nothing heavy is imported before something has to be prepared.
 """
 
+import glob
 import hashlib
 import json
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +28,8 @@ RECORD = "preparation.json"
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 _MOST_KEPT = 20
 _MOST_BYTES = 20 << 30
+_ABANDONED_SECONDS = 86400
+_TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
 _BYTES_PER_BYTE = 4
 """A token of four letters becomes five bytes; some languages need more tokens."""
 
@@ -62,7 +66,12 @@ def missing(data: Data, base: Path) -> tuple[str, ...]:
 
 
 def _is_there(source: Source, base: Path) -> bool:
-    return "://" in source.path or any(c in source.path for c in "*?[") or (base / source.path).exists()
+    if "://" in source.path:
+        return True
+    try:
+        return (base / source.path).exists() or next(glob.iglob(source.path, root_dir=base, recursive=True), None) is not None  # noqa: PTH207
+    except OSError:  # no path at all
+        return False
 
 
 def find_sources(data: Data, base: Path) -> dict[str, tuple[tuple[Path, ...], ...]]:
@@ -97,9 +106,13 @@ def _facts(paths: tuple[Path, ...], base: Path) -> tuple[FileFact, ...]:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file") from None
 
 
+def _by_content(data: Data, base: Path) -> Files:
+    return {split: tuple(_facts(files, base) for files in found) for split, found in find_sources(data, base).items()}
+
+
 def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
     """`base` is where the spec's relative paths start."""
-    sources = {split: tuple(_facts(files, base) for files in found) for split, found in find_sources(spec.data, base).items()}
+    sources = _by_content(spec.data, base)
     folder = finefit_cache() / "prepared" / _key(spec, sources, tokenizer)
     record = _kept(folder)
     if record is None:
@@ -112,10 +125,12 @@ def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
 def _key(spec: Spec, sources: Files, tokenizer: Path) -> str:
     """Of everything that the result depends on; names stand in what is told of the rows."""
     facts = {split: [[(fact.path, fact.sha256) for fact in files] for files in split_files] for split, split_files in sources.items()}
-    files = [read_file(path, tokenizer).sha256 for path in sorted(tokenizer.iterdir()) if path.suffix in (".json", ".jinja", ".model", ".txt")]
+    templates = tokenizer / "additional_chat_templates"
+    paths = [*tokenizer.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    files = [read_file(path, tokenizer).sha256 for path in sorted(paths) if path.suffix in _TOKENIZER_FILES and path.is_file()]
     own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").glob("*.py")))).hexdigest()
     versions = [version(name) for name in _PACKAGES]
-    content = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), spec.seed, facts, files, versions, own]
+    content = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), spec.max_prompt_tokens(), spec.seed, facts, files, versions, own]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -126,21 +141,31 @@ _JUDGED = ("bad_rows", "drop_at_most", "cut_at_most", "packing")
 def _kept(folder: Path) -> Preparation | None:
     try:
         record = read_record(folder / RECORD, Preparation)
-    except RunError:  # not there, or written by another version
+    except (RunError, OSError):  # not there, written by another version, or not to be read
         return None
-    return record if all((folder / name).is_file() for name in record.files) else None
+    return record if all(_has(folder / name, sha256) for name, sha256 in record.files.items()) else None
+
+
+def _has(path: Path, sha256: str) -> bool:
+    """A cache lies where anything may happen to it."""
+    return path.is_file() and read_file(path, path.parent).sha256 == sha256
 
 
 def _prepared(spec: Spec, base: Path, tokenizer: Path, folder: Path, sources: Files) -> Preparation:
     """Under a hidden name until it is whole; another process may prepare the same, and either result will do."""
     from finefit.data.prepared import prepare  # transformers comes with it
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
+    except OSError as error:
+        raise RunError(f"{folder.parent} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder that can be") from None
     needed_bytes = _BYTES_PER_BYTE * sum(fact.size_bytes for split in sources.values() for files in split for fact in files)
     try:
         with full_disk_named(folder, needed_bytes):
-            record = prepare(spec.data, base=base, tokenizer=tokenizer, seed=spec.seed, folder=staging)
+            record = prepare(spec.data, base=base, tokenizer=tokenizer, seed=spec.seed, folder=staging, max_prompt_tokens=spec.max_prompt_tokens())
+        if _by_content(spec.data, base) != sources:
+            raise DataError("a data file has changed while it was read", "give the command again when nothing writes to it")
         write_record(staging / RECORD, record)
         _put(staging, folder)
     finally:
@@ -160,10 +185,21 @@ def _put(staging: Path, folder: Path) -> None:
 
 
 def _forget_old(root: Path) -> None:
-    """The newest ones stay, as many as there is room for."""
-    kept_bytes = 0
-    folders = sorted((path for path in root.iterdir() if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime, reverse=True)
-    for number, folder in enumerate(folders):
-        kept_bytes += sum(file.stat().st_size for file in folder.iterdir())
-        if number and (number >= _MOST_KEPT or kept_bytes > _MOST_BYTES):
+    """The last used ones stay, as many as there is room for; and what a killed process left a day ago is nobody's."""
+    kept, kept_bytes = 0, 0
+    for used, size_bytes, folder in sorted((_use(path) for path in root.iterdir()), reverse=True):
+        if folder.name.startswith("."):
+            is_old = used < time.time() - _ABANDONED_SECONDS
+        else:
+            kept, kept_bytes = kept + 1, kept_bytes + size_bytes
+            is_old = kept > 1 and (kept > _MOST_KEPT or kept_bytes > _MOST_BYTES)
+        if is_old:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _use(folder: Path) -> tuple[float, int, Path]:
+    """When it was used, and its bytes; another process may remove it meanwhile."""
+    try:
+        return folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder
+    except OSError:
+        return 0.0, 0, folder

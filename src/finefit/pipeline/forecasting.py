@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,7 +49,8 @@ def forecast(spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *
     if answer is None:
         answer = _ask(question)
         if answer.failure is None:
-            _keep(place, answer)
+            with suppress(OSError):  # a cache that cannot be written costs time and nothing else
+                _keep(place, answer)
     if answer.failure is not None:
         kind: type[FinefitError] = getattr(errors, answer.failure.kind, FinefitError)
         raise kind(answer.failure.problem, answer.failure.remedy)
@@ -127,7 +129,7 @@ def _version(name: str) -> str:
 def _kept(place: Path) -> Answer | None:
     try:
         return read_record(place, Answer)
-    except RunError:  # not there, or written by another version
+    except (RunError, OSError):  # not there, written by another version, or not to be read
         return None
 
 

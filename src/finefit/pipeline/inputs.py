@@ -30,8 +30,8 @@ class Opened:
     def digest(self) -> str:
         """Of what is asked and of the content it is asked of; where files lie does not matter."""
         document = json.loads(spec_to_json(relocate(self.spec, lambda _: "")))
-        content = [self.inputs.model_fingerprint, self.inputs.template_sha256]
-        content += [f"{split}:{fact.sha256}" for split, sources in self.inputs.data.items() for files in sources for fact in files]
+        data = {split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()}
+        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data]
         return hashlib.sha256(json.dumps([document, content], sort_keys=True).encode()).hexdigest()
 
 
@@ -58,13 +58,10 @@ def relocate(spec: Spec, move: MovePath) -> Spec:
     model = spec.model
     if isinstance(model, FolderModel):
         model = FolderModel(kind="folder", path=move(model.path))
-    return spec.model_copy(update={"data": _relocated(spec.data, move), "model": model})
+    return spec.model_copy(update={"data": _with_paths(spec.data, lambda path: path if "://" in path else move(path)), "model": model})
 
 
-def _relocated(data: Data, move: MovePath) -> Data:
-    def moved(path: str) -> str:
-        return path if "://" in path else move(path)
-
+def _with_paths(data: Data, moved: MovePath) -> Data:
     def fields(old: Fields) -> Fields:
         return old if old.join is None else old.model_copy(update={"join": moved(old.join)})
 
@@ -79,17 +76,10 @@ def _relocated(data: Data, move: MovePath) -> Data:
 
 def pinned(spec: Spec, located: Located) -> Spec:
     """A branch of the hub moves; the run keeps the commits that it began with."""
-    data = spec.data
-    train = tuple(s.model_copy(update={"path": pin_hub_path(s.path)}) for s in data.train)
-    held, test = data.validation, data.test
-    if held is not None and held.path is not None:
-        held = held.model_copy(update={"path": pin_hub_path(held.path)})
-    if test is not None:
-        test = test.model_copy(update={"path": pin_hub_path(test.path)})
     model = spec.model
     if isinstance(model, HubModel):
         model = HubModel(kind="hub", id=model.id, revision=located.folder.name)  # the snapshot's folder is named by its commit
-    return spec.model_copy(update={"model": model, "data": data.model_copy(update={"train": train, "validation": held, "test": test})})
+    return spec.model_copy(update={"model": model, "data": _with_paths(spec.data, pin_hub_path)})
 
 
 def between(old: Path, new: Path) -> MovePath:

@@ -70,11 +70,16 @@ def _references(spec: Spec, prepared: PreparedData) -> tuple[Finding, ...]:
 
 
 def _unreadable(task: Task, row: Row) -> str | None:
-    try:
-        task.extract(row.answer)
-    except NoResult as reason:
-        return str(reason)
-    return None
+    """Why none of its references can be read."""
+    reasons = []
+    for reference in (row.answer, *row.references):
+        try:
+            task.extract(reference)
+        except NoResult as reason:
+            reasons.append(str(reason))
+        else:
+            return None
+    return reasons[0]
 
 
 def require_data(findings: tuple[Finding, ...]) -> None:

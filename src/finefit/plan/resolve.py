@@ -52,7 +52,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         template=spec.data.template,
         template_options=spec.data.template_options,
         template_sha256=inputs.template_sha256,
-        max_prompt_tokens=spec.data.max_tokens if spec.data.too_long == "cut_prompt" else None,
+        max_prompt_tokens=spec.max_prompt_tokens(),
         optimizer=spec.optimizer,
         schedule=spec.schedule.kind,
         total_steps=of("total_steps"),

@@ -6,8 +6,10 @@ from finefit.artifacts.records import Fault, Finding, Preparation, SourceLedger
 from finefit.preflight.machine import LEVELS
 from finefit.spec.schema import Spec
 
-_ASKED_FOR = ("left out by limit", "left out by weight", "stands in test", "stands in validation")
+_ASKED_FOR = ("left out by limit", "left out by weight")
 """Rows that the spec itself leaves out are no loss."""
+_MUCH = 0.25
+"""Share of the tokens, beyond which a cut is worth a word."""
 
 
 def rows_can_be_used(found: Preparation, spec: Spec) -> Iterator[Finding]:
@@ -40,6 +42,16 @@ def _above(source: SourceLedger, what: str, count: int, of: int, at_most: float,
         yield Finding(level="error", problem=problem, remedy=remedy)
 
 
+def prompts_keep_most_of_their_text(found: Preparation, _: Spec) -> Iterator[Finding]:
+    """Few rows may lose much."""
+    for source in found.sources:
+        whole = source.tokens + source.cut_tokens
+        if whole and source.cut_tokens > _MUCH * whole:
+            share = f"{source.cut_tokens / whole:.0%}"
+            problem = f"{source.source}: {source.cut_tokens:,} of {whole:,} {source.split} tokens are cut out of prompts ({share})"
+            yield Finding(level="warning", problem=problem, remedy="raise data.max_tokens, or set data.too_long: drop")
+
+
 def something_is_learnt(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for split in dict.fromkeys(source.split for source in found.sources):
         if not any(source.used for source in found.sources if source.split == split):
@@ -61,7 +73,7 @@ def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
     share = spec.data.validation.share if spec.data.validation else None
     for fault in _faults(found, "overlap"):
         is_ours = fault.split == "validation" and share is not None  # nobody has put those rows there
-        level = "error" if spec.data.overlap == "error" and not is_ours else "warning"
+        level = "warning" if spec.data.overlap == "warn" or is_ours else "error"
         problem = f"{fault.split} shares {fault.count:,} {_rows(fault.count)} with what the model is trained or chosen on:\n{_lines(fault)}"
         remedy = "remove them from one side; data.overlap: drop takes them out of train, counted; data.overlap: warn goes on as it is"
         yield Finding(level=level, problem=problem, remedy=remedy)  # type: ignore[arg-type]
@@ -96,6 +108,7 @@ CHECKS: tuple[Callable[[Preparation, Spec], Iterator[Finding]], ...] = (
     rows_can_be_used,
     rows_fit_the_budget,
     few_rows_are_lost,
+    prompts_keep_most_of_their_text,
     something_is_learnt,
     splits_are_disjoint,
     rows_are_not_repeated_unseen,

@@ -92,7 +92,7 @@ def run_document(run: RunDir) -> dict[str, Any]:
             stage: {key: {"value": r.value, "source": r.source} for key, r in values.items()}
             for stage, values in read_record(run.plan, Plan).stages.items()
         },
-        "ledger": list(read_lines(where.ledger)),
+        "ledger": [line for line in read_lines(where.ledger) if "read" in line],
         "result": None
         if result is None
         else {

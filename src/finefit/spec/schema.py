@@ -281,3 +281,10 @@ class Spec(Part):
     """A step whose loss or gradient is not finite is never applied; this says what follows."""
     evaluate: tuple[Evaluation, ...] = ()
     """Tasks that every finished run is scored on, in a process of its own."""
+
+    def max_prompt_tokens(self) -> int | None:
+        """Longer prompts of test rows are cut, so that an answer still ends within the lengths that were trained; None where nothing is cut."""
+        if self.data.too_long != "cut_prompt":
+            return None
+        answer = max((evaluation.max_new_tokens for evaluation in self.evaluate), default=0)
+        return self.data.max_tokens - min(answer, self.data.max_tokens // 2)
