@@ -15,8 +15,10 @@ from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import Preparation, SourceLedger
 from finefit.data import pieces
 from finefit.data.items import read_items
+from finefit.data.pieces import chunked
 from finefit.data.prepared import prepare
 from finefit.data.render import open_renderer
+from finefit.data.rows import Row
 from finefit.data.selection import Choice, together
 from finefit.data.store import Examples
 from finefit.errors import DataError, WorkerDied
@@ -315,3 +317,13 @@ def test_rows_that_share_a_prompt_or_a_record_have_one_key_through_any_chain(pai
         groups = [g for g in groups if g not in touching] + [{row}.union(*touching)]
     assert len({int(key) for key in keys}) == len(groups)
     assert all(len({int(keys[row]) for row in group}) == 1 for group in groups)
+
+
+@given(lengths=st.lists(st.integers(0, 9), max_size=30), max_rows=st.integers(1, 5), max_characters=st.integers(1, 20))
+def test_chunks_hold_every_row_in_order_and_end_where_they_are_full(lengths: list[int], max_rows: int, max_characters: int) -> None:
+    rows = [Row(source="a", number=n, text="x" * length) for n, length in enumerate(lengths)]
+    chunks = list(chunked(iter(rows), max_rows=max_rows, max_characters=max_characters))
+    assert [row for chunk in chunks for row in chunk] == rows
+    for chunk in chunks:
+        assert 1 <= len(chunk) <= max_rows
+        assert sum(len(row.text) for row in chunk[:-1]) < max_characters

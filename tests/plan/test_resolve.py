@@ -45,8 +45,8 @@ validate: {every: epoch}
 on_nan: {kind: roll_back}
 evaluate: [{task: exact_match}, {task: json_match, limit: 3}]
 """
-FREE = ("config", "template_options")
-"""Mappings whose keys are the user's."""
+FREE = ("config", "template_options", "fields")
+"""Mappings that are shown as a whole."""
 
 
 def _resolve(text: str, *overrides: str, num_rows: int = 22, **foretold: Any) -> dict[str, Resolved]:

@@ -6,7 +6,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from finefit.errors import WorkerDied
 from finefit.facts.machine import count_cores
 from finefit.spec.schema import Data
 
-_CHUNK = 256
+_CHUNK_ROWS = 256
+_CHUNK_CHARACTERS = 4 << 20
+"""A row may be a whole book."""
 _BYTES_PER_PROCESS = 32 << 20
 """A process of its own takes some seconds to start."""
 
@@ -72,6 +73,20 @@ def _special(renderer: Renderer, row: Row) -> tuple[str, ...]:
     return tuple(dict.fromkeys(token for text in texts for token in renderer.special_tokens_in(text)))
 
 
+def chunked(rows: Iterable[Row], *, max_rows: int, max_characters: int) -> Iterator[list[Row]]:
+    """A chunk ends with the row that fills it."""
+    chunk: list[Row] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += len(row.text) + sum(len(message.content) for message in row.messages)
+        if len(chunk) == max_rows or characters >= max_characters:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
 def num_processes(readings: Iterable[Reading]) -> int:
     size = sum(file.path.stat().st_size for reading in readings for file in reading.files)
     return min(count_cores(), 1 + size // _BYTES_PER_PROCESS)
@@ -115,7 +130,7 @@ class Pieces:
             yield chunk, piece
 
     def _made(self, rows: Iterator[Row]) -> Iterator[tuple[list[Row], Piece]]:
-        chunks = iter(lambda: list(islice(rows, _CHUNK)), [])
+        chunks = chunked(rows, max_rows=_CHUNK_ROWS, max_characters=_CHUNK_CHARACTERS)
         if self._pool is None:
             yield from ((chunk, self._here(chunk)) for chunk in chunks)
             return

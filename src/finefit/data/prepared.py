@@ -6,7 +6,6 @@ Held-out rows come first, so that every training row can be compared with them a
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from finefit.data.fingerprint import fingerprint, system_is_content
 from finefit.data.items import item_line
 from finefit.data.ledger import Account, Book
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
-from finefit.data.pieces import Piece, Pieces, num_processes
+from finefit.data.pieces import Piece, Pieces, chunked, num_processes
 from finefit.data.read import Reading, open_source
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Kind, Row
@@ -28,6 +27,7 @@ from finefit.errors import DataError
 from finefit.facts.files import read_file
 from finefit.spec.schema import Data
 
+_SAMPLE_CHARACTERS = 32 << 20
 SPLITS = ("test", "validation", "train")
 _TRAINS_ON: dict[Kind, tuple[str, str]] = {
     "pair": ("preference pairs", "fields: {prompt: prompt, answer: chosen}"),
@@ -243,7 +243,10 @@ def _prompt(renderer: Renderer, row: Row, max_tokens: int | None) -> tuple[list[
 def _sample(readings: Sequence[Reading]) -> list[Row]:
     """Enough of every source to know what is a template, by which rows are not alike."""
     each = -(-SAMPLE_ROWS // max(1, len(readings)))
-    return list(chain.from_iterable(islice((row for row in reading.rows() if isinstance(row, Row)), each) for reading in readings))
+    firsts = [
+        chunked((row for row in reading.rows() if isinstance(row, Row)), max_rows=each, max_characters=_SAMPLE_CHARACTERS) for reading in readings
+    ]
+    return [row for first in firsts for row in next(first, [])]
 
 
 def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None) -> Lengths | None:

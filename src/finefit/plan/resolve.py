@@ -14,7 +14,7 @@ from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine
 from finefit.spec.every import Interval
-from finefit.spec.schema import Full, Spec
+from finefit.spec.schema import Fields, Full, Spec
 
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
@@ -74,7 +74,7 @@ def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Leaves:
     for name, field in type(part).model_fields.items():
         key, value = f"{prefix}{field.alias or name}", getattr(part, name)
         written = given and name in part.model_fields_set
-        if isinstance(value, BaseModel) and not isinstance(value, Interval):
+        if isinstance(value, BaseModel) and not isinstance(value, (Interval, Fields)):
             yield from leaves(value, f"{key}.", given=written)
         else:
             yield key, _plain(value), written
@@ -89,7 +89,8 @@ def _plain(value: Any) -> Any:
 
 
 def _source(key: str, given: bool, overrides: Collection[str]) -> str:
-    if any(key == o.split("=", 1)[0] or key.startswith(o.split("=", 1)[0] + ".") for o in overrides):
+    names = [override.split("=", 1)[0] for override in overrides]
+    if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in names):
         return "--set"
     return "spec" if given else "default"
 
