@@ -420,3 +420,13 @@ def test_the_hash_survives_saving_and_changes_with_whatever_changes_a_prompt(tmp
         open_renderer(tmp_path / "same", "chat", template_options={"enable_thinking": True}),
     ]
     assert len({own, *(renderer.sha256() for renderer in others)}) == 6
+
+
+def test_a_pair_whose_sides_the_template_writes_alike_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'].strip()")
+    renderer, messages = Renderer(tokenizer, "chat"), (Message("user", "Is it so?"), Message("assistant", "Yes."))
+    alike = render_one(renderer, messages, num_given=1, rejected=(Message("assistant", "Yes. "),))
+    assert "alike" in alike.problem
+    assert alike.remedy
+    assert render_one(renderer, messages, num_given=1, rejected=(Message("assistant", "No."),)).rejected

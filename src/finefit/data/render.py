@@ -205,6 +205,8 @@ class Renderer:
         if not row.rejected:
             return _Draft(examples, [])
         rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row.num_given, row.tools, turns)
+        if examples == rejected:
+            raise DataError("both sides of the pair are written alike, so there is nothing to prefer", "remove the pair, or mend one side")
         if max(len(examples), len(rejected)) > 1:
             raise DataError(
                 "the chat template writes an earlier answer of the pair differently once more follows, so its side is not one text",
