@@ -19,6 +19,7 @@ PACKAGES = (
     "tokenizers",
     "gguf",
     "numpy",
+    "pyarrow",
     "pydantic",
     "ruamel.yaml",
     "typer",
