@@ -35,3 +35,22 @@ def test_the_specs_of_the_five_systems_are_specs(name: str) -> None:
     from finefit.spec.load import load_spec
 
     assert load_spec(ROOT / "bench/systems" / name).model.kind == "shape"
+
+
+def test_the_committed_figures_of_preparation_meet_their_goals_and_stand_in_the_document() -> None:
+    found = json.loads((ROOT / "bench/results/data.json").read_text())
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    million, scaling = found["million"], found["scaling"]
+    whole_bytes = million["peak_bytes"] + 2 * million["peak_bytes_of_each_of_two_children"]
+    assert min(case["of_bare"] for case in found["speed"]) >= 0.8
+    assert min(case["fill_of_packs"] for case in found["packing"]) >= 0.97
+    assert million["rows"] == 1_000_000
+    assert whole_bytes < 2 << 30
+    for case in found["speed"]:
+        figures = f"{case['rows']:,} | {case['tokens']:,} | {case['bare_seconds']} s | {case['prepare_seconds']} s | {case['of_bare']:.2f}"
+        assert f"| {case['file']} | {figures} |" in text
+    for case in found["packing"]:
+        shares = " | ".join(f"{case[key]:.1%}" for key in ("fill_of_packs", "padded_grouped", "padded_as_they_come"))
+        assert f"| {case['file']} | {case['mean']:.0f} | {case['longest']:,} | {shares} |" in text
+    assert f"{scaling['seconds_of_2']} s where one takes {scaling['seconds_of_1']} s ({scaling['rows']:,} rows" in text
+    assert f"take {million['seconds']} s with two processes, and {whole_bytes / 2**30:.2f} GiB" in text
