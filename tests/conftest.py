@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -21,6 +22,9 @@ TEMPLATE = (
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:  # under nohup or in a shell's background job; our children would inherit it
         signal.signal(_number, _usual)
+
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
+settings.load_profile("unhurried")
 
 SPECIAL = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
 

@@ -2,14 +2,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from hypothesis import settings
-
 from finefit.data.budget import Budget
 from finefit.data.render import Example, Rendered, Renderer
 from finefit.data.rows import Message, Row
-
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
 
 WIDE = Budget(max_tokens=100_000, too_long="error", turns="all")
 
