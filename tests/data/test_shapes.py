@@ -335,9 +335,9 @@ def _answering(entry: Any) -> Value:
         (_answering({"role": "critic", "content": "x"}), 'messages[1] has the role "critic"; known are system, user, assistant, tool'),
         (_answering({"role": ["user"], "content": "x"}), 'messages[1] has the role ["user"]; known are system, user, assistant, tool'),
         (_answering("4"), 'messages[1] is "4"; a message has `role` and `content`, or `from` and `value`'),
-        (_answering(ANSWER | {"mood": "glad"}), "messages[1] has the unknown field mood, which would be lost"),
-        (_answering(ANSWER | {"name": "Ann"}), "messages[1] has the unknown field name, which would be lost"),
-        (_answering(ANSWER | {"weight": 0}), "messages[1] has the unknown field weight, which would be lost"),
+        (_answering(ANSWER | {"function_call": {"name": "f"}}), "messages[1] has the field function_call, which would be lost"),
+        (_answering(ANSWER | {"name": "Ann"}), "messages[1] has the field name, which would be lost"),
+        (_answering(ANSWER | {"weight": 0}), "messages[1] has the field weight, which would be lost"),
         (_answering(ANSWER | {"reasoning": "a", "thinking": "b"}), "messages[1] has two different reasonings, under reasoning, thinking"),
         (_answering(ANSWER | {"tool_calls": "f()"}), 'messages[1].tool_calls is "f()", not a list of calls'),
         (_answering(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}), 'messages[1].tool_calls[0].arguments is "[1]", not a JSON object'),
@@ -704,3 +704,15 @@ def test_five_thousand_damaged_records_are_told_without_a_crash() -> None:
         except DataError as error:
             str(error).encode()
     assert 2000 < num_bad < 5000
+
+
+def test_metadata_of_messages_is_not_used_and_named() -> None:
+    chat = [USER | {"language": "English", "turn": 1}, ANSWER | {"language": "English", "toxic": None}]
+    value: Value = {"messages": chat, "model": "m"}
+    assert _shape(value).mapping == {"messages": "messages", "not used": "model, messages[].language, messages[].turn"}
+    assert _talk(_row(value)) == [("user", "2+2"), ("assistant", "4")]
+
+
+def test_a_dialogue_as_text_with_its_summary_is_a_document() -> None:
+    row = _row({"id": "1", "dialogue": "Ann: Hi\nBob: Hello", "summary": "They greet."})
+    assert _talk(row) == [("user", "Ann: Hi\nBob: Hello"), ("assistant", "They greet.")]

@@ -14,7 +14,7 @@ from finefit.errors import DataError
 
 # names as `plain` gives them
 PROMPTS: Final = frozenset({"question", "query", "problem", "instruction", "input", "prompt"})
-CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article"})
+CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article", "dialogue", "transcript"})
 
 _SHOWN = 40
 """Columns that a message names: objects with an id for a key have as many as they have records."""

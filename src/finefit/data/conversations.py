@@ -1,6 +1,6 @@
 """Lists of messages -> conversations: `role`/`content` with tool calls, reasoning and image parts, and ShareGPT's `from`/`value`.
 
-What a message holds beyond a row's own fields is a fault, never lost in silence.
+What a message holds beyond a row's own fields is a fault where it says something or decides what is learnt, and named as not used elsewhere.
 """
 
 import json
@@ -31,6 +31,15 @@ _FIELDS: Final[dict[Role, frozenset[str]]] = {
 }
 _SHAREGPT_FIELDS: Final = frozenset({"from", "value"})
 _WEIGHTS: Final = ("weight", "train")
+_TELLING: Final = frozenset(
+    {
+        *_WEIGHTS,
+        *("mask", "masked", "supervised", "loss", "label", "name", "text", "parts", "prefix", "suffix", "refusal", "reasoning_details"),
+        *("function", "function_call", "tool", "tools", "tool_calls", "tool_call_id", "tool_responses", *_REASONING, "content", "value"),
+        *("image", "images", "audio", "video", "videos", "file", "files", "attachments", "documents"),
+    }
+)
+"""Fields that a message may not have and lose; others are its metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +131,16 @@ def _known(name: object, roles: dict[str, Role], place: str) -> Role:
 
 
 def _refuse_unknown(entry: dict[str, Any], role: Role, known: frozenset[str], place: str) -> None:
-    extra = [name for name in entry if name not in known and is_given(entry[name]) and not _is_usual_weight(name, entry[name], role)]
+    extra = [name for name in entry if name in _TELLING - known and is_given(entry[name]) and not _is_usual_weight(name, entry[name], role)]
     if extra:
-        raise Fault(f"{place} has the unknown field {printable(', '.join(sorted(extra)))}, which would be lost")
+        raise Fault(f"{place} has the field {printable(', '.join(sorted(extra)))}, which would be lost")
+
+
+def metadata(value: object) -> set[str]:
+    """Fields of messages that say nothing to a model, such as a language or a time."""
+    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    known = _TELLING | _SHAREGPT_FIELDS | frozenset().union(*_FIELDS.values())
+    return {name for entry in entries for name in entry if isinstance(name, str) and name not in known and is_given(entry[name])}
 
 
 def _is_usual_weight(name: str, value: object, role: Role) -> bool:

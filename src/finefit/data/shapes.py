@@ -12,7 +12,7 @@ from finefit.data import assemble
 from finefit.data.assemble import Assemble
 from finefit.data.cells import Fault, held_image, inserted
 from finefit.data.columns import CONTEXTS, PROMPTS, Column, Sample, listed, plain
-from finefit.data.conversations import is_conversation
+from finefit.data.conversations import is_conversation, metadata
 from finefit.data.records import Record
 from finefit.data.rows import BadRow, Kind, Row
 from finefit.errors import DataError
@@ -330,9 +330,16 @@ def _shape(seen: Sample, name: Name, parts: Parts, *, is_declared: bool = False,
     if "images" not in parts and (urls := seen.named(_IMAGE_URLS)):
         mapping["images"] = f"none: {urls[0]} is a URL, and nothing is downloaded"
     used = {key for column in parts.values() for key in column.roots}
-    if unused := [column for column in seen.values if column not in used]:
+    if unused := [*(column for column in seen.values if column not in used), *_unused_in_messages(seen, parts)]:
         mapping["not used"] = listed(unused)
     return Shape(name=name, parts=parts, mapping=mapping, columns=None if is_declared else frozenset(seen.values))
+
+
+def _unused_in_messages(seen: Sample, parts: Parts) -> list[str]:
+    column = parts.get("messages")
+    if column is None or column.pieces:
+        return []
+    return [f"{column.name}[].{name}" for name in sorted(set().union(*(metadata(column.get(record)) for record in seen.records)))]
 
 
 def _has_several(seen: Sample, column: Column) -> bool:
