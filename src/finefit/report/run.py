@@ -46,7 +46,7 @@ def waited_share(where: StageDir) -> float:
     """Of the time of all steps, what they waited for their rows."""
     steps = read_steps(where.metrics)
     seconds = sum(step["seconds"] for step in steps)
-    return float(sum(step["wait_seconds"] for step in steps) / seconds) if seconds else 0.0
+    return float(sum(step.get("wait_seconds", 0.0) for step in steps) / seconds) if seconds else 0.0
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
