@@ -254,3 +254,12 @@ def test_a_second_check_reads_what_the_first_has_prepared(finefit: Finefit, monk
     monkeypatch.setattr("finefit.data.prepared.prepare", None)
     assert finefit("check", "spec.yaml").out == first
     assert {path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")} == before
+
+
+@pytest.mark.usefixtures("foretold")
+def test_what_is_grave_comes_first_whether_rows_or_run_are_at_fault(folder: Path, finefit: Finefit) -> None:
+    _unlike_rows(folder)
+    answer = finefit("check", "spec.yaml", "--set", "data.max_tokens=70", "--set", "save.every=1000 steps", "--json")
+    levels = [finding["level"] for finding in answer.document["findings"]]
+    assert {"error", "warning"} <= set(levels)
+    assert levels == sorted(levels, key=["error", "warning", "note"].index)

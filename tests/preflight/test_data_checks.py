@@ -58,7 +58,6 @@ SOUND = Preparation(
     lengths=LENGTHS,
     template_sha256="",
     largest_token=259,
-    vocabulary=261,
     pad_is_end=False,
     files={},
 )
@@ -108,7 +107,8 @@ def test_a_row_beyond_the_budget_stops_the_run_unless_something_is_to_happen_to_
     finding = only(rows_fit_the_budget, with_fault("too long", split="validation", count=3), asking(too_long=too_long))
     assert finding.level == level
     assert finding.problem.startswith("3 validation rows longer than data.max_tokens 2,048:\n  validation.jsonl:1 ")
-    assert "data.too_long: cut_prompt or drop" in finding.remedy
+    ways = {"error": "cut_prompt or drop", "drop": "cut_prompt", "cut_prompt": "drop"}
+    assert f"data.too_long: {ways[too_long]};" in finding.remedy
 
 
 @pytest.mark.parametrize(("dropped", "fires"), [({"too long": 10}, False), ({"too long": 7, "unusable": 4}, True)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.records import Finding, Forecast, GradientMap, Lengths, Levers, Suggestion
-from finefit.preflight.machine import LEVELS
+from finefit.preflight.findings import LEVELS
 from finefit.preflight.run import (
     CHECKS,
     Preparation,

@@ -37,7 +37,6 @@ FOUND = Preparation(
     lengths=Lengths(num_rows=2390, longest=99, mean=10.0, supervised=50, mean_supervised=4.0, source="counted"),
     template_sha256="",
     largest_token=9,
-    vocabulary=10,
     pad_is_end=False,
     files={},
 )

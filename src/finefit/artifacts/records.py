@@ -380,8 +380,6 @@ class Preparation:
     """None where no training row can be used."""
     template_sha256: str
     largest_token: int
-    vocabulary: int
-    """Tokens that the tokenizer knows."""
     pad_is_end: bool
     files: dict[str, str]
     """sha256 of every prepared file."""

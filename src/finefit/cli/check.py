@@ -42,13 +42,14 @@ def check(
         from finefit.facts.machine import read_machine
         from finefit.pipeline.forecasting import lengths_of
         from finefit.pipeline.preparation import data_findings, findings_of, foresee
+        from finefit.preflight.findings import in_order
 
         machine = read_machine()
         counted = prepared.record.lengths if prepared else None
         foretold = foresee(spec, base, counted or lengths_of(spec, base), machine)
         findings = findings_of(spec, foretold, machine, base, runs, foretold.total_steps)
         if prepared is not None:
-            findings = (*findings, *data_findings(spec, base, prepared))
+            findings = in_order((*findings, *data_findings(spec, base, prepared)))
         efficiency = prepared.efficiency(spec, foretold.levers) if prepared else None
     if as_json:
         typer.echo(json.dumps(check_document(findings, foretold, prepared.record if prepared else None, efficiency), indent=2))

@@ -78,7 +78,6 @@ def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path,
         lengths=lengths,
         template_sha256=renderer.sha256(),
         largest_token=pieces.largest_token,
-        vocabulary=len(renderer.tokenizer),
         pad_is_end=renderer.pad in renderer.stop_tokens,
         files={path.name: read_file(path, folder).sha256 for path in sorted(folder.iterdir())},
     )

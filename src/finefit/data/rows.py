@@ -67,7 +67,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        return f"{self.source}:{self.number}" + (f" ({self.part})" if self.part else "")
+        return _place(self.source, self.number, self.part)
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -89,4 +89,8 @@ class BadRow:
 
     @property
     def place(self) -> str:
-        return f"{self.source}:{self.number}" + (f" ({self.part})" if self.part else "")
+        return _place(self.source, self.number, self.part)
+
+
+def _place(source: str, number: int, part: int) -> str:
+    return f"{source}:{number}" + (f" ({part})" if part else "")

@@ -15,6 +15,7 @@ from finefit.pipeline.data import PreparedData
 from finefit.pipeline.inputs import Opened, between, pinned, relocate
 from finefit.pipeline.preparation import data_findings, findings_of, foresee, require_data, require_sound
 from finefit.plan.resolve import make_stage, resolve
+from finefit.preflight.findings import in_order
 from finefit.spec.load import spec_to_json
 
 
@@ -63,7 +64,7 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     assert lengths.num_rows is not None
     foretold = foresee(opened.spec, base, lengths, machine)
     values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=lengths.num_rows, forecast=foretold)
-    findings = (*findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value), *found)
+    findings = in_order((*findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value), *found))
     require_sound(findings)
     write_record(run.check, Check(findings=findings))
     stage = make_stage(spec, values, inputs=opened.inputs, forecast=foretold, num_rows=lengths.num_rows, prepared=files)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from finefit.artifacts.records import Fault, Finding, Preparation, SourceLedger
-from finefit.preflight.machine import LEVELS
+from finefit.preflight.findings import in_order
 from finefit.spec.schema import Spec
 
 _ASKED_FOR = ("left out by limit", "left out by weight")
@@ -23,7 +23,8 @@ def rows_fit_the_budget(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for fault in _faults(found, "too long"):
         level = "error" if spec.data.too_long == "error" else "warning"
         problem = f"{fault.count:,} {fault.split} {_rows(fault.count)} longer than data.max_tokens {spec.data.max_tokens:,}:\n{_lines(fault)}"
-        remedy = "raise data.max_tokens, or set data.too_long: cut_prompt or drop; an answer is never cut"
+        ways = " or ".join(way for way in ("cut_prompt", "drop") if way != spec.data.too_long)
+        remedy = f"raise data.max_tokens, or set data.too_long: {ways}; an answer is never cut"
         yield Finding(level=level, problem=problem, remedy=remedy)  # type: ignore[arg-type]
 
 
@@ -125,7 +126,7 @@ def examine_data(found: Preparation, spec: Spec, *, embeddings: int | None) -> t
         problem = f"the rows hold token {found.largest_token:,}, the model has embeddings for {embeddings:,}: tokens were added without room for them"
         remedy = "take the tokenizer that belongs to the model, or resize its embeddings and save it"
         findings.append(Finding(level="error", problem=problem, remedy=remedy))
-    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
+    return in_order(findings)
 
 
 def _faults(found: Preparation, kind: str) -> list[Fault]:

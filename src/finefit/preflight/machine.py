@@ -10,9 +10,8 @@ from finefit.artifacts.records import Finding
 from finefit.facts.files import Disk
 from finefit.facts.machine import Card, Machine, TorchView
 from finefit.facts.power import Power
+from finefit.preflight.findings import in_order
 
-LEVELS = ("error", "warning", "note")
-"""Gravest first."""
 LOW_DISK_BYTES = 2 * 2**30
 """The smallest shipped run with its checkpoints and the embedded model's weights takes less."""
 
@@ -144,7 +143,7 @@ CHECKS: tuple[Callable[[Examination], Iterator[Finding]], ...] = (
 def diagnose(found: Examination) -> tuple[Finding, ...]:
     """Errors first, then warnings, then notes."""
     findings = [finding for check in CHECKS for finding in check(found)]
-    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
+    return in_order(findings)
 
 
 def is_ready(findings: tuple[Finding, ...]) -> bool:

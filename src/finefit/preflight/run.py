@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Finding, Forecast, Suggestion
 from finefit.data.order import steps_per_epoch
-from finefit.preflight.machine import LEVELS
+from finefit.preflight.findings import in_order
 from finefit.spec.every import Interval
 from finefit.spec.schema import Lora, ShapeModel, Spec
 
@@ -174,4 +174,4 @@ CHECKS: tuple[Callable[[Preparation], Iterator[Finding]], ...] = (
 def examine(found: Preparation) -> tuple[Finding, ...]:
     """Errors first, then warnings, then notes."""
     findings = [finding for check in CHECKS for finding in check(found)]
-    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
+    return in_order(findings)

@@ -38,9 +38,9 @@ def _proved(findings: Sequence[Finding], forecast: Forecast, efficiency: Efficie
 
 
 def _layout(forecast: Forecast, efficiency: Efficiency) -> str:
-    packed = f"packed, {efficiency.own:.0%} of the tokens computed are rows' own" if forecast.levers.packing else "not packed"
-    padded = f"padded it were {efficiency.grouped:.0%} grouped by length, {efficiency.in_order:.0%} as they come"
-    return f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {packed}; {padded}"
+    own = f"{efficiency.own:.0%} of the tokens computed are rows' own"
+    padded = f"{efficiency.grouped:.0%} if padded and grouped by length" if forecast.levers.packing else "padded, grouped by length"
+    return f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {own} ({padded}; {efficiency.in_order:.0%} if padded as they come)"
 
 
 def show_example(number: int, pieces: Sequence[tuple[str, bool]], console: Console) -> None:
