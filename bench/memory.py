@@ -153,7 +153,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        tuned = "full" if isinstance(self.tuning, Full) else f"r{self.tuning.rank}{'-nf4' if self.tuning.base_bits else ''}"
+        tuned = "full" if not isinstance(self.tuning, Lora) else f"r{self.tuning.rank}{'-nf4' if self.tuning.base_bits else ''}"
         parts = [self.shape, f"{self.layers}L", tuned, f"{self.rows}x{self.tokens}", f"re{self.recompute}"]
         parts += [f"chunk{self.loss_chunk}"] if self.loss_chunk else ["plain"]
         parts += ["attn"] if self.keep_attention else []

@@ -3,7 +3,7 @@
 import json
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finefit.facts.files import finefit_cache
+from finefit.objective.batch import Batch, Forward, LossSum
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
@@ -65,6 +66,19 @@ def make_model_folder(folder: Path, *, seed: int = 0, chat: bool = True, dropout
     make_model(seed=seed, dropout=dropout).save_pretrained(folder)
     make_tokenizer(chat=chat).save_pretrained(folder)
     return folder
+
+
+class Bent:
+    """Counts as supervised fine-tuning does and computes something else."""
+
+    def __init__(self, compute: Callable[[Forward, Batch], LossSum]) -> None:
+        self._compute = compute
+
+    def __call__(self, forward: Forward, batch: Batch) -> LossSum:
+        return self._compute(forward, batch)
+
+    def count(self, batch: Batch) -> int:
+        return batch.num_supervised
 
 
 def make_rows(count: int, *, seed: int = 0) -> list[dict[str, Any]]:

@@ -103,7 +103,8 @@ def test_a_misspelt_key_gets_the_nearest_one() -> None:
 def test_an_unheard_of_key_gets_the_list() -> None:
     cut = complaint(GOOD.replace("rank: 8", "rank: 8\n  144:"))
     assert cut == "run.yaml:6 tuning.144: there is no such key; was a number cut by its comma? write it without, as in 262144"
-    expected = "run.yaml:5 tuning.colour: there is no such key; the keys here are `kind`, `rank`, `alpha`, `dropout`, `targets`, `base_bits`"
+    keys = "`kind`, `rank`, `alpha`, `dropout`, `targets`, `base_bits`, `rank_stabilised`, `dora`, `weights`, `adapter`"
+    expected = f"run.yaml:5 tuning.colour: there is no such key; the keys here are {keys}"
     assert complaint(GOOD.replace("rank", "colour")) == expected
 
 
@@ -196,7 +197,7 @@ def test_sources_are_told_by_split() -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("tuning.base_bits=8", "8 is not accepted; accepted: `4`"),
+        ("tuning.base_bits=5", "5 is not accepted; accepted: `4`, `8`"),
         ("model={kind: shape}", "missing; give a mapping"),
         ("model={kind: shape, config: 3}", "3 is a number; a mapping is needed"),
         ("levers.recompute=some", '"some" is text; a whole number or `auto`, `none`, `all` is needed'),

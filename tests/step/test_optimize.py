@@ -14,6 +14,7 @@ from finefit.spec.schema import AdamW, Tuning
 from finefit.step.forward import bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer, optimizer_tensors
+from tests.conftest import Bent
 from tests.step.conftest import ADAMW, FULL, LORA, TUNINGS, Taken, assert_same_step, cut, step, take_gradients, trainable, tuned, unequal_examples
 
 
@@ -100,7 +101,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_untouched(tuning
     step(model, optimizer, batches)
     weights, state = deepcopy(model.state_dict()), deepcopy(optimizer_tensors(model, optimizer))
     if fault == "loss":
-        outcome = step(model, optimizer, batches, objective=_nan_loss)
+        outcome = step(model, optimizer, batches, objective=Bent(_nan_loss))
     else:
         last = next(reversed(trainable(model).values()))
         hook = last.register_hook(lambda gradient: torch.full_like(gradient, math.inf))  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from finefit.artifacts.rundir import StageDir
 from finefit.objective.batch import Batch, Forward, LossSum
 from finefit.objective.sft import sft
 from finefit.train import worker
+from tests.conftest import Bent
 from tests.faults import TRAINING, Job, Outcome, Reference, at_step, digests, finish, make_job, outcome, send_self, start, words
 
 DIVERGED = 1
@@ -40,7 +41,7 @@ def poison(steps: dict[int, str]) -> None:
                 clean.total.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
                 return clean
 
-    worker.sft = poisoned  # type: ignore[attr-defined]
+    worker.sft = Bent(poisoned)  # type: ignore[attr-defined, assignment]
 
 
 def events(where: StageDir, kind: str) -> list[int]:
@@ -181,7 +182,7 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(lora: Reference) 
             left[0] -= 1
             return LossSum(clean.total * math.nan, clean.count)
 
-        worker.sft = poisoned  # type: ignore[attr-defined]
+        worker.sft = Bent(poisoned)  # type: ignore[attr-defined, assignment]
 
     assert finish(start(where, prepare)) == 0
     end: Outcome = outcome(where)

@@ -11,7 +11,7 @@ from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.every import Every
-from finefit.spec.schema import AdamW, Evaluation, Model, OnNan, Save, Tuning
+from finefit.spec.schema import AdamW, Engine, Evaluation, Model, Objective, OnNan, Save, Tracker, Tuning
 
 STRICT = ConfigDict(extra="forbid")
 R = TypeVar("R")
@@ -81,6 +81,9 @@ class Levers:
     adapter_inputs: Literal["bf16", "fp32"] = "fp32"
     packing: bool = False
     """Rows of a step stand behind one another without padding, each seeing only itself."""
+    kernels: Literal["torch", "fused"] = "torch"
+    update: Literal["after", "inside"] = "after"
+    """Each tensor when its gradient is there, which is then given back, or all of them after backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,7 @@ class Stage:
     name: str
     seed: int
     device: Literal["cpu", "cuda"]
-    precision: Literal["bf16", "fp32"]
+    precision: Literal["bf16", "fp16", "fp32"]
     deterministic: bool
     threads: int
     model: Model
@@ -211,6 +214,11 @@ class Stage:
     model_name: str
     model_fingerprint: str
     tuning: Tuning
+    """An adapter's path is relative to the run directory."""
+    objective: Objective
+    engine: Engine
+    """Never `auto`: what it came to."""
+    trackers: tuple[Tracker, ...] = ()
     template: Literal["chat", "plain"]
     template_options: dict[str, Any] = field(default_factory=dict)
     template_sha256: str
@@ -393,6 +401,16 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """What losses are multiplied by in fp16, so that small gradients do not vanish."""
+
+    __pydantic_config__ = STRICT
+    scale: float
+    good_steps: int
+    """Since it was last changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
     """What a checkpoint knows beside its tensors."""
 
@@ -401,7 +419,10 @@ class TrainState:
     step: int
     tokens: int
     supervised_tokens: int
-    micro_batch: int
+    levers: Levers
+    """In force: those of the stage, or what a rescue has made of them."""
+    loss_scale: LossScale | None = None
+    """None but in fp16."""
     model_name: str
     model_fingerprint: str
     template_sha256: str

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationCon
 from transformers.pytorch_utils import Conv1D
 
 from finefit.errors import ModelError, RunError, SpecError
-from finefit.spec.schema import Full, Lora, Tuning
+from finefit.spec.schema import Full, Lora, Subset, Tuning
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -82,6 +82,8 @@ def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str) -> PreT
             adapted.peft_config["default"].base_model_name_or_path = name
             adapted.peft_config["default"].inference_mode = False
             return adapted.train()
+        case Subset():
+            raise SpecError("tuning.kind subset is not built yet")
 
 
 def _allow_saving(model: PreTrainedModel) -> None:

@@ -4,7 +4,8 @@ Shapes: B rows, T tokens, N supervised tokens, V vocabulary, R packed rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -48,13 +49,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Sum over supervised tokens, and how many there were. The division by the global count happens once, in the step."""
+    """Sum over what the loss is a mean of (supervised tokens, pairs), and how many there were. The division by the global count happens once, in the
+    step."""
 
     total: Tensor
     count: int
+    measures: dict[str, Tensor] = field(default_factory=dict)
+    """Further sums over the same, without gradient: rewards, accuracies."""
 
 
 Forward = Callable[[Batch], Tensor]
 """Logprobs_N of the batch's targets in fp32. Logits stay inside, so that they need never exist all at once."""
 
-Objective = Callable[[Forward, Batch], LossSum]
+
+class Objective(Protocol):
+    """What it needs beside the policy (a reference, a strength) is bound into it before the first step."""
+
+    def __call__(self, forward: Forward, batch: Batch) -> LossSum: ...
+
+    def count(self, batch: Batch) -> int:
+        """What its loss is a mean of, known before anything is computed: the step divides by the sum of it over the global batch."""
+        ...

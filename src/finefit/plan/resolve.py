@@ -14,7 +14,7 @@ from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine
 from finefit.spec.every import Interval
-from finefit.spec.schema import Fields, Full, Spec
+from finefit.spec.schema import Fields, Full, Single, Spec
 
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
@@ -49,6 +49,9 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         model_name=inputs.model,
         model_fingerprint=inputs.model_fingerprint,
         tuning=spec.tuning,
+        objective=spec.objective,
+        engine=Single(kind="single"),
+        trackers=spec.trackers,
         template=spec.data.template,
         template_options=spec.data.template_options,
         template_sha256=inputs.template_sha256,
@@ -139,11 +142,14 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
     else:
         epochs = spec.schedule.epochs or 1
         total = Resolved(value=epochs * per_epoch, source=f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps")
-    warmup = math.ceil(spec.schedule.warmup * total.value)
+    asked = spec.schedule.warmup
+    warmup = asked if isinstance(asked, int) else math.ceil(asked * total.value)
     return {
         "steps_per_epoch": Resolved(value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up"),
         "total_steps": total,
-        "warmup_steps": Resolved(value=warmup, source=f"{spec.schedule.warmup:g} of {total.value} steps, rounded up"),
+        "warmup_steps": Resolved(
+            value=warmup, source="schedule.warmup" if isinstance(asked, int) else f"{asked:g} of {total.value} steps, rounded up"
+        ),
     }
 
 

@@ -55,15 +55,29 @@ class Lora(Part):
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]."""
-    base_bits: Literal[4] | None = None
-    """4: the frozen weights in NF4 (needs bitsandbytes). Lossy, so only ever asked for."""
+    base_bits: Literal[4, 8] | None = None
+    """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so only ever asked for."""
+    rank_stabilised: bool = False
+    """Adapter outputs are scaled by alpha / sqrt(rank) instead of alpha / rank."""
+    dora: bool = False
+    """Direction and length of every weight are learnt apart (DoRA): slower, often better at low rank."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What the adapter's own weights, gradients and moments are kept in. bf16 loses small updates, so it is only ever asked for."""
+    adapter: str | None = None
+    """A folder with an adapter to go on from, relative to the spec file; it is trained on, and no second one is laid over it."""
 
 
 class Full(Part):
     kind: Literal["full"]
 
 
-Tuning = Annotated[Lora | Full, Field(discriminator="kind")]
+class Subset(Part):
+    kind: Literal["subset"]
+    trainable: tuple[str, ...] = Field(min_length=1)
+    """Modules whose own weights are trained, by name with `*` for a part of it: [layers.*.mlp]. All else stays as it is, and that is proved."""
+
+
+Tuning = Annotated[Lora | Full | Subset, Field(discriminator="kind")]
 
 
 class Fields(Part):
@@ -165,10 +179,24 @@ class Sft(Part):
     kind: Literal["sft"]
 
 
+class Dpo(Part):
+    kind: Literal["dpo"]
+    beta: float = Field(0.1, gt=0)
+    """How strongly the model is held to where it started."""
+    reference: Literal["auto", "cached"] = "auto"
+    """Where the starting model's log-probabilities come from. `auto`: from the same weights without the adapter, or with a frozen copy of the adapter
+    that training goes on from; `cached` (and always for tuning without an adapter): computed once for all rows before the first step."""
+
+
+Objective = Annotated[Sft | Dpo, Field(discriminator="kind")]
+
+
 class AdamW(Part):
-    kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit` (needs bitsandbytes and a CUDA device) keeps both moments in 8 bits: lossy, 2 bytes per trained parameter instead of 8."""
+    kind: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
+    """`adamw_8bit` (needs bitsandbytes and a CUDA device) keeps both moments in 8 bits: lossy, 2 bytes per trained parameter instead of 8.
+    `paged_`: the moments move to host memory when the card is full."""
     lr: float = Field(gt=0)
+    """The peak of the schedule, as written: never scaled by batch or number of cards."""
     weight_decay: float = Field(0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -181,8 +209,8 @@ class Schedule(Part):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     epochs: int | None = Field(None, ge=1)
     steps: int | None = Field(None, ge=1)
-    warmup: float = Field(0.03, ge=0, lt=1)
-    """Share of all steps over which the learning rate rises from 0."""
+    warmup: Share | Annotated[int, Field(ge=1)] = 0.03
+    """Over which the learning rate rises from 0: a share of all steps below 1, or a whole number of steps."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "Schedule":
@@ -234,6 +262,79 @@ class Levers(Part):
     """Pieces of a row that pass an MLP one after the other, each computed again in backward; 1 for none."""
     adapter_inputs: Literal["auto", "bf16", "fp32"] = "auto"
     """What an adapter's input is kept in; peft's own fp32 copy holds no more than bf16 when the product is taken in bf16."""
+    kernels: Literal["auto", "torch", "fused"] = "auto"
+    """`fused`: adapters in one autograd node with their layer, norms, rotary embedding, gated MLP and loss by Liger's kernels on a card."""
+    update: Literal["auto", "after", "inside"] = "auto"
+    """`inside`: each tensor is updated as soon as its gradient is there, which is then given back; only without clipping and with the whole step in
+    one micro-batch."""
+
+
+class Single(Part):
+    """One process."""
+
+    kind: Literal["single"]
+
+
+class Parallel(Part):
+    """A whole copy of the model on each device; gradients are summed (torch's DDP)."""
+
+    kind: Literal["ddp"]
+    devices: int = Field(ge=1)
+    """Processes, one for each card, or on a CPU as many as are asked for; of one node where there are several."""
+
+
+class FullyShard(Part):
+    """Weights, gradients and optimizer state divided over the devices (torch's fully_shard)."""
+
+    kind: Literal["fsdp2"]
+    devices: int = Field(ge=1)
+
+
+class DeepSpeed(Part):
+    """DeepSpeed's ZeRO: 2 divides gradients and optimizer state, 3 the weights too."""
+
+    kind: Literal["deepspeed"]
+    devices: int = Field(ge=1)
+    stage: Literal[2, 3] = 2
+    config: str | None = None
+    """A DeepSpeed JSON of your own, relative to the spec file; what contradicts the spec is refused by name."""
+
+
+class AutoEngine(Part):
+    """One process for one device; for several the mildest sharding that fits: ddp, then fsdp2."""
+
+    kind: Literal["auto"]
+    devices: int | None = Field(None, ge=1)
+    """None: one, or as many as `card` names."""
+
+
+Engine = Annotated[AutoEngine | Single | Parallel | FullyShard | DeepSpeed, Field(discriminator="kind")]
+
+
+class LocalLauncher(Part):
+    kind: Literal["local"]
+
+
+class SlurmLauncher(Part):
+    kind: Literal["slurm"]
+    nodes: int = Field(1, ge=1)
+    partition: str | None = None
+    minutes: int = Field(1440, ge=1)
+    """Time limit of the job; before it ends the job saves, and is queued again."""
+    account: str | None = None
+    options: dict[str, str] = Field(default_factory=dict)
+    """Further `#SBATCH` options by name, such as {constraint: a100}."""
+
+
+Launcher = Annotated[LocalLauncher | SlurmLauncher, Field(discriminator="kind")]
+
+
+class Tracker(Part):
+    """Fed from the run's own metrics; whatever befalls a tracker, the run goes on."""
+
+    kind: Literal["tensorboard", "wandb", "mlflow", "trackio"]
+    project: str | None = None
+    """By default the name of the run."""
 
 
 class Evaluation(Part):
@@ -262,19 +363,23 @@ class Spec(Part):
     card: str = "auto"
     """What the plan is for: a card's name, `24GiB`, `8xA100-40GB`, `cpu`, or `auto` (what this machine has free now). A run takes the card
     that is there, and of a named one no more than its size."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """`auto` is bf16 on a card that has it and fp32 elsewhere."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """`auto` is bf16 on a card that has it, fp16 with loss scaling on an older one, fp32 on a CPU."""
     deterministic: bool = False
     """Bit-identical resume on a card too, at some speed; a CPU always has it."""
     model: Model
     tuning: Tuning
     data: Data
-    objective: Sft = Sft(kind="sft")
+    objective: Objective = Sft(kind="sft")
     optimizer: AdamW
     schedule: Schedule = Schedule(epochs=1)
     global_batch: int = Field(16, ge=1)
     """Rows per optimizer step. The planner never changes it."""
     levers: Levers | Literal["auto"] = "auto"
+    engine: Engine = AutoEngine(kind="auto")
+    launcher: Launcher = LocalLauncher(kind="local")
+    """Where the processes are started: here, or by a SLURM scheduler (needs submitit)."""
+    trackers: tuple[Tracker, ...] = ()
     save: Save = Save()
     validation: Validation = Field(default=Validation(), alias="validate")
     on_nan: OnNan = NanStop(kind="stop")

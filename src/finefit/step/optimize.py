@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from finefit.objective.batch import Batch, Forward, Objective
+from finefit.step.engine import ALONE, Engine
 
 Decide = Callable[[Tensor], bool]
 """Given whether loss and gradient are finite, says whether the update is applied."""
@@ -17,10 +17,12 @@ Decide = Callable[[Tensor], bool]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     loss: Tensor
-    """Mean over the supervised tokens of the global batch."""
+    """Mean over what the objective counts in the global batch."""
     grad_norm: Tensor
     """Before clipping."""
     applied: bool
+    measures: dict[str, Tensor]
+    """Further means of the objective."""
 
 
 def optimizer_step(
@@ -31,27 +33,44 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     clip: float | None,
     decide: Decide,
+    count: int | None = None,
+    engine: Engine = ALONE,
+    loss_scale: float = 1.0,
 ) -> StepOutcome:
-    """loss = sum over supervised tokens / their number in the *global* batch, so any cut into micro-batches gives the same gradient."""
-    num_supervised = sum(batch.num_supervised for batch in batches)
+    """loss = sum over what the objective counts / their number in the *global* batch, so any cut into micro-batches gives the same gradient.
+
+    `count`: that number over all ranks; None where these batches are all. `loss_scale`: for fp16, taken out again before anything is read."""
+    whole = sum(objective.count(batch) for batch in batches) if count is None else count
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    loss = _accumulate(batches, forward, objective, num_supervised)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = get_total_norm(gradients, foreach=True)
+    parts = _accumulate(batches, forward, objective, engine, whole=whole, loss_scale=loss_scale)
+    means = {name: engine.sum(part) for name, part in parts.items()}
+    loss = means.pop(_LOSS)
+    gradients = engine.gradients(parameters)
+    if loss_scale != 1.0:
+        torch._foreach_mul_(gradients, 1 / loss_scale)
+    grad_norm = engine.grad_norm(gradients)
+    del gradients
     applied = decide(torch.isfinite(loss) & torch.isfinite(grad_norm))
     if applied:
         if clip is not None:
-            clip_grads_with_norm_(parameters, clip, grad_norm, foreach=True)
-        optimizer.step()
+            engine.clip(parameters, clip, grad_norm)
+        engine.update(optimizer)
     optimizer.zero_grad(set_to_none=True)
-    return StepOutcome(loss=loss, grad_norm=grad_norm, applied=applied)
+    return StepOutcome(loss=loss, grad_norm=grad_norm, applied=applied, measures=means)
 
 
-def _accumulate(batches: Sequence[Batch], forward: Forward, objective: Objective, num_supervised: int) -> Tensor:
-    total: Tensor | None = None
-    for batch in batches:
-        part = objective(forward, batch).total / num_supervised
-        part.backward()  # type: ignore[no-untyped-call]
-        total = part.detach() if total is None else total + part.detach()
-    assert total is not None
-    return total
+_LOSS = "loss"
+
+
+def _accumulate(
+    batches: Sequence[Batch], forward: Forward, objective: Objective, engine: Engine, *, whole: int, loss_scale: float
+) -> dict[str, Tensor]:
+    """This rank's part of the means, by name."""
+    parts: dict[str, Tensor] = {}
+    for at, batch in enumerate(batches):
+        found = objective(forward, batch)
+        part = found.total / whole
+        engine.backward(part if loss_scale == 1.0 else part * loss_scale, is_last=at == len(batches) - 1)
+        for name, value in ((_LOSS, part.detach()), *((name, value / whole) for name, value in found.measures.items())):
+            parts[name] = parts[name] + value if name in parts else value
+    return parts

@@ -22,10 +22,12 @@ from finefit.facts.cards import find_kind
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.spec.every import Interval
 from finefit.spec.schema import NanRollBack, NanSkip, NanStop
+from finefit.step.engine import Engine
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.schedule import learning_rate
 from finefit.step.state import random_state, restore_random
 from finefit.train.feed import Feeder
+from finefit.train.ranks import Ranks
 from finefit.train.saver import Saver, find_checkpoint
 from finefit.train.stopping import StopRequest
 
@@ -38,6 +40,8 @@ class Live:
     model: nn.Module
     forward: Forward
     objective: Objective
+    engine: Engine
+    ranks: Ranks
     optimizer: torch.optim.Optimizer
     examples: Sequence[Example]
     validation: Sequence[Example]
@@ -49,7 +53,8 @@ class Live:
 
 
 def train(live: Live, state: TrainState) -> TrainState:
-    with Feeder(partial(_batches, live, state.micro_batch, _capacity(live, state.micro_batch)), total_steps=live.stage.total_steps) as feeder:
+    micro_batch = state.levers.micro_batch
+    with Feeder(partial(_batches, live, micro_batch, _capacity(live, micro_batch)), total_steps=live.stage.total_steps) as feeder:
         state = _steps(live, state, feeder)
     live.saver.save(state)  # a run that was killed after its last step has only its names to set
     return state
@@ -100,6 +105,7 @@ def _one_step(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
         optimizer=live.optimizer,
         clip=live.stage.optimizer.clip,
         decide=bool,
+        engine=live.engine,
     )
     if not outcome.applied:
         return _not_finite(live, state, outcome, random_before)
@@ -138,6 +144,7 @@ def _measure(live: Live) -> None:
             optimizer=live.optimizer,
             clip=None,
             decide=lambda _: False,
+            engine=live.engine,
         )
     except torch.OutOfMemoryError:  # no row need be as long as the longest and as much supervised as any, so training may go on all the same
         live.metrics.write(event="worst_does_not_fit", step=1, foretold_bytes=live.stage.foretold_bytes)

@@ -22,10 +22,12 @@ from finefit.model.attention import attention_here
 from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
 from finefit.model.locate import locate
 from finefit.objective.sft import sft
+from finefit.step.engine import ALONE
 from finefit.step.forward import autocast_for, bind
 from finefit.step.levers import pull
 from finefit.step.state import make_optimizer
 from finefit.train.loop import Live, train
+from finefit.train.ranks import ONE_RANK
 from finefit.train.saver import Saver, find_checkpoint
 from finefit.train.stopping import StopRequest
 
@@ -92,6 +94,8 @@ def _make_live(
         model=model,
         forward=bind(model, loss_chunk=stage.levers.loss_chunk, autocast=autocast_for(stage.device, stage.precision)),
         objective=sft,
+        engine=ALONE,
+        ranks=ONE_RANK,
         optimizer=optimizer,
         examples=examples["train.safetensors"],
         validation=examples.get("validation.safetensors", ()),
@@ -130,7 +134,7 @@ def _fresh_state(stage: Stage) -> TrainState:
         step=0,
         tokens=0,
         supervised_tokens=0,
-        micro_batch=stage.levers.micro_batch,
+        levers=stage.levers,
         model_name=stage.model_name,
         model_fingerprint=stage.model_fingerprint,
         template_sha256=stage.template_sha256,
