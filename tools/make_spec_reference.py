@@ -24,7 +24,14 @@ number such as `262,144` is an error with its line; all errors are told at once.
 | key | value | default | |
 |---|---|---|---|
 """
-WORDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false", dict[str, Any]: "mapping", dict[str, str]: "mapping"}
+WORDS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict[str, Any]: "mapping",
+    dict[str, str]: "mapping",
+}
 
 
 def reference() -> str:
