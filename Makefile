@@ -19,7 +19,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 soak: $(READY)
-	FINEFIT_KILLS=50 $(BIN)/python -m pytest tests/train tests/artifacts
+	FINEFIT_KILLS=50 FINEFIT_SOAK_MINUTES=60 $(BIN)/python -m pytest tests/train tests/artifacts
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"finefit needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; name another with make PYTHON=...")'

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,15 @@ from torch import Tensor, nn
 
 from finefit.artifacts.records import Levers
 from finefit.facts.cards import find_kind
+from finefit.objective.batch import Batch, Packed, Paired
+from finefit.plan.look import on_its_way
 from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Scene, read_config
-from finefit.spec.schema import AdamW, Full, Lora, Tuning
+from finefit.spec.schema import AdamW, Dpo, Full, Lora, Objective, Sft, Subset, Tuning
+from finefit.step.objective import is_cached
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {
@@ -128,8 +132,15 @@ RATES = rates_of(KIND)
 FULL = Full(kind="full")
 
 
-def lora(rank: int, dropout: float = 0.0, bits: Any = None) -> Lora:
-    return Lora(kind="lora", rank=rank, alpha=2 * rank, dropout=dropout, base_bits=bits)
+SFT, DPO, DPO_CACHED = Sft(kind="sft"), Dpo(kind="dpo"), Dpo(kind="dpo", reference="cached")
+
+
+def lora(rank: int, dropout: float = 0.0, bits: Any = None, **more: Any) -> Lora:
+    return Lora(kind="lora", rank=rank, alpha=2 * rank, dropout=dropout, base_bits=bits, **more)
+
+
+def subset(*trainable: str) -> Subset:
+    return Subset(kind="subset", trainable=trainable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,20 +161,34 @@ class Case:
     optimizer: Any = "adamw"
     accumulates: bool = False
     precision: Any = "bf16"
+    objective: Objective = SFT
+    """A row is a pair where preferences are trained."""
+    packing: bool = False
+    kernels: Any = "torch"
+
+    @property
+    def tuned(self) -> str:
+        if not isinstance(self.tuning, Lora):
+            return self.tuning.kind
+        bits = {None: "", 4: "-nf4", 8: "-int8"}[self.tuning.base_bits]
+        return f"r{self.tuning.rank}{bits}{'-dora' if self.tuning.dora else ''}{'-bf16w' if self.tuning.weights == 'bf16' else ''}"
 
     @property
     def name(self) -> str:
-        tuned = "full" if not isinstance(self.tuning, Lora) else f"r{self.tuning.rank}{'-nf4' if self.tuning.base_bits else ''}"
+        tuned = self.tuned
         parts = [self.shape, f"{self.layers}L", tuned, f"{self.rows}x{self.tokens}", f"re{self.recompute}"]
         parts += [f"chunk{self.loss_chunk}"] if self.loss_chunk else ["plain"]
         parts += ["attn"] if self.keep_attention else []
         parts += ["offload"] if self.offload else []
         parts += [f"tiles{self.mlp_tiles}"] if self.mlp_tiles > 1 else []
-        parts += ["in32"] if self.adapter_inputs == "fp32" and not isinstance(self.tuning, Full) else []
+        parts += ["in32"] if self.adapter_inputs == "fp32" and isinstance(self.tuning, Lora) else []
         parts += ["adam8"] if self.optimizer != "adamw" else []
         parts += ["acc"] if self.accumulates else []
         parts += [f"sup{round(100 * self.supervised)}"] if self.supervised < 1 else []
         parts += [self.precision] if self.precision != "bf16" else []
+        parts += [f"dpo-{self.objective.reference}"] if isinstance(self.objective, Dpo) else []
+        parts += ["packed"] if self.packing else []
+        parts += [self.kernels] if self.kernels != "torch" else []
         return "-".join(parts)
 
     @property
@@ -183,10 +208,14 @@ class Case:
                 offload=self.offload,
                 mlp_tiles=self.mlp_tiles,
                 adapter_inputs=self.adapter_inputs,
+                packing=self.packing,
+                kernels=self.kernels,
             ),
             tokens=self.tokens,
             supervised=max(1, int((self.tokens - 1) * self.supervised)),
             accumulates=self.accumulates,
+            objective=self.objective,
+            rows_per_step=self.rows,
         )
 
 
@@ -231,6 +260,42 @@ CASES: tuple[Case, ...] = (
     Case(shape=S, layers=30, tuning=lora(16, 0.1), rows=8, tokens=512, accumulates=True, adapter_inputs="fp32"),
     Case(shape=MOE, layers=2, tuning=FULL, rows=1, tokens=1024, recompute=2, loss_chunk=1024),
     Case(shape=Q05, layers=24, tuning=lora(16), rows=16, tokens=256, supervised=0.5),
+    # pairs
+    Case(shape=M7, layers=32, tuning=lora(16, bits=4), rows=1, tokens=1024, recompute=32, loss_chunk=256, objective=DPO, accumulates=True),
+    Case(shape=M7, layers=8, tuning=lora(16), rows=2, tokens=1024, loss_chunk=1024, objective=DPO),
+    Case(shape=M7, layers=8, tuning=lora(16), rows=2, tokens=1024, recompute=8, objective=DPO_CACHED),
+    Case(shape=Q05, layers=24, tuning=FULL, rows=2, tokens=512, loss_chunk=1024, objective=DPO_CACHED),
+    # weights in 8 bits
+    Case(shape=M7, layers=32, tuning=lora(16, bits=8), rows=1, tokens=1024, recompute=32, loss_chunk=1024),
+    Case(shape=L8, layers=8, tuning=lora(16, bits=8), rows=4, tokens=2048, recompute=8, loss_chunk=1024),
+    Case(shape=L8, layers=8, tuning=lora(16, bits=8), rows=2, tokens=1024),
+    # DoRA
+    Case(shape=Q7, layers=8, tuning=lora(64, dora=True), rows=2, tokens=2048, recompute=8, loss_chunk=1024),
+    Case(shape=L8, layers=8, tuning=lora(16, bits=4, dora=True), rows=2, tokens=1024, recompute=8, loss_chunk=1024),
+    # adapters in bf16
+    Case(shape=Q7, layers=28, tuning=lora(128, weights="bf16"), rows=1, tokens=2048, recompute=28, loss_chunk=1024),
+    Case(shape=Q7, layers=8, tuning=lora(128, weights="bf16"), rows=4, tokens=2048, recompute=8, loss_chunk=1024),
+    # fp16
+    Case(shape=L8, layers=8, tuning=lora(16), rows=1, tokens=4096, recompute=4, precision="fp16"),
+    Case(shape=Q05, layers=24, tuning=FULL, rows=4, tokens=1024, loss_chunk=1024, precision="fp16"),
+    # a part of the weights
+    Case(shape=Q4, layers=8, tuning=subset("layers.*.mlp"), rows=1, tokens=4096, recompute=8, loss_chunk=1024),
+    Case(shape=Q05, layers=24, tuning=subset("layers.*.self_attn"), rows=4, tokens=1024),
+    # rows behind one another
+    Case(shape=Q7, layers=8, tuning=lora(16), rows=4, tokens=2048, recompute=8, loss_chunk=1024, packing=True),
+    Case(shape=S, layers=30, tuning=FULL, rows=8, tokens=512, packing=True),
+    Case(shape=Q4, layers=4, tuning=FULL, rows=1, tokens=4096, recompute=4, loss_chunk=1024, optimizer="adamw_8bit"),
+    # fused kernels
+    Case(shape=Q7, layers=28, tuning=lora(128), rows=4, tokens=2048, recompute=28, loss_chunk=1024, kernels="fused"),
+    Case(shape=Q7, layers=28, tuning=lora(16), rows=2, tokens=2048, recompute=14, loss_chunk=1024, kernels="fused", accumulates=True, supervised=0.3),
+    Case(shape=Q7, layers=8, tuning=lora(64, 0.05), rows=2, tokens=2048, recompute=4, loss_chunk=1024, kernels="fused"),
+    Case(shape=L8, layers=8, tuning=lora(16, bits=4), rows=4, tokens=2048, recompute=8, loss_chunk=1024, kernels="fused"),
+    Case(shape=M7, layers=32, tuning=lora(16, bits=4), rows=1, tokens=1024, recompute=32, loss_chunk=256, objective=DPO, kernels="fused"),
+    Case(shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=8192, recompute=36, loss_chunk=1024, keep_attention=True, kernels="fused"),
+    Case(shape=Q4, layers=12, tuning=lora(16), rows=1, tokens=16384, recompute=12, loss_chunk=1024, offload=True, mlp_tiles=8, kernels="fused"),
+    Case(shape=Q05, layers=24, tuning=FULL, rows=4, tokens=1024, recompute=24, loss_chunk=1024, kernels="fused"),
+    Case(shape=G4, layers=12, tuning=lora(16), rows=2, tokens=2048, loss_chunk=1024, kernels="fused"),
+    Case(shape=S, layers=30, tuning=lora(16), rows=8, tokens=512, packing=True, kernels="fused"),
 )
 SPEED = (5, 6, 7, 8, 9, 17)
 """Cases of 4x2048, 1x8192 and 1x512 rows whose predicted step time is held to 20 %."""
@@ -244,7 +309,7 @@ def predict() -> list[dict[str, Any]]:
         began = time.perf_counter()
         rehearsed = rehearse_depth(case.scene)
         answer = replay(rehearsed.trace.stream())
-        margin = int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES
+        margin = int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES + on_its_way(rehearsed, case.scene.levers)
         block = rehearsed.trace.blocks[rehearsed.trace.events[answer.peak_at][0]]
         found.append(
             {
@@ -271,10 +336,10 @@ def predict() -> list[dict[str, Any]]:
 
 
 def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> dict[str, Any]:
-    from finefit.objective.batch import Batch
-    from finefit.objective.sft import sft
-    from finefit.step.forward import autocast_for, bind
+    from finefit.step.forward import autocast_for, bind, keeps_casts
     from finefit.step.levers import pull
+    from finefit.step.liger import kernels_here
+    from finefit.step.objective import make_objective, still
     from finefit.step.optimize import optimizer_step
     from finefit.step.state import make_optimizer
 
@@ -283,34 +348,33 @@ def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> di
     scene = case.scene
     torch.manual_seed(0)
     model = build(scene)
-    pull(model, scene.levers)
+    is_fused = case.kernels == "fused"
+    kernels = kernels_here("cuda") if is_fused else None
+    pull(model, scene.levers, kernels=kernels)
     optimizer = make_optimizer(model, scene.optimizer, device="cuda")
-    forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast_for("cuda", scene.precision))
-    supervised = torch.cat([row * case.tokens + torch.arange(case.tokens - 1 - scene.supervised, case.tokens - 1) for row in range(case.rows)])
-
-    def batch() -> Batch:
-        ids = torch.randint(0, SHAPES[case.shape]["vocab_size"], (case.rows, case.tokens))
-        return Batch(
-            input_ids_BT=ids.cuda(),
-            positions_N=supervised.cuda(),
-            targets_N=ids.flatten()[supervised + 1].cuda(),
-            num_supervised=len(supervised),
-            num_tokens=ids.numel(),
-        )
+    autocast = autocast_for("cuda", scene.precision, with_cache=keeps_casts(scene.tuning, scene.levers))
+    forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
+    objective = make_objective(scene.objective, scene.tuning, model, forward)
+    is_half = scene.precision == "fp16"
+    if is_cached(scene.objective, scene.tuning):
+        with still(model):
+            forward(make_batch(case))
 
     loaded, before_update = torch.cuda.memory_allocated(), 0
 
     def decide(finite: Tensor) -> bool:
         nonlocal before_update
         before_update = max(before_update, torch.cuda.max_memory_allocated())
-        return bool(finite)
+        return bool(finite) or is_half  # random weights may overflow, which takes no memory
 
     seconds = []
     for _ in range(steps if case.tokens < 32768 else 3):
-        batches = [batch() for _ in range(2 if case.accumulates else 1)]
+        batches = [make_batch(case) for _ in range(2 if case.accumulates else 1)]
         torch.cuda.synchronize()
         began = time.perf_counter()
-        outcome = optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=decide)
+        outcome = optimizer_step(
+            batches, forward=forward, objective=objective, optimizer=optimizer, clip=1.0, decide=decide, loss_scale=1024.0 if is_half else 1.0
+        )
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         assert outcome.applied
@@ -327,6 +391,28 @@ def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> di
     }
 
 
+def make_batch(case: Case) -> Batch:
+    """Random tokens, the last ones of every sequence supervised, as the rehearsal has it."""
+    scene = case.scene
+    sequences = case.rows * scene.sides
+    ids = torch.randint(0, SHAPES[case.shape]["vocab_size"], (sequences, case.tokens))
+    last = torch.arange(case.tokens - 1 - scene.supervised, case.tokens - 1)
+    supervised = torch.cat([row * case.tokens + last for row in range(sequences)])
+    targets = ids.flatten()[supervised + 1]
+    boundaries = torch.arange(sequences + 1, dtype=torch.int32) * case.tokens
+    packed = Packed(position_ids_BT=torch.arange(case.tokens).repeat(sequences)[None], boundaries_R1=boundaries, lengths=(case.tokens,) * sequences)
+    reference = torch.zeros(sequences) if is_cached(case.objective, case.tuning) else None
+    return Batch(
+        input_ids_BT=ids.view(1, -1) if case.packing else ids,
+        positions_N=supervised,
+        targets_N=targets,
+        num_supervised=len(supervised),
+        num_tokens=ids.numel(),
+        packed=packed if case.packing else None,
+        paired=Paired(supervised=(scene.supervised,) * sequences, reference_R=reference) if scene.sides > 1 else None,
+    ).moved(lambda tensor: tensor.cuda())
+
+
 def build(scene: Scene) -> nn.Module:
     """Random weights where a loaded model's would lie, in the order and with the detours of loading."""
     from transformers import AutoModelForCausalLM
@@ -339,10 +425,12 @@ def build(scene: Scene) -> nn.Module:
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=weight_dtype(scene.precision, scene.tuning),
-            attn_implementation=choose_attention("cuda", torch.cuda.get_device_capability(), scene.precision, config),
+            attn_implementation=choose_attention("cuda", torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing),
         )
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    if base_bits(scene.tuning):
+    if base_bits(scene.tuning) == 8:
+        quantise_to_bytes(model)
+    elif base_bits(scene.tuning):
         quantise(model)
     else:
         warm_up = torch.empty(total, dtype=torch.uint8, device="cuda")
@@ -386,6 +474,32 @@ def quantise(model: nn.Module) -> None:
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
+def quantise_to_bytes(model: nn.Module) -> None:
+    """As transformers loads them: all in one piece from the allocator first, then each from the card to the host and back."""
+    import bitsandbytes
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in list(parent.named_children())
+        if type(child) is nn.Linear and child is not head
+    ]
+    narrow = {id(child.weight) for _, _, child in linear}
+    warm_up = torch.empty(sum(p.numel() * (1 if id(p) in narrow else p.element_size()) for p in model.parameters()), dtype=torch.uint8, device="cuda")
+    del warm_up
+    for parent, name, child in linear:
+        dense = torch.empty(child.weight.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+        layer = bitsandbytes.nn.Linear8bitLt(
+            child.in_features, child.out_features, bias=child.bias is not None, has_fp16_weights=False, threshold=6.0, device="meta"
+        )
+        layer.weight = bitsandbytes.nn.Int8Params(dense.cpu(), requires_grad=False, has_fp16_weights=False).to("cuda")
+        layer.bias = child.bias
+        setattr(parent, name, layer)
+        del dense
+    model.is_loaded_in_8bit = True  # type: ignore[assignment]
+
+
 def alone(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """With a card as empty as at the start: nothing cached, no workspaces."""
     try:
@@ -414,16 +528,21 @@ def capped_all(predicted: list[dict[str, Any]], out: Path) -> None:
     """What the allocator may hold is set to the predicted reserved memory with its margin, and to 3 % less than the predicted reserved memory."""
     foretold = {row["config"]: row for row in predicted}
     found: list[dict[str, Any]] = []
-    for case in sorted((c for c in CASES if c.tokens < LONG), key=lambda c: foretold[c.name]["reserved_bytes"]):
-        row = foretold[case.name]
-        for verdict, limit in (("fits", row["reserved_bytes"] + row["margin_bytes"]), ("does not fit", int(row["reserved_bytes"] * 0.97))):
-            answer = alone(lambda case=case, limit=limit: measure(case, limit_bytes=limit, steps=3))  # type: ignore[misc]
+    cases = sorted((c for c in CASES if c.tokens < LONG), key=lambda c: foretold[c.name]["reserved_bytes"])
+    limits = {
+        "fits": {name: row["reserved_bytes"] + row["margin_bytes"] for name, row in foretold.items()},
+        "does not fit": {name: int(row["reserved_bytes"] * 0.97) for name, row in foretold.items()},
+    }
+    for verdict, limit_of in limits.items():
+        for case in cases:
+            limit = limit_of[case.name]
+            answer = alone(partial(measure, case, limit_bytes=limit, steps=3))
             lived = "out_of_memory" not in answer and "error" not in answer
             found.append(
                 {"config": case.name, "limit_bytes": limit, "verdict": verdict, "lived": lived} | ({} if lived else {"why": str(answer)[:200]})
             )
             print(case.name, verdict, "lived" if lived else answer, flush=True)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+            out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:

@@ -76,7 +76,8 @@ class Job:
         """Beside the others, so that relative paths hold."""
         place = self.pristine.with_name(f"attempt-{next(self.number)}")
         shutil.copytree(run, place, symlinks=True)
-        return StageDir(place / "stages" / "1-sft")
+        (stage,) = (place / "stages").iterdir()
+        return StageDir(stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +90,9 @@ class Reference:
     operations: list["Operation"]
 
 
-def make_job(folder: Path, *, spec: str = TRAINING, model_seed: int = 0) -> Job:
+def make_job(folder: Path, *, spec: str = TRAINING, model_seed: int = 0, project: Callable[..., Path] = make_project) -> Job:
     torch.set_num_threads(1)  # the plan takes it over for the workers; the runs of the command line have one too
-    path = make_project(folder, spec=spec)
+    path = project(folder, spec=spec)
     if model_seed:
         make_model_folder(folder / "model", seed=model_seed, dropout=0.1)
     asked = load_spec(path, ())
@@ -122,10 +123,15 @@ def outcome(where: StageDir) -> Outcome:
 def digests(checkpoint: Path) -> dict[str, str]:
     """Weights, optimizer and random numbers."""
     return {
-        f"{file.name}:{name}": hashlib.sha256(f"{tensor.dtype}{tensor.shape}".encode() + tensor.numpy().tobytes()).hexdigest()
+        f"{file.name}:{name}": hashlib.sha256(f"{tensor.dtype}{tensor.shape}".encode() + _bytes(tensor)).hexdigest()
         for file in sorted(checkpoint.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """numpy knows no bf16."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def nothing() -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finefit.data.order import epoch_order, rows_of_rank, rows_of_step, steps_per_epoch
+from finefit.data.order import epoch_order, part_of_rank, rows_of_rank, rows_of_step, steps_per_epoch
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -66,3 +66,11 @@ def test_steps_of_a_million_rows_are_found_without_a_new_order_for_each() -> Non
     for step in range(200):
         rows_of_step(step, num_rows=1_000_000, global_batch=16, seed=1)
     assert time.perf_counter() - began < 0.5  # 200 orders take more than a second
+
+
+@given(num_pieces=st.integers(1, 40), num_ranks=st.integers(1, 9))
+def test_every_rank_does_equally_many_pieces_and_every_piece_counts_once(num_pieces: int, num_ranks: int) -> None:
+    parts = [part_of_rank(range(num_pieces), rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert len({len(part) for part in parts}) == 1
+    assert sorted(piece for part in parts for piece, counts in part if counts) == list(range(num_pieces))
+    assert sum(len(part) for part in parts) - num_pieces < num_ranks

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, embedding, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.kernels import Kernels, kernels_for
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.shadows import EightBitAdamW, FusedDropout, Nf4Linear
+from finefit.rehearse.shadows import BitsAndBytesAdamW, FusedDropout, Int8Linear, Nf4Linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -166,16 +167,68 @@ def test_a_product_in_four_bits_takes_what_was_foretold(bias: bool) -> None:
         return _through(lambda x: layer(x).clone(), make), layer
 
     def fake(make: Make) -> Any:
-        with torch.device("meta"):
-            shadow = Nf4Linear(nn.Linear(2048, 8192, bias=bias, dtype=torch.bfloat16))
-        for slots in (shadow._parameters, shadow._buffers):
-            for name, old in slots.items():
-                if old is not None:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    slots[name] = nn.Parameter(new, requires_grad=False) if slots is shadow._parameters else new  # type: ignore[assignment]
+        shadow = _filled(Nf4Linear, bias=bias)
         return _through(shadow, make), shadow
 
     assert_near(foretold(fake, kernels), measured(real))
+
+
+def _filled(kind: type[Nf4Linear] | type[Int8Linear], *, bias: bool) -> nn.Module:
+    with torch.device("meta"):
+        shadow = kind(nn.Linear(2048, 8192, bias=bias, dtype=torch.bfloat16))
+    for slots in (shadow._parameters, shadow._buffers):
+        for name, old in slots.items():
+            if old is not None:
+                new = torch.empty(old.shape, dtype=old.dtype)
+                slots[name] = nn.Parameter(new, requires_grad=False) if slots is shadow._parameters else new  # type: ignore[assignment]
+    return shadow
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_in_eight_bits_takes_what_was_foretold(bias: bool) -> None:
+    """Without outliers: none of these inputs is as large as 6."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    kernels = kernels_for("cuda", (9, 0), "bf16")
+
+    def real(make: Make) -> Any:
+        layer = bitsandbytes.nn.Linear8bitLt(2048, 8192, bias=bias, has_fp16_weights=False, threshold=6.0)
+        layer.weight = bitsandbytes.nn.Int8Params(torch.randn(8192, 2048, dtype=torch.bfloat16), requires_grad=False, has_fp16_weights=False)
+        layer = layer.to("cuda").requires_grad_(False)
+        if bias:
+            layer.bias.data = layer.bias.data.to(torch.bfloat16)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return _through(layer, lambda *shape, **given: make(*shape, **given).clamp_(-5, 5)), layer
+
+    def fake(make: Make) -> Any:
+        shadow = _filled(Int8Linear, bias=bias)
+        return _through(shadow, make), shadow
+
+    assert_near(foretold(fake, kernels), measured(real))
+
+
+def test_an_input_in_eight_bits_is_kept_though_its_layer_is_computed_again() -> None:
+    """bitsandbytes holds it where recomputation does not see it."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    kernels = kernels_for("cuda", (9, 0), "bf16")
+
+    def recomputed(layer: nn.Module) -> Callable[[Make], Any]:
+        def step(make: Make) -> Any:
+            x = make(4, 512, 2048).clamp_(-5, 5).requires_grad_()
+            out = checkpoint(lambda y: layer(y * 0.5), x, use_reentrant=False)
+            out.backward(torch.ones_like(out))
+            return x, layer
+
+        return step
+
+    def real(make: Make) -> Any:
+        layer = bitsandbytes.nn.Linear8bitLt(2048, 8192, bias=False, has_fp16_weights=False, threshold=6.0)
+        layer.weight = bitsandbytes.nn.Int8Params(torch.randn(8192, 2048, dtype=torch.bfloat16), requires_grad=False, has_fp16_weights=False)
+        layer = layer.to("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        return recomputed(layer)(make)
+
+    assert_near(foretold(lambda make: recomputed(_filled(Int8Linear, bias=False))(make), kernels), measured(real))
 
 
 def _through(layer: Callable[[Tensor], Tensor], make: Make) -> Tensor:
@@ -185,7 +238,9 @@ def _through(layer: Callable[[Tensor], Tensor], make: Make) -> Tensor:
     return x
 
 
-def test_eight_bit_adamw_takes_what_was_foretold() -> None:
+@pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW", "PagedAdamW8bit"])
+def test_adamw_of_bitsandbytes_takes_what_was_foretold(kind: str) -> None:
+    """Paged moments lie outside of torch's allocator, in the rehearsal as on the card."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     kernels = kernels_for("cuda", (9, 0), "bf16")
 
@@ -202,4 +257,7 @@ def test_eight_bit_adamw_takes_what_was_foretold() -> None:
 
         return step
 
-    assert_near(foretold(run(lambda p: EightBitAdamW([{"params": p}])), kernels), measured(run(lambda p: bitsandbytes.optim.AdamW8bit(p, lr=1e-3))))
+    def shadow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return BitsAndBytesAdamW([{"params": parameters}], is_eight_bit=kind.endswith("8bit"), is_paged=kind.startswith("Paged"))
+
+    assert_near(foretold(run(shadow), kernels), measured(run(lambda p: getattr(bitsandbytes.optim, kind)(p, lr=1e-3))))

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -10,10 +11,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from finefit.errors import ModelError, RunError
+from finefit.errors import ModelError, RunError, SpecError
 from finefit.evaluate.answers import answers
-from finefit.model.load import counts, load_base, load_for_answers, make_trainable, resolve_targets, restore_weights, save_weights, weight_bytes
-from finefit.spec.schema import Full, Lora, Tuning
+from finefit.model.load import (
+    counts,
+    load_base,
+    load_for_answers,
+    make_trainable,
+    resolve_targets,
+    restore_weights,
+    save_weights,
+    weight_bytes,
+    weight_dtype,
+)
+from finefit.spec.schema import Full, Lora, Subset, Tuning
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_model_folder
 from tests.step.conftest import ADAMW, FULL, LORA, RENDERER, TUNINGS, cut, step, tuned, unequal_examples
@@ -228,6 +239,45 @@ def test_a_model_that_lacks_a_tensor_is_refused_and_not_made_up(tmp_path: Path) 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"^model has no weights for model.layers.0.self_attn.q_proj.weight\n.*incomplete"):
         load_base(folder, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_tensor_that_is_left_without_values_is_refused_by_name(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    really = AutoModelForCausalLM.from_pretrained
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        model, report = really(*args, **kwargs)
+        if kind == "parameter":
+            model.model.norm.weight = nn.Parameter(model.model.norm.weight.to("meta"))
+        else:
+            model.model.rotary_emb.register_buffer("inv_freq", torch.ones(2, device="meta"), persistent=False)
+        return model, report
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forgetful)
+    name = {"parameter": "model.norm.weight", "buffer": "model.rotary_emb.inv_freq"}[kind]
+    with pytest.raises(ModelError, match=f"^model was loaded without values for {name}\n"):
+        load_base(folder, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "dtypes"),
+    [
+        (LORA, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}),
+        (Subset(kind="subset", trainable=("mlp",)), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}),
+        (FULL, {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32}),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_frozen_weights_are_halves_and_whole_models_stay_in_fp32(tuning: Tuning, dtypes: dict[str, torch.dtype]) -> None:
+    assert {precision: weight_dtype(precision, tuning) for precision in dtypes} == dtypes
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights_without_bitsandbytes_are_told_what_to_install(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SpecError, match=rf"tuning.base_bits {bits} needs bitsandbytes"):
+        load_base(tmp_path, device="cpu", dtype=torch.float32, bits=bits)
 
 
 def _with_generation_config(folder: Path, **values: Any) -> Path:

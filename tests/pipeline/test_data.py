@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Preparation
+from finefit.artifacts.records import Levers, Preparation
 from finefit.data.prepared import prepare
 from finefit.errors import DataError, RunError
 from finefit.facts.files import finefit_cache, read_file
@@ -16,6 +16,7 @@ from finefit.pipeline import data
 from finefit.pipeline.data import RECORD, PreparedData, find_sources, missing, prepare_data, present
 from finefit.spec.load import load_spec
 from tests.conftest import make_rows, write_jsonl
+from tests.pairs import make_pairs_project
 
 
 @pytest.fixture
@@ -207,3 +208,18 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept_under_its_old_name(pro
 def test_a_name_that_is_no_path_and_a_glob_without_files_are_missing(project: Path) -> None:
     train = f"data.train=[{{path: {'x' * 300}.jsonl}}, {{path: 'parts/*.jsonl'}}]"
     assert missing(load_spec(project, (train,)).data, project.parent) == ("x" * 300 + ".jsonl", "parts/*.jsonl")
+
+
+def test_pairs_for_dpo_are_another_preparation_than_their_preferred_answers(tmp_path: Path, made: list[Path]) -> None:
+    project = make_pairs_project(tmp_path / "project")
+    fields = "data={train: [{path: train.jsonl, fields: {prompt: prompt, answer: chosen}}]}"
+    both, single = _prepare(project), _prepare(project, "objective={kind: sft}", fields)
+    assert len(made) == 2
+    assert both.record.lengths is not None
+    assert single.record.lengths is not None
+    assert (both.record.lengths.sides, single.record.lengths.sides) == (2, 1)
+    found = both.efficiency(load_spec(project, ()), Levers(micro_batch=2, packing=True))
+    assert found is not None
+    assert found.own == 1
+    with pytest.raises(DataError, match="objective dpo learns from pairs"):
+        _prepare(project, fields)

@@ -1,11 +1,13 @@
 """The lengths that a forecast stands on: counted where it can be done, else the worst that the spec allows."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Lengths
-from finefit.pipeline.forecasting import lengths_of
+from finefit.artifacts.records import Answer, Lengths, Question
+from finefit.pipeline import forecasting
+from finefit.pipeline.forecasting import forecast, lengths_of, visible_cards
 from finefit.spec.load import load_spec
 from tests.conftest import make_rows, write_jsonl
 
@@ -69,3 +71,82 @@ def test_what_cannot_be_counted_is_assumed_to_be_the_worst(project: Path, spoil:
     found = _lengths(project, "data.max_tokens=100", *overrides)
     assert found.source == f"assumed from data.max_tokens, since {reason}"
     assert (found.num_rows, found.longest, found.mean, found.supervised, found.mean_supervised) == (None, 100, 100.0, 99, 99.0)
+
+
+def test_pairs_that_cannot_be_counted_have_two_sides(project: Path) -> None:
+    assert (_lengths(project, SHAPE).sides, _lengths(project, SHAPE, "objective={kind: dpo}").sides) == (1, 2)
+
+
+# what an answer is kept for
+
+
+@pytest.fixture
+def asked(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Says how many questions were not answered from the cache; the answers themselves do not matter here."""
+    questions: list[Question] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def note(question: Question) -> Answer:
+        questions.append(question)
+        return Answer()
+
+    monkeypatch.setattr(forecasting, "_ask", note)
+    lengths = Lengths(num_rows=4, longest=8, mean=8.0, supervised=4, mean_supervised=4.0, source="counted")
+
+    def ask(*overrides: str, card: str = "auto") -> int:
+        forecast(load_spec(project, overrides), project.parent, (card,), lengths)
+        return len(questions)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "objective={kind: dpo}",
+        "objective={kind: dpo, reference: cached}",
+        "engine={kind: ddp, devices: 2}",
+        "engine={kind: deepspeed, devices: 2, stage: 3}",
+        "launcher={kind: slurm, nodes: 2}",
+        "tuning.dora=true",
+        "tuning.base_bits=8",
+        "tuning.weights=bf16",
+        "tuning.adapter=somewhere",
+        "tuning={kind: subset, trainable: [layers.*.mlp]}",
+        "precision=fp16",
+        "optimizer.kind=paged_adamw",
+        "levers.update=after",
+    ],
+)
+def test_what_a_forecast_depends_on_is_asked_again(asked: Callable[..., int], override: str) -> None:
+    assert (asked(), asked(), asked(override), asked(override)) == (1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("seed=1",), ("seed=2",)),
+        (("objective={kind: dpo, beta: 0.1}",), ("objective={kind: dpo, beta: 0.5}",)),
+        (("tuning.adapter=here",), ("tuning.adapter=there",)),
+        ((), ("trackers=[{kind: wandb}]",)),
+        (("launcher={kind: slurm, minutes: 5}",), ("launcher={kind: slurm, minutes: 9, partition: long}",)),
+    ],
+)
+def test_what_it_does_not_depend_on_is_answered_at_once(asked: Callable[..., int], first: tuple[str, ...], second: tuple[str, ...]) -> None:
+    assert (asked(*first), asked(*second)) == (1, 1)
+
+
+@pytest.mark.parametrize(("card", "times"), [("auto", 2), ("RTX 4090", 1)])
+def test_a_setting_of_this_machine_matters_on_this_machine_only(
+    asked: Callable[..., int], monkeypatch: pytest.MonkeyPatch, card: str, times: int
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    asked(card=card)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert asked(card=card) == times
+
+
+@pytest.mark.parametrize(("named", "seen"), [("", None), ("1", (1,)), ("2, 3", (2, 3)), ("GPU-8932", None)])
+def test_the_cards_that_are_visible_are_known_by_their_numbers(monkeypatch: pytest.MonkeyPatch, named: str, seen: tuple[int, ...] | None) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_cards() == seen

@@ -29,7 +29,7 @@ Asked = Literal["auto", "best_fit", "none"]
     ("asked", "config", "device", "packs", "reason"),
     [
         ("auto", LLAMA, "cpu", True, "no padding, the same gradient"),
-        ("auto", LLAMA, "cuda", False, "on a card only where data.packing is best_fit, until its forecast has been measured on one"),
+        ("auto", LLAMA, "cuda", True, "no padding, the same gradient"),
         ("best_fit", LLAMA, "cuda", True, "data.packing asks for it"),
         ("none", LLAMA, "cpu", False, "data.packing is none"),
         ("auto", NARROW, "cpu", False, "the longest row has 65 tokens, the model's window 64"),

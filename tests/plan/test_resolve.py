@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from finefit.artifacts.records import Levers, Resolved
+from finefit.artifacts.records import Inputs, Levers, Resolved, Stage
 from finefit.errors import SpecError
 from finefit.facts.machine import Machine
-from finefit.plan.resolve import leaves, resolve
+from finefit.plan.resolve import leaves, make_stage, resolve
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Spec
+from finefit.spec.schema import Engine, FullyShard, Parallel, Spec
 from tests.conftest import SPEC
 from tests.forecasts import make_forecast
 
@@ -125,6 +125,68 @@ def test_cuda_that_is_not_there_is_refused_not_replaced(monkeypatch: pytest.Monk
         _resolve(MINIMAL, "device=cuda")
 
 
+@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
+def test_auto_on_a_card_is_bf16_or_where_it_has_none_fp16(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, precision: str) -> None:
+    _with_card(monkeypatch, has_bf16=has_bf16)
+    found = _resolve(MINIMAL)["precision"]
+    assert found.value == precision
+    assert "a card" in found.source
+
+
+def test_fp16_is_kept_where_it_was_asked_for_and_bf16_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_card(monkeypatch, has_bf16=False)
+    assert _resolve(MINIMAL, "precision=fp16")["precision"] == Resolved(value="fp16", source="--set")
+    with pytest.raises(SpecError, match="bf16 is asked for, but a card has none"):
+        _resolve(MINIMAL, "precision=bf16")
+
+
+def _with_card(monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
+
+
+# the engine
+
+
+def test_an_engine_that_is_free_comes_from_the_forecast_with_its_reason() -> None:
+    chosen = Parallel(kind="ddp", devices=4)
+    values = _resolve(SPEC, engine=chosen, devices=4, reasons={"engine": "a whole copy fits"})
+    assert values["engine.kind"] == Resolved(value="ddp", source="a whole copy fits")
+    assert values["engine.devices"] == Resolved(value=4, source="a whole copy fits")
+    alone = _resolve(SPEC, reasons={"engine": "one device"})
+    assert (alone["engine.kind"].value, alone["engine.devices"].value) == ("single", 1)
+
+
+def test_an_engine_that_was_named_keeps_its_source() -> None:
+    values = _resolve(SPEC, "engine={kind: fsdp2, devices: 2}", engine=FullyShard(kind="fsdp2", devices=2), devices=2)
+    assert values["engine.kind"] == Resolved(value="fsdp2", source="--set")
+    assert values["engine.devices"] == Resolved(value=2, source="--set")
+
+
+@pytest.mark.parametrize(("devices", "micro", "accumulation"), [(2, 2, 4), (4, 4, 1), (3, 2, 3)])
+def test_each_process_accumulates_its_own_part(devices: int, micro: int, accumulation: int) -> None:
+    values = _resolve(SPEC, "levers=auto", "global_batch=16", num_rows=100, levers=Levers(micro_batch=micro), devices=devices)
+    assert values["accumulation"] == Resolved(value=accumulation, source=f"16 rows / {micro} micro x {devices} devices")
+
+
+def _stage(*overrides: str, engine: Engine) -> Stage:
+    spec, forecast = parse_spec(SPEC, where="spec.yaml", overrides=overrides), make_forecast(engine=engine, devices=2)
+    values = resolve(spec, overrides=overrides, machine=MACHINE, num_rows=22, forecast=forecast)
+    inputs = Inputs(data={}, model="m", model_fingerprint="f", template_sha256="t")
+    return make_stage(spec, values, inputs=inputs, forecast=forecast, num_rows=22, prepared={})
+
+
+def test_a_stage_names_the_engine_that_auto_came_to() -> None:
+    chosen = FullyShard(kind="fsdp2", devices=2)
+    assert _stage("engine={kind: auto, devices: 2}", engine=chosen).engine == chosen
+
+
+def test_what_an_engine_cannot_divide_is_refused_before_anything_starts() -> None:
+    with pytest.raises(SpecError, match="packed weights cannot be divided"):
+        _stage("engine={kind: fsdp2, devices: 2}", "tuning.base_bits=4", engine=FullyShard(kind="fsdp2", devices=2))
+
+
 @pytest.mark.parametrize(
     ("overrides", "num_rows", "per_epoch", "total", "source"),
     [
@@ -139,6 +201,10 @@ def test_the_length_of_a_run_and_where_it_comes_from(overrides: tuple[str, ...],
     values = _resolve(SPEC, *overrides, num_rows=num_rows)
     assert values["steps_per_epoch"].value == per_epoch
     assert values["total_steps"] == Resolved(value=total, source=source)
+
+
+def test_a_warm_up_in_steps_is_taken_as_it_is() -> None:
+    assert _resolve(SPEC, "schedule.warmup=5")["warmup_steps"] == Resolved(value=5, source="schedule.warmup")
 
 
 @pytest.mark.parametrize(("share", "steps"), [("0", 0), ("0.1", 2), ("0.5", 6), ("0.99", 12)])

@@ -58,20 +58,36 @@ def test_a_bare_size_is_taken_as_it_is_and_has_no_rates() -> None:
 
 
 @pytest.mark.parametrize("name", TURING)
-def test_a_turing_card_is_planned_in_fp32_and_says_what_it_lacks(name: str) -> None:
+def test_a_turing_card_is_planned_in_fp16_and_says_what_it_lacks(name: str) -> None:
     found = _target(name)
-    assert (found.capability, found.precision) == ((7, 5), "fp32")
+    assert (found.capability, found.precision) == ((7, 5), "fp16")
     notes = " ".join(found.notes)
     assert name in notes
-    assert "bf16" in notes
+    assert "no bf16: products are taken in fp16, with loss scaling" in notes
     assert "flash attention" in notes
+    assert "weights and products are fp32" in " ".join(_target(name, precision="fp32").notes)
+
+
+def test_a_turing_card_has_the_rate_of_its_fp16() -> None:
+    rates = _target("T4").rates
+    assert rates is not None
+    assert rates.half_flops > 4 * rates.full_flops
 
 
 @pytest.mark.parametrize("name", TURING)
 def test_bf16_on_a_turing_card_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match="bf16") as refused:
         _target(name, precision="bf16")
-    assert "fp32" in refused.value.remedy
+    assert "fp16, fp32" in refused.value.remedy
+
+
+@pytest.mark.parametrize("card", ["RTX 4090", "T4", "24GiB", "cpu"])
+def test_fp16_is_never_refused(card: str) -> None:
+    assert _target(card, precision="fp16").precision == "fp16"
+
+
+def test_fp16_on_a_processor_is_told_to_be_slow() -> None:
+    assert any("more slowly" in note for note in _target("cpu", precision="fp16").notes)
 
 
 def test_an_ampere_card_is_planned_in_bf16_and_lacks_nothing() -> None:
@@ -138,8 +154,70 @@ def test_a_card_here_that_no_table_knows_has_a_budget_and_no_rates() -> None:
     assert found.budget_bytes > 19 * GIB
 
 
-@pytest.mark.parametrize(("capability", "precision"), [("7.5", "fp32"), ("9.0", "bf16")])
+@pytest.mark.parametrize(("capability", "precision"), [("7.5", "fp16"), ("9.0", "bf16")])
 def test_a_card_here_that_no_table_knows_has_the_generation_that_its_driver_reports(capability: str, precision: str) -> None:
     found = _target("auto", machine=_machine(_card("NVIDIA Nonesuch 9000", capability=capability)))
     assert found.capability == tuple(int(part) for part in capability.split("."))
     assert found.precision == precision
+
+
+# several devices
+
+
+def test_an_engine_that_names_its_devices_means_so_many_of_the_card() -> None:
+    one, four = _target("A100-40GB"), find_target(parse_card("A100-40GB"), _machine(), "auto", devices=4)
+    assert (four.count, four.name, four.budget_bytes) == (4, "4xA100-40GB", one.budget_bytes)
+    assert four == find_target(parse_card("4xA100-40GB"), _machine(), "auto", devices=4)
+    assert four.context_bytes > one.context_bytes  # what the cards exchange their gradients through
+
+
+def test_a_card_and_an_engine_that_name_other_numbers_contradict_each_other() -> None:
+    with pytest.raises(SpecError, match=r"8xA100-40GB and engine.devices: 4 contradict"):
+        find_target(parse_card("8xA100-40GB"), _machine(), "auto", devices=4)
+
+
+def test_processes_on_a_processor_share_its_memory_and_its_rates() -> None:
+    one, two = (find_target(parse_card("cpu"), _machine(), "auto", devices=devices) for devices in (1, 2))
+    assert (two.count, two.name, two.budget_bytes) == (2, "cpu", one.budget_bytes // 2)
+    assert one.rates is not None
+    assert two.rates is not None
+    assert two.rates.full_flops < 0.9 * one.rates.full_flops
+    assert any("2 processes share" in note for note in two.notes)
+
+
+def test_the_fullest_of_the_cards_here_sets_the_budget() -> None:
+    machine = _machine(_card(free_bytes=20 * GIB), _card(free_bytes=5 * GIB), _card(free_bytes=1 * GIB))
+    found = find_target(parse_card("auto"), machine, "auto", devices=2)
+    assert (found.count, found.budget_bytes) == (2, int(5 * GIB * 0.98))
+
+
+def test_more_devices_than_cards_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"engine.devices is 2, this machine has 1"):
+        find_target(parse_card("auto"), _machine(_card()), "auto", devices=2)
+
+
+def test_nodes_multiply_what_one_of_them_has() -> None:
+    found = find_target(parse_card("4xA100-40GB"), _machine(), "auto", nodes=2)
+    assert (found.count, found.name) == (8, "8xA100-40GB")
+    assert "2 nodes with 4 each" in found.notes
+
+
+# a setting of the user's own
+
+
+@pytest.mark.parametrize(
+    ("setting", "expandable"),
+    [
+        (None, True),
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:128,expandable_segments: true", True),
+        ("max_split_size_mb:128", False),
+        ("expandable_segments:False", False),
+        ("", False),
+    ],
+)
+def test_an_allocator_of_the_users_own_is_planned_for_on_this_machine(setting: str | None, expandable: bool) -> None:
+    here = find_target(parse_card("auto"), _machine(_card()), "auto", allocator=setting)
+    assert here.expandable is expandable
+    assert any("PYTORCH_CUDA_ALLOC_CONF" in note for note in here.notes) is not expandable
+    assert find_target(parse_card("RTX 4090"), _machine(_card()), "auto", allocator=setting).expandable

@@ -13,17 +13,22 @@ from finefit.preflight.run import (
     Preparation,
     adapters_are_trained,
     disk_holds_checkpoints,
+    every_process_has_rows,
     examine,
     gradients_reach_every_trained_tensor,
     host_memory_suffices,
-    lossy_levers_are_available,
     memory_fits,
+    optimizer_has_its_device,
+    packages_are_installed,
+    precision_suits_the_device,
+    quantised_dora_is_slow,
     something_is_saved_and_validated_inside_the_run,
     steps_see_every_row,
     there_is_something_to_train,
+    update_can_be_inside,
     warm_up_ends_before_the_run,
 )
-from finefit.spec.schema import Lora, Spec
+from finefit.spec.schema import Spec
 
 SPEC: dict[str, Any] = {
     "name": "tiny",
@@ -244,12 +249,76 @@ def test_rows_that_were_not_counted_are_not_judged() -> None:
     assert examine(replace(short, total_steps=1)) == ()
 
 
-def test_eight_bit_moments_need_a_card() -> None:
-    found = asking(optimizer={"lr": 1e-4, "kind": "adamw_8bit"})
-    on_cpu = replace(found, forecast=replace(found.forecast, card="cpu"))
-    assert [f.problem for f in lossy_levers_are_available(on_cpu)] == ["optimizer.kind adamw_8bit needs a CUDA device"]
-    assert list(lossy_levers_are_available(found)) == []
-    assert "bitsandbytes" in next(lossy_levers_are_available(replace(found, has_bitsandbytes=False))).problem
+# what was asked for
+
+
+@pytest.mark.parametrize("kind", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_moments_of_bitsandbytes_need_a_card(kind: str) -> None:
+    found = asking(optimizer={"lr": 1e-4, "kind": kind})
+    assert [f.problem for f in optimizer_has_its_device(on_cpu(found))] == [f"optimizer.kind {kind} needs a CUDA device"]
+    assert list(optimizer_has_its_device(found)) == []
+    assert list(optimizer_has_its_device(on_cpu(SOUND))) == []
+
+
+def on_cpu(found: Preparation) -> Preparation:
+    return replace(found, forecast=replace(found.forecast, card="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "package", "key"),
+    [
+        ({"tuning": {"kind": "lora", "base_bits": 4}}, "bitsandbytes", "tuning.base_bits"),
+        ({"tuning": {"kind": "lora", "base_bits": 8}}, "bitsandbytes", "tuning.base_bits"),
+        ({"optimizer": {"lr": 1e-4, "kind": "paged_adamw"}}, "bitsandbytes", "optimizer.kind paged_adamw"),
+        ({"engine": {"kind": "deepspeed", "devices": 2}}, "deepspeed", "engine.kind deepspeed"),
+        ({"launcher": {"kind": "slurm"}}, "submitit", "launcher.kind slurm"),
+    ],
+)
+def test_a_package_that_the_spec_asks_for_must_be_there(changes: dict[str, Any], package: str, key: str) -> None:
+    found = asking(**changes)
+    assert list(packages_are_installed(found)) == []
+    assert list(packages_are_installed(replace(SOUND, absent=frozenset({package})))) == []
+    finding = only(packages_are_installed, replace(found, absent=frozenset({package})))
+    assert (finding.level, finding.problem) == ("error", f"{key} needs {package}, which is not installed")
+    assert "pip install" in finding.remedy
+
+
+def test_a_tracker_that_is_not_there_does_not_stop_a_run() -> None:
+    found = replace(asking(trackers=({"kind": "wandb"}, {"kind": "mlflow"})), absent=frozenset({"wandb"}))
+    finding = only(packages_are_installed, found)
+    assert (finding.level, "wandb" in finding.problem) == ("warning", True)
+
+
+@pytest.mark.parametrize(("card", "devices", "said"), [("RTX 3060", 1, "has bf16"), ("2xRTX 3060", 2, "has bf16"), ("cpu", 1, "slower")])
+def test_fp16_is_told_what_suits_the_device_better(card: str, devices: int, said: str) -> None:
+    found = replace(asking(precision="fp16"), forecast=replace(FORECAST, card=card, devices=devices))
+    finding = only(precision_suits_the_device, found)
+    assert finding.level == "warning"
+    assert said in finding.problem
+    assert list(precision_suits_the_device(SOUND)) == []
+
+
+def test_fp16_is_right_on_a_card_without_bf16() -> None:
+    assert list(precision_suits_the_device(replace(asking(precision="fp16"), forecast=replace(FORECAST, card="T4")))) == []
+
+
+def test_dora_on_packed_weights_is_noted() -> None:
+    assert only(quantised_dora_is_slow, asking(tuning={"kind": "lora", "dora": True, "base_bits": 4})).level == "note"
+    assert list(quantised_dora_is_slow(asking(tuning={"kind": "lora", "dora": True}))) == []
+
+
+def test_processes_without_rows_are_told() -> None:
+    eight = replace(FORECAST, devices=8)
+    finding = only(every_process_has_rows, replace(asking(global_batch=6), forecast=eight))
+    assert (finding.level, "2 of them only wait" in finding.problem) == ("warning", True)
+    assert list(every_process_has_rows(replace(SOUND, forecast=eight))) == []
+    few = replace(eight, lengths=replace(FORECAST.lengths, num_rows=3))
+    assert "5 of them" in only(every_process_has_rows, replace(SOUND, forecast=few)).problem
+
+
+@pytest.mark.parametrize(("warmup", "is_told"), [(99, False), (100, True), (101, True), (1, False)])
+def test_a_warm_up_in_steps_ends_before_the_run(warmup: int, is_told: bool) -> None:
+    assert bool(list(warm_up_ends_before_the_run(asking(schedule={"steps": 100, "warmup": warmup})))) is is_told
 
 
 def test_a_shape_and_missing_files_cannot_be_trained() -> None:
@@ -267,13 +336,28 @@ def test_a_shape_and_missing_files_cannot_be_trained() -> None:
 
 def test_every_check_runs_and_the_gravest_findings_come_first() -> None:
     broken = GradientMap(trainable=1, reached=0, unreached=("q",), frozen=("k.lora_B",))
-    forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken)
+    forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken, accumulation=1, devices=16, card="cpu")
+    asked = {"precision": "fp16", "levers": {"update": "inside"}, "optimizer": {"lr": 1e-4, "kind": "adamw_8bit", "clip": None}}
     found = replace(
-        asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2), forecast=forecast, missing_files=("train.jsonl",), has_bitsandbytes=False
+        asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2, tuning={"kind": "lora", "dora": True, "base_bits": 4}, **asked),
+        forecast=forecast,
+        missing_files=("train.jsonl",),
+        absent=frozenset({"bitsandbytes"}),
     )
-    four_bits = Lora(kind="lora", base_bits=4)
-    findings = examine(replace(found, spec=found.spec.model_copy(update={"tuning": four_bits})))
+    findings = examine(found)
     levels = [finding.level for finding in findings]
-    assert levels == [*["error"] * 7, "warning", "warning", "note"]
+    assert levels == [*["error"] * 9, *["warning"] * 4, "note", "note"]
     assert levels == sorted(levels, key=LEVELS.index)
     assert len(findings) == len(CHECKS)
+
+
+def test_an_update_inside_backward_can_neither_clip_nor_accumulate_nor_take_another_optimizer() -> None:
+    inside: dict[str, Any] = {"levers": {"update": "inside"}}
+    clipped, split = update_can_be_inside(asking(**inside))  # clip 1.0 is the default, and FORECAST accumulates 5 times
+    assert clipped.problem == "levers.update: inside cannot clip, and optimizer.clip is 1"
+    assert split.problem == "levers.update: inside needs the whole step in one micro-batch, and it has 5"
+    sound = replace(asking(**inside, optimizer={"lr": 1e-4, "clip": None}), forecast=replace(FORECAST, accumulation=1))
+    assert list(update_can_be_inside(sound)) == []
+    other = replace(sound, spec=sound.spec.model_copy(update={"optimizer": sound.spec.optimizer.model_copy(update={"kind": "adamw_8bit"})}))
+    (finding,) = update_can_be_inside(other)
+    assert "needs optimizer.kind adamw" in finding.problem

@@ -65,11 +65,11 @@ def test_a_host_that_launches_for_nothing_leaves_the_gaps_between_kernels() -> N
 
 def test_phases_sum_to_the_step_and_validation_is_none_of_them() -> None:
     cost = Cost(100e12, 0, True)
-    phases = ("forward", "loss", "backward", "update")
+    phases = ("reference", "forward", "loss", "backward", "update")
     trace = Trace(costs={(instant, 0): Counter({cost: 1}) for instant in (*phases, "validation")})
     found = phase_seconds(trace, RATES)
     assert tuple(found) == phases
-    assert step_seconds(trace, RATES) == pytest.approx(sum(found.values())) == pytest.approx(4 / 0.88, rel=0.001)
+    assert step_seconds(trace, RATES) == pytest.approx(sum(found.values())) == pytest.approx(5 / 0.88, rel=0.001)
 
 
 def test_equal_kernels_count_as_often_as_they_run() -> None:

@@ -12,7 +12,7 @@ PLAIN = "".join(piece for piece, _ in PIECES)
 
 
 def _shown(console: Console) -> str:
-    show_example(3, PIECES, console)
+    show_example("example 3", PIECES, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

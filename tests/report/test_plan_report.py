@@ -12,6 +12,7 @@ from rich.console import Console
 from finefit.artifacts.records import Forecast, GradientMap, Suggestion
 from finefit.report.plan import forecast_document, in_order, show_cards, show_forecast
 from finefit.report.units import apportion, duration, three_digits
+from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel
 from tests.forecasts import COMPONENTS, GIB, make_forecast
 
 NOW = datetime(2025, 7, 1, 9, 0)
@@ -190,6 +191,43 @@ def test_rows_parameters_machine_and_certainty_take_a_line_each() -> None:
         "certainty   earlier forecasts on this card were within 0.4 %",
     ):
         assert line in lines
+
+
+def test_pairs_are_counted_as_pairs_and_measured_by_their_sides() -> None:
+    lengths = replace(make_forecast().lengths, sides=2)
+    text = shown(make_forecast(lengths=lengths, instants=make_forecast().instants | {"reference": int(15 * GIB)}))
+    assert line_with(text, "3,211 pairs, longest 1,904 tokens of a side").startswith("pairs ")
+    at = [text.index(f"\n            {name} ") for name in ("reference", "forward", "loss")]
+    assert at == sorted(at)
+
+
+ENGINES: dict[str, tuple[Engine, int, str]] = {
+    "ddp": (Parallel(kind="ddp", devices=4), 4, "ddp, 4 processes: it fits"),
+    "fsdp2": (FullyShard(kind="fsdp2", devices=2), 2, "fsdp2, 2 processes: it fits"),
+    "deepspeed": (DeepSpeed(kind="deepspeed", devices=1, stage=3), 1, "deepspeed, ZeRO stage 3, 1 process: it fits"),
+}
+
+
+@pytest.mark.parametrize(("engine", "devices", "said"), ENGINES.values(), ids=ENGINES)
+def test_an_engine_of_several_processes_stands_with_its_reason(engine: Engine, devices: int, said: str) -> None:
+    text = shown(make_forecast(engine=engine, devices=devices, reasons={"engine": "it fits"}))
+    assert line_with(text, "engine  ").endswith(said)
+    assert "engine  " not in shown(make_forecast())
+
+
+def test_processes_on_a_cpu_are_still_on_a_cpu() -> None:
+    text = shown(make_forecast(card="cpu", devices=2, engine=Parallel(kind="ddp", devices=2)))
+    assert "process " in text
+    assert "CUDA" not in text
+
+
+def test_fused_kernels_and_updates_inside_backward_are_said() -> None:
+    levers = replace(make_forecast().levers, kernels="fused", update="inside", compile=True)
+    text = shown(make_forecast(levers=levers, reasons={"kernels": "faster", "update": "asked for"}))
+    assert "faster" in line_with(text, "fused kernels")
+    assert "asked for" in line_with(text, "each tensor updated inside backward")
+    assert "layers compiled" in text
+    assert "fused, update inside, compiled" in cards_shown(make_forecast(levers=levers), make_forecast(), width=200)
 
 
 def test_names_that_differ_only_in_numbers_are_grouped() -> None:

@@ -16,6 +16,16 @@ def test_before_the_first_step_nothing_is_claimed(run: RunDir) -> None:
     assert str(Follower(run).training()) == "step 0/12  loading the model"
 
 
+def test_a_reference_in_the_making_is_shown_until_the_first_step(run: RunDir) -> None:
+    follower = Follower(run)
+    note(run, event="reference", done=300, total=1000)
+    assert follower.news() == []
+    assert str(follower.training()) == "step 0/12  reference of 300/1,000 pairs"
+    step(run, 1, 5.25)
+    follower.news()
+    assert "reference" not in str(follower.training())
+
+
 def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir) -> None:
     follower = Follower(run)
     step(run, 1, 5.25)
@@ -36,7 +46,61 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
         ({"event": "rolled_back", "step": 3}, "rolled back to step 3"),
         ({"event": "left_out", "step": 4}, "step 4 is left out: it was not finite before"),
         ({"event": "validated", "step": 3, "validation_loss": 5.5}, "step 3: validation loss 5.5000"),
+        (
+            {"event": "validated", "step": 3, "validation_loss": 1.5, "perplexity": 4.4817},
+            "step 3: validation loss 1.5000, perplexity 4.482",
+        ),
+        (
+            {"event": "validated", "step": 3, "validation_loss": 0.5, "rewards_chosen": 0.2, "accuracy": 0.75, "margin": 1.25},
+            "step 3: validation loss 0.5000, accuracy 75.0%, margin 1.2500",
+        ),
         ({"event": "validation_not_finite", "step": 3, "found": "nan"}, "step 3: validation loss nan, so this step cannot be the best"),
+        (
+            {
+                "event": "rescued",
+                "step": 4,
+                "before": {"micro_batch": 4, "offload": False},
+                "after": {"micro_batch": 2, "offload": False},
+                "found": "CUDA",
+            },
+            "step 4 ran out of memory; the same rows again with micro_batch 4 -> 2",
+        ),
+        (
+            {"event": "validation_rescued", "step": 4, "before": 4, "after": 2, "found": "CUDA"},
+            "step 4: validation ran out of memory with 4 rows at once, and has 2 from now on",
+        ),
+        (
+            {"event": "validation_rescued", "step": 4, "before": 1, "after": 0, "found": "CUDA"},
+            "step 4: validation does not fit with a single row; training goes on without",
+        ),
+        ({"event": "spike", "step": 4, "found": 9.5, "usual": 1.25}, "step 4: loss 9.5000 leaps out of the steps before it, whose median is 1.2500"),
+        (
+            {"event": "stalled", "seconds": 612.3, "allowed_seconds": 600.0, "since": "step 4"},
+            "nothing has gone on for 612 s since step 4; the stacks of all threads are in the log",
+        ),
+        (
+            {"event": "tracker_failed", "tracker": "mlflow", "found": "mlflow is not installed: pip install mlflow"},
+            "mlflow failed; mlflow is not installed: pip install mlflow; the run's own metrics are whole",
+        ),
+        (
+            {"event": "tracker_failed", "tracker": "wandb", "lost_lines": 1200, "found": "its process ended with 1", "log": "logs/tracker-wandb.log"},
+            "wandb did not get 1,200 lines; its process ended with 1; see logs/tracker-wandb.log; the run's own metrics are whole",
+        ),
+        (
+            {"event": "tracker_failed", "tracker": "wandb", "lost_lines": 2, "found": "", "log": "logs/tracker-wandb.log"},
+            "wandb did not get 2 lines; see logs/tracker-wandb.log; the run's own metrics are whole",
+        ),
+        (
+            {"event": "audited", "step": 2, "tensors": 9, "reached": 8, "zero": ["a", "b", "c", "d", "e"], "idle": ["x.experts.{0,3}.up"]},
+            "step 2: the gradient is exactly zero for a, b, c and 2 more; it is missing, since no row came to these experts, for x.experts.{0,3}.up",
+        ),
+        ({"event": "audited", "step": 2, "tensors": 9, "reached": 9, "faint": ["a", "b", "c"]}, "step 2: the gradient is rounding for a, b, c"),
+        ({"event": "loss_scale", "step": 4, "scale": 32768.0}, "step 4 overflowed in fp16 and is made again with loss scale 32768"),
+        (
+            {"event": "dpo_start", "found": 0.6931471824645996, "allowed": 1e-5},
+            "before the first step the DPO loss is 0.693147, and ln 2 is 0.693147",
+        ),
+        ({"event": "dpo_start", "found": "nan", "allowed": 1e-5}, "before the first step the DPO loss is nan, and ln 2 is 0.693147"),
         ({"event": "amended", "step": 3, "changes": ["save.keep: 2 -> 3"], "note": ""}, "after step 3: save.keep: 2 -> 3"),
     ],
 )
@@ -45,6 +109,21 @@ def test_an_event_is_told_once_in_words(run: RunDir, line: dict[str, object], wo
     note(run, **line)
     assert follower.news() == [words]
     assert follower.news() == []
+
+
+def test_an_audit_without_a_finding_is_no_news(run: RunDir) -> None:
+    follower = Follower(run)
+    note(run, event="audited", step=1, tensors=9, reached=9, waiting=["layers.{0..3}.lora_A"])
+    assert follower.news() == []
+
+
+@pytest.mark.parametrize("event", ["audited", "rescued", "loss_scale"])
+def test_a_step_that_is_still_in_hand_is_not_shown_as_done(run: RunDir, event: str) -> None:
+    follower = Follower(run)
+    step(run, 3)
+    note(run, event=event, step=4, before={}, after={}, scale=2.0)
+    follower.news()
+    assert follower.training().step == 3
 
 
 def test_what_happened_before_the_first_look_is_known_and_no_news(run: RunDir) -> None:

@@ -14,6 +14,7 @@ from finefit.report.demo import show_change
 from finefit.report.run import evals_of, evals_tables, plan_view, result_lines, run_document, show_end
 from finefit.report.units import clock, gib
 from finefit.spec.schema import Evaluation
+from tests.report.conftest import note
 
 RESULT = StageResult(
     step=12,
@@ -115,6 +116,17 @@ def test_the_document_of_a_finished_run_has_result_and_scores(run: RunDir) -> No
     assert document["evaluations"] == [
         {"task": "json_match", "checkpoint": "base", "n": 5, "coverage": 0.8, "metrics": {"all_fields": {"value": 0.4, "low": 0.0, "high": 1.0}}}
     ]
+
+
+def test_the_last_validation_stands_in_the_document_and_at_the_end(run: RunDir) -> None:
+    assert run_document(run)["validation"] is None
+    write_record(stage_of(run).result, RESULT)
+    note(run, event="validated", step=6, validation_loss=0.75, accuracy=0.5, margin=0.1)
+    note(run, event="validated", step=12, validation_loss=0.5, accuracy=0.75, margin=0.2)
+    assert run_document(run)["validation"] == {"step": 12, "validation_loss": 0.5, "accuracy": 0.75, "margin": 0.2}
+    shown = io.StringIO()
+    show_end(run, Console(file=shown, width=200))
+    assert "validation loss 0.5000, accuracy 75.0%, margin 0.2000 at step 12" in shown.getvalue()
 
 
 def test_the_end_of_a_run_names_the_folder_of_the_model(run: RunDir) -> None:

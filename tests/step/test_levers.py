@@ -9,6 +9,7 @@ from torch import nn
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
+from finefit.objective.batch import Forward
 from finefit.spec.schema import Tuning
 from finefit.step.forward import bind
 from finefit.step.levers import layers_of, pull
@@ -23,6 +24,9 @@ PULLED = {
     "inputs offloaded": replace(PLAIN, recompute=2, offload=True),
     "inputs offloaded, attention kept": replace(PLAIN, recompute=2, offload=True, keep_attention=True),
     "mlp in tiles": replace(PLAIN, mlp_tiles=3),
+    "fused": replace(PLAIN, kernels="fused"),
+    "fused, recomputed": replace(PLAIN, kernels="fused", recompute=2, loss_chunk=7),
+    "fused, offloaded, attention kept, in tiles": replace(PLAIN, kernels="fused", recompute=2, offload=True, keep_attention=True, mlp_tiles=3),
     "everything": replace(PLAIN, recompute=2, offload=True, keep_attention=True, mlp_tiles=4, loss_chunk=5, adapter_inputs="bf16"),
 }
 
@@ -35,9 +39,13 @@ class Elsewhere:
         return lambda: held.to(tensor.dtype)
 
 
+def _forward(model: nn.Module, levers: Levers) -> Forward:
+    return bind(model, loss_chunk=levers.loss_chunk, is_fused=levers.kernels == "fused")
+
+
 def _taken(model: nn.Module, levers: Levers) -> Taken:
     pull(model, levers, Elsewhere())
-    return take_gradients(model, cut(unequal_examples(), levers.micro_batch), forward=bind(model, loss_chunk=levers.loss_chunk))
+    return take_gradients(model, cut(unequal_examples(), levers.micro_batch), forward=_forward(model, levers))
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: t.kind)
@@ -65,3 +73,13 @@ def test_the_first_layers_are_the_recomputed_ones() -> None:
 def test_more_layers_than_there_are_cannot_be_recomputed() -> None:
     with pytest.raises(ModelError, match=r"levers.recompute is 3, but .* has 2 layers"):
         pull(tuned(LORA), replace(PLAIN, recompute=3))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+def test_compiled_layers_leave_loss_and_gradients_equal() -> None:
+    levers = replace(PLAIN, micro_batch=8, recompute=2)
+    plain, compiled = _taken(tuned(LORA), levers), _taken(tuned(LORA), replace(levers, compile=True))
+    torch.testing.assert_close(compiled.outcome.loss, plain.outcome.loss, rtol=1e-6, atol=1e-6)
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(compiled.gradients[name], gradient, rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

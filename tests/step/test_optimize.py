@@ -137,3 +137,48 @@ def test_training_learns_the_rows_by_heart() -> None:
     optimizer, batches = make_optimizer(model, ADAMW), cut(unequal_examples(), 4)
     losses = [step(model, optimizer, batches).loss.item() for _ in range(25)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: t.kind)
+def test_an_update_inside_backward_ends_where_one_after_it_does_and_holds_one_gradient_at_a_time(tuning: Tuning) -> None:
+    after, inside = tuned(tuning), tuned(tuning)
+    (batch,) = cut(unequal_examples(), 8)
+    most: list[int] = []
+
+    def count(_: Tensor) -> None:
+        most.append(sum(p.grad is not None for p in trainable(inside).values()))
+
+    for parameter in trainable(inside).values():
+        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    ways = {id(after): "after", id(inside): "inside"}
+    losses: dict[str, list[float]] = {"after": [], "inside": []}
+    for model in (after, inside):
+        optimizer = make_optimizer(model, AdamW(lr=1e-2, weight_decay=0.1))
+        for _ in range(3):
+            outcome = optimizer_step(
+                [batch],
+                forward=bind(model),
+                objective=sft,
+                optimizer=optimizer,
+                clip=None,
+                decide=bool,
+                update=ways[id(model)],  # type: ignore[arg-type]
+            )
+            losses[ways[id(model)]] += [outcome.loss.item(), outcome.grad_norm.item()]
+    assert losses["inside"] == pytest.approx(losses["after"], rel=1e-6)
+    assert max(most) == 1
+    for name, weight in after.state_dict().items():
+        torch.testing.assert_close(inside.state_dict()[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_inside_backward_a_gradient_that_is_not_finite_leaves_its_tensor_alone() -> None:
+    model = tuned(FULL)
+    (batch,) = cut(unequal_examples(), 8)
+    optimizer = make_optimizer(model, AdamW(lr=1e-2))
+    name, last = next(reversed(trainable(model).items()))
+    before = deepcopy(model.state_dict())
+    last.register_hook(lambda gradient: torch.full_like(gradient, math.nan))  # type: ignore[no-untyped-call]
+    outcome = optimizer_step([batch], forward=bind(model), objective=sft, optimizer=optimizer, clip=None, decide=bool, update="inside")
+    assert not outcome.applied
+    assert torch.equal(model.state_dict()[name], before[name])
+    assert not torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from finefit.errors import WorkerDied
 from finefit.objective.batch import Batch
 from finefit.train.feed import Feeder
 
@@ -92,3 +93,28 @@ def test_no_thread_outlives_the_loop(ends: str) -> None:
         if ends == "badly":
             raise KeyboardInterrupt
     assert _feeders() == []
+
+
+def test_an_error_in_the_thread_says_which_step_it_was_making() -> None:
+    def make(_: int) -> list[Batch]:
+        raise OSError("the store is gone")
+
+    with Feeder(make, total_steps=3) as feeder, pytest.raises(OSError, match="the store is gone") as raised:
+        feeder.take(1)
+    assert raised.value.__notes__ == ["while the feeder made the micro-batches of step 2"]
+
+
+def test_a_lack_of_host_memory_is_named_with_what_is_free_and_is_resumable() -> None:
+    def make(_: int) -> list[Batch]:
+        raise MemoryError
+
+    with Feeder(make, total_steps=3) as feeder, pytest.raises(WorkerDied, match=r"micro-batches of step 1: \d+\.\d GiB are free") as raised:
+        feeder.take(0)
+    assert raised.value.exit_code == 3
+
+
+def test_after_a_change_what_was_made_ahead_is_made_anew() -> None:
+    with Feeder(_made, total_steps=10) as feeder:
+        feeder.take(0)
+        feeder.change(lambda step: [_batch(100 + step)])
+        assert _steps(feeder, 1, 2) == [101, 102]

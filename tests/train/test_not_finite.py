@@ -41,7 +41,7 @@ def poison(steps: dict[int, str]) -> None:
                 clean.total.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
                 return clean
 
-    worker.sft = Bent(poisoned)  # type: ignore[attr-defined, assignment]
+    worker.make_objective = lambda *_: Bent(poisoned)  # type: ignore[attr-defined]
 
 
 def events(where: StageDir, kind: str) -> list[int]:
@@ -182,7 +182,7 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(lora: Reference) 
             left[0] -= 1
             return LossSum(clean.total * math.nan, clean.count)
 
-        worker.sft = Bent(poisoned)  # type: ignore[attr-defined, assignment]
+        worker.make_objective = lambda *_: Bent(poisoned)  # type: ignore[attr-defined]
 
     assert finish(start(where, prepare)) == 0
     end: Outcome = outcome(where)

@@ -11,10 +11,11 @@ from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.every import Every
-from finefit.spec.schema import AdamW, Engine, Evaluation, Model, Objective, OnNan, Save, Tracker, Tuning
+from finefit.spec.schema import AdamW, Engine, Evaluation, Model, Objective, OnNan, Save, Single, Tracker, Tuning
 
 STRICT = ConfigDict(extra="forbid")
 R = TypeVar("R")
+_SINGLE = Single(kind="single")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Inputs:
     model_fingerprint: str
     template_sha256: str
     """Of chat template, special tokens and template kind: equal hashes render equal prompts."""
+    engine_sha256: str | None = None
+    """Of a DeepSpeed JSON of the user's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +86,16 @@ class Levers:
     """Rows of a step stand behind one another without padding, each seeing only itself."""
     kernels: Literal["torch", "fused"] = "torch"
     update: Literal["after", "inside"] = "after"
-    """Each tensor when its gradient is there, which is then given back, or all of them after backward."""
+    """Of each tensor when its gradient is there, which is then given back, or of all of them after backward."""
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """What the rows ask of a step: counted where the data is there, else assumed from `data.max_tokens`."""
+    """What the rows ask of a step: counted where the data is there, else assumed from `data.max_tokens`.
+
+    A row is what the order, the global batch and the micro-batch count. It is `sides` sequences, and all lengths are those of one sequence: a
+    micro-batch of m rows is at most sides x m sequences of `longest` tokens, `supervised` of which meet the head in each."""
 
     __pydantic_config__ = STRICT
     num_rows: int | None
@@ -103,6 +110,8 @@ class Lengths:
     """Tokens of the longest validation row, and the most that one has supervised; None where none were counted."""
     prompt: int | None = None
     """Tokens of the longest prompt to be answered in an evaluation."""
+    sides: int = 1
+    """2 where a row is a preference pair: both answers, each behind the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +195,8 @@ class Forecast:
     """What is used in place of what the card does not have, and what else the reader must know."""
     uncertainty: float | None = None
     """Largest relative error of earlier forecasts of this card and these versions, where some were measured."""
+    engine: Engine = _SINGLE
+    """Never `auto`: what it came to; why stands among the reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,8 +280,10 @@ class Question:
     lengths: Lengths
     budget_bytes: int | None = None
     """The most that may be used of the card; None for all of it."""
-    card_index: int = 0
-    """Which of this machine's cards `auto` means."""
+    visible: tuple[int, ...] | None = None
+    """Which of this machine's cards `auto` means, by their numbers; None: all of them."""
+    allocator: str | None = None
+    """The user's own PYTORCH_CUDA_ALLOC_CONF, which workers keep; None where finefit sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,6 +462,8 @@ class StageResult:
     """Of training in this process, loading excluded."""
     peak_bytes: int
     """The most that this process held: device memory on a card, resident memory on a CPU."""
+    frozen_unchanged: bool | None = None
+    """Whether every frozen tensor has the bytes that it was loaded with; None where none is frozen, or the stage did not end."""
     failure: Failure | None = None
 
 

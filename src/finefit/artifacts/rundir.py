@@ -40,6 +40,26 @@ class StageDir:
     def result(self) -> Path:
         return self.path / "result.json"
 
+    def metrics_of(self, rank: int) -> Path:
+        """Those of the run are the first rank's; what another one has seen stands beside its log."""
+        return self.metrics if rank == 0 else self._logs / f"rank-{rank}.metrics.jsonl"
+
+    def memory_of(self, rank: int) -> Path:
+        return self.memory if rank == 0 else self._logs / f"rank-{rank}.memory.jsonl"
+
+    def result_of(self, rank: int) -> Path:
+        """Of the other ranks only failures are written."""
+        return self.result if rank == 0 else self._logs / f"rank-{rank}.failure.json"
+
+    @property
+    def _logs(self) -> Path:
+        return self.run / "logs"
+
+    @property
+    def reference(self) -> Path:
+        """The starting model's log-probabilities, where they are computed before the first step."""
+        return self.path / "reference.safetensors"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
@@ -102,6 +122,9 @@ class RunDir:
     @property
     def log(self) -> Path:
         return self.path / "logs" / "run.log"
+
+    def log_of(self, rank: int) -> Path:
+        return self.log if rank == 0 else self.log.with_name(f"rank-{rank}.log")
 
     def stage(self, number: int, name: str) -> StageDir:
         return StageDir(self.path / "stages" / f"{number}-{name}")

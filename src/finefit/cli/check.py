@@ -11,6 +11,8 @@ from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Runs, Set
 
 if TYPE_CHECKING:
+    from finefit.data.pairs import Trained
+    from finefit.data.render import Example
     from finefit.pipeline.data import PreparedData
     from finefit.spec.schema import Spec
 
@@ -75,16 +77,28 @@ def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: in
     if not count or "train.safetensors" not in prepared.record.files:
         return
     from finefit.data.render import open_renderer
-    from finefit.data.store import Examples
+    from finefit.data.store import open_examples
     from finefit.model.locate import locate
     from finefit.report.check import show_example
 
     console = open_console()
     renderer = open_renderer(locate(spec.model, base).folder, spec.data.template, template_options=spec.data.template_options)
-    for number, example in enumerate(Examples(prepared.path("train.safetensors"))[:count], start=1):
-        runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
-        show_example(
-            number,
-            [(renderer.tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False), supervised) for supervised, run in runs],
-            console,
-        )
+    rows = open_examples(prepared.path("train.safetensors"))
+    for number in range(1, min(count, len(rows)) + 1):
+        for side, example in _sides(rows[number - 1]).items():
+            runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
+            show_example(
+                f"example {number}{side}",
+                [
+                    (renderer.tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False), supervised)
+                    for supervised, run in runs
+                ],
+                console,
+            )
+
+
+def _sides(row: "Trained") -> "dict[str, Example]":
+    """By what they are called."""
+    from finefit.data.pairs import Pair
+
+    return {", preferred": row.chosen, ", rejected": row.rejected} if isinstance(row, Pair) else {"": row}

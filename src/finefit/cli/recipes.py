@@ -30,7 +30,7 @@ def recipes(
             typer.echo(json.dumps([{"name": r.name, "purpose": r.purpose, "spec": str(r.spec)} for r in found], indent=2))
         else:
             for recipe in found:
-                typer.echo(f"{recipe.name:12} {recipe.purpose}")
+                typer.echo(f"{recipe.name:16} {recipe.purpose}")
         return
     recipe = shipped.find_recipe(name)
     if to is not None:

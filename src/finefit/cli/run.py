@@ -1,6 +1,7 @@
 """`finefit run`: fine-tune what a spec describes; the same command again goes on where it stopped."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,8 +15,12 @@ from finefit.cli.options import AsJson, New, Runs, Set
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch.distributed.distributed_c10d import Store
 
+    from finefit.artifacts.launcher import Place
     from finefit.artifacts.rundir import RunDir
+    from finefit.pipeline.execute import Train
+    from finefit.spec.schema import Spec
 
 _TICK_SECONDS = 0.5
 
@@ -37,10 +42,19 @@ def run(
       finefit run spec.yaml --set optimizer.lr=1e-4 --new
 
       finefit run runs/orders-1 --set schedule.epochs=2
-    """
-    from finefit.artifacts.records import Run, read_record
-    from finefit.report.run import evals_of, run_document, show_end
 
+      torchrun --nproc-per-node 2 -m finefit run spec.yaml
+    """
+    from finefit.artifacts.launcher import find_place
+    from finefit.artifacts.records import Run, read_record
+
+    at = find_place(os.environ)
+    if at is not None and at.size > 1:
+        return _as_rank(at, target, tuple(overrides or ()), new=new, detach=detach, runs=runs, as_json=as_json)
+    if _is_for_slurm(target, tuple(overrides or ())):
+        return _submit(target, tuple(overrides or ()), new=new, runs=runs, as_json=as_json)
+    if at is not None:
+        _require_one(target, tuple(overrides or ()), at)
     console = open_console(as_json=as_json)
     place = open_or_create(target, tuple(overrides or ()), new=new, runs=runs, console=console)
     if read_record(place.run, Run).status == "finished":
@@ -50,13 +64,19 @@ def run(
         return _detach(place, console, as_json)
     else:
         carry_out(place, console)
+    _show(place, console, as_json)
+    return None
+
+
+def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
+    from finefit.report.run import evals_of, run_document, show_end
+
     if as_json:
         typer.echo(json.dumps(run_document(place), indent=2))
-    else:
-        show_end(place, console)
-        if evals_of(place.stages()[0]):
-            console.print(f"next     finefit eval {place.path} --checkpoint all", soft_wrap=True)
-    return None
+        return
+    show_end(place, console)
+    if evals_of(place.stages()[0]):
+        console.print(f"next     finefit eval {place.path} --checkpoint all", soft_wrap=True)
 
 
 def open_or_create(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console") -> "RunDir":
@@ -100,7 +120,7 @@ def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Pat
         return create_run(opened, spec_text=text, overrides=overrides, base=base, runs=runs)
 
 
-def carry_out(place: "RunDir", console: "Console") -> None:
+def carry_out(place: "RunDir", console: "Console", *, train: "Train | None" = None) -> None:
     from finefit.artifacts.lock import run_lock
     from finefit.artifacts.records import Plan, read_record
     from finefit.pipeline.execute import execute
@@ -114,7 +134,105 @@ def carry_out(place: "RunDir", console: "Console") -> None:
         for line in ledger_lines(place.stages()[0]):
             console.print(line, soft_wrap=True)
     with RunView(place, console, log=place.log) as view:
-        execute(place, tick=view.tick, warn=view.say)
+        execute(place, tick=view.tick, warn=view.say, train=train)
+
+
+def _as_rank(at: "Place", target: Path, overrides: tuple[str, ...], *, new: bool, detach: bool, runs: Path, as_json: bool) -> None:
+    """One of several ranks that torchrun, accelerate or SLURM has started: the first one speaks, the others follow it."""
+    from finefit.errors import RunError
+
+    if detach:
+        raise RunError(f"--detach does not go with ranks that were started from outside (WORLD_SIZE={at.size})", "let what started them go on alone")
+    if code := be_rank(target, overrides, new=new, runs=runs, as_json=as_json):
+        raise typer.Exit(code)
+
+
+def be_rank(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool = False) -> int:
+    """The exit code of a rank that follows; what stops the first is raised."""
+    from finefit.artifacts.launcher import chosen_variables, find_place
+
+    at = find_place(os.environ)
+    assert at is not None
+    for name, value in chosen_variables(deterministic=False).items():
+        os.environ.setdefault(name, value)  # before torch is imported
+    from finefit.pipeline.outside import leave
+    from finefit.train.meeting import PATIENCE
+    from finefit.train.ranks import open_store
+
+    store = open_store(at, patience=PATIENCE)
+    if at.rank != 0:
+        return _other_rank(at, store)
+    try:
+        _first_rank(at, store, target, overrides, new=new, runs=runs, as_json=as_json)
+    finally:
+        leave(store)
+    return 0
+
+
+def _require_one(target: Path, overrides: tuple[str, ...], at: "Place") -> None:
+    """The only rank that was started from outside starts no others of its own."""
+    from finefit.pipeline.outside import engine_overrides
+
+    engine_overrides(_spec_of(target, overrides).engine, at)
+
+
+def _is_for_slurm(target: Path, overrides: tuple[str, ...]) -> bool:
+    return _spec_of(target, overrides).launcher.kind == "slurm"
+
+
+def _spec_of(target: Path, overrides: tuple[str, ...]) -> "Spec":
+    from finefit.artifacts.rundir import open_run
+    from finefit.spec.load import load_spec, spec_from_json
+
+    return spec_from_json(open_run(target).spec_json.read_text(encoding="utf-8")) if target.is_dir() else load_spec(target, overrides)
+
+
+def _submit(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool) -> None:
+    """The job gives this same command, each of its tasks as a rank."""
+    from functools import partial
+
+    from finefit.pipeline.slurm import RankTask, submit
+
+    spec, console = _spec_of(target, overrides), open_console(as_json=as_json)
+    call, again = (partial(be_rank, target.resolve(), overrides, new=is_new, runs=runs.resolve()) for is_new in (new, False))
+    sent = submit(spec, RankTask(call, again), folder=runs.resolve() / "slurm")
+    if as_json:
+        typer.echo(json.dumps({"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)}, indent=2))
+        return
+    console.print(f"job      {sent.job} is queued; it saves before its time is up, and is queued again until it is done", soft_wrap=True)
+    console.print(f"script   {sent.script}", soft_wrap=True)
+    console.print(f"next     squeue -j {sent.job}\n         tail -F {sent.log}", soft_wrap=True)
+
+
+def _first_rank(at: "Place", store: "Store", target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool) -> None:
+    from finefit.artifacts.records import Run, read_record
+    from finefit.pipeline.outside import Invitation, engine_overrides, first_of_all
+    from finefit.spec.load import load_spec
+
+    console = open_console(as_json=as_json)
+    with Invitation(store=store) as invitation:
+        if not target.is_dir():
+            overrides = (*overrides, *engine_overrides(load_spec(target, overrides).engine, at))
+        place = open_or_create(target, overrides, new=new, runs=runs, console=console)
+        if read_record(place.run, Run).status != "finished":
+            carry_out(place, console, train=first_of_all(at, store, invitation))
+    _show(place, console, as_json)
+
+
+def _other_rank(at: "Place", store: "Store") -> int:
+    """Its failure goes to the first rank through the run directory, and in short to whoever reads this terminal."""
+    from finefit.errors import Interrupted
+    from finefit.pipeline.outside import await_invitation, leave_after_first, work_here
+
+    word = await_invitation(store, at)
+    code = word.failure.exit_code if word.failure is not None else 0
+    if word.run is not None:
+        code = work_here(word.run, at, store)
+        if code not in (0, Interrupted.exit_code):
+            typer.echo(f"rank {at.rank} ended with code {code}: see {word.run.log_of(at.rank)}", err=True)
+    if code:
+        leave_after_first(store)
+    return code
 
 
 def _detach(place: "RunDir", console: "Console", as_json: bool) -> None:

@@ -1,10 +1,14 @@
 """Which rows belong to which step and rank: a pure function of seed and epoch, so the position of a run is its step and nothing else."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=2)
@@ -34,3 +38,10 @@ def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> l
 def rows_of_rank(step: int, *, rank: int, num_ranks: int, num_rows: int, global_batch: int, seed: int) -> list[int]:
     """This rank's part of a step's rows: every row has one rank, and no rank has two rows more than another."""
     return rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=seed)[rank::num_ranks]
+
+
+def part_of_rank(whole: Sequence[T], *, rank: int, num_ranks: int) -> list[tuple[T, bool]]:
+    """What this rank does of work that all have cut alike, and whether it counts. All do equally many: weights that are divided are gathered by
+    all at once. A rank that nothing is left for does the last piece again, which does not count."""
+    rounds = math.ceil(len(whole) / num_ranks)
+    return [(whole[min(at, len(whole) - 1)], at < len(whole)) for at in range(rank, rounds * num_ranks, num_ranks)]

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROWS, _TOKENS_PER_ROW = 64, 32
-"""A pack has at most so many rows, or one for so many tokens of its capacity: every row costs the backward of attention up to 128 tokens more."""
+"""A pack has at most so many sequences, or one for so many tokens of its capacity: each costs the backward of attention up to 128 tokens more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +19,29 @@ class Capacity:
     tokens: int
     supervised: int
     rows: int
+    """Of the order: a preference pair is one row and two sequences."""
 
 
-def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_step: int) -> Capacity:
-    """Of `micro_batch` rows of the longest length, each with the most supervised tokens that any row has."""
-    tokens = micro_batch * longest
-    most = max(_ROWS, tokens // _TOKENS_PER_ROW)
-    return Capacity(tokens=tokens, supervised=micro_batch * supervised, rows=max(micro_batch, min(rows_per_step, most)))
+def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_step: int, sides: int = 1) -> Capacity:
+    """Of `micro_batch` rows, each of `sides` sequences of the longest length with the most supervised tokens that any sequence has."""
+    tokens = micro_batch * sides * longest
+    most = max(_ROWS, tokens // _TOKENS_PER_ROW) // sides
+    return Capacity(tokens=tokens, supervised=micro_batch * sides * supervised, rows=max(micro_batch, min(rows_per_step, most)))
+
+
+def num_sides(lengths: NDArray[Any]) -> int:
+    """Sequences of each row: those of pairs have a column for each side."""
+    return 1 if lengths.ndim == 1 else int(lengths.shape[1])
+
+
+def longest_sides(lengths: NDArray[Any]) -> NDArray[Any]:
+    """Of every row: what it is padded by."""
+    return lengths if lengths.ndim == 1 else lengths.max(axis=1)
+
+
+def both_sides(counts: NDArray[Any]) -> NDArray[Any]:
+    """Of every row: what it fills a pack with."""
+    return counts if counts.ndim == 1 else counts.sum(axis=1)
 
 
 def best_fit(

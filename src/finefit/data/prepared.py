@@ -34,23 +34,28 @@ _TRAINS_ON: dict[Kind, tuple[str, str]] = {
     "judged": ("answers with a verdict", "fields: {prompt: prompt, answer: completion}"),
 }
 """What a source of such rows holds, and how to name what is to be learnt of it."""
+_NO_PAIRS: dict[Kind, str] = {"chat": "single answers", "judged": "answers with a verdict", "text": "plain text"}
+"""What a source holds that nothing can be preferred in."""
 
 
-def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path, max_prompt_tokens: int | None = None) -> Preparation:
+def prepare(
+    data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path, max_prompt_tokens: int | None = None, pairs: bool = False
+) -> Preparation:
     """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data goes.
 
-    `max_prompt_tokens`: longer prompts of test rows are cut."""
+    `max_prompt_tokens`: longer prompts of test rows are cut. `pairs`: what is trained on are preference pairs."""
     renderer = open_renderer(tokenizer, data.template, template_options=data.template_options)
-    readings = _open_all(data, base)
+    readings, sides = _open_all(data, base, pairs=pairs), 2 if pairs else 1
     with ExitStack() as stack:
         book = Book(stack.enter_context(Journal(folder / "ledger.jsonl")))
-        writers = {split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors")) for split in ("train", "validation")}
+        writers = {split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors", sides=sides)) for split in ("train", "validation")}
         sample = _sample(readings["train"])
         with_system = system_is_content(sample)
         common = common_windows(fingerprint(row, with_system=with_system) for row in sample)
-        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=num_processes(readings["train"]), with_system=with_system))
+        processes = num_processes(readings["train"])
+        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=processes, with_system=with_system, pairs=pairs))
         held_out, duplicates = OverlapIndex(common), TrainDuplicates(common)
-        passing = _Passing(data=data, book=book, pieces=pieces, writers=writers, held_out=held_out, duplicates=duplicates)
+        passing = _Passing(data=data, book=book, pieces=pieces, writers=writers, held_out=held_out, duplicates=duplicates, pairs=pairs)
         prompt = _test_items(readings["test"], renderer, passing, folder, seed, max_prompt_tokens)
         for reading in readings["validation"]:
             passing.examples(
@@ -67,7 +72,7 @@ def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path,
             table.append(weighted(begin, writers["train"].num_examples, source.weight, seed))
             account.repeated = len(table[-1]) - account.examples
         passing.note_duplicates()
-        lengths = _closed(writers, np.concatenate(table), prompt)
+        lengths = _closed(writers, np.concatenate(table), prompt, sides=sides)
         book.accounts.sort(key=lambda account: -SPLITS.index(account.split))
         for account in book.accounts:
             book.journal.write(**asdict(account.closed()))
@@ -83,7 +88,7 @@ def prepare(data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path,
     )
 
 
-def _open_all(data: Data, base: Path) -> dict[str, list[Reading]]:
+def _open_all(data: Data, base: Path, *, pairs: bool) -> dict[str, list[Reading]]:
     """All sources, so that all that is wrong with them is told at once."""
     readings: dict[str, list[Reading]] = {}
     faults: list[DataError] = []
@@ -92,7 +97,7 @@ def _open_all(data: Data, base: Path) -> dict[str, list[Reading]]:
         for source in data.sources()[split]:
             try:
                 reading = open_source(source.path, source.fields, base, split=split)
-                _require_kind(reading, split)
+                _require_kind(reading, split, pairs=pairs)
                 readings[split].append(reading)
             except DataError as fault:
                 faults.append(fault)
@@ -101,7 +106,7 @@ def _open_all(data: Data, base: Path) -> dict[str, list[Reading]]:
     return readings
 
 
-def _require_kind(reading: Reading, split: str) -> None:
+def _require_kind(reading: Reading, split: str, *, pairs: bool) -> None:
     row = next((row for row in reading.rows() if isinstance(row, Row)), None)
     if row is None:
         return
@@ -109,10 +114,16 @@ def _require_kind(reading: Reading, split: str) -> None:
         raise DataError(
             f"{reading.source} holds answers with a verdict, of which some are wrong: they are no references", "take rows with right answers"
         )
-    if row.kind in _TRAINS_ON and split != "test":
+    if pairs and split != "test" and row.kind != "pair":
+        raise DataError(
+            f"{reading.source} holds {_NO_PAIRS[row.kind]}, and objective dpo learns from pairs: an answer that is preferred and one that is not",
+            "name the columns of both, for instance fields: {prompt: prompt, chosen: chosen, rejected: rejected}; or set objective: {kind: sft}",
+        )
+    if row.kind in _TRAINS_ON and split != "test" and not pairs:
         what, fields = _TRAINS_ON[row.kind]
         raise DataError(
-            f"{reading.source} holds {what}, and supervised fine-tuning learns from answers", f"name what is to be learnt, for instance {fields}"
+            f"{reading.source} holds {what}, and supervised fine-tuning learns from answers",
+            f"name what is to be learnt, for instance {fields}" + ("; objective: {kind: dpo} learns from both sides" if row.kind == "pair" else ""),
         )
     if row.images:
         raise DataError(
@@ -135,6 +146,7 @@ class _Passing:
     writers: dict[str, ExampleWriter]
     held_out: OverlapIndex
     duplicates: TrainDuplicates
+    pairs: bool
 
     def rows(self, account: Account, reading: Reading, choice: Choice) -> Iterator[Row]:
         """Those that take part."""
@@ -157,11 +169,11 @@ class _Passing:
     def examples(self, account: Account, reading: Reading, choice: Choice) -> None:
         for rows, piece in self.pieces(self.rows(account, reading, choice)):
             kept = np.array([self._keeps(account, row, piece, at) for at, row in enumerate(rows)], bool)
-            of_examples = np.repeat(kept, piece.examples)
-            of_tokens = np.repeat(of_examples, piece.lengths)
-            tokens, supervised, lengths = piece.tokens[of_tokens], piece.supervised[of_tokens], piece.lengths[of_examples]
+            of_sequences = np.repeat(kept, np.array(piece.examples, np.int64) * piece.sides)
+            of_tokens = np.repeat(of_sequences, piece.lengths)
+            tokens, supervised, lengths = piece.tokens[of_tokens], piece.supervised[of_tokens], piece.lengths[of_sequences]
             account.used += int(kept.sum())
-            account.examples += len(lengths)
+            account.examples += len(lengths) // piece.sides
             account.tokens += len(tokens)
             account.supervised += self.writers[account.split].add(tokens, supervised, lengths)
 
@@ -192,9 +204,11 @@ class _Passing:
         return True
 
     def note_duplicates(self) -> None:
+        """Several pairs may well compare answers to one prompt."""
         report = self.duplicates.summary()
-        count = report.exact + report.prompt + report.normalised + report.near
-        lines = tuple(f"{found.row} is {found.other}: {found.how}" for found in report.examples)
+        count = report.exact if self.pairs else report.exact + report.prompt + report.normalised + report.near
+        told = [found for found in report.examples if found.kind == "row" or not self.pairs]
+        lines = tuple(f"{found.row} is {found.other}: {found.how}" for found in told)
         if count:
             self.book.faults["duplicate", "train"] = Fault(kind="duplicate", split="train", count=count, lines=lines)
 
@@ -248,7 +262,7 @@ def _sample(readings: Sequence[Reading]) -> list[Row]:
     return [row for first in firsts for row in next(first, [])]
 
 
-def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None) -> Lengths | None:
+def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None, *, sides: int) -> Lengths | None:
     """The files are written as far as there are rows for them."""
     train, validation = writers["train"], writers["validation"]
     held = (int(validation.lengths.max()), int(validation.supervised_counts.max())) if validation.num_examples else None
@@ -267,4 +281,5 @@ def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt:
         source="counted",
         validation=held,
         prompt=prompt,
+        sides=sides,
     )

@@ -1,4 +1,7 @@
-"""Prepared examples on disk: one safetensors file, written as rows stream by and read by memory map, so that neither needs them all in memory."""
+"""Prepared examples on disk: one safetensors file, written as rows stream by and read by memory map, so that neither needs them all in memory.
+
+A preference pair is two sequences, the second directly behind the first; lengths and counts then have a column for each side.
+"""
 
 import json
 import shutil
@@ -11,6 +14,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from finefit.data.pairs import Pair
 from finefit.data.render import Example
 
 _DTYPES: dict[str, Any] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
@@ -21,11 +25,9 @@ class Examples(Sequence[Example]):
     """The examples of an epoch. One that is seen several times stands in the table as often, its tokens only once."""
 
     def __init__(self, path: Path) -> None:
-        arrays = _map(path)
-        self._tokens, self._supervised = arrays["tokens"], arrays["supervised"]
-        self._starts = arrays["starts"]
-        self.lengths: NDArray[np.int32] = arrays["lengths"]
-        self.supervised_counts: NDArray[np.int32] = arrays["supervised_counts"]
+        self._arrays = _map(path)
+        self.lengths: NDArray[np.int32] = self._arrays["lengths"]
+        self.supervised_counts: NDArray[np.int32] = self._arrays["supervised_counts"]
         """Of tokens that something stands before: the first of an example is never predicted."""
 
     def __len__(self) -> int:
@@ -38,16 +40,51 @@ class Examples(Sequence[Example]):
     def __getitem__(self, at: int | slice) -> Example | list[Example]:
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
-        start = int(self._starts[at])
-        end = start + int(self.lengths[at])
-        return Example(tuple(self._tokens[start:end].tolist()), tuple(self._supervised[start:end].astype(bool).tolist()))
+        return _example(self._arrays, int(self._arrays["starts"][at]), int(self.lengths[at]))
+
+
+class ExamplePairs(Sequence[Pair]):
+    """The preference pairs of an epoch, in the same way."""
+
+    def __init__(self, path: Path) -> None:
+        self._arrays = _map(path)
+        self.lengths: NDArray[np.int32] = self._arrays["lengths"]
+        """Of the preferred side, and of the other."""
+        self.supervised_counts: NDArray[np.int32] = self._arrays["supervised_counts"]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, at: int) -> Pair: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Pair]: ...
+    def __getitem__(self, at: int | slice) -> Pair | list[Pair]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        start, (chosen, rejected) = int(self._arrays["starts"][at]), self.lengths[at].tolist()
+        return Pair(_example(self._arrays, start, chosen), _example(self._arrays, start + chosen, rejected))
+
+    def distinct(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Rows that hold every pair once, and for each row the place of its pair among those."""
+        _, rows, places = np.unique(self._arrays["starts"], return_index=True, return_inverse=True)
+        return rows, places
+
+
+def open_examples(path: Path) -> Examples | ExamplePairs:
+    return ExamplePairs(path) if _map(path)["lengths"].ndim == 2 else Examples(path)
+
+
+def _example(arrays: dict[str, NDArray[Any]], start: int, length: int) -> Example:
+    tokens, supervised = (arrays[name][start : start + length] for name in ("tokens", "supervised"))
+    return Example(tuple(tokens.tolist()), tuple(supervised.astype(bool).tolist()))
 
 
 class ExampleWriter:
-    """Appends tokens as they come; `close` says which examples an epoch sees."""
+    """Appends tokens as they come; `close` says which examples an epoch sees. An example is `sides` sequences, one behind the other."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, sides: int = 1) -> None:
+        self._path, self._sides = path, sides
         self._parts = {name: path.with_name(f".{path.name}.{name}") for name in ("tokens", "supervised")}
         self._files: dict[str, BinaryIO] = {name: part.open("wb") for name, part in self._parts.items()}
         self._lengths: list[NDArray[np.int32]] = []
@@ -55,30 +92,34 @@ class ExampleWriter:
         self.num_examples = 0
 
     def add(self, tokens: NDArray[np.int32], supervised: NDArray[np.uint8], lengths: NDArray[np.int32]) -> int:
-        """Examples of these lengths, one behind the other. Returns how many tokens of them are supervised."""
+        """Sequences of these lengths, one behind the other. Returns how many tokens of them are supervised."""
         self._files["tokens"].write(np.ascontiguousarray(tokens, np.int32).data)
         self._files["supervised"].write(np.ascontiguousarray(supervised, np.uint8).data)
         counts = _supervised_counts(supervised, lengths)
         self._lengths.append(lengths.astype(np.int32))
         self._counts.append(counts)
-        self.num_examples += len(lengths)
+        self.num_examples += len(lengths) // self._sides
         return int(counts.sum())
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        return _joined(self._lengths)
+        """With a column for each side, where there are several."""
+        return self._by_side(_joined(self._lengths))
 
     @property
     def supervised_counts(self) -> NDArray[np.int32]:
-        return _joined(self._counts)
+        return self._by_side(_joined(self._counts))
+
+    def _by_side(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
+        return values if self._sides == 1 else values.reshape(-1, self._sides)
 
     def close(self, table: NDArray[np.int64]) -> None:
         """`table`: the examples of an epoch by number, repeated ones as often as they are seen."""
         for file in self._files.values():
             file.close()
         lengths, counts = self.lengths, self.supervised_counts
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[:-1]
-        arrays = {"starts": starts[table], "lengths": lengths[table], "supervised_counts": counts[table]}
+        starts = _starts(lengths.reshape(-1))[:: self._sides]
+        arrays: dict[str, NDArray[Any]] = {"starts": starts[table], "lengths": lengths[table], "supervised_counts": counts[table]}
         _write(self._path, arrays, {"tokens": (self._parts["tokens"], np.int32), "supervised": (self._parts["supervised"], np.uint8)})
         self._remove_parts()
 
@@ -99,9 +140,13 @@ def _supervised_counts(supervised: NDArray[np.uint8], lengths: NDArray[np.int32]
     """Of each example, without its first token."""
     if not len(lengths):
         return np.zeros(0, np.int32)
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[:-1]
+    starts = _starts(lengths)
     counts: NDArray[np.int32] = np.add.reduceat(supervised, starts, dtype=np.int32) - supervised[starts].astype(np.int32)
     return counts
+
+
+def _starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[:-1]
 
 
 def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -116,7 +161,8 @@ def _write(path: Path, arrays: dict[str, NDArray[Any]], files: dict[str, tuple[P
     kinds = {name: array.dtype for name, array in arrays.items()} | {name: np.dtype(kind) for name, (_, kind) in files.items()}
     for name in sorted(sizes, key=lambda name: -kinds[name].itemsize):  # wide ones first, so that every tensor is aligned
         begin, end = end, end + sizes[name]
-        header[name] = {"dtype": _CODES[kinds[name]], "shape": [sizes[name] // kinds[name].itemsize], "data_offsets": [begin, end]}
+        shape = list(arrays[name].shape) if name in arrays else [sizes[name] // kinds[name].itemsize]
+        header[name] = {"dtype": _CODES[kinds[name]], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -136,7 +182,7 @@ def _map(path: Path) -> dict[str, NDArray[Any]]:
     whole = np.memmap(path, np.uint8, mode="r")
     begin = 8 + size
     return {
-        name: whole[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]].view(_DTYPES[entry["dtype"]])
+        name: whole[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in header.items()
         if name != "__metadata__"
     }

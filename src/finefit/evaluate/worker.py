@@ -26,8 +26,8 @@ from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.answers import answers
 from finefit.evaluate.score import score_item, summarise
 from finefit.model.attention import attention_here
-from finefit.model.load import base_bits, load_for_answers, quiet
-from finefit.model.locate import locate
+from finefit.model.load import base_bits, load_for_answers, quiet, starting_adapter, weight_dtype
+from finefit.model.locate import locate_start
 
 log = logging.getLogger("finefit")
 _ITEM = TypeAdapter(EvalItem)
@@ -74,10 +74,10 @@ def _load(where: StageDir, stage: Stage, checkpoint: str) -> torch.nn.Module:
     path = None if checkpoint == "base" else where.checkpoints / checkpoint
     if path is not None and (found := problems(path)):
         raise RunError(f"{checkpoint} does not verify: {'; '.join(found)}", "evaluate another checkpoint")
-    located = locate(stage.model, where.run)
+    located = locate_start(stage.model, stage.tuning, where.run)
     if located.fingerprint != stage.model_fingerprint:
         raise RunError(f"the model {stage.model_name} has changed since this run began")
-    dtype = torch.bfloat16 if stage.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if stage.precision == "bf16" else weight_dtype(stage.precision, stage.tuning)
     return load_for_answers(
         located.folder,
         path,
@@ -85,6 +85,7 @@ def _load(where: StageDir, stage: Stage, checkpoint: str) -> torch.nn.Module:
         dtype=dtype,
         attention=attention_here(stage.device, stage.precision, located.folder),
         bits=base_bits(stage.tuning),
+        start=starting_adapter(stage.tuning, where.run),
     )
 
 

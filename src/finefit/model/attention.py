@@ -1,5 +1,5 @@
-"""Which attention a model is given. Torch's fast kernels for shared key and value heads need bf16 and an Ampere card or newer; elsewhere the heads
-are repeated first, since torch would fall back to a kernel whose memory grows with the square of the row.
+"""Which attention a model is given. Torch's fast kernels for shared key and value heads need bf16 or fp16 and an Ampere card or newer; elsewhere the
+heads are repeated first, since torch would fall back to a kernel whose memory grows with the square of the row.
 
 Packed rows are attended to one by one: by torch's flash kernel for rows of any length where a card has it, else by a call for each row.
 B rows, H heads, T tokens, W width of a head.
@@ -49,7 +49,7 @@ def choose_attention(device: str, capability: tuple[int, int], precision: str, c
     """The name that transformers knows it by. One that packs is the same as without where rows are not packed."""
     if caps_scores(config):
         return "eager"
-    is_fast = device == "cpu" or (capability >= (8, 0) and precision == "bf16")
+    is_fast = device == "cpu" or (capability >= (8, 0) and precision in ("bf16", "fp16"))
     name, attend = ("sdpa", sdpa_attention_forward) if is_fast else (REPEATED, _repeated)
     if packing:
         name, attend = name + PACKED, partial(_by_row, attend, widest_head(capability) if device == "cuda" and is_fast else 0)
@@ -159,9 +159,9 @@ def widest_head(capability: tuple[int, int]) -> int:
 
 
 def has_varlen(query: Tensor, key: Tensor, value: Tensor, widest: int) -> bool:
-    """Whether the flash kernel takes these: in bf16, of one width, which is a multiple of 8."""
+    """Whether the flash kernel takes these: all in bf16 or all in fp16, of one width, which is a multiple of 8."""
     width, cast = query.shape[-1], _autocast_dtype(query)
-    is_half = all((cast or tensor.dtype) is torch.bfloat16 for tensor in (query, key, value))
+    is_half = {cast or tensor.dtype for tensor in (query, key, value)} in ({torch.bfloat16}, {torch.float16})
     return is_half and width <= widest and width % 8 == 0 and key.shape[-1] == value.shape[-1] == width
 
 

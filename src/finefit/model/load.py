@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import logging
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import peft
@@ -11,12 +15,18 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from finefit.errors import ModelError, RunError, SpecError
+from finefit.model.adapter import REFERENCE, TRAINED, attach
+from finefit.model.adapter import as_reference as as_reference
+from finefit.model.adapter import freeze_reference as freeze_reference
+from finefit.model.adapter import resolve_targets as resolve_targets
+from finefit.model.adapter_files import CONFIG as ADAPTER_CONFIG
+from finefit.model.adapter_files import WEIGHTS as ADAPTER
+from finefit.model.subset import train_only
 from finefit.spec.schema import Full, Lora, Subset, Tuning
 
-ADAPTER = "adapter_model.safetensors"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,64 +36,80 @@ class Counts:
 
 
 def load_base(folder: Path, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None) -> PreTrainedModel:
-    place = {"": device} if device != "cpu" else None
+    """Weights go to their device as they are read. `bits`: of the linear layers but the head; `dtype` is then what products are taken in."""
     model: PreTrainedModel
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            device_map=place,
+            device_map={"": device} if device != "cpu" or bits else None,
             output_loading_info=True,
             attn_implementation=attention,
-            quantization_config=_quantisation(bits),
+            quantization_config=_quantisation(bits, dtype),
         )
     except (ValueError, OSError) as error:  # an architecture that transformers does not know, a file that it cannot read
         raise ModelError(f"{folder.name} cannot be loaded: {error}", "`finefit doctor` shows the installed versions") from error
     if missing := sorted(report["missing_keys"]):  # transformers would make them up and go on
         raise ModelError(f"{folder.name} has no weights for {', '.join(missing[:5])}", "the model's files are incomplete; fetch it again")
+    require_placed(model, folder.name)
+    if device == "cpu" and bits == 4:
+        _keep_packed(model)
     return model
 
 
+def require_placed(model: nn.Module, name: str) -> None:
+    """A tensor on the meta device has a shape and no values: everything after it would be made up, or fail far from here."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if left := sorted({key for key, tensor in tensors if tensor.is_meta}):
+        raise ModelError(
+            f"{name} was loaded without values for {', '.join(left[:5])}", "the model's files are incomplete or of another version; fetch it again"
+        )
+
+
+def _keep_packed(model: nn.Module) -> None:
+    """Where a CPU has bf16, bitsandbytes packs weights anew for a model that does not train, and rounds their scales: validation would move them."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 def weight_dtype(precision: str, tuning: Tuning) -> torch.dtype:
-    """Whole models keep fp32 weights under autocast: bf16 ones would lose small updates."""
-    return torch.bfloat16 if precision == "bf16" and not isinstance(tuning, Full) else torch.float32
+    """What weights are loaded in. Whole models keep fp32 weights under autocast: halves would lose small updates. A subset is loaded in halves
+    and its trained part then widened."""
+    return torch.float32 if isinstance(tuning, Full) else _DTYPES[precision]
 
 
 def base_bits(tuning: Tuning) -> int | None:
     return tuning.base_bits if isinstance(tuning, Lora) else None
 
 
-def _quantisation(bits: int | None) -> BitsAndBytesConfig | None:
+def _quantisation(bits: int | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """Embeddings, norms and head stay as they are stored, in `dtype`."""
     if bits is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise SpecError("tuning.base_bits 4 needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'")
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+        raise SpecError(f"tuning.base_bits {bits} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'")
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
 
 
-def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str) -> PreTrainedModel | peft.PeftModel:
-    """`name` is recorded as the base of an adapter."""
+def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str, base: Path | None = None) -> PreTrainedModel | peft.PeftModel:
+    """`name` is recorded as the base of an adapter. `base` is where the path of `tuning.adapter` starts; None, for a rehearsal, reads no adapter and
+    makes one of its shape."""
     match tuning:
         case Full():
             _allow_saving(model)
             return model.requires_grad_(True).train()
         case Lora():
-            config = peft.LoraConfig(
-                r=tuning.rank,
-                lora_alpha=tuning.alpha,
-                lora_dropout=tuning.dropout,
-                target_modules=resolve_targets(model, tuning),
-                task_type="CAUSAL_LM",
-            )
-            try:
-                adapted = peft.get_peft_model(model, config)
-            except ValueError as error:  # layers that peft knows of and cannot adapt
-                raise ModelError(f"{type(model).__name__} cannot carry these adapters: {error}", "name others in tuning.targets") from error
-            adapted.peft_config["default"].base_model_name_or_path = name
-            adapted.peft_config["default"].inference_mode = False
-            return adapted.train()
+            return attach(model, tuning, name=name, base=base).train()
         case Subset():
-            raise SpecError("tuning.kind subset is not built yet")
+            _allow_saving(model)
+            return train_only(model, tuning.trainable).train()
+
+
+def starting_adapter(tuning: Tuning, base: Path) -> Path | None:
+    return base / tuning.adapter if isinstance(tuning, Lora) and tuning.adapter is not None else None
 
 
 def _allow_saving(model: PreTrainedModel) -> None:
@@ -104,65 +130,88 @@ def _refusal(config: GenerationConfig) -> str | None:
     return None
 
 
-def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
-    """Names of the modules that get an adapter, and of no others."""
-    head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head}
-    if not linear:
-        raise ModelError(f"{type(model).__name__} has no linear layer that could carry an adapter", "train it in full: `tuning: {kind: full}`")
-    if tuning.targets == "all-linear":
-        return _shortest(set(linear), model)
-    chosen: set[str] = set()
-    for target in tuning.targets:
-        matched = {name for name in linear if name == target or name.endswith(f".{target}")}
-        if not matched:
-            known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ModelError(f"tuning.targets: {target} matches no linear layer of the model", f"its linear layers are {', '.join(known)}")
-        chosen |= matched
-    return _shortest(chosen, model)
+Put = Callable[[nn.Parameter, Tensor], None]
 
 
-def _shortest(chosen: set[str], model: PreTrainedModel) -> list[str]:
-    """Last parts of the names where they mean the same modules, as other tools expect them in adapter_config.json; else whole names."""
-    last = {name.rsplit(".", 1)[-1] for name in chosen}
-    meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in last}
-    return sorted(last if meant == chosen else chosen)
+def put_whole(parameter: Tensor, value: Tensor) -> None:
+    parameter.detach().copy_(value)
 
 
-def restore_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Puts a trainable model back to what `save_weights` wrote, tensor by tensor."""
+def restore_weights(model: nn.Module, checkpoint: Path, put: Put = put_whole) -> None:
+    """Puts a trainable model back to what `save_weights` wrote, tensor by tensor. `put`: into a parameter that may be divided over ranks."""
     if isinstance(model, peft.PeftModel):
+        wanted = _stored_names(model, dict(model.named_parameters()))
         stored = load_file(checkpoint / ADAPTER)
-        _same_tensors(stored, peft.get_peft_model_state_dict(model, save_embedding_layers=False), checkpoint)
-        peft.set_peft_model_state_dict(model, stored)
+        _same_tensors(stored, wanted, checkpoint)
+        for name, tensor in stored.items():
+            _put(wanted[name], tensor, put)
         return
-    target = model.state_dict()
+    target = model.state_dict(keep_vars=True)
+    restored: set[int] = set()
     for shard in sorted(checkpoint.glob("model*.safetensors")):
         for name, tensor in load_file(shard).items():
-            if name not in target or target[name].shape != tensor.shape:
+            if name not in target or _shape(target[name]) != tensor.shape:
                 raise RunError(f"{checkpoint.name} holds {name}, which this model does not have in that shape")
-            target.pop(name).copy_(tensor)
-    _only_tied_left(target, model, checkpoint)
+            _put(target[name], tensor, put)
+            restored.add(id(target[name]))
+    if missing := sorted(name for name, tensor in target.items() if id(tensor) not in restored):  # a tied tensor is stored under one of its names
+        raise RunError(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
+
+
+def _put(target: Tensor, value: Tensor, put: Put) -> None:
+    """A buffer is whole on every rank."""
+    if isinstance(target, nn.Parameter):
+        put(target, value)
+    else:
+        put_whole(target, value)
+
+
+def _shape(tensor: Tensor) -> torch.Size:
+    """Of the whole tensor; DeepSpeed leaves an empty one in the place of what it has divided."""
+    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
+    return shape
 
 
 def _same_tensors(stored: dict[str, Tensor], wanted: dict[str, Tensor], checkpoint: Path) -> None:
-    odd = sorted(stored.keys() ^ wanted.keys()) or sorted(name for name in wanted if stored[name].shape != wanted[name].shape)
+    odd = sorted(stored.keys() ^ wanted.keys()) or sorted(name for name in wanted if stored[name].shape != _shape(wanted[name]))
     if odd:
         raise RunError(f"{checkpoint.name} holds an adapter for another model or other targets: {', '.join(odd[:3])} differ")
 
 
-def _only_tied_left(left: dict[str, Tensor], model: nn.Module, checkpoint: Path) -> None:
-    """Tied tensors are stored once, under one of their names."""
-    restored = {t.data_ptr() for name, t in model.state_dict().items() if name not in left}
-    if missing := [name for name, t in left.items() if t.data_ptr() not in restored]:
-        raise RunError(f"{checkpoint.name} lacks {', '.join(sorted(missing)[:3])}")
+def _stored_names(model: peft.PeftModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the adapter that is trained, by the names that they are stored under; the tensors themselves are not looked at."""
+    named: dict[str, Tensor] = peft.get_peft_model_state_dict(model, state_dict=tensors, adapter_name=TRAINED, save_embedding_layers=False)
+    return named
+
+
+def whole_weights(model: nn.Module, weight: Callable[[nn.Parameter], Tensor], *, keeps: bool) -> dict[str, Tensor]:
+    """What `save_weights` is given where parameters are divided. `weight` puts one together, with the help of all ranks; who `keeps` them gets
+    them, tied ones still tied."""
+    named = dict(_trained(model)) if isinstance(model, peft.PeftModel) else model.state_dict(keep_vars=True)
+    whole: dict[int, Tensor] = {}
+    for ident, tensor in {id(tensor): tensor for tensor in named.values()}.items():
+        value = weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach()
+        if keeps:
+            whole[ident] = value
+    return {name: whole[id(tensor)] for name, tensor in named.items()} if keeps else {}
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def load_for_answers(
-    base: Path, checkpoint: Path | None, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None
+    base: Path,
+    checkpoint: Path | None,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    bits: int | None = None,
+    start: Path | None = None,
 ) -> nn.Module:
-    """The starting model, or the one that a checkpoint holds, ready to generate."""
-    adapter = checkpoint if checkpoint is not None and (checkpoint / ADAPTER).exists() else None
+    """The starting model, or the one that a checkpoint holds, ready to generate. `start`: an adapter that the starting model has."""
+    adapter = start if checkpoint is None else checkpoint if (checkpoint / ADAPTER).exists() else None
     model: nn.Module = load_base(base if checkpoint is None or adapter else checkpoint, device=device, dtype=dtype, attention=attention, bits=bits)
     model.generation_config = GenerationConfig()  # else the model's own penalties would bend the greedy answers
     if adapter is not None:
@@ -170,14 +219,15 @@ def load_for_answers(
     return model.eval()
 
 
-def save_weights(model: nn.Module, folder: Path) -> None:
-    """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as it is."""
+def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
+    """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as it is. `whole`: the weights
+    by name, where those of the model are divided."""
     if isinstance(model, peft.PeftModel):
-        model.save_pretrained(folder, save_embedding_layers=False)
-        _sort_targets(folder / "adapter_config.json")
+        model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[TRAINED], state_dict=whole)
+        _sort_targets(folder / ADAPTER_CONFIG)
     else:
         assert isinstance(model, PreTrainedModel)
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=whole)
 
 
 def _sort_targets(config: Path) -> None:
@@ -188,18 +238,23 @@ def _sort_targets(config: Path) -> None:
 
 
 def quiet() -> None:
-    """No progress bars of libraries between our own lines."""
+    """No progress bars of libraries between our own lines, nor a line for each product in 8 bits."""
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def counts(model: nn.Module) -> Counts:
-    return Counts(
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        total=sum(p.numel() for p in model.parameters()),
-    )
+    """A weight that is packed into bits counts as what it stands for. A frozen copy of the adapter is no part of the model."""
+    sizes = [(_num_values(p), p.requires_grad) for name, p in model.named_parameters() if f".{REFERENCE}." not in name]
+    return Counts(trainable=sum(size for size, is_trained in sizes if is_trained), total=sum(size for size, _ in sizes))
+
+
+def _num_values(parameter: Tensor) -> int:
+    packed = getattr(parameter, "quant_state", None)
+    return _shape(parameter).numel() if packed is None else math.prod(packed.shape)
 
 
 def weight_bytes(model: nn.Module) -> int:
     """What `save_weights` will write."""
     whole = not isinstance(model, peft.PeftModel)
-    return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
+    return sum(_shape(p).numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)

@@ -1,6 +1,7 @@
 """Every kind of model source becomes a local folder that transformers loads, with a fingerprint of its content."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from huggingface_hub.errors import (
 
 from finefit.errors import ModelError
 from finefit.facts.model import read_config, read_model_folder, require_folder
-from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, Model, ShapeModel
+from finefit.model.adapter_files import adapter_fingerprint, require_agreement
+from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
 
 _OUTLINE = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -77,6 +79,19 @@ def locate(model: Model, base: Path) -> Located:
             return Located(folder=folder, name=model.id, fingerprint=read_model_folder(folder).fingerprint)
         case ShapeModel():
             raise ModelError("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
+
+
+def locate_start(model: Model, tuning: Tuning, base: Path) -> Located:
+    """What training starts from: the model and, where it goes on from an adapter, that too. The fingerprint is of both."""
+    return with_adapter(locate(model, base), tuning, base)
+
+
+def with_adapter(located: Located, tuning: Tuning, base: Path) -> Located:
+    if not isinstance(tuning, Lora) or tuning.adapter is None:
+        return located
+    folder = base / tuning.adapter
+    require_agreement(folder, tuning, model=located.name)
+    return replace(located, fingerprint=hashlib.sha256(f"{located.fingerprint} {adapter_fingerprint(folder)}".encode()).hexdigest())
 
 
 def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:

@@ -1,6 +1,6 @@
 """What an objective is given and what it returns.
 
-Shapes: B rows, T tokens, N supervised tokens, V vocabulary, R packed rows.
+Shapes: B rows, T tokens, N supervised tokens, V vocabulary, R sequences, P preference pairs.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,20 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """Preference pairs are two sequences each: first all that are preferred, then their twins in the same order, R = 2 P. Padded and packed alike."""
+
+    supervised: tuple[int, ...]
+    """Of each sequence, on the host: so the log-probabilities of a batch are cut into those of its sequences."""
+    reference_R: Tensor | None = None
+    """Summed log-probabilities under the starting weights, in fp32, where they were computed before the first step."""
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.supervised) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Rows padded on the right, or packed. Attention is causal, so no row sees its padding and no mask is needed."""
 
@@ -34,17 +48,27 @@ class Batch:
     num_tokens: int
     """Without padding."""
     packed: Packed | None = None
+    paired: Paired | None = None
+    """None where a row is one sequence."""
 
     @property
     def num_rows(self) -> int:
+        """Of the order: a pair is one of them."""
+        return self.num_sequences if self.paired is None else self.paired.num_pairs
+
+    @property
+    def num_sequences(self) -> int:
         return self.input_ids_BT.shape[0] if self.packed is None else len(self.packed.lengths)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
         """Every tensor elsewhere: on a device, in pinned memory."""
-        packed = self.packed
+        packed, paired = self.packed, self.paired
         if packed is not None:
             packed = replace(packed, position_ids_BT=move(packed.position_ids_BT), boundaries_R1=move(packed.boundaries_R1))
-        return replace(self, input_ids_BT=move(self.input_ids_BT), positions_N=move(self.positions_N), targets_N=move(self.targets_N), packed=packed)
+        if paired is not None and paired.reference_R is not None:
+            paired = replace(paired, reference_R=move(paired.reference_R))
+        input_ids_BT, positions_N, targets_N = move(self.input_ids_BT), move(self.positions_N), move(self.targets_N)
+        return replace(self, input_ids_BT=input_ids_BT, positions_N=positions_N, targets_N=targets_N, packed=packed, paired=paired)
 
 
 @dataclass(frozen=True, slots=True)

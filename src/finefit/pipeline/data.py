@@ -19,7 +19,7 @@ from finefit.artifacts.records import Efficiency, Levers, Preparation, read_reco
 from finefit.data.files import find_files
 from finefit.errors import DataError, RunError
 from finefit.facts.files import FileFact, finefit_cache, read_file
-from finefit.spec.schema import Data, Source, Spec
+from finefit.spec.schema import Data, Dpo, Source, Spec
 
 Files = dict[str, tuple[tuple[FileFact, ...], ...]]
 """By split and source."""
@@ -48,9 +48,9 @@ class PreparedData:
         if self.record.lengths is None:
             return None
         from finefit.data.layout import efficiency
-        from finefit.data.store import Examples
+        from finefit.data.store import open_examples
 
-        examples = Examples(self.path("train.safetensors"))
+        examples = open_examples(self.path("train.safetensors"))
         return efficiency(examples.lengths, examples.supervised_counts, levers, global_batch=spec.global_batch, seed=spec.seed)
 
 
@@ -130,8 +130,13 @@ def _key(spec: Spec, sources: Files, tokenizer: Path) -> str:
     files = [read_file(path, tokenizer).sha256 for path in sorted(paths) if path.suffix in _TOKENIZER_FILES and path.is_file()]
     own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").glob("*.py")))).hexdigest()
     versions = [version(name) for name in _PACKAGES]
-    content = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), spec.max_prompt_tokens(), spec.seed, facts, files, versions, own]
+    asked = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), _wants_pairs(spec), spec.max_prompt_tokens(), spec.seed]
+    content = [*asked, facts, files, versions, own]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _wants_pairs(spec: Spec) -> bool:
+    return isinstance(spec.objective, Dpo)
 
 
 _JUDGED = ("bad_rows", "drop_at_most", "cut_at_most", "packing")
@@ -163,7 +168,15 @@ def _prepared(spec: Spec, base: Path, tokenizer: Path, folder: Path, sources: Fi
     needed_bytes = _BYTES_PER_BYTE * sum(fact.size_bytes for split in sources.values() for files in split for fact in files)
     try:
         with full_disk_named(folder, needed_bytes):
-            record = prepare(spec.data, base=base, tokenizer=tokenizer, seed=spec.seed, folder=staging, max_prompt_tokens=spec.max_prompt_tokens())
+            record = prepare(
+                spec.data,
+                base=base,
+                tokenizer=tokenizer,
+                seed=spec.seed,
+                folder=staging,
+                max_prompt_tokens=spec.max_prompt_tokens(),
+                pairs=_wants_pairs(spec),
+            )
         if _by_content(spec.data, base) != sources:
             raise DataError("a data file has changed while it was read", "give the command again when nothing writes to it")
         write_record(staging / RECORD, record)

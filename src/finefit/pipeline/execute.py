@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from finefit import errors
 from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints
 from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Run, Stage, StageResult, read_record, write_record
@@ -14,20 +13,25 @@ from finefit.errors import FinefitError, Interrupted, Resumable, RunError
 from finefit.facts.files import read_file
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import stage_of
-from finefit.pipeline.launch import last_words, launch
-from finefit.spec.schema import Evaluation
+from finefit.pipeline.launch import last_words, launch, launch_ranks, raised_again
+from finefit.spec.schema import AutoEngine, DeepSpeed, Evaluation, FullyShard, Parallel, Single
 
 Tick = Callable[[], None]
 ALIASES = ("final", "best")
+WORKER = "finefit.train.worker"
 
 
-def execute(run: RunDir, *, tick: Tick, warn: Callable[[str], None]) -> Run:
-    """To the end, or to the first failure, which is recorded before it is raised."""
+Train = Callable[[StageDir, Stage, int, Tick], int]
+"""Trains a stage, whose run is locked by a descriptor, to an exit code; the result is left in the stage's directory."""
+
+
+def execute(run: RunDir, *, tick: Tick, warn: Callable[[str], None], train: Train | None = None) -> Run:
+    """To the end, or to the first failure, which is recorded before it is raised. `train`: by default in processes that are started here."""
     with run_lock(run.lock) as lock, awake(warn):
         record = replace(read_record(run.run, Run), status="running", failure=None)
         write_record(run.run, record)
         try:
-            _train(run, lock, tick)
+            _train(run, lock, tick, train or _in_processes)
             for evaluation in read_record(stage_of(run).stage, Stage).evaluate:
                 for checkpoint in (*(["base"] if evaluation.base else []), "final"):
                     evaluate(run, checkpoint, evaluation, lock=lock, tick=tick)
@@ -41,14 +45,24 @@ def execute(run: RunDir, *, tick: Tick, warn: Callable[[str], None]) -> Run:
         return record
 
 
-def _train(run: RunDir, lock: int, tick: Tick) -> None:
+def _train(run: RunDir, lock: int, tick: Tick, train: Train) -> None:
     where = stage_of(run)
     stage = read_record(where.stage, Stage)
     if _is_trained(where, stage):
         return
     where.result.unlink(missing_ok=True)
-    code = launch("finefit.train.worker", where.path, log=run.log, lock=lock, tick=tick, deterministic=stage.deterministic)
-    _raise_failure(where.result, code, run.log)
+    _raise_failure(where.result, train(where, stage, lock, tick), run.log)
+
+
+def _in_processes(where: StageDir, stage: Stage, lock: int, tick: Tick) -> int:
+    match stage.engine:
+        case Single() | AutoEngine():
+            devices = 1
+        case Parallel() | FullyShard() | DeepSpeed():
+            devices = stage.engine.devices
+    if devices > 1:
+        return launch_ranks(WORKER, where, devices=devices, lock=lock, tick=tick)
+    return launch(WORKER, where.path, log=RunDir(where.run).log, lock=lock, tick=tick, deterministic=stage.deterministic)
 
 
 def _is_trained(where: StageDir, stage: Stage) -> bool:
@@ -61,17 +75,11 @@ def _is_trained(where: StageDir, stage: Stage) -> bool:
 def _raise_failure(result: Path, code: int, log: Path) -> None:
     if result.exists():
         if failure := read_record(result, StageResult).failure:
-            raise _raised_again(failure)
+            raise raised_again(failure)
     elif code == Interrupted.exit_code:
         raise Interrupted(f"stopped at once, without a new checkpoint. {last_words(log)}", "give the same command again")
     else:
         raise FinefitError(f"the worker ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")
-
-
-def _raised_again(failure: Failure) -> FinefitError:
-    """What a worker reported, as the type that it was there."""
-    kind: type[FinefitError] = getattr(errors, failure.kind, FinefitError)
-    return kind(failure.problem, failure.remedy)
 
 
 def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int, tick: Tick) -> EvalResult:
@@ -138,7 +146,7 @@ def resolve_checkpoint(where: StageDir, checkpoint: str) -> str:
 
 def _no_result(failure: Path, code: int, log: Path) -> FinefitError:
     if failure.exists():
-        return _raised_again(read_record(failure, EvalFailure).failure)
+        return raised_again(read_record(failure, EvalFailure).failure)
     if code == Interrupted.exit_code:
         return Interrupted(f"the evaluation was stopped; its answers so far are kept. {last_words(log)}", "give the same command again")
     return FinefitError(f"the evaluation ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")

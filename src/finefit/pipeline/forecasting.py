@@ -23,9 +23,9 @@ from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_m
 from finefit.model.locate import outline
 from finefit.pipeline.data import missing, prepare_data, present
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import AdamW, Data, Held, NanStop, Save, ShapeModel, Source, Spec, Validation
+from finefit.spec.schema import AdamW, Data, Dpo, Held, Lora, NanStop, Save, ShapeModel, SlurmLauncher, Source, Spec, Validation
 
-_PACKAGES = ("torch", "transformers", "peft", "accelerate")
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
 _ROOMS = ("plan", "rehearse", "step", "model", "objective", "data", "facts", "spec", "artifacts")
 _TAIL_LINES = 12
 _MOST_KEPT = 500
@@ -42,7 +42,8 @@ def forecast(spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *
         cards=cards,
         lengths=lengths,
         budget_bytes=budget_bytes,
-        card_index=visible_card(),
+        visible=visible_cards(),
+        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
     )
     place = finefit_cache() / "forecasts" / f"{_key(question)}.json"
     answer = _kept(place)
@@ -62,12 +63,13 @@ def lengths_of(spec: Spec, base: Path) -> Lengths:
     known = outline(spec.model, base)
     absent = [path for path in missing(spec.data, base) if path in {source.path for source in spec.data.train}]
     if absent or known.tokenizer is None:
-        return _assumed(spec.data.max_tokens, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer")
+        return _assumed(spec, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer")
     there = spec.model_copy(update={"data": present(spec.data, base)})
-    return prepare_data(there, base, known.tokenizer).record.lengths or _assumed(spec.data.max_tokens, "no row can be used")
+    return prepare_data(there, base, known.tokenizer).record.lengths or _assumed(spec, "no row can be used")
 
 
-def _assumed(tokens: int, reason: str) -> Lengths:
+def _assumed(spec: Spec, reason: str) -> Lengths:
+    tokens = spec.data.max_tokens
     return Lengths(
         num_rows=None,
         longest=tokens,
@@ -75,6 +77,7 @@ def _assumed(tokens: int, reason: str) -> Lengths:
         supervised=tokens - 1,
         mean_supervised=float(tokens - 1),
         source=f"assumed from data.max_tokens, since {reason}",
+        sides=2 if isinstance(spec.objective, Dpo) else 1,
     )
 
 
@@ -85,24 +88,30 @@ def _relevant(spec: Spec) -> Spec:
     data = Data(train=(nowhere,), validation=held, test=test, packing=spec.data.packing)
     optimizer = AdamW(lr=1.0, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0)
     evaluations = tuple(e.model_copy(update={"limit": None, "base": True}) for e in spec.evaluate)
-    same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "deterministic": False, "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
+    objective = spec.objective.model_copy(update={"beta": 1.0}) if isinstance(spec.objective, Dpo) else spec.objective
+    tuning = spec.tuning
+    if isinstance(tuning, Lora) and tuning.adapter is not None:
+        tuning = tuning.model_copy(update={"adapter": "somewhere"})  # its shape is that of the spec
+    launcher = SlurmLauncher(kind="slurm", nodes=spec.launcher.nodes) if isinstance(spec.launcher, SlurmLauncher) else spec.launcher
+    same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
     more = {"data": data, "optimizer": optimizer, "evaluate": evaluations, "validation": Validation(), "save": Save(keep=spec.save.keep)}
-    return spec.model_copy(update=same | more)
+    asked = {"objective": objective, "tuning": tuning, "launcher": launcher, "trackers": ()}
+    return spec.model_copy(update=same | more | asked)
 
 
 def _key(question: Question) -> str:
     """Of everything that the answer depends on."""
     requests = [parse_card(card) for card in question.cards]
     here = [_machine()] if any(request.is_auto or request.is_cpu for request in requests) else []
-    limits = [question.budget_bytes, question.card_index]
+    limits = [question.budget_bytes, *([question.visible, question.allocator] if here else [])]
     content = [question.spec, question.config, question.cards, repr(question.lengths), here, limits, _versions()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def visible_card() -> int:
-    """The first of the cards that CUDA_VISIBLE_DEVICES leaves, by its number; where it names cards otherwise, the first of all."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    return int(first) if first.isdigit() else 0
+def visible_cards() -> tuple[int, ...] | None:
+    """Those that CUDA_VISIBLE_DEVICES leaves, by their numbers; None where it says nothing, or names cards otherwise."""
+    named = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return tuple(map(int, named)) if all(part.isdigit() for part in named) else None
 
 
 def _machine() -> list[object]:
@@ -114,7 +123,7 @@ def _versions() -> dict[str, str]:
     """Of the libraries that are rehearsed with, and of our own rooms by their text."""
     text = hashlib.sha256()
     for room in _ROOMS:
-        for file in sorted((Path(finefit.__file__).parent / room).glob("*.py")):
+        for file in sorted((Path(finefit.__file__).parent / room).rglob("*.py")):
             text.update(file.read_bytes())
     return {name: _version(name) for name in _PACKAGES} | {"finefit": text.hexdigest()}
 

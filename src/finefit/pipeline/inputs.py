@@ -9,10 +9,12 @@ from pathlib import Path
 
 from finefit.artifacts.records import Inputs
 from finefit.data.files import pin_hub_path
-from finefit.model.locate import Located, locate
+from finefit.errors import SpecError
+from finefit.facts.files import read_file
+from finefit.model.locate import Located, locate_start
 from finefit.pipeline.data import PreparedData, find_sources, prepare_data
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import Data, Fields, FolderModel, HubModel, Spec
+from finefit.spec.schema import Data, DeepSpeed, Engine, Fields, FolderModel, HubModel, Lora, Spec, Tuning
 
 MovePath = Callable[[str], str]
 
@@ -31,14 +33,14 @@ class Opened:
         """Of what is asked and of the content it is asked of; where files lie does not matter."""
         document = json.loads(spec_to_json(relocate(self.spec, lambda _: "")))
         data = {split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()}
-        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data]
+        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256]
         return hashlib.sha256(json.dumps([document, content], sort_keys=True).encode()).hexdigest()
 
 
 def open_inputs(spec: Spec, base: Path, run: Path) -> Opened:
     """`base` is where the spec's relative paths start; facts are recorded relative to `run`."""
     find_sources(spec.data, base)  # before the model: what is missing is told at once
-    located = locate(spec.model, base)
+    located = locate_start(spec.model, spec.tuning, base)
     prepared = prepare_data(spec, base, located.folder)
     move = between(base, run)
     inputs = Inputs(
@@ -49,6 +51,7 @@ def open_inputs(spec: Spec, base: Path, run: Path) -> Opened:
         model=located.name,
         model_fingerprint=located.fingerprint,
         template_sha256=prepared.record.template_sha256,
+        engine_sha256=engine_sha256(spec.engine, base),
     )
     return Opened(spec=spec, located=located, prepared=prepared, inputs=inputs)
 
@@ -58,7 +61,32 @@ def relocate(spec: Spec, move: MovePath) -> Spec:
     model = spec.model
     if isinstance(model, FolderModel):
         model = FolderModel(kind="folder", path=move(model.path))
-    return spec.model_copy(update={"data": _with_paths(spec.data, lambda path: path if "://" in path else move(path)), "model": model})
+    data = _with_paths(spec.data, lambda path: path if "://" in path else move(path))
+    return spec.model_copy(
+        update={"data": data, "model": model, "tuning": _with_adapter(spec.tuning, move), "engine": _with_config(spec.engine, move)}
+    )
+
+
+def _with_adapter(tuning: Tuning, move: MovePath) -> Tuning:
+    if not isinstance(tuning, Lora) or tuning.adapter is None:
+        return tuning
+    return tuning.model_copy(update={"adapter": move(tuning.adapter)})
+
+
+def _with_config(engine: Engine, move: MovePath) -> Engine:
+    if not isinstance(engine, DeepSpeed) or engine.config is None:
+        return engine
+    return engine.model_copy(update={"config": move(engine.config)})
+
+
+def engine_sha256(engine: Engine, base: Path) -> str | None:
+    """Of a DeepSpeed JSON of the user's own."""
+    if not isinstance(engine, DeepSpeed) or engine.config is None:
+        return None
+    try:
+        return read_file(base / engine.config, base).sha256
+    except OSError as error:
+        raise SpecError(f"engine.config: {engine.config} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
 
 
 def _with_paths(data: Data, moved: MovePath) -> Data:

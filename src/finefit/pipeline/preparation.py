@@ -9,29 +9,41 @@ from finefit.data.tasks import TASKS, NoResult, Task
 from finefit.errors import DataError, FindingError, SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import free_bytes
-from finefit.facts.machine import Machine
+from finefit.facts.machine import Machine, read_version
 from finefit.model.locate import outline
 from finefit.pipeline.data import PreparedData, missing
 from finefit.pipeline.forecasting import forecast
+from finefit.plan.engine import devices_of
 from finefit.plan.resolve import device_of
 from finefit.preflight.data import examine_data
-from finefit.preflight.run import Preparation, examine
-from finefit.spec.schema import Spec
+from finefit.preflight.run import OPTIONAL, Preparation, examine
+from finefit.spec.schema import AutoEngine, Spec
 
 _SHOWN = 10
 
 
 def foresee(spec: Spec, base: Path, lengths: Lengths, machine: Machine) -> Forecast:
     """On the device that a run would get here; of a card that the spec names only the size counts, as the most that may be used."""
-    asked = parse_card(spec.card)
+    asked, device = parse_card(spec.card), device_of(spec, machine)
     if asked.count > 1:
-        raise SpecError(f"card: {spec.card} means several cards, and a run takes one", "plan for several with `finefit plan`, run with card: auto")
-    device = device_of(spec, machine)
+        spec = _for_several(spec, asked.count, device)
     budget = asked.memory_bytes if device == "cuda" else None
     if asked.kind is not None and device == "cuda":
         budget = asked.kind.memory_bytes
     (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths, budget_bytes=budget)
     return found
+
+
+def _for_several(spec: Spec, count: int, device: str) -> Spec:
+    """The cards that the spec names by number are those that are here; the engine is told how many."""
+    if device != "cuda":
+        raise SpecError(f"card: {spec.card} means {count} cards, and this run takes the CPU", f"set card: cpu and engine.devices: {count}")
+    if isinstance(spec.engine, AutoEngine) and spec.engine.devices is None:
+        return spec.model_copy(update={"engine": AutoEngine(kind="auto", devices=count)})
+    if devices_of(spec.engine) != count:
+        words = f"card: {spec.card} and engine.devices: {devices_of(spec.engine)} contradict each other"
+        raise SpecError(words, "name the same number in both, or in one of them")
+    return spec
 
 
 def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, runs: Path, total_steps: int | None) -> tuple[Finding, ...]:
@@ -43,7 +55,7 @@ def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, ru
             free_disk_bytes=free_bytes(runs),
             host_memory_bytes=machine.memory_bytes,
             missing_files=missing(spec.data, base),
-            has_bitsandbytes=machine.versions.get("bitsandbytes") is not None,
+            absent=frozenset(name for name in OPTIONAL if read_version(name) is None),
         )
     )
 

@@ -12,18 +12,18 @@ from finefit.artifacts.records import Amendment, Facts, Plan, Resolved, Run, Sta
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import DataError, ModelError, RunError
 from finefit.facts.files import FileFact
-from finefit.model.locate import Located, locate
+from finefit.model.locate import Located, locate, with_adapter
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.data import source_files
-from finefit.pipeline.inputs import between, relocate
+from finefit.pipeline.inputs import between, engine_sha256, relocate
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import FolderModel, HubModel, Model, Source, Spec
+from finefit.spec.schema import DeepSpeed, Engine, FolderModel, HubModel, Lora, Model, Source, Spec, Tuning
 from finefit.step.schedule import learning_rate
 
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate")
 """Keys that leave the steps already done as they were."""
-_PATHS = ("model.path", "model.revision", "data.train", "data.validation.path", "data.test.path")
+_PATHS = ("model.path", "model.revision", "tuning.adapter", "engine.config", "data.train", "data.validation.path", "data.test.path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,23 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
     fresh = relocate(asked, between(Path.cwd(), run.resolve()))
     data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in ("train", "validation", "test")}
     model = before.model if _is_same_place(asked.model, before.model, is_given) else fresh.model
-    return asked.model_copy(update={"data": asked.data.model_copy(update=data), "model": model})
+    tuning = fresh.tuning if is_given("tuning.adapter") else _same_adapter(asked.tuning, before.tuning)
+    engine = fresh.engine if is_given("engine.config") else _same_config(asked.engine, before.engine)
+    return asked.model_copy(update={"data": asked.data.model_copy(update=data), "model": model, "tuning": tuning, "engine": engine})
+
+
+def _same_config(asked: Engine, before: Engine) -> Engine:
+    match asked, before:
+        case DeepSpeed(config=str()), DeepSpeed(config=str() as known):
+            return asked.model_copy(update={"config": known})
+    return asked
+
+
+def _same_adapter(asked: Tuning, before: Tuning) -> Tuning:
+    match asked, before:
+        case Lora(adapter=str()), Lora(adapter=str() as known):
+            return asked.model_copy(update={"adapter": known})
+    return asked
 
 
 def _is_same_place(asked: Model, before: Model, is_given: Callable[[str], bool]) -> bool:
@@ -108,9 +124,11 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
     for split, sources in spec.data.sources().items():
         for source, files in zip(sources, inputs.data.get(split, ()), strict=True):
             changed += _changed_files(run, source, split, files)
-    located = _locate(spec, run.path)
+    located = with_adapter(_locate(spec, run.path), spec.tuning, run.path)
     if located.fingerprint != inputs.model_fingerprint:
         changed.append(f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}")
+    if inputs.engine_sha256 is not None and (now := engine_sha256(spec.engine, run.path)) != inputs.engine_sha256:
+        changed.append(f"  engine.config: sha256 {inputs.engine_sha256[:12]} -> {(now or 'none')[:12]}")
     if changed:
         raise RunError(
             f"the inputs of {run.path.name} have changed since it began:\n" + "\n".join(changed),
@@ -162,6 +180,7 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
         warmup_steps=warmup,
         total_steps=total,
         model=spec.model,
+        tuning=spec.tuning,
         save=spec.save,
         validate_every=spec.validation.every,
         on_nan=spec.on_nan,

@@ -9,17 +9,21 @@ from finefit.artifacts.records import Forecast, GradientMap, Lengths, Suggestion
 from finefit.errors import ModelError
 from finefit.facts.cards import CARD_KINDS
 from finefit.model.attention import can_pack
+from finefit.model.load import base_bits
+from finefit.plan.engine import decide_engine, nodes_of, shardings_of
 from finefit.plan.look import Look, Looker
-from finefit.plan.search import Choice, choose, freedom_of
+from finefit.plan.search import ASKED, Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
-from finefit.plan.target import USABLE, Target
-from finefit.rehearse.clock import total_flops
+from finefit.plan.target import NCCL_BYTES, USABLE, Target
+from finefit.rehearse.clock import phase_seconds, total_flops
 from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, rehearse_generation, survey
 from finefit.rehearse.shard import Sharding
 from finefit.rehearse.trace import OUTSIDE, Block
-from finefit.spec.schema import Full, Spec
+from finefit.spec.schema import DeepSpeed, Dpo, Lora, Spec
 from finefit.spec.schema import Levers as AskedLevers
+from finefit.step.objective import is_cached
 
+_MORE_CARDS = (2, 4, 8)
 _BESIDE = 3
 """Checkpoints that may lie beside those that are kept: the best, the one that a run resumed from, the one that is being written."""
 _HOST_BYTES = 3 << 29
@@ -28,13 +32,28 @@ _HOST_BYTES = 3 << 29
 
 def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None) -> Forecast:
     """`memo`: what was rehearsed for other targets."""
-    packing = decide_packing(spec.data.packing, config, lengths.longest, target.device)
+    packing = decide_packing(spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic)
     scene = _scene(spec, config, lengths, target, packing)
     looker, choice = _chosen(spec, lengths, scene, target, packing, {} if memo is None else memo)
     return _forecast(spec, lengths, looker, choice)
 
 
-def decide_packing(asked: Literal["auto", "best_fit", "none"], config: dict[str, Any], longest: int, device: str) -> tuple[bool, str]:
+def decide_kernels(asked: AskedLevers, target: Target, sharding: Sharding) -> tuple[Literal["torch", "fused"], str]:
+    """Fused ones take weights as they lie, so these must be whole."""
+    if asked.kernels != "auto":
+        return asked.kernels, ASKED
+    if asked.compile:
+        return "torch", "the layers are compiled"
+    if sharding in ("fsdp2", "zero3"):
+        return "torch", "the weights are divided over the devices"
+    if target.device == "cuda" and not target.has_liger:
+        return "torch", "liger-kernel is not installed here: pip install 'finefit[gpu]'"
+    return "fused", "the same numbers with fewer and larger operations"
+
+
+def decide_packing(
+    asked: Literal["auto", "best_fit", "none"], config: dict[str, Any], longest: int, device: str, *, deterministic: bool = False
+) -> tuple[bool, str]:
     """Whether rows are packed, and why. It is exact, so `auto` packs where that can be done and its forecast has been held against the truth."""
     if asked == "none":
         return False, "data.packing is none"
@@ -43,8 +62,8 @@ def decide_packing(asked: Literal["auto", "best_fit", "none"], config: dict[str,
         raise ModelError(f"data.packing is best_fit, but {problem}", "set data.packing to auto, which packs where it can, or to none")
     if problem is not None:
         return False, problem
-    if device == "cuda" and asked == "auto":
-        return False, "on a card only where data.packing is best_fit, until its forecast has been measured on one"
+    if device == "cuda" and asked == "auto" and deterministic:
+        return False, "on a card not where deterministic is asked for: what its kernel takes then is not known"
     return True, "data.packing asks for it" if asked == "best_fit" else "no padding, the same gradient"
 
 
@@ -62,6 +81,7 @@ def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target,
         tokens=lengths.longest,
         supervised=lengths.supervised,
         accumulates=False,
+        objective=spec.objective,
         rows_per_step=_rows_per_step(spec, lengths),
         validation=_validation(spec, lengths),
     )
@@ -80,16 +100,23 @@ def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
 def _chosen(
     spec: Spec, lengths: Lengths, scene: Scene, target: Target, packing: tuple[bool, str], memo: dict[str, Rehearsed]
 ) -> tuple[Looker, Choice]:
-    """On several cards the mildest sharding that fits."""
-    shardings: tuple[Sharding, ...] = ("none",) if target.count == 1 else ("ddp", "zero2", "zero3")
+    """Where the engine is free to choose, the mildest sharding that fits."""
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
     rows = -(-_rows_per_step(spec, lengths) // target.count)
-    for sharding in shardings:
+    for sharding in shardings_of(spec.engine, target.count, can_divide=_can_divide(spec)):
         looker = Looker(scene=scene, target=target, rows_per_step=rows, sharding=sharding, memo=memo)
         freedom = freedom_of(
-            asked, rows=rows, supervised=scene.supervised, num_layers=looker.num_layers, precision=target.precision, device=target.device
+            asked,
+            rows=rows,
+            supervised=scene.sides * scene.supervised,
+            num_layers=looker.num_layers,
+            precision=target.precision,
+            device=target.device,
         )
-        choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1]))
+        if sharding == "zero3":  # gathers weights anew inside what is computed again
+            freedom = replace(freedom, keep_attention=freedom.keep_attention[:1], mlp_tiles=freedom.mlp_tiles[:1])
+        kernels, why = decide_kernels(asked, target, sharding)
+        choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why))
         if choice.fits:
             break
     return looker, choice
@@ -102,13 +129,14 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
     size = survey(looker.scene)
     seconds = _usual_seconds(looker, look, lengths) if target.rates else None
     steps = _total_steps(spec, lengths)
-    tokens = lengths.mean * _rows_per_step(spec, lengths)
-    total = seconds * steps if seconds is not None and steps is not None else None
+    tokens = lengths.mean * looker.scene.sides * _rows_per_step(spec, lengths)
+    total = seconds * steps + _caching_seconds(looker, look, lengths) if seconds is not None and steps is not None else None
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
     generation = _generation_bytes(spec, lengths, looker)
     disk = _checkpoint_bytes(spec, size) * (spec.save.keep + _BESIDE)
     peak = max(look.peak_bytes, _held(target, generation))
     suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
+    engine, why = decide_engine(spec.engine, looker.sharding, target.count // nodes_of(spec.launcher), fits=choice.fits)
     return Forecast(
         card=target.name,
         devices=target.count,
@@ -125,7 +153,8 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
         components=trace.components(answer.peak_at),
         instants=_instants(trace.peaks(), generation),
         levers=look.levers,
-        reasons=choice.reasons,
+        engine=engine,
+        reasons=choice.reasons | {"engine": why},
         accumulation=_accumulation(look, lengths, looker.rows_per_step),
         tokens_per_step=tokens,
         step_seconds=seconds,
@@ -135,7 +164,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
         price_per_hour=target.price_per_hour,
         cost=target.price_per_hour * total / 3600 if target.price_per_hour is not None and total is not None else None,
         flops_per_step=total_flops(trace) / (2 if look.scene.accumulates else 1) * looker.rows_per_step / look.levers.micro_batch * target.count,
-        host_bytes=peak if target.device == "cpu" else _HOST_BYTES + trace.host_bytes + _checkpoint_bytes(spec, size),
+        host_bytes=_host_bytes(spec, looker, look, size, peak),
         disk_bytes=disk,
         parameters=size.parameters,
         trainable_parameters=size.trainable,
@@ -148,8 +177,35 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
             frozen=look.rehearsed.frozen,
         ),
         suggestions=suggestions,
-        notes=(*target.notes, *_sharding_notes(looker), *_generation_notes(look, peak), *_larger_cards(target, choice, peak, suggestions)),
+        notes=(
+            *target.notes,
+            *_sharding_notes(looker, spec),
+            *_tuning_notes(spec, size),
+            *_reference_notes(spec, looker, look),
+            *_divided_notes(looker, choice, can_divide=_can_divide(spec)),
+            *_generation_notes(look, peak),
+            *_larger_cards(target, choice, peak, suggestions),
+        ),
     )
+
+
+def _host_bytes(spec: Spec, looker: Looker, look: Look, size: Size, peak: int) -> int:
+    """Of all processes on this machine."""
+    processes = looker.target.count // nodes_of(spec.launcher)
+    if looker.target.device == "cpu":
+        return processes * peak
+    return processes * (_HOST_BYTES + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size)
+
+
+def _caching_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
+    """Before the first step: every row once through the model, where the reference is kept."""
+    scene, rates = looker.scene, looker.target.rates
+    if not is_cached(scene.objective, scene.tuning) or rates is None or lengths.num_rows is None:
+        return 0.0
+    phases = phase_seconds(look.rehearsed.trace, rates)
+    once = (phases["forward"] + phases["loss"]) / (2 if look.scene.accumulates else 1)
+    share = lengths.mean / lengths.longest
+    return once * share * lengths.num_rows / (look.levers.micro_batch * looker.target.count)
 
 
 def _placed(block: Block) -> str:
@@ -226,21 +282,70 @@ def _smallest_card(num_bytes: int) -> str:
 
 
 def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:
-    order = ("load", "forward", "loss", "backward", "update", "validation")
+    order = ("load", "reference", "forward", "loss", "backward", "update", "validation")
     return {name: peaks[name] for name in order if name in peaks} | ({"generation": generation} if generation else {})
 
 
 def _checkpoint_bytes(spec: Spec, size: Size) -> int:
-    """Weights that are trained and two moments for each of them."""
-    moments = 2 * size.trainable if spec.optimizer.kind == "adamw_8bit" else 8 * size.trainable
-    return (size.weight_bytes if isinstance(spec.tuning, Full) else size.trainable_bytes) + moments
+    """Weights as they are saved, whole where they are the model's own, and two moments for each that is trained."""
+    moments = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}.get(spec.optimizer.kind, 2 * size.trainable)
+    return (size.trainable_bytes if isinstance(spec.tuning, Lora) else size.weight_bytes) + moments
 
 
-def _sharding_notes(looker: Looker) -> tuple[str, ...]:
+_SHARDED = {
+    "ddp": "a whole copy on each (DDP)",
+    "fsdp2": "weights, gradients and optimizer state divided (FSDP2)",
+    "zero2": "gradients and optimizer state divided (DeepSpeed ZeRO-2)",
+    "zero3": "weights, gradients and optimizer state divided (DeepSpeed ZeRO-3)",
+}
+
+
+def _sharding_notes(looker: Looker, spec: Spec) -> tuple[str, ...]:
     if looker.sharding == "none":
         return ()
-    words = {"ddp": "a whole copy on each (DDP)", "zero2": "gradients and optimizer state divided (ZeRO-2)", "zero3": "everything divided (ZeRO-3)"}
-    return (
-        f"over {looker.target.count} cards: {words[looker.sharding]}; arithmetic on the rehearsed tensors, without the time between cards",
-        "`run` trains on one card yet",
-    )
+    what = "processes" if looker.target.device == "cpu" else "cards"
+    found = [f"over {looker.target.count} {what}: {_SHARDED[looker.sharding]}; arithmetic on the rehearsed tensors, without the time between them"]
+    if looker.target.device == "cuda":
+        found.append(f"{NCCL_BYTES >> 20} MiB are taken for the buffers of NCCL, an assumption")
+    if isinstance(spec.engine, DeepSpeed) and spec.engine.config is not None:
+        found.append(f"the buckets of {spec.engine.config} are not known to the forecast, which takes finefit's own")
+    return tuple(found)
+
+
+def _tuning_notes(spec: Spec, size: Size) -> tuple[str, ...]:
+    """What else the reader must know of what was asked for."""
+    found = []
+    if size.paged_bytes:
+        found.append(f"{size.paged_bytes / 2**30:.2f} GiB of paged moments lie on the card while there is room, else in host memory; counted there")
+    if base_bits(spec.tuning) == 8:
+        found.append("in 8 bits the input of every adapted layer is kept even where the layer is computed again; columns with outliers come on top")
+    return tuple(found)
+
+
+def _can_divide(spec: Spec) -> bool:
+    """Weights that are packed into bits and optimizer state in blocks stay whole."""
+    return base_bits(spec.tuning) is None and spec.optimizer.kind == "adamw"
+
+
+def _reference_notes(spec: Spec, looker: Looker, look: Look) -> tuple[str, ...]:
+    """What a kept reference would spare a run of several epochs; for one epoch it is the same work at another time."""
+    is_repeated = (spec.schedule.epochs or 1) > 1
+    if not isinstance(spec.objective, Dpo) or is_cached(spec.objective, spec.tuning) or looker.target.rates is None or not is_repeated:
+        return ()
+    phases = phase_seconds(look.rehearsed.trace, looker.target.rates)
+    share = phases["reference"] / sum(phases.values())
+    return (f"the reference takes {share:.0%} of a step; objective.reference=cached computes it once for all epochs, with the same numbers",)
+
+
+def _divided_notes(looker: Looker, choice: Choice, *, can_divide: bool) -> tuple[str, ...]:
+    """What does not fit on one card may fit on several that divide it."""
+    target = looker.target
+    if choice.fits or target.count > 1 or target.device == "cpu" or not can_divide:
+        return ()
+    levers = replace(choice.look.levers, kernels="torch")  # fused ones take whole weights
+    for count in _MORE_CARDS:
+        context = target.context_bytes + NCCL_BYTES
+        several = replace(looker, target=replace(target, count=count, context_bytes=context), sharding="fsdp2", looks={})
+        if several.fits(several.look(levers, is_quick=False)):
+            return (f"divided over {count} of these cards it fits as it is: card={count}x{target.name}, engine.kind=fsdp2",)
+    return ()

@@ -9,6 +9,7 @@ from finefit.rehearse.clock import Rates, phase_seconds
 from finefit.rehearse.depth import layer_kinds, rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config
 from finefit.rehearse.shard import Sharding, sharded
+from finefit.spec.schema import Lora
 
 _USUAL = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
 
@@ -60,10 +61,11 @@ class Looker:
     def _look(self, scene: Scene, accumulation: int) -> Look:
         rehearsed = rehearse_depth(scene, self.memo)
         if self.sharding != "none":
-            rehearsed = replace(rehearsed, trace=sharded(rehearsed.trace, self.sharding, self.target.count))
-        answer = replay(rehearsed.trace.stream())
+            halves = scene.precision != "fp32" and not isinstance(scene.tuning, Lora)
+            rehearsed = replace(rehearsed, trace=sharded(rehearsed.trace, self.sharding, self.target.count, gathers_halves=halves))
+        answer = replay(rehearsed.trace.stream(), expandable=self.target.expandable)
         reserved = answer.reserved_bytes if self.target.device == "cuda" else answer.allocated_bytes
-        margin = int(reserved * self.target.margin) + self.target.margin_bytes
+        margin = int(reserved * self.target.margin) + self.target.margin_bytes + on_its_way(rehearsed, scene.levers)
         return Look(
             scene=scene,
             rehearsed=rehearsed,
@@ -79,4 +81,10 @@ class Looker:
         update = phases.pop("update", 0.0)
         batches = 2 if scene.accumulates and not scene.is_quick else 1
         copies = 2 * rehearsed.trace.host_bytes / self.target.host_bytes_per_second
-        return (sum(phases.values()) / batches + copies) * self.rows_per_step / scene.levers.micro_batch + update
+        beside = max(sum(phases.values()) / batches, copies)  # copies run while the card computes
+        return beside * self.rows_per_step / scene.levers.micro_batch + update
+
+
+def on_its_way(rehearsed: Rehearsed, levers: Levers) -> int:
+    """One layer's input: where it lies on its way to the host and back, the allocator may have a hole of its size."""
+    return rehearsed.trace.host_bytes // levers.recompute if levers.offload and levers.recompute else 0

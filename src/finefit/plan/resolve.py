@@ -14,7 +14,8 @@ from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine
 from finefit.spec.every import Interval
-from finefit.spec.schema import Fields, Full, Single, Spec
+from finefit.spec.schema import Fields, Lora, Single, Spec
+from finefit.step.engines.choose import engine_problems
 
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
@@ -29,6 +30,7 @@ def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_row
     values = {key: Resolved(value=value, source=_source(key, given, overrides)) for key, value, given in leaves(spec)}
     values["device"] = _device(spec, machine, values["device"])
     values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
+    values |= _engine(values, forecast)
     values["threads"] = Resolved(value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)")
     values |= _lengths(spec, num_rows)
     return values | _levers(spec, values, forecast, num_rows)
@@ -38,7 +40,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
     def of(key: str) -> Any:
         return values[key].value
 
-    return Stage(
+    stage = Stage(
         name=spec.objective.kind,
         seed=spec.seed,
         device=of("device"),
@@ -50,7 +52,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         model_fingerprint=inputs.model_fingerprint,
         tuning=spec.tuning,
         objective=spec.objective,
-        engine=Single(kind="single"),
+        engine=forecast.engine,
         trackers=spec.trackers,
         template=spec.data.template,
         template_options=spec.data.template_options,
@@ -71,6 +73,11 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         evaluate=spec.evaluate,
         prepared=prepared,
     )
+    if stage.levers.update == "inside" and stage.precision == "fp16":
+        raise SpecError("levers.update: inside cannot take the loss scale of fp16 out of the gradients first", "--set levers.update=after")
+    if odd := engine_problems(stage):
+        raise SpecError("\n".join(odd), "set engine.kind: ddp, which leaves weights and state whole")
+    return stage
 
 
 def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Leaves:
@@ -123,16 +130,26 @@ def _device(spec: Spec, machine: Machine, asked: Resolved) -> Resolved:
 
 
 def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
+    has_bf16 = device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if spec.precision == "bf16" and not has_bf16:
+        raise SpecError(f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} has none", "set precision: fp16 or fp32")
     if spec.precision != "auto":
-        if spec.precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise SpecError(f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} has none", "set precision: fp32")
         return asked
     if device == "cpu":
         return Resolved(value="fp32", source="auto: exact and fastest for small models on a CPU")
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        weights = "fp32 weights under autocast" if isinstance(spec.tuning, Full) else "bf16 base, fp32 adapters"
+    if has_bf16:
+        weights = "bf16 base, fp32 adapters" if isinstance(spec.tuning, Lora) else "fp32 weights under autocast"
         return Resolved(value="bf16", source=f"auto: {torch.cuda.get_device_name()} has it ({weights})")
-    return Resolved(value="fp32", source=f"auto: {torch.cuda.get_device_name()} has no bf16")
+    return Resolved(value="fp16", source=f"auto: {torch.cuda.get_device_name()} has no bf16; losses are scaled")
+
+
+def _engine(values: dict[str, Resolved], forecast: Forecast) -> dict[str, Resolved]:
+    """As the forecast has chosen it; what the user has named keeps its source."""
+    if values["engine.kind"].value != "auto":
+        return {}
+    chosen, reason = forecast.engine, forecast.reasons.get("engine", "one device")
+    devices = Resolved(value=chosen.devices, source=reason) if not isinstance(chosen, Single) else Resolved(value=1, source=reason)
+    return {"engine.kind": Resolved(value=chosen.kind, source=reason), "engine.devices": devices}
 
 
 def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
@@ -164,6 +181,10 @@ def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_row
     asked = values.get("levers.micro_batch")
     if asked is not None and isinstance(asked.value, int) and asked.value > micro:
         found["levers.micro_batch"] = Resolved(value=micro, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows")
-    source = "packs of a usual step" if forecast.levers.packing else f"{whole} rows / {micro} micro x 1 device"
-    found["accumulation"] = Resolved(value=forecast.accumulation if forecast.levers.packing else math.ceil(whole / micro), source=source)
+    devices = forecast.devices
+    source = (
+        "packs of a usual step" if forecast.levers.packing else f"{whole} rows / {micro} micro x {devices} {'device' if devices == 1 else 'devices'}"
+    )
+    value = forecast.accumulation if forecast.levers.packing else math.ceil(math.ceil(whole / devices) / micro)
+    found["accumulation"] = Resolved(value=value, source=source)
     return found

@@ -4,6 +4,7 @@ Candidates are compared by quick rehearsals of a few layers; the chosen one is r
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from finefit.artifacts.records import Levers
 from finefit.plan.look import Look, Looker
@@ -29,6 +30,10 @@ class Freedom:
     offload: tuple[bool, ...]
     mlp_tiles: tuple[int, ...]
     adapter_inputs: str
+    kernels: Literal["torch", "fused"]
+    kernels_reason: str
+    update: Literal["after", "inside"] = "after"
+    compile: bool = False
     packing: bool = False
     packing_reason: str = "not asked for"
     fixed: frozenset[str] = frozenset()
@@ -48,6 +53,9 @@ class Freedom:
             mlp_tiles=self.mlp_tiles[-1] if is_frugal else self.mlp_tiles[0],
             adapter_inputs="bf16" if self.adapter_inputs == "bf16" else "fp32",
             packing=self.packing,
+            kernels=self.kernels,
+            update=self.update,
+            compile=self.compile,
         )
 
 
@@ -67,8 +75,12 @@ def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: in
         loss_chunk=_chunks(supervised) if asked.loss_chunk == "auto" else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
         offload=((False, True) if device == "cuda" else (False,)) if asked.offload == "auto" else (asked.offload == "inputs",),
         mlp_tiles=(1, _TILES) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
-        adapter_inputs=("bf16" if precision == "bf16" else "fp32") if asked.adapter_inputs == "auto" else asked.adapter_inputs,
-        fixed=frozenset(name for name in AskedLevers.model_fields if getattr(asked, name) != "auto"),
+        adapter_inputs=("fp32" if precision == "fp32" else "bf16") if asked.adapter_inputs == "auto" else asked.adapter_inputs,
+        kernels="fused" if asked.kernels == "auto" else asked.kernels,
+        kernels_reason="the same numbers with fewer and larger operations",
+        update="after" if asked.update == "auto" else asked.update,
+        compile=asked.compile,
+        fixed=frozenset(name for name in AskedLevers.model_fields if getattr(asked, name) not in ("auto", False)),
     )
 
 
@@ -195,6 +207,8 @@ def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
     found = {name: searched + reason for name, reason in reasons.items()}
     found["adapter_inputs"] = f"the products are taken in {look.scene.precision}"
     found["packing"] = freedom.packing_reason
+    found["kernels"] = freedom.kernels_reason
+    found["update"] = found["compile"] = "not asked for"
     return found | dict.fromkeys(freedom.fixed, ASKED)
 
 

@@ -7,11 +7,14 @@ from finefit.artifacts.records import Levers, Suggestion
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import ASKED, Choice, Freedom, freedom_of
 from finefit.rehearse.rehearsal import Scene
-from finefit.spec.schema import Full, Lora
+from finefit.spec.schema import Dpo, Full, Lora
 from finefit.spec.schema import Levers as AskedLevers
+from finefit.step.objective import is_cached
 
 _MOST = 6
 _SMALLEST_RANK = 8
+_LARGE_RANK = 32
+"""From which on adapters are worth narrowing."""
 _LONG = 16384
 _NO_LESS = 64
 """Tokens: a row that is shorter still is no answer."""
@@ -24,7 +27,7 @@ def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
     free = freedom_of(
         AskedLevers(),
         rows=looker.rows_per_step,
-        supervised=looker.scene.supervised,
+        supervised=looker.scene.sides * looker.scene.supervised,
         num_layers=looker.num_layers,
         precision=looker.scene.precision,
         device=looker.target.device,
@@ -60,6 +63,19 @@ def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Found]:
             is_exact=True,
             price=_slower(choice, look),
         )
+    yield from _cached_reference(looker, choice)
+
+
+def _cached_reference(looker: Looker, choice: Choice) -> Iterator[Found]:
+    """Without a second pass in every step, and without a copy of the adapter that training goes on from."""
+    scene = looker.scene
+    if isinstance(scene.objective, Dpo) and not is_cached(scene.objective, scene.tuning):
+        kept = replace(scene, objective=scene.objective.model_copy(update={"reference": "cached"}))
+        look = looker.look(choice.look.levers, scene=kept)
+        if look.peak_bytes < looker.look(choice.look.levers).peak_bytes:
+            yield _suggestion(
+                looker, choice, look, ("objective.reference=cached",), is_exact=True, price="one pass over all pairs before the first step"
+            )
 
 
 def _word(name: str, value: object, looker: Looker) -> object:
@@ -114,7 +130,13 @@ def _changes(scene: Scene) -> Iterator[_Change]:
     if scene.device == "cuda" and scene.optimizer.kind == "adamw":
         eight = scene.optimizer.model_copy(update={"kind": "adamw_8bit"})
         yield "optimizer.kind=adamw_8bit", "moments in 8 bits", lambda s: replace(s, optimizer=eight)
-    if scene.device == "cuda" and scene.precision == "bf16" and isinstance(tuning, Lora) and tuning.base_bits is None:
+    if scene.precision != "fp32" and isinstance(tuning, Lora) and tuning.weights == "fp32" and tuning.rank >= _LARGE_RANK:
+        yield (
+            "tuning.weights=bf16",
+            "adapters and their moments in bf16, which loses small updates",
+            lambda s: replace(s, tuning=s.tuning.model_copy(update={"weights": "bf16"})),
+        )
+    if scene.device == "cuda" and scene.precision != "fp32" and isinstance(tuning, Lora) and tuning.base_bits is None:
         yield (
             "tuning.base_bits=4",
             "frozen weights in 4 bits, slower products",

@@ -10,6 +10,7 @@ from finefit.artifacts.records import Answer, Failure, Forecast, Question, read_
 from finefit.errors import FinefitError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
+from finefit.plan.engine import devices_of, nodes_of
 from finefit.plan.forecast import make_forecast
 from finefit.plan.target import find_target
 from finefit.rehearse.rehearsal import Rehearsed
@@ -18,8 +19,12 @@ from finefit.spec.load import spec_from_json
 
 def answer(question: Question) -> list[Forecast]:
     spec, machine = spec_from_json(question.spec), read_machine()
-    machine = replace(machine, cards=machine.cards[question.card_index :])
-    targets = [find_target(parse_card(card), machine, spec.precision) for card in question.cards]
+    if question.visible is not None:
+        machine = replace(machine, cards=tuple(card for at, card in enumerate(machine.cards) if at in question.visible))
+    devices, nodes = devices_of(spec.engine), nodes_of(spec.launcher)
+    targets = [
+        find_target(parse_card(card), machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator) for card in question.cards
+    ]
     if question.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, question.budget_bytes)) for target in targets]
     memo: dict[str, Rehearsed] = {}

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Finding, Forecast, Suggestion
 from finefit.data.order import steps_per_epoch
+from finefit.facts.cards import find_kind
 from finefit.preflight.findings import in_order
 from finefit.spec.every import Interval
-from finefit.spec.schema import Lora, ShapeModel, Spec
+from finefit.spec.schema import DeepSpeed, Lora, ShapeModel, SlurmLauncher, Spec
 
 TIGHT = 0.9
 """Share of the host's memory beyond which other programs push a run into swapping."""
+OPTIONAL = ("bitsandbytes", "deepspeed", "submitit", "tensorboard", "wandb", "mlflow", "trackio")
+"""Packages that only some specs ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,8 @@ class Preparation:
     host_memory_bytes: int
     missing_files: tuple[str, ...] = ()
     """Data files that the spec names and that are not there."""
-    has_bitsandbytes: bool = True
+    absent: frozenset[str] = frozenset()
+    """Of `OPTIONAL`, what is not installed here."""
 
 
 def there_is_something_to_train(found: Preparation) -> Iterator[Finding]:
@@ -37,16 +41,81 @@ def there_is_something_to_train(found: Preparation) -> Iterator[Finding]:
         yield Finding(level="error", problem=f"{path} is not there", remedy="paths are relative to the spec file")
 
 
-def lossy_levers_are_available(found: Preparation) -> Iterator[Finding]:
-    """What bitsandbytes does needs it, and its optimizer a CUDA device."""
-    is_cpu, tuning = found.forecast.card == "cpu", found.spec.tuning
-    is_eight_bit = found.spec.optimizer.kind == "adamw_8bit"
-    if is_eight_bit and is_cpu:
-        yield Finding(level="error", problem="optimizer.kind adamw_8bit needs a CUDA device", remedy="set optimizer.kind: adamw")
-    is_four_bit = isinstance(tuning, Lora) and tuning.base_bits is not None
-    if (is_four_bit or (is_eight_bit and not is_cpu)) and not found.has_bitsandbytes:
-        asked = "tuning.base_bits" if is_four_bit else "optimizer.kind adamw_8bit"
-        yield Finding(level="error", problem=f"{asked} needs bitsandbytes, which is not installed", remedy="pip install 'finefit[gpu]'")
+def packages_are_installed(found: Preparation) -> Iterator[Finding]:
+    """What the spec asks of packages that not everybody has."""
+    for key, package, remedy in _needs(found.spec, is_cpu=_is_cpu(found)):
+        if package in found.absent:
+            yield Finding(level="error", problem=f"{key} needs {package}, which is not installed", remedy=remedy)
+    for tracker in found.spec.trackers:
+        if tracker.kind in found.absent:
+            problem = f"trackers: {tracker.kind} is not installed, so the run goes on without it"
+            yield Finding(level="warning", problem=problem, remedy=f"pip install {tracker.kind}, or leave it out of trackers")
+
+
+def _needs(spec: Spec, *, is_cpu: bool) -> Iterator[tuple[str, str, str]]:
+    """(what asks for it, the package, what to do)."""
+    gpu = "pip install 'finefit[gpu]'"
+    if isinstance(spec.tuning, Lora) and spec.tuning.base_bits is not None:
+        yield "tuning.base_bits", "bitsandbytes", gpu
+    if spec.optimizer.kind != "adamw" and not is_cpu:
+        yield f"optimizer.kind {spec.optimizer.kind}", "bitsandbytes", gpu
+    if isinstance(spec.engine, DeepSpeed):
+        yield "engine.kind deepspeed", "deepspeed", "pip install 'finefit[deepspeed]', or set engine.kind: fsdp2, which divides the same"
+    if isinstance(spec.launcher, SlurmLauncher):
+        yield "launcher.kind slurm", "submitit", "pip install submitit, or set launcher.kind: local"
+
+
+def _is_cpu(found: Preparation) -> bool:
+    return found.forecast.card == "cpu"
+
+
+def optimizer_has_its_device(found: Preparation) -> Iterator[Finding]:
+    kind = found.spec.optimizer.kind
+    if kind != "adamw" and _is_cpu(found):
+        yield Finding(level="error", problem=f"optimizer.kind {kind} needs a CUDA device", remedy="set optimizer.kind: adamw")
+
+
+def update_can_be_inside(found: Preparation) -> Iterator[Finding]:
+    """A tensor that is updated while backward goes on knows neither the norm of all gradients nor those of a later micro-batch."""
+    spec, forecast = found.spec, found.forecast
+    if spec.levers == "auto" or spec.levers.update != "inside":
+        return
+    if spec.optimizer.clip is not None:
+        problem = f"levers.update: inside cannot clip, and optimizer.clip is {spec.optimizer.clip:g}"
+        yield Finding(level="error", problem=problem, remedy="--set optimizer.clip=null, or --set levers.update=after")
+    if forecast.accumulation > 1:
+        problem = f"levers.update: inside needs the whole step in one micro-batch, and it has {forecast.accumulation}"
+        yield Finding(level="error", problem=problem, remedy="--set levers.update=after, or a smaller global_batch")
+    if spec.optimizer.kind != "adamw":
+        problem = f"levers.update: inside needs optimizer.kind adamw, whose kernel leaves out what is not finite; it is {spec.optimizer.kind}"
+        yield Finding(level="error", problem=problem, remedy="--set optimizer.kind=adamw, or --set levers.update=after")
+
+
+def precision_suits_the_device(found: Preparation) -> Iterator[Finding]:
+    """fp16 is for cards that have no bf16: its small range needs loss scaling, and steps that overflow are left out."""
+    if found.spec.precision != "fp16":
+        return
+    kind = find_kind(found.forecast.card.removeprefix(f"{found.forecast.devices}x"), None)
+    if _is_cpu(found):
+        problem = "precision: fp16 on a CPU is slower than fp32, which needs no loss scaling"
+        yield Finding(level="warning", problem=problem, remedy="--set precision=fp32")
+    elif kind is not None and kind.has_bf16:
+        problem = f"precision: fp16 is asked for, and {kind.name} has bf16, which is as fast and needs no loss scaling"
+        yield Finding(level="warning", problem=problem, remedy="--set precision=auto")
+
+
+def quantised_dora_is_slow(found: Preparation) -> Iterator[Finding]:
+    tuning = found.spec.tuning
+    if isinstance(tuning, Lora) and tuning.dora and tuning.base_bits is not None:
+        problem = f"tuning.dora with base_bits {tuning.base_bits} unpacks every weight once more in each step, to measure its length"
+        yield Finding(level="note", problem=problem, remedy="tuning.rank_stabilised: true costs nothing")
+
+
+def every_process_has_rows(found: Preparation) -> Iterator[Finding]:
+    devices, rows = found.forecast.devices, min(found.spec.global_batch, found.forecast.lengths.num_rows or found.spec.global_batch)
+    if rows < devices:
+        problem = f"a step has {rows} rows for {devices} processes: {devices - rows} of them only wait"
+        yield Finding(level="warning", problem=problem, remedy=f"set global_batch to {devices} or more, or take {rows} devices")
 
 
 def gradients_reach_every_trained_tensor(found: Preparation) -> Iterator[Finding]:
@@ -105,9 +174,10 @@ def warm_up_ends_before_the_run(found: Preparation) -> Iterator[Finding]:
     """One step of warm-up is none: it has the whole learning rate already."""
     if found.total_steps is None:
         return
-    warm_up = math.ceil(found.spec.schedule.warmup * found.total_steps)
+    asked = found.spec.schedule.warmup
+    warm_up = asked if isinstance(asked, int) else math.ceil(asked * found.total_steps)
     if warm_up > 1 and warm_up >= found.total_steps:
-        problem = f"schedule.warmup {found.spec.schedule.warmup:g} makes all {found.total_steps} steps of the run warm-up"
+        problem = f"schedule.warmup {asked:g} makes all {found.total_steps} steps of the run warm-up"
         yield Finding(level="error", problem=problem, remedy="--set schedule.warmup=0, or let the run have more steps")
 
 
@@ -159,7 +229,12 @@ def _epoch(found: Preparation) -> int | None:
 
 CHECKS: tuple[Callable[[Preparation], Iterator[Finding]], ...] = (
     there_is_something_to_train,
-    lossy_levers_are_available,
+    packages_are_installed,
+    optimizer_has_its_device,
+    update_can_be_inside,
+    precision_suits_the_device,
+    quantised_dora_is_slow,
+    every_process_has_rows,
     gradients_reach_every_trained_tensor,
     adapters_are_trained,
     memory_fits,

@@ -25,7 +25,7 @@ class Rates:
 
 def phase_seconds(trace: Trace, rates: Rates) -> dict[str, float]:
     """The card and the host work side by side: the slower of the two sets the pace of each phase."""
-    return {instant: _instant_seconds(trace, instant, rates) for instant in ("forward", "loss", "backward", "update")}
+    return {instant: _instant_seconds(trace, instant, rates) for instant in ("reference", "forward", "loss", "backward", "update")}
 
 
 def step_seconds(trace: Trace, rates: Rates) -> float:

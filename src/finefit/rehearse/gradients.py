@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from finefit.artifacts.names import grouped
+from finefit.model.adapter import REFERENCE
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called themselves."""
@@ -38,18 +39,20 @@ def explain(model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bo
 
 
 def frozen_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Adapter tensors that are not trained: attached, then frozen, so that no list of unreached tensors names them."""
-    return tuple(grouped(name for name, p in model.named_parameters() if "lora_" in name and not p.requires_grad))
+    """Adapter tensors that are not trained: attached, then frozen, so that no list of unreached tensors names them. The copy that training is
+    measured from is meant to be."""
+    found = (name for name, p in model.named_parameters() if "lora_" in name and not p.requires_grad)
+    return tuple(grouped(name for name in found if f".{REFERENCE}" not in name))
 
 
 def _cause(owner: str, modules: Mapping[str, nn.Module], entered: Mapping[str, bool]) -> tuple[str, str]:
     """What is wrong, and with which module."""
     path = _path(owner)
-    if owner not in entered:
+    blind = next((at for at, above in enumerate(path) if entered.get(above) is False), None)
+    if owner not in entered and blind is None:
         silent = next((above for above in path[1:] if not _is_alive(above, entered)), owner)
         base, adapter, _ = silent.partition(".lora_")
         return (_ADAPTER_IS_OFF, base) if adapter else (_NO_INPUT, silent)
-    blind = next((at for at, above in enumerate(path) if entered.get(above) is False), None)
     if blind is None:
         return _UNUSED, owner.partition(".lora_")[0]
     callers = [at for at in range(blind) if path[at] in entered]

@@ -98,7 +98,7 @@ def kernels_for(device: Literal["cpu", "cuda"], capability: tuple[int, int], pre
         return Kernels(device="cpu", attention_kernel="cpu", workspace_bytes=0)
     return Kernels(
         device="cuda",
-        attention_kernel="efficient" if capability < (8, 0) or precision != "bf16" else "cudnn" if (9, 0) <= capability < (12, 0) else "flash",
+        attention_kernel="efficient" if capability < (8, 0) or precision == "fp32" else "cudnn" if (9, 0) <= capability < (12, 0) else "flash",
         workspace_bytes=32 * _MIB if capability >= (9, 0) else 2 * 4 * _MIB + 8 * (16 << 10),
         widest_head=widest_head(capability),
     )

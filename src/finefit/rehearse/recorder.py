@@ -20,6 +20,7 @@ from finefit.rehearse.trace import OUTSIDE, Block, Cost, Trace
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
+_OF_BYTES = _ATEN._int_mm.default
 _WITHOUT_KERNEL = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 Place = tuple[str, int]
 """(module, layer)"""
@@ -31,7 +32,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = "load"
-        """`load`, `batch`, `step`, `validation` or `generation`; inside a step the instant follows from what is executed."""
+        """`load`, `batch`, `step`, `reference`, `validation` or `generation`; inside a step the instant follows from what is executed."""
         self.last: tuple[str, str] = ("", "")
         """Module and operation in hand: what is named when an operation cannot be rehearsed."""
         self.entered: dict[str, bool] = {}
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         given = list(_tensors(args))
         num_bytes = sum(t.numel() * t.element_size() for t in (*given, *leaves))
-        is_half = next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
+        is_half = func is _OF_BYTES or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
         self._add_cost(Cost(flops, num_bytes, is_half, _is_attention(self.last[1])), self._unit)
 
     def _add_cost(self, cost: Cost, unit: int) -> None:
@@ -220,6 +221,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     if func is GROUPED:
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
+    if func is _OF_BYTES:
+        return 2 * int(args[0].numel()) * int(args[1].shape[1])
     name = func._overloadpacket.__name__
     if name.startswith("_flash_attention"):
         return _packed_flops(args[1], args[8], backward=True) if name.endswith("_backward") else _packed_flops(args[0], args[5], backward=False)

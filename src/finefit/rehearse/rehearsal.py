@@ -20,21 +20,27 @@ from finefit.data.packing import capacity_of
 from finefit.errors import ModelError
 from finefit.model.attention import STRETCHED_ROPE, choose_attention
 from finefit.model.load import base_bits, make_trainable, weight_dtype
-from finefit.objective.batch import Batch, Packed
-from finefit.objective.sft import sft
+from finefit.objective.batch import Batch, Forward, Packed, Paired
+from finefit.objective.batch import Objective as Minimised
+from finefit.objective.dpo import Dpo as DpoLoss
+from finefit.objective.dpo import Reference
 from finefit.rehearse.allocator import replay
+from finefit.rehearse.fused import FusedShadows, dense_shadow
 from finefit.rehearse.gradients import explain, frozen_adapters
 from finefit.rehearse.kernels import Kernels, kernels_for, rehearsed_mask
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.shadows import EightBitAdamW, Nf4Linear, fuse_dropout, quantise
+from finefit.rehearse.shadows import BitsAndBytesAdamW, Int8Linear, Nf4Linear, fuse_dropout, leave_inputs, paged_bytes, quantise
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Trace
-from finefit.spec.schema import AdamW, Tuning
-from finefit.step.forward import autocast_for, bind
+from finefit.spec.schema import AdamW, Dpo, Objective, Sft, Tuning
+from finefit.step.forward import autocast_for, bind, keeps_casts
 from finefit.step.levers import layers_of, pull
+from finefit.step.objective import is_cached, keep_start, make_objective, still
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 
 _ATTENTION = "rehearsed"
+_REFERENCE = "reference"
+_SFT = Sft(kind="sft")
 _ENCODERS = (
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
     *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -50,14 +56,15 @@ class Scene:
     optimizer: AdamW
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int]
-    precision: Literal["bf16", "fp32"]
+    precision: Literal["bf16", "fp16", "fp32"]
     levers: Levers
     tokens: int
-    """Of the longest row; a micro-batch is padded to it, or packed into as much."""
+    """Of the longest sequence; a micro-batch is padded to it, or packed into as much."""
     supervised: int
-    """Of a row's tokens."""
+    """Of a sequence's tokens."""
     accumulates: bool
     """Whether a step has more than one micro-batch: gradients then wait while the next one is computed."""
+    objective: Objective = _SFT
     rows_per_step: int | None = None
     """No pack has more rows; None where that is not known."""
     validation: tuple[int, int] | None = None
@@ -65,6 +72,11 @@ class Scene:
     is_quick: bool = False
     """One micro-batch with gradients and optimizer state already there: enough to compare, a little off in what the allocator holds, and without a
     gradient map."""
+
+    @property
+    def sides(self) -> int:
+        """Sequences of a row: a preference pair has two."""
+        return 2 if isinstance(self.objective, Dpo) else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +87,8 @@ class Size:
     weight_bytes: int
     """Of the frozen and the trained weights as they lie on the device."""
     trainable_bytes: int
+    paged_bytes: int = 0
+    """Of optimizer state that the driver moves between card and host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +103,25 @@ class Rehearsed:
     kernels: Kernels
 
 
-def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None) -> Rehearsed:
-    """`adjust` may change the model before the first step, as a user's own code would."""
+def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None, bend: Callable[[Forward], Forward] = lambda f: f) -> Rehearsed:
+    """`adjust` may change the model before the first step, as a user's own code would, and `bend` the call that makes its log-probabilities."""
     kernels = kernels_for(scene.device, scene.capability, scene.precision)
     model = _on_meta(scene, kernels)
     adjust(model)
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda")
+        put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda", loaded=weight_dtype(scene.precision, scene.tuning))
         recorder.watch(model, layers_of(model), _backbone(model))
-        pull(model, scene.levers, _HostMemory(recorder.trace))
+        pull(model, scene.levers, _HostMemory(recorder.trace), _fused(scene), dense_shadow)
+        if scene.device == "cuda" and scene.precision != "fp32":
+            leave_inputs(model)
         if not _trainable(model):
             raise ModelError(
                 f"nothing is trained: {', '.join(frozen_adapters(model)) or 'every tensor'} is frozen",
                 "leave requires_grad of what is to be trained on",
             )
         optimizer = _optimizer(model, scene.optimizer, scene.device)
-        unreached = _steps(scene, model, optimizer, recorder)
+        unreached = _steps(scene, model, optimizer, recorder, bend)
     return Rehearsed(
         trace=recorder.trace,
         unreached=unreached,
@@ -117,12 +133,13 @@ def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None)
 
 def survey(scene: Scene) -> Size:
     """How large the model is, without a rehearsal."""
-    return _size(_on_meta(scene, kernels_for(scene.device, scene.capability, scene.precision)))
+    return _size(_on_meta(scene, kernels_for(scene.device, scene.capability, scene.precision)), scene.optimizer)
 
 
-def _size(model: nn.Module) -> Size:
+def _size(model: nn.Module, optimizer: AdamW) -> Size:
     """A parameter that is packed into bits counts as what it stands for."""
     trained = _trainable(model).values()
+    is_paged, is_eight_bit = optimizer.kind.startswith("paged"), optimizer.kind.endswith("8bit")
     packed = sum(module.in_features * module.out_features - module.weight.numel() for module in model.modules() if isinstance(module, Nf4Linear))
     return Size(
         parameters=sum(p.numel() for p in model.parameters()) + packed,
@@ -130,19 +147,27 @@ def _size(model: nn.Module) -> Size:
         trainable_tensors=len(trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         trainable_bytes=sum(p.numel() * p.element_size() for p in trained),
+        paged_bytes=paged_bytes(trained, is_eight_bit=is_eight_bit) if is_paged else 0,
     )
 
 
-def _steps(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> tuple[str, ...]:
+def _steps(
+    scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder, bend: Callable[[Forward], Forward]
+) -> tuple[str, ...]:
     unreached: list[str] = []
 
     def decide(_: Tensor) -> bool:
         gradients = {name: p.grad for name, p in _trainable(model).items()}
         recorder.name((g for g in gradients.values() if g is not None), "gradients")
-        unreached[:] = [name for name, gradient in gradients.items() if gradient is None]
+        updated = {id(parameter) for parameter in optimizer.state}  # inside backward, where gradients are gone by now
+        unreached[:] = [name for name, p in _trainable(model).items() if p.grad is None and id(p) not in updated]
         return True
 
-    forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast_for("cpu", scene.precision))
+    forward = bend(_forward(scene, model))
+    scale = 2.0 if scene.precision == "fp16" else 1.0  # any but one: it is taken out again
+    objective = _apart(make_objective(scene.objective, scene.tuning, model, forward), recorder)
+    if is_cached(scene.objective, scene.tuning):
+        _cache_reference(scene, model, forward, recorder)
     if scene.is_quick:
         _settle(scene, model, optimizer, recorder)
     for num_batches in (1,) if scene.is_quick else (1, 2 if scene.accumulates else 1):
@@ -154,7 +179,16 @@ def _steps(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, rec
         recorder.trace.costs.clear()
         recorder.trace.operations.clear()
         try:
-            optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=scene.optimizer.clip, decide=decide)
+            optimizer_step(
+                batches,
+                forward=forward,
+                objective=objective,
+                optimizer=optimizer,
+                clip=scene.optimizer.clip,
+                decide=decide,
+                loss_scale=scale,
+                update=scene.levers.update,
+            )
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "does not require grad" in str(error):  # nothing that is trained has a part in the loss
                 return tuple(_trainable(model))
@@ -164,8 +198,43 @@ def _steps(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, rec
     if scene.validation is not None:
         tokens, supervised = scene.validation
         padded = replace(scene, tokens=tokens, supervised=supervised, levers=replace(scene.levers, packing=False))
-        _validate(padded, model, forward, recorder)
+        _validate(padded, model, forward, objective, recorder)
     return tuple(unreached)
+
+
+def _forward(scene: Scene, model: nn.Module) -> Forward:
+    levers = scene.levers
+    autocast = autocast_for("cpu", scene.precision, with_cache=keeps_casts(scene.tuning, levers))
+    return bind(model, loss_chunk=levers.loss_chunk, autocast=autocast, is_fused=levers.kernels == "fused", kernels=_fused(scene))
+
+
+def _fused(scene: Scene) -> FusedShadows | None:
+    return FusedShadows() if scene.levers.kernels == "fused" and scene.device == "cuda" else None
+
+
+def _apart(objective: Minimised, recorder: Recorder) -> Minimised:
+    """The pass through the reference is an instant of its own."""
+    if not isinstance(objective, DpoLoss):
+        return objective
+    return DpoLoss(beta=objective.beta, reference=_during_reference(objective.reference, recorder))
+
+
+def _during_reference(reference: Reference, recorder: Recorder) -> Reference:
+    def asked(batch: Batch) -> Tensor:
+        recorder.phase, before = _REFERENCE if recorder.phase == "step" else recorder.phase, recorder.phase
+        try:
+            return reference(batch)
+        finally:
+            recorder.phase = before
+
+    return asked
+
+
+def _cache_reference(scene: Scene, model: nn.Module, forward: Forward, recorder: Recorder) -> None:
+    """Before the first step, when there is neither gradient nor optimizer state; never packed."""
+    recorder.phase = _REFERENCE
+    with still(model):
+        forward(_batch(replace(scene, levers=replace(scene.levers, packing=False))))
 
 
 def rehearse_generation(scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -197,11 +266,11 @@ def _settle(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, re
         optimizer.zero_grad(set_to_none=True)
 
 
-def _validate(scene: Scene, model: nn.Module, forward: Any, recorder: Recorder) -> None:
+def _validate(scene: Scene, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder) -> None:
     recorder.phase = "validation"
     model.eval()
     with torch.no_grad():
-        sft(forward, _batch(scene))
+        objective(forward, _batch(scene))
 
 
 def _untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
@@ -214,26 +283,34 @@ def _untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> Mode
 
 
 def _batch(scene: Scene) -> Batch:
-    rows, supervised = scene.levers.micro_batch, scene.levers.micro_batch * scene.supervised
-    shape = (1, rows * scene.tokens) if scene.levers.packing else (rows, scene.tokens)
+    sequences = scene.levers.micro_batch * scene.sides
+    supervised = sequences * scene.supervised
+    shape = (1, sequences * scene.tokens) if scene.levers.packing else (sequences, scene.tokens)
     return Batch(
         input_ids_BT=torch.ones(shape, dtype=torch.long),
         positions_N=torch.zeros(supervised, dtype=torch.long),
         targets_N=torch.zeros(supervised, dtype=torch.long),
         num_supervised=supervised,
-        num_tokens=rows * scene.tokens,
+        num_tokens=sequences * scene.tokens,
         packed=_packed(scene) if scene.levers.packing else None,
+        paired=_paired(scene, sequences) if scene.sides > 1 else None,
     )
+
+
+def _paired(scene: Scene, sequences: int) -> Paired:
+    reference = torch.zeros(sequences) if is_cached(scene.objective, scene.tuning) else None
+    return Paired(supervised=(scene.supervised,) * sequences, reference_R=reference)
 
 
 def _packed(scene: Scene) -> Packed:
     """The longest rows, with boundaries for as many as a pack may have: what the kernel takes grows with both."""
-    rows, most = scene.levers.micro_batch, scene.rows_per_step or scene.levers.micro_batch * scene.tokens
-    capacity = capacity_of(micro_batch=rows, longest=scene.tokens, supervised=scene.supervised, rows_per_step=most)
+    rows, sides = scene.levers.micro_batch, scene.sides
+    most = scene.rows_per_step or rows * scene.tokens
+    capacity = capacity_of(micro_batch=rows, longest=scene.tokens, supervised=scene.supervised, rows_per_step=most, sides=sides)
     return Packed(
-        position_ids_BT=torch.zeros(1, rows * scene.tokens, dtype=torch.long),
-        boundaries_R1=torch.zeros(capacity.rows + 1, dtype=torch.int32),
-        lengths=(scene.tokens,) * rows,
+        position_ids_BT=torch.zeros(1, sides * rows * scene.tokens, dtype=torch.long),
+        boundaries_R1=torch.zeros(sides * capacity.rows + 1, dtype=torch.int32),
+        lengths=(scene.tokens,) * sides * rows,
     )
 
 
@@ -268,9 +345,10 @@ def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
             model = _built(config, dtype, attention)
         except KeyError:  # attention classes of the model's own: the CPU's kernel then stands for the card's, which takes about as much
             model = _built(config, dtype, "sdpa")
-        if base_bits(scene.tuning):
-            quantise(model, model.get_output_embeddings())
+        if bits := base_bits(scene.tuning):
+            quantise(model, model.get_output_embeddings(), bits)
         trained: nn.Module = make_trainable(model, scene.tuning, name="rehearsed")
+        keep_start(scene.objective, scene.tuning, trained)
     if kernels.device == "cuda":
         fuse_dropout(trained)
     for module in trained.modules():
@@ -287,11 +365,11 @@ def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreT
     return model
 
 
-def put_fakes_in_place(model: nn.Module, recorder: Recorder, *, is_loaded: bool) -> None:
+def put_fakes_in_place(model: nn.Module, recorder: Recorder, *, is_loaded: bool, loaded: torch.dtype = torch.float32) -> None:
     """Replaces every meta tensor by a fake one; shared parameters stay shared. `is_loaded`: transformers first takes the sum of all weights
-    from the allocator in one piece and gives it back, then fills the pieces."""
+    from the allocator in one piece and gives it back, then fills the pieces. `loaded`: in halves, of which what is trained is then widened."""
     if is_loaded:
-        total = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "lora_" not in name)
+        total = sum(p.numel() * _loaded_as(name, p, loaded).itemsize for name, p in model.named_parameters() if "lora_" not in name)
         recorder.trace.free(recorder.trace.allocate(Block(total, "load", "", WARM_UP, OUTSIDE), OUTSIDE), OUTSIDE, "load")
     unit_of = {id(m): at for at, layer in enumerate(layers_of(model)) for m in layer.modules()}
     made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -299,29 +377,65 @@ def put_fakes_in_place(model: nn.Module, recorder: Recorder, *, is_loaded: bool)
         for name, module in model.named_modules():
             if ("lora_" in name) is is_adapter:
                 recorder.place(unit_of.get(id(module), OUTSIDE))
-                dense = torch.zeros(module.out_features, module.in_features, dtype=torch.bfloat16) if isinstance(module, Nf4Linear) else None
-                _fill(module, made)
+                dense = _dense(module)
+                _fill(name, module, made, loaded)
                 del dense  # packed weights are made from it on the device
     recorder.place(OUTSIDE)
-    trained = set(_trainable(model).values())
-    is_part = len(trained) < sum(1 for _ in model.parameters())
-    recorder.name((p for p in trained), "adapters" if is_part else "weights")
+    made.clear()
+    _widen(model, loaded)
+    recorder.name((p for name, p in model.named_parameters() if "lora_" in name), "adapters")
+    recorder.name((p for name, p in _trainable(model).items() if "lora_" not in name), "weights")
 
 
-def _fill(module: nn.Module, made: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _dense(module: nn.Module) -> list[Tensor]:
+    """What a quantised layer's weights are made from: as they are read, and for 8 bits once more in fp16."""
+    match module:
+        case Nf4Linear():
+            dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+        case Int8Linear():
+            dtypes = (torch.bfloat16, torch.float16)
+        case _:
+            return []
+    return [torch.zeros(module.out_features, module.in_features, dtype=dtype) for dtype in dtypes]
+
+
+def _fill(path: str, module: nn.Module, made: dict[int, tuple[Tensor, Tensor]], loaded: torch.dtype) -> None:
     for slots in (module._parameters, module._buffers):
         for name, old in slots.items():
             if old is None:
                 continue
             if id(old) not in made:
-                new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+                dtype = _loaded_as(path, old, loaded)
+                new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=dtype, device="cpu")
                 made[id(old)] = (nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new, old)
             slots[name] = made[id(old)][0]  # type: ignore[assignment]
 
 
+def _loaded_as(path: str, tensor: Tensor, loaded: torch.dtype) -> torch.dtype:
+    """What is trained of the model's own weights is loaded as the rest is; adapters are never loaded."""
+    return loaded if tensor.requires_grad and "lora_" not in path else tensor.dtype
+
+
+def _widen(model: nn.Module, loaded: torch.dtype) -> None:
+    """One tensor after the other, each given back at once."""
+    places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+    for name, module in model.named_modules():
+        for slot, old in module._parameters.items():
+            if old is not None and old.requires_grad and "lora_" not in name and loaded is not torch.float32:
+                places.setdefault(id(old), []).append((module._parameters, slot))
+    for shared in places.values():
+        slots, slot = shared[0]
+        wide = nn.Parameter(slots[slot].detach().to(torch.float32))  # type: ignore[union-attr]
+        for slots, slot in shared:
+            slots[slot] = wide
+
+
 def _optimizer(model: nn.Module, spec: AdamW, device: str) -> torch.optim.Optimizer:
     real = make_optimizer(model, spec.model_copy(update={"kind": "adamw"}), device=device)
-    return EightBitAdamW(copy.copy(group) for group in real.param_groups) if spec.kind == "adamw_8bit" else real
+    if spec.kind == "adamw":
+        return real
+    groups = (copy.copy(group) for group in real.param_groups)
+    return BitsAndBytesAdamW(groups, is_eight_bit=spec.kind.endswith("8bit"), is_paged=spec.kind.startswith("paged"))
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -334,19 +448,32 @@ def _backbone(model: nn.Module) -> nn.Module:
 
 
 class _HostMemory:
-    """Stands for pinned memory: what is put there is counted apart from the device's."""
+    """Stands for pinned memory: what is put there is counted apart from the device's. One tensor is on its way out, one on its way back."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._now = trace, 0
+        self._leaving: Tensor | None = None
+        self._waiting: list[tuple[torch.Size, torch.dtype]] = []
+        self._coming: Tensor | None = None
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        num_bytes = 1 << (tensor.numel() * tensor.element_size() - 1).bit_length()  # pinned memory comes in powers of two
-        self._now += num_bytes
+        self._now += tensor.numel() * tensor.element_size()
         self._trace.host_bytes = max(self._trace.host_bytes, self._now)
+        self._leaving = tensor
+        self._waiting.append((tensor.shape, tensor.dtype))
+        return self._fetch
 
-        def fetch() -> Tensor:
-            self._now -= num_bytes
-            return torch.empty(tensor_shape, dtype=dtype)
+    def _fetch(self) -> Tensor:
+        self._leaving = None
+        found = self._coming if self._coming is not None else self._called()
+        assert found is not None
+        self._coming = self._called()
+        return found
 
-        tensor_shape, dtype = tensor.shape, tensor.dtype
-        return fetch
+    def _called(self) -> Tensor | None:
+        if not self._waiting:
+            return None
+        shape, dtype = self._waiting.pop()
+        tensor = torch.empty(shape, dtype=dtype)
+        self._now -= tensor.numel() * tensor.element_size()
+        return tensor

@@ -43,9 +43,9 @@ def _layout(forecast: Forecast, efficiency: Efficiency) -> str:
     return f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {own} ({padded}; {efficiency.in_order:.0%} if padded as they come)"
 
 
-def show_example(number: int, pieces: Sequence[tuple[str, bool]], console: Console) -> None:
+def show_example(title: str, pieces: Sequence[tuple[str, bool]], console: Console) -> None:
     """As the model sees it; what is supervised stands out, or between marks where there are no colours."""
-    console.print(f"example {number}", style="bold")
+    console.print(title, style="bold")
     marks = ("", "") if console.color_system else ("⟦", "⟧")
     text = Text()
     for piece, supervised in pieces:

@@ -18,8 +18,9 @@ from rich.text import Text
 from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Suggestion
 from finefit.report.units import apportion, duration, gib, three_digits
+from finefit.spec.schema import DeepSpeed
 
-INSTANTS = ("load", "batch", "forward", "loss", "backward", "update", "validation", "generation")
+INSTANTS = ("load", "batch", "reference", "forward", "loss", "backward", "update", "validation", "generation")
 BAR_CELLS, INSTANT_CELLS, GUTTER, GAP, MAX_NAMES = 100, 14, 12, 2, 8
 FIGURE = 6
 """Characters of a figure in GiB: 141.00."""
@@ -114,7 +115,7 @@ def _card(forecast: Forecast) -> str:
 
 
 def _is_cpu(forecast: Forecast) -> bool:
-    return _card(forecast) == "cpu"
+    return forecast.card.partition("@")[0].strip() == "cpu"
 
 
 def _components(forecast: Forecast) -> list[_Part]:
@@ -238,7 +239,9 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     share = forecast.trainable_parameters / max(forecast.parameters, 1)
     yield "time", wrapped(*_time(forecast))
     yield "levers", _levers(forecast, console, width)
-    yield "rows", wrapped(_rows(forecast.lengths))
+    if forecast.engine.kind != "single":
+        yield "engine", wrapped(_engine(forecast))
+    yield "pairs" if forecast.lengths.sides > 1 else "rows", wrapped(_rows(forecast.lengths))
     yield "parameters", wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})")
     yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
     reached, *missing = _gradients(forecast.gradients)
@@ -274,6 +277,12 @@ def _levers(forecast: Forecast, console: Console, width: int) -> Iterator[Text]:
         yield from _hanging(console, Text(), Text(", ".join(neutral), style="dim"), indent=0, width=width)
 
 
+def _engine(forecast: Forecast) -> str:
+    engine = forecast.engine
+    name = f"deepspeed, ZeRO stage {engine.stage}" if isinstance(engine, DeepSpeed) else engine.kind
+    return f"{name}, {forecast.devices:,} {'process' if forecast.devices == 1 else 'processes'}: {forecast.reasons.get('engine', 'asked for')}"
+
+
 NEUTRAL = {
     "recompute": "no recomputation",
     "keep_attention": "no attention kept",
@@ -300,13 +309,17 @@ def _pulled(levers: Levers) -> dict[str, str]:
         "mlp_tiles": f"MLPs in {levers.mlp_tiles} tiles" if levers.mlp_tiles > 1 else None,
         "adapter_inputs": "adapter inputs in bf16" if levers.adapter_inputs == "bf16" else None,
         "packing": "rows packed without padding" if levers.packing else None,
+        "kernels": "fused kernels" if levers.kernels == "fused" else None,
+        "update": "each tensor updated inside backward" if levers.update == "inside" else None,
+        "compile": "layers compiled" if levers.compile else None,
     }
     return {lever: said for lever, said in words.items() if said is not None}
 
 
 def _rows(lengths: Lengths) -> str:
-    count = "" if lengths.num_rows is None else f"{lengths.num_rows:,} rows, "
-    tokens = f"longest {lengths.longest:,} tokens, mean {lengths.mean:,.0f}"
+    what, of = ("pairs", " of a side") if lengths.sides > 1 else ("rows", "")
+    count = "" if lengths.num_rows is None else f"{lengths.num_rows:,} {what}, "
+    tokens = f"longest {lengths.longest:,} tokens{of}, mean {lengths.mean:,.0f}"
     return f"{count}{tokens}; supervised at most {lengths.supervised:,}, mean {lengths.mean_supervised:,.0f} ({lengths.source})"
 
 
@@ -391,6 +404,12 @@ def _short_levers(levers: Levers) -> Iterator[str]:
         yield f"tiles {levers.mlp_tiles}"
     if levers.packing:
         yield "packed"
+    if levers.kernels == "fused":
+        yield "fused"
+    if levers.update == "inside":
+        yield "update inside"
+    if levers.compile:
+        yield "compiled"
 
 
 def _card_time(forecast: Forecast) -> str:

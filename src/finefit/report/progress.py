@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.journal import whole
-from finefit.artifacts.measurements import WORTH_A_WARNING
 from finefit.artifacts.records import Run, Stage, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.report.events import event_words
 from finefit.report.units import clock, gib
 
 _RECENT_STEPS = 20
+_IN_HAND = ("audited", "rescued", "loss_scale")
+"""Events of a step that is not done yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +27,13 @@ class Training:
     eta_seconds: float | None
     checkpoint: str | None
     """The newest verified one."""
+    preparing: str = "loading the model"
+    """What is done before the first step."""
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.total_steps}"]
         if self.tokens_per_second is None:
-            return f"{parts[0]}  loading the model"
+            return f"{parts[0]}  {self.preparing}"
         parts += [f"loss {self.loss:.4f}"] if self.loss is not None else ["loss -"]
         parts += [f"{self.tokens_per_second:.0f} tok/s"]
         parts += [gib(self.memory_bytes)] if self.memory_bytes is not None else []
@@ -59,6 +63,7 @@ class Follower:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._step, self._loss, self._bytes = 0, None, None
         self._checkpoint: str | None = None
+        self._preparing = "loading the model"
         self.news()  # what happened before this look is known, not news
 
     _loss: float | None
@@ -75,41 +80,22 @@ class Follower:
         return told
 
     def _take(self, line: dict[str, Any]) -> str | None:
-        self._step = line.get("step", self._step)
-        match line.get("event"):
+        event = line.get("event")
+        if event not in _IN_HAND:
+            self._step = line.get("step", self._step)
+        match event:
             case None:
                 self._loss = line["loss"]
                 self._recent.append((line["seconds"], line["tokens"]))
-            case "saved":
+            case "saved" | "resumed":
                 self._checkpoint = line["checkpoint"]
-            case "resumed":
-                self._checkpoint = line["checkpoint"]
-                return f"resumed from {line['checkpoint']}"
             case "started":
                 self._loss, self._checkpoint = None, None
-            case "rejected":
-                return str(line["note"])
             case "not_finite":
                 self._loss = None
-                return f"step {line['step']} was not applied: {line['found']}"
-            case "measured" if abs(line["error"]) > WORTH_A_WARNING:
-                return (
-                    f"memory is not as planned: {gib(line['measured_bytes'])} reserved with the longest rows, {gib(line['foretold_bytes'])} foretold "
-                    f"({line['error']:+.1%}); please report it"
-                )
-            case "worst_does_not_fit":
-                return "rows as long as the longest and as much supervised as any do not fit: a later step may run out of memory"
-            case "rolled_back":
-                return f"rolled back to step {line['step']}"
-            case "left_out":
-                return f"step {line['step']} is left out: it was not finite before"
-            case "validated":
-                return f"step {line['step']}: validation loss {line['validation_loss']:.4f}"
-            case "validation_not_finite":
-                return f"step {line['step']}: validation loss {line['found']}, so this step cannot be the best"
-            case "amended":
-                return f"after step {line['step']}: {line['note'] or ', '.join(line['changes'])}"
-        return None
+            case "reference":
+                self._preparing = f"reference of {line['done']:,}/{line['total']:,} pairs"
+        return event_words(line)
 
     def training(self) -> Training:
         total = read_record(self._where.stage, Stage).total_steps
@@ -122,6 +108,7 @@ class Follower:
             memory_bytes=self._bytes,
             eta_seconds=(total - self._step) * seconds / len(self._recent) if self._recent else None,
             checkpoint=self._checkpoint,
+            preparing=self._preparing,
         )
 
     def answering(self) -> Answering | None:

@@ -11,6 +11,7 @@ from rich.text import Text
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, StageResult, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.report.events import validation_words
 from finefit.report.units import clock, gib
 
 
@@ -47,6 +48,12 @@ def waited_share(where: StageDir) -> float:
     steps = read_steps(where.metrics)
     seconds = sum(step["seconds"] for step in steps)
     return float(sum(step.get("wait_seconds", 0.0) for step in steps) / seconds) if seconds else 0.0
+
+
+def last_validation(where: StageDir) -> dict[str, Any] | None:
+    """What was found, and at which step."""
+    found = [line for line in read_lines(where.metrics) if line.get("event") == "validated"]
+    return {name: value for name, value in found[-1].items() if name != "event"} if found else None
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
@@ -100,6 +107,7 @@ def run_document(run: RunDir) -> dict[str, Any]:
             for k in ("step", "total_steps", "checkpoint", "trainable_parameters", "parameters", "tokens", "seconds", "peak_bytes")
         },
         "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
+        "validation": last_validation(where),
         "waited_share": waited_share(where),
         "evaluations": evals_document(evals_of(where)),
     }
@@ -123,6 +131,8 @@ def show_end(run: RunDir, console: Console) -> None:
     for line in result_lines(read_record(where.result, StageResult)):
         console.print(line, highlight=False)
     console.print(f"{waited_share(where):.1%} of the time was spent waiting for rows", highlight=False)
+    if (found := last_validation(where)) is not None:
+        console.print(f"{validation_words(found)} at step {found['step']}", highlight=False)
     if results := evals_of(where):
         console.print(evals_tables(results))
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)

@@ -160,7 +160,7 @@ class Data(Part):
     """Variables of the chat template, such as {enable_thinking: true} for rows that hold reasoning."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
     """`best_fit`: rows of a step stand behind one another without padding, each seeing only itself; the gradient is the same. `auto` does so
-    on a CPU. `none` groups rows by length and pads them."""
+    where the model's attention allows it, on a card not with `deterministic`. `none` groups rows by length and pads them."""
 
     @model_validator(mode="after")
     def _test_rows_have_no_weight(self) -> "Data":
@@ -263,10 +263,13 @@ class Levers(Part):
     adapter_inputs: Literal["auto", "bf16", "fp32"] = "auto"
     """What an adapter's input is kept in; peft's own fp32 copy holds no more than bf16 when the product is taken in bf16."""
     kernels: Literal["auto", "torch", "fused"] = "auto"
-    """`fused`: adapters in one autograd node with their layer, norms, rotary embedding, gated MLP and loss by Liger's kernels on a card."""
+    """`fused`: an adapter in one autograd node with its layer, the gradient of a frozen head taken together with its loss, and on a card norms,
+    rotary embedding and gated MLPs by Liger's kernels (needs liger-kernel). `torch`: the libraries' own operations."""
     update: Literal["auto", "after", "inside"] = "auto"
-    """`inside`: each tensor is updated as soon as its gradient is there, which is then given back; only without clipping and with the whole step in
-    one micro-batch."""
+    """`inside`: each tensor is updated as soon as its gradient is there, which is then given back; only where it is asked for, without clipping and
+    with the whole step in one micro-batch. `auto` is `after`."""
+    compile: bool = False
+    """Layers compiled by torch.compile, with `kernels: torch`. Its memory is planned as that of the layers as they are, which need no less."""
 
 
 class Single(Part):

@@ -17,21 +17,37 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
+from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
 from finefit.model.attention import packed_inputs
 from finefit.objective.batch import Batch, Forward
+from finefit.spec.schema import Lora, Tuning
+from finefit.step.fused import Kernels
+from finefit.step.head import head_logprobs
 
 
-def bind(model: nn.Module, *, loss_chunk: int | None = None, autocast: AbstractContextManager[Any] | None = None) -> Forward:
-    """`loss_chunk` supervised tokens have logits at a time, which are computed again in backward; None: all of them at once."""
+def bind(
+    model: nn.Module,
+    *,
+    loss_chunk: int | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+    is_fused: bool = False,
+    kernels: Kernels | None = None,
+) -> Forward:
+    """`loss_chunk` supervised tokens have logits at a time; None: all of them at once. They are computed again in backward, or, where it is fused
+    and the head is frozen, their gradients are taken at once."""
     causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     _require_backbone(causal)
     context = autocast or nullcontext()
+    heads: list[nn.Linear | None] = [] if is_fused else [None]
+
+    def logits(hidden_NH: Tensor, answer: Callable[..., ModelOutput]) -> Tensor:
+        with _answering(causal, answer(last_hidden_state=hidden_NH.unsqueeze(0))):
+            found: Tensor = causal(inputs_embeds=hidden_NH.unsqueeze(0), use_cache=False).logits.squeeze(0)
+        return found
 
     def logprobs(hidden_NH: Tensor, targets_N: Tensor, answer: Callable[..., ModelOutput]) -> Tensor:
-        with _answering(causal, answer(last_hidden_state=hidden_NH.unsqueeze(0))):
-            logits_NV = causal(inputs_embeds=hidden_NH.unsqueeze(0), use_cache=False).logits.squeeze(0)
-        return -cross_entropy(logits_NV.to(torch.float32), targets_N, reduction="none")
+        return -cross_entropy(logits(hidden_NH, answer).to(torch.float32), targets_N, reduction="none")
 
     def forward(batch: Batch) -> Tensor:
         with context:
@@ -40,12 +56,53 @@ def bind(model: nn.Module, *, loss_chunk: int | None = None, autocast: AbstractC
             kind: Callable[..., ModelOutput] = type(output)
             answer = partial(kind, **{name: value for name, value in output.items() if name != "last_hidden_state"})
             del output
+            if not heads:
+                heads.append(_plain_head(causal, lambda hidden: logits(hidden, answer)))
+            if (head := heads[0]) is not None:
+                return head_logprobs(hidden_NH, head, batch.targets_N, chunk=loss_chunk or batch.num_supervised, kernels=kernels)
             if loss_chunk is None:
                 return logprobs(hidden_NH, batch.targets_N, answer)
             chunks = zip(torch.split(hidden_NH, loss_chunk), torch.split(batch.targets_N, loss_chunk), strict=True)
             return torch.cat([checkpoint(logprobs, *chunk, answer, use_reentrant=False) for chunk in chunks])
 
     return forward
+
+
+def _plain_head(causal: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Linear | None:
+    """The head, if it is frozen and logits are its product and nothing else: no scaling, no capping, no bias."""
+    head = causal.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None or head.weight.requires_grad:
+        return None
+    probe_1H = torch.zeros(1, head.in_features, dtype=head.weight.dtype, device=head.weight.device, requires_grad=True)
+    with torch.enable_grad():
+        nodes = _nodes(logits(probe_1H).grad_fn)
+    return head if nodes & _PRODUCTS and nodes <= _PRODUCTS | _VIEWS else None
+
+
+_PRODUCTS = {"MmBackward0", "LinearBackward0"}
+_VIEWS = {
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "TBackward0",
+    "SliceBackward0",
+    "SqueezeBackward1",
+    "UnsqueezeBackward0",
+    "AliasBackward0",
+    "AccumulateGrad",
+}
+"""What stands between hidden states and logits that changes no number."""
+
+
+def _nodes(last: Any) -> set[str]:
+    """Names of all autograd nodes that a tensor was made by."""
+    seen: dict[Any, None] = {}
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            waiting += [before for before, _ in node.next_functions]
+    return {node.name().rsplit("::", 1)[-1] for node in seen}
 
 
 class _Answer(nn.Module):
@@ -74,5 +131,13 @@ def _require_backbone(causal: nn.Module) -> None:
         raise ModelError(f"{type(causal).__name__} has no backbone below its head", "finefit trains transformers' causal language models")
 
 
-def autocast_for(device: str, precision: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> AbstractContextManager[Any]:
+    """fp16 needs a loss scale beside it; fp32 needs no autocast. `with_cache`: a trained weight is cast once in a forward, and the cast is kept to
+    its end."""
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device, dtype=halves[precision], cache_enabled=with_cache) if precision in halves else nullcontext()
+
+
+def keeps_casts(tuning: Tuning, levers: Levers) -> bool:
+    """Not where whole weights are trained and their layers computed again: it would be a second copy of them all, which nothing else needs."""
+    return isinstance(tuning, Lora) or levers.recompute == 0

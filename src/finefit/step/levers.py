@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -13,6 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
+from finefit.step.fused import Kernels, Lever, fuse, release
+from finefit.step.liger import dense_weight
+from finefit.step.offload import PinnedMemory, Store
 
 _ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -26,24 +29,14 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around a layer's forward, and around its recomputation."""
 
 
-class Store(Protocol):
-    """Where a layer's input waits between forward and backward."""
-
-    def put(self, tensor: Tensor) -> Callable[[], Tensor]: ...
-
-
-class PinnedMemory:
-    """Copied out on the current stream, copied back when backward asks for it."""
-
-    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        held.copy_(tensor, non_blocking=True)
-        device = tensor.device
-        return lambda: held.to(device, non_blocking=True)
-
-
-def pull(model: nn.Module, levers: Levers, store: Store | None = None) -> None:
-    """Once, on a model that is about to be trained."""
+def pull(
+    model: nn.Module,
+    levers: Levers,
+    store: Store | None = None,
+    kernels: Kernels | None = None,
+    dense: Callable[[nn.Module], Tensor] = dense_weight,
+) -> None:
+    """On a model that is to be trained; again with other levers where those were not enough. `kernels` is what fused levers have on this device."""
     layers = layers_of(model)
     if levers.recompute > len(layers):
         raise ModelError(
@@ -51,15 +44,21 @@ def pull(model: nn.Module, levers: Levers, store: Store | None = None) -> None:
             "lower it, or say `all`",
         )
     recompute = _recomputation(levers, store or PinnedMemory())
+    release(model)
+    for layer in layers:
+        layer._compiled_call_impl = None
+        if levers.compile:
+            layer.compile()
+    if levers.kernels == "fused":
+        fuse(model, kernels, dense, layers[: levers.recompute])
     for at, layer in enumerate(layers):
         layer.gradient_checkpointing = at < levers.recompute
         layer._gradient_checkpointing_func = recompute
         if levers.mlp_tiles > 1:
             _tile(layer, levers.mlp_tiles)
-    if levers.adapter_inputs == "bf16":
-        for module in model.modules():
-            if isinstance(module, LoraLayer):
-                module.cast_input_dtype_enabled = False
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = levers.adapter_inputs != "bf16"
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -105,7 +104,7 @@ def _tile(layer: nn.Module, tiles: int) -> None:
     """Of an MLP that works token by token; one that routes tokens to experts is left whole."""
     mlp = getattr(layer, "mlp", None)
     if isinstance(mlp, nn.Module) and not hasattr(mlp, "experts"):
-        mlp.forward = partial(_tiled, mlp.forward, tiles)
+        mlp.forward = Lever(_tiled, mlp.forward, tiles)
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, hidden_BTH: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
+import psutil
+
+from finefit.errors import WorkerDied
 from finefit.objective.batch import Batch
 
 Make = Callable[[int], list[Batch]]
@@ -18,6 +21,19 @@ class Fed:
     """On the host."""
     wait_seconds: float
     """That the loop waited for them."""
+
+
+def _named(make: Make, step: int) -> list[Batch]:
+    """What goes wrong says where it went wrong; a lack of host memory says how much there is."""
+    try:
+        return make(step)
+    except MemoryError:
+        free = psutil.virtual_memory().available / 2**30
+        remedy = "close other programs and give the same command again: it goes on from the last checkpoint"
+        raise WorkerDied(f"host memory did not hold the micro-batches of step {step + 1}: {free:.1f} GiB are free", remedy) from None
+    except Exception as error:
+        error.add_note(f"while the feeder made the micro-batches of step {step + 1}")
+        raise
 
 
 class Feeder:
@@ -33,8 +49,14 @@ class Feeder:
         began = time.perf_counter()
         batches = self._asked(step).result()
         waited = time.perf_counter() - began
-        self._ahead = (step + 1, self._thread.submit(self._make, step + 1)) if step + 1 < self._total_steps else None
+        self._ahead = (step + 1, self._thread.submit(_named, self._make, step + 1)) if step + 1 < self._total_steps else None
         return Fed(batches=batches, wait_seconds=waited)
+
+    def change(self, make: Make) -> None:
+        """From the next step that is taken on; what the old one has made ahead is forgotten."""
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._make, self._ahead = make, None
 
     def _asked(self, step: int) -> Future[list[Batch]]:
         if self._ahead is not None:
@@ -42,7 +64,7 @@ class Feeder:
             if expected == step:
                 return future
             future.cancel()
-        return self._thread.submit(self._make, step)
+        return self._thread.submit(_named, self._make, step)
 
     def __enter__(self) -> "Feeder":
         return self

@@ -1,60 +1,36 @@
 """The loop: one step after another, a line for each, a checkpoint when one is due. `TrainState` is all that moves from step to step."""
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from finefit.artifacts.journal import Journal
-from finefit.artifacts.measurements import Measurement, keep_measurement
-from finefit.artifacts.records import Best, Stage, TrainState
-from finefit.data.collate import lengths_of, micro_batches, supervised_counts_of
-from finefit.data.order import rows_of_rank, rows_of_step
-from finefit.data.packing import Capacity, capacity_of
-from finefit.data.render import Example
-from finefit.errors import Diverged, FinefitError, Interrupted
-from finefit.facts.cards import find_kind
-from finefit.objective.batch import Batch, Forward, Objective
+from finefit.artifacts.records import Best, Levers, LossScale, TrainState
+from finefit.data.order import rows_of_step
+from finefit.errors import Diverged, Interrupted
 from finefit.spec.every import Interval
 from finefit.spec.schema import NanRollBack, NanSkip, NanStop
+from finefit.step import scaling
 from finefit.step.engine import Engine
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.schedule import learning_rate
 from finefit.step.state import random_state, restore_random
+from finefit.train.batches import Dealt, Share, dealt, maker, on_device, require_all_rows
 from finefit.train.feed import Feeder
-from finefit.train.ranks import Ranks
-from finefit.train.saver import Saver, find_checkpoint
-from finefit.train.stopping import StopRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """What a worker holds while it trains."""
-
-    stage: Stage
-    model: nn.Module
-    forward: Forward
-    objective: Objective
-    engine: Engine
-    ranks: Ranks
-    optimizer: torch.optim.Optimizer
-    examples: Sequence[Example]
-    validation: Sequence[Example]
-    pad: int
-    saver: Saver
-    metrics: Journal
-    stop: StopRequest
-    note_memory: Callable[[str, int], None]
+from finefit.train.live import Live
+from finefit.train.measure import measure
+from finefit.train.rescue import Shortage, attempt, corrected, validate_rescued
+from finefit.train.saver import find_checkpoint
+from finefit.train.start import require_start
+from finefit.train.validation import LOSS
 
 
 def train(live: Live, state: TrainState) -> TrainState:
-    micro_batch = state.levers.micro_batch
-    with Feeder(partial(_batches, live, micro_batch, _capacity(live, micro_batch)), total_steps=live.stage.total_steps) as feeder:
+    if state.step == 0:
+        require_start(live)
+    with Feeder(maker(live, state.levers), total_steps=live.stage.total_steps) as feeder:
         state = _steps(live, state, feeder)
     live.saver.save(state)  # a run that was killed after its last step has only its names to set
     return state
@@ -63,15 +39,17 @@ def train(live: Live, state: TrainState) -> TrainState:
 def _steps(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
     saved = validated = time.monotonic()
     while state.step < live.stage.total_steps:
-        if live.stop.reason is not None:
+        if (reason := live.stop.agreed(live.ranks)) is not None:
             _saved(live, state)
-            raise Interrupted(f"stopped by {live.stop.reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
-        state = _one_step(live, state, feeder)
+            raise Interrupted(f"stopped by {reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
+        done, state = state.step, _one_step(live, state, feeder)
+        if state.step <= done:  # the same rows again, or a return to an earlier step: nothing is due
+            continue
         if state.step == 1 and live.stage.device == "cuda":
-            _measure(live)
-        save = state.step == live.stage.total_steps or _due(live.stage.save.every, state.step, live.stage, saved)
+            measure(live, state.levers)
+        save = state.step == live.stage.total_steps or _due(live, live.stage.save.every, state.step, saved)
         every = live.stage.validate_every
-        if live.validation and (save or (every is not None and _due(every, state.step, live.stage, validated))):
+        if live.validation and (save or (every is not None and _due(live, every, state.step, validated))):
             state = _validated(live, state, saving=save)
             validated = time.monotonic()
         if save:
@@ -85,117 +63,108 @@ def _saved(live: Live, state: TrainState) -> None:
     live.metrics.sync()  # first: a checkpoint never outlives the lines of its steps
     checkpoint = live.saver.save(state)
     live.metrics.write(event="saved", step=state.step, checkpoint=checkpoint.name)
+    live.watchdog.beat(f"the save of step {state.step}")
 
 
 def _one_step(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
     if state.step in state.skipped_steps:
         live.metrics.write(event="left_out", step=state.step + 1)
         return replace(state, step=state.step + 1)
+    state = _under(live, state, live.corrections.at(state), feeder)
     began = time.perf_counter()
     num_rows = len(rows_of_step(state.step, num_rows=len(live.examples), global_batch=live.stage.global_batch, seed=live.stage.seed))
-    fed = feeder.take(state.step)
-    batches = fed.batches
-    _require_all_rows(state.step, batches, num_rows)
     rate = _set_learning_rate(live, state.step)
     random_before = random_state()
-    outcome = optimizer_step(
-        [_on_device(batch, live.stage.device) for batch in batches],
-        forward=live.forward,
-        objective=live.objective,
-        optimizer=live.optimizer,
-        clip=live.stage.optimizer.clip,
-        decide=bool,
-        engine=live.engine,
-    )
+    fed = feeder.take(state.step)
+    hand = dealt(live, fed.batches)
+    require_all_rows(state.step, hand.whole, num_rows)
+    outcome, loss_scale = _scaled_step(live, state, hand)
+    if isinstance(outcome, Shortage):
+        restore_random(random_before)
+        return _rescued(live, state, outcome, feeder)
+    state = replace(state, loss_scale=loss_scale)
     if not outcome.applied:
         return _not_finite(live, state, outcome, random_before)
-    tokens, supervised = sum(b.num_tokens for b in batches), sum(b.num_supervised for b in batches)
-    seconds = time.perf_counter() - began
+    return _applied(live, state, hand.whole, outcome, wait_seconds=fed.wait_seconds, rate=rate, seconds=time.perf_counter() - began)
+
+
+def _scaled_step(live: Live, state: TrainState, hand: Dealt) -> tuple[StepOutcome | Shortage, LossScale | None]:
+    """In fp16 a gradient that overflows is the scale's doing as long as the loss itself is finite and the scale can fall: the same step is made again
+    at half of it, with the same random numbers."""
+    scale = state.loss_scale
+    while True:
+        random_before = random_state()
+        outcome = attempt(partial(_step, live, state, hand, 1.0 if scale is None else scale.scale), live, state.levers)
+        if isinstance(outcome, Shortage):
+            return outcome, scale
+        if scale is None or outcome.applied:
+            return outcome, scale and scaling.after_good_step(scale)
+        if not (scaling.can_fall(scale) and math.isfinite(outcome.loss.item())):
+            return outcome, scale
+        scale = scaling.after_overflow(scale)
+        live.metrics.write(event="loss_scale", step=state.step + 1, scale=scale.scale)
+        restore_random(random_before)
+
+
+def _step(live: Live, state: TrainState, hand: Dealt, loss_scale: float, engine: Engine) -> StepOutcome:
+    there, idle = ([on_device(batch, live.stage.device) for batch in batches] for batches in (hand.own, hand.idle))
+    if state.levers.update == "inside":
+        live.audit.hear()
+    return optimizer_step(
+        there,
+        forward=live.forward,
+        objective=live.audit.watched(live.objective),
+        optimizer=live.optimizer,
+        clip=live.stage.optimizer.clip,
+        decide=partial(live.audit.decide, state.step + 1, lambda: live.objective(live.forward, (there or idle)[0])),
+        count=hand.whole.count,
+        engine=engine,
+        loss_scale=loss_scale,
+        idle=idle,
+        update=state.levers.update,
+    )
+
+
+def _applied(live: Live, state: TrainState, whole: Share, outcome: StepOutcome, *, wait_seconds: float, rate: float, seconds: float) -> TrainState:
+    step, loss = state.step + 1, outcome.loss.item()
     live.metrics.write(
-        step=state.step + 1,
-        epoch=round((state.step + 1) / live.stage.steps_per_epoch, 4),
-        loss=outcome.loss.item(),
+        step=step,
+        epoch=round(step / live.stage.steps_per_epoch, 4),
+        loss=loss,
         learning_rate=rate,
         grad_norm=outcome.grad_norm.item(),
-        tokens=tokens,
-        supervised_tokens=supervised,
-        rows=num_rows,
+        **{name: value.item() for name, value in outcome.measures.items()},
+        tokens=whole.tokens,
+        supervised_tokens=whole.supervised,
+        rows=whole.rows,
         seconds=round(seconds, 4),
-        wait_seconds=round(fed.wait_seconds, 4),
+        wait_seconds=round(wait_seconds, 4),
+        tokens_per_second=round(whole.tokens / seconds, 1),
+        **live.usage.taken(),
         time=round(time.time(), 3),
-        batch=_digest(batches),
+        batch=whole.digest,
     )
-    live.note_memory("step", state.step + 1)
-    return replace(state, step=state.step + 1, tokens=state.tokens + tokens, supervised_tokens=state.supervised_tokens + supervised)
+    if spike := live.spikes.see(loss):
+        live.metrics.write(event="spike", step=step, found=spike.loss, usual=spike.usual)
+    live.note_memory("step", step)
+    live.watchdog.beat(f"step {step}", step_seconds=seconds)
+    return replace(state, step=step, tokens=state.tokens + whole.tokens, supervised_tokens=state.supervised_tokens + whole.supervised)
 
 
-def _measure(live: Live) -> None:
-    """The worst batch that there can be, once, when the optimizer's state is there: what the card must hold is then known, at step 1 and not in the
-    night. Nothing is applied, and the random numbers go on as if it had not happened."""
-    micro_batch = live.stage.levers.micro_batch
-    rows = min(2 * micro_batch, live.stage.global_batch, len(live.examples))
-    batches = micro_batches([_worst(live.examples)] * rows, micro_batch=micro_batch, pad=live.pad, capacity=_capacity(live, micro_batch))
-    random_before = random_state()
-    try:
-        optimizer_step(
-            [_on_device(batch, live.stage.device) for batch in batches],
-            forward=live.forward,
-            objective=live.objective,
-            optimizer=live.optimizer,
-            clip=None,
-            decide=lambda _: False,
-            engine=live.engine,
-        )
-    except torch.OutOfMemoryError:  # no row need be as long as the longest and as much supervised as any, so training may go on all the same
-        live.metrics.write(event="worst_does_not_fit", step=1, foretold_bytes=live.stage.foretold_bytes)
-        live.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        return
-    finally:
-        restore_random(random_before)
-    kind = find_kind(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
-    found = Measurement(
-        card=kind.name if kind else torch.cuda.get_device_name(),
-        foretold_bytes=live.stage.foretold_bytes,
-        measured_bytes=torch.cuda.max_memory_reserved(),
-    )
-    keep_measurement(found)
-    live.metrics.write(
-        event="measured", step=1, foretold_bytes=found.foretold_bytes, measured_bytes=found.measured_bytes, error=round(found.error, 5)
-    )
+def _under(live: Live, state: TrainState, levers: Levers, feeder: Feeder) -> TrainState:
+    """What an earlier process has corrected is corrected again, at the same step."""
+    if levers == state.levers:
+        return state
+    live.forward.change(levers)
+    feeder.change(maker(live, levers))
+    return replace(state, levers=levers)
 
 
-def _worst(examples: Sequence[Example]) -> Example:
-    """As long as the longest, with as many supervised tokens as any: what the forecast is made for."""
-    tokens = examples[int(lengths_of(examples).argmax())].tokens
-    supervised = int(supervised_counts_of(examples).max())
-    return Example(tokens=tokens, supervised=tuple(at >= len(tokens) - supervised for at in range(len(tokens))))
-
-
-def _capacity(live: Live, micro_batch: int) -> Capacity | None:
-    """Of a pack: what was rehearsed, and no more. None where rows are not packed."""
-    if not live.stage.levers.packing:
-        return None
-    return capacity_of(
-        micro_batch=micro_batch,
-        longest=int(lengths_of(live.examples).max()),
-        supervised=int(supervised_counts_of(live.examples).max()),
-        rows_per_step=min(live.stage.global_batch, len(live.examples)),
-    )
-
-
-def _batches(live: Live, micro_batch: int, capacity: Capacity | None, step: int) -> list[Batch]:
-    """Of this process, the only one yet, in memory that a card can copy from while it computes."""
-    stage = live.stage
-    rows = rows_of_rank(step, rank=0, num_ranks=1, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)
-    batches = micro_batches([live.examples[row] for row in rows], micro_batch=micro_batch, pad=live.pad, capacity=capacity)
-    return [batch.moved(Tensor.pin_memory) for batch in batches] if stage.device == "cuda" else batches
-
-
-def _require_all_rows(step: int, batches: Sequence[Batch], num_rows: int) -> None:
-    """What is trained on is counted: a row that is lost or seen twice between order and batch would show nowhere else."""
-    if (found := sum(batch.num_rows for batch in batches)) != num_rows:
-        raise FinefitError(f"step {step + 1} has {found} rows where its order has {num_rows}")
+def _rescued(live: Live, state: TrainState, shortage: Shortage, feeder: Feeder) -> TrainState:
+    """The same rows are taken again, from the next levers."""
+    state = corrected(live, state, shortage)
+    feeder.change(maker(live, state.levers))
+    return state
 
 
 def _set_learning_rate(live: Live, step: int) -> float:
@@ -211,6 +180,11 @@ def _not_finite(live: Live, state: TrainState, outcome: StepOutcome, random_befo
     step = state.step + 1
     found = f"loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
     live.metrics.write(event="not_finite", step=step, found=found)
+    if state.levers.update == "inside" and math.isfinite(outcome.loss.item()):
+        raise Diverged(
+            f"step {step} has gradients that are not finite ({found}); others were applied before they were seen, so nothing is saved",
+            "start again with --new --set levers.update=after, or with a lower optimizer.lr",
+        )
     left_out = replace(state, skipped_steps=(*state.skipped_steps, state.step))
     match live.stage.on_nan:
         case NanSkip(at_most=limit) if len(state.skipped_steps) < limit:
@@ -233,49 +207,32 @@ def _rolled_back(live: Live, state: TrainState) -> TrainState:
         return replace(state, step=state.step + 1, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
     earlier = live.saver.restore(checkpoint)
     live.metrics.write(event="rolled_back", step=earlier.step)
-    return replace(earlier, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
+    if earlier.levers != state.levers:  # what a rescue corrected since then stays corrected
+        live.corrections.add(earlier.step, state.levers, writes=live.ranks.is_first)
+    return replace(earlier, levers=state.levers, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
 
 
 def _validated(live: Live, state: TrainState, *, saving: bool) -> TrainState:
     """The best is chosen among the steps that are saved and whose loss is a number."""
-    loss = validation_loss(live)
+    found = validate_rescued(live, state)
+    live.watchdog.beat(f"the validation of step {state.step}")
+    if found is None:
+        return replace(state, validation_loss=None)
+    loss = found[LOSS]
     if not math.isfinite(loss):
         live.metrics.write(event="validation_not_finite", step=state.step, found=str(loss))
         return replace(state, validation_loss=None)
-    live.metrics.write(event="validated", step=state.step, validation_loss=loss)
+    live.metrics.write(event="validated", step=state.step, **found)
     if saving and (state.best is None or loss < state.best.validation_loss):
         return replace(state, validation_loss=loss, best=Best(step=state.step, validation_loss=loss))
     return replace(state, validation_loss=loss)
 
 
-def validation_loss(live: Live) -> float:
-    """Mean over all supervised tokens of the validation rows, without dropout."""
-    live.model.eval()
-    with torch.no_grad():
-        batches = micro_batches(live.validation, micro_batch=live.stage.levers.micro_batch, pad=live.pad)
-        parts = [live.objective(live.forward, _on_device(batch, live.stage.device)) for batch in batches]
-    live.model.train()
-    return float(sum(part.total.item() for part in parts) / sum(part.count for part in parts))
-
-
-def _due(every: Interval, step: int, stage: Stage, last: float) -> bool:
+def _due(live: Live, every: Interval, step: int, last: float) -> bool:
     match every.unit:
         case "steps":
             return step % every.count == 0
         case "epoch":
-            return step % stage.steps_per_epoch == 0
+            return step % live.stage.steps_per_epoch == 0
         case "minutes":
-            return time.monotonic() - last >= 60 * every.count
-
-
-def _on_device(batch: Batch, device: str) -> Batch:
-    return batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def _digest(batches: Sequence[Batch]) -> str:
-    """Names what was trained on, so that two runs can be compared step by step."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(batch.input_ids_BT.numpy().tobytes())
-        digest.update(batch.positions_N.numpy().tobytes())
-    return digest.hexdigest()[:16]
+            return live.ranks.any(time.monotonic() - last >= 60 * every.count)  # every rank has a clock of its own

@@ -1,39 +1,76 @@
 """Writes checkpoints of a live training, keeps their names, and reads the newest verified one back."""
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finefit.artifacts.checkpoint import list_checkpoints, name_checkpoint, newest_verified, rotate, step_of, write_checkpoint
-from finefit.artifacts.records import Stage, TrainState, read_record, write_record
+from finefit.artifacts.records import Failure, Stage, TrainState, read_record, write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.errors import RunError
-from finefit.model.load import restore_weights, save_weights, weight_bytes
-from finefit.step.state import restore_state, save_state, state_bytes
+from finefit.errors import FinefitError, Resumable, RunError
+from finefit.model.load import restore_weights, save_weights, weight_bytes, whole_weights
+from finefit.step.engine import ALONE, Layout
+from finefit.step.state import optimizer_tensors, random_state, restore_state, save_state, state_bytes
+from finefit.train.ranks import ONE_RANK, Ranks
 
 STATE = "finefit_state.json"
 _SLACK_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """What lies on several ranks, put together on the first."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    random_of_ranks: Sequence[dict[str, Tensor]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Saver:
+    """Of every rank: all of them put a checkpoint together and take one up, the first one writes."""
+
     where: StageDir
     stage: Stage
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    layout: Layout = ALONE
+    ranks: Ranks = ONE_RANK
     resumed_from: int | None = None
     last: int | None = None
     """The step of the newest checkpoint that this process wrote or resumed from."""
 
     def save(self, state: TrainState) -> Path:
+        checkpoint = self.where.checkpoints / f"checkpoint-{state.step}"
+        gathered = self._gathered() if self.last != state.step and self.ranks.size > 1 else None
+        _first_acts(self.ranks, lambda: self._write(state, checkpoint, gathered))
+        self.last = state.step
+        return checkpoint
+
+    def restore(self, checkpoint: Path) -> TrainState:
+        """Model, optimizer and random numbers as they were when the checkpoint was written."""
+        restore_weights(self.model, checkpoint, self.layout.put_weight)
+        restore_state(checkpoint, self.model, self.optimizer, self.layout, rank=self.ranks.rank)
+        state = read_record(checkpoint / STATE, TrainState)
+        self.last = self.resumed_from = state.step
+        return state
+
+    def _gathered(self) -> _Gathered:
+        keeps = self.ranks.is_first
+        return _Gathered(
+            weights=whole_weights(self.model, self.layout.weight, keeps=keeps),
+            optimizer=optimizer_tensors(self.model, self.optimizer, self.layout, keeps=keeps),
+            random_of_ranks=self.ranks.gather(random_state()),
+        )
+
+    def _write(self, state: TrainState, checkpoint: Path, gathered: _Gathered | None) -> None:
         folder = self.where.checkpoints
-        checkpoint = folder / f"checkpoint-{state.step}"
         if self.last != state.step:
-            write_checkpoint(folder, state.step, lambda staging: self._fill(staging, state), needed_bytes=self._needed_bytes())
-            self.last = state.step
+            write_checkpoint(folder, state.step, lambda staging: self._fill(staging, state, gathered), needed_bytes=self._needed_bytes())
         if state.best is not None:
             name_checkpoint(folder, "best", folder / f"checkpoint-{state.best.step}")
         if state.step == self.stage.total_steps:
@@ -44,27 +81,36 @@ class Saver:
             *([self.resumed_from] if self.resumed_from is not None else []),
         }
         rotate(folder, keep=self.stage.save.keep, protected=protected)
-        return checkpoint
 
-    def restore(self, checkpoint: Path) -> TrainState:
-        """Model, optimizer and random numbers as they were when the checkpoint was written."""
-        restore_weights(self.model, checkpoint)
-        restore_state(checkpoint, self.model, self.optimizer)
-        state = read_record(checkpoint / STATE, TrainState)
-        self.last = self.resumed_from = state.step
-        return state
-
-    def _fill(self, staging: Path, state: TrainState) -> None:
-        save_weights(self.model, staging)
+    def _fill(self, staging: Path, state: TrainState, gathered: _Gathered | None) -> None:
+        save_weights(self.model, staging, gathered.weights if gathered else None)
         for file in self.where.tokenizer.iterdir():
             shutil.copy(file, staging / file.name)
-        save_state(staging, self.model, self.optimizer)
+        if gathered is None:
+            save_state(staging, self.model, self.optimizer)
+        else:
+            save_state(staging, self.model, self.optimizer, gathered=gathered.optimizer, random_of_ranks=gathered.random_of_ranks)
         write_record(staging / STATE, state)
         (staging / "README.md").write_text(_model_card(self.stage, state), encoding="utf-8")
 
     def _needed_bytes(self) -> int:
         tokenizer = sum(file.stat().st_size for file in self.where.tokenizer.iterdir())
         return weight_bytes(self.model) + state_bytes(self.model) + tokenizer + _SLACK_BYTES
+
+
+def _first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
+    """The others wait for it, and end with it where it fails."""
+    error: FinefitError | None = None
+    if ranks.is_first:
+        try:
+            act()
+        except FinefitError as found:
+            error = found
+    told: Failure | None = ranks.gather(error and Failure.of(error))[0]
+    if error is not None:
+        raise error
+    if told is not None:
+        raise (Resumable if told.exit_code == Resumable.exit_code else RunError)(f"the first rank could not save: {told.problem}", told.remedy)
 
 
 def find_checkpoint(where: StageDir, stage: Stage) -> tuple[Path | None, list[str]]:
@@ -87,7 +133,7 @@ def _belongs(checkpoint: Path, state: TrainState, stage: Stage) -> None:
                 f"{stage.model_name} ({stage.model_fingerprint[:12]})",
             ),
             ("prompt template", state.template_sha256[:12], stage.template_sha256[:12]),
-            ("tuning", repr(state.tuning), repr(stage.tuning)),
+            ("tuning", *(repr(tuning.model_dump(exclude={"adapter"})) for tuning in (state.tuning, stage.tuning))),  # its adapter by content, above
             ("step", str(state.step), str(step_of(checkpoint))),
         )
         if theirs != ours

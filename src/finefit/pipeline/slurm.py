@@ -1,0 +1,135 @@
+"""A run as a SLURM job, through submitit: its tasks are the ranks, and each does what `finefit run` does under torchrun. So the run directory is made
+where the cards are. Before the time limit, and when the job must make room, SLURM warns it: the ranks save together, and the job is queued again."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finefit.errors import Interrupted, RunError, SpecError
+from finefit.facts.cards import parse_card
+from finefit.spec.schema import AutoEngine, DeepSpeed, Engine, FullyShard, Parallel, Single, SlurmLauncher, Spec
+
+if TYPE_CHECKING:
+    from submitit import Executor
+    from submitit.core.utils import DelayedSubmission
+
+WARNING = signal.SIGUSR2
+"""submitit asks SLURM for this one, since NCCL may take SIGUSR1."""
+_NOTICE_SECONDS = 300
+"""Between warning and end: a long step and its checkpoint."""
+_MOST_RETURNS = 1000
+"""To the queue; a job that saved something each time may come back as often as it needs to."""
+_OURS = {
+    "nodes": "launcher.nodes",
+    "ntasks-per-node": "engine.devices",
+    "gpus-per-node": "engine.devices",
+    "time": "launcher.minutes",
+    "partition": "launcher.partition",
+    "account": "launcher.account",
+    "job-name": "name",
+    "signal": "what finefit sets",
+    "requeue": "what finefit sets",
+    "output": "what finefit sets",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    job: str
+    log: Path
+    """Of the first rank, as it speaks."""
+    script: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What each task of the job calls: a call returns the exit code of a rank that follows, and raises what stops the first."""
+
+    call: Callable[[], int]
+    again: Callable[[], int]
+    """When the job has been queued again: the same, but that it never starts another run."""
+
+    def __call__(self) -> int:
+        from submitit.helpers import TorchDistributedEnvironment
+
+        queue_again: Any = signal.getsignal(WARNING)  # submitit's own: keeps this task, and has the scheduler start it once more
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        has_returned = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0  # also after the failure of a node
+        try:
+            return (self.again if has_returned else self.call)()
+        except Interrupted as stop:
+            if WARNING.name not in stop.problem:
+                raise
+            print(stop, flush=True)
+            queue_again(WARNING, None)
+            return Interrupted.exit_code
+
+    def checkpoint(self) -> "DelayedSubmission":
+        """What submitit starts after the job has waited in the queue again: the same command, which goes on where it stopped."""
+        from submitit.core.utils import DelayedSubmission
+
+        return DelayedSubmission(RankTask(self.again, self.again))
+
+
+def submit(spec: Spec, task: RankTask, *, folder: Path) -> Submitted:
+    """`folder`: on a file system that all nodes see."""
+    executor = open_executor(folder)
+    executor.update_parameters(**parameters(spec))
+    job = executor.submit(task)
+    return Submitted(job=job.job_id, log=job.paths.stdout, script=job.paths.submission_file)
+
+
+def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
+    absent = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
+    if cluster == "slurm" and absent:
+        raise RunError(
+            f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine",
+            "give the command on a login node of the cluster, or --set launcher.kind=local to run here",
+        )
+    try:
+        import submitit
+    except ImportError:
+        raise RunError("launcher.kind is slurm, which needs the package submitit", "install it: pip install 'finefit[slurm]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = {f"{cluster}_max_num_timeout": _MOST_RETURNS}
+    return submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
+
+
+def parameters(spec: Spec) -> dict[str, Any]:
+    """As submitit takes them."""
+    launcher, devices = spec.launcher, devices_of(spec.engine)
+    assert isinstance(launcher, SlurmLauncher)
+    _require_own(launcher)
+    named = {"slurm_partition": launcher.partition, "slurm_account": launcher.account}
+    on_cpu = spec.device == "cpu" or parse_card(spec.card).is_cpu
+    return {
+        "name": spec.name,
+        "nodes": launcher.nodes,
+        "tasks_per_node": devices,
+        "timeout_min": launcher.minutes,
+        "stderr_to_stdout": True,
+        "slurm_signal_delay_s": min(_NOTICE_SECONDS, launcher.minutes * 30),
+        "slurm_additional_parameters": {"requeue": True, **launcher.options},
+        **({} if on_cpu else {"gpus_per_node": devices}),
+        **{name: value for name, value in named.items() if value is not None},
+    }
+
+
+def devices_of(engine: Engine) -> int:
+    match engine:
+        case Single() | AutoEngine(devices=None):
+            return 1
+        case AutoEngine(devices=int(devices)) | Parallel(devices=devices) | FullyShard(devices=devices) | DeepSpeed(devices=devices):
+            return devices
+    raise AssertionError(engine)
+
+
+def _require_own(launcher: SlurmLauncher) -> None:
+    """An option that says what the spec says elsewhere would say it twice."""
+    twice = [f"launcher.options.{name} is said by {_OURS[plain]}" for name in launcher.options if (plain := name.replace("_", "-")) in _OURS]
+    if twice:
+        raise SpecError("\n".join(twice), "remove it from launcher.options")

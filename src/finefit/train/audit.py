@@ -1,0 +1,209 @@
+"""The first two backwards of every process are audited: every trained tensor is reached, on every rank, or it is named with its reason.
+
+What no gradient reaches stops the run before the first update. An adapter's factor is exactly zero as long as its partner is: that is expected once.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from finefit.artifacts.names import grouped
+from finefit.errors import FindingError
+from finefit.objective.batch import Batch, Forward, LossSum, Objective
+from finefit.rehearse.gradients import explain
+from finefit.step.engine import Engine
+from finefit.train.ranks import Ranks
+
+log = logging.getLogger("finefit")
+_LOOKS = 2
+_FLOOR = 1e-12
+"""Of the largest norm: what lies below is rounding."""
+_PARTNERS = {"lora_A": "lora_B", "lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B", "lora_embedding_B": "lora_embedding_A"}
+_NAMES_TOLD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Names of trained tensors by what their gradient is."""
+
+    tensors: int
+    unreached: tuple[str, ...]
+    """Without those of experts, which no row of this step need be routed to."""
+    idle: tuple[str, ...]
+    """Of experts that got no row."""
+    not_finite: tuple[str, ...]
+    waiting: tuple[str, ...]
+    """Exactly zero, because the other factor of the adapter is still zero."""
+    zero: tuple[str, ...]
+    faint: tuple[str, ...]
+
+
+class Audit:
+    def __init__(
+        self, model: nn.Module, engine: Engine, ranks: Ranks, tell: Callable[..., Any], *, unfuse: Callable[[], None] = lambda: None
+    ) -> None:
+        """`unfuse`: so that every module is called by itself and can be seen; only before the run is stopped."""
+        self._model, self._engine, self._ranks, self._tell, self._unfuse = model, engine, ranks, tell, unfuse
+        self._left, self._last = _LOOKS, 0
+        self._heard: dict[str, Tensor] = {}
+        self._ears: list[RemovableHandle] = []
+
+    def hear(self) -> None:
+        """Where gradients are given back within backward, their norms are taken as they come by."""
+        if self._left and not self._ears:
+            trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+            self._ears = [p.register_hook(partial(self._note, name)) for name, p in trained]  # type: ignore[no-untyped-call]
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._heard[name] = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+
+    def decide(self, step: int, again: Callable[[], Any], finite: Tensor) -> bool:
+        """As a step's `decide`: gradients are there and nothing is updated yet. `again` computes a loss of this step once more, to see which modules
+        it calls."""
+        is_finite = bool(finite)
+        if self._left:
+            self._look(step, again, is_finite)
+            self._left -= is_finite  # a step that is not applied shows only what was not reached
+        if not self._left:
+            self._hear_no_more()
+        return is_finite
+
+    def _hear_no_more(self) -> None:
+        for ear in self._ears:
+            ear.remove()
+        self._ears, self._heard = [], {}
+
+    def watched(self, objective: Objective) -> Objective:
+        """Stops where the loss itself has no gradient: all of what is trained is unreached then, and backward would not say why."""
+        return _Watched(objective, self._refuse)
+
+    def _refuse(self, again: Callable[[], Any]) -> None:
+        found = judge({name: p for name, p in self._model.named_parameters() if p.requires_grad}, {})
+        self._stop(found, again)
+
+    def _stop(self, found: Found, again: Callable[[], Any]) -> NoReturn:
+        problem = f"{_words(found)}. {'Nothing is saved' if self._ears else 'No update was made'}"  # inside backward the others are updated already
+        self._unfuse()
+        raise FindingError(problem, "\n".join(explain(self._model, found.unreached, _entered(self._model, again))))
+
+    def _look(self, step: int, again: Callable[[], Any], is_finite: bool) -> None:
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        found = judge(trained, self._norms(trained))
+        if found.unreached:
+            self._stop(found, again)
+        if not is_finite and step == self._last:  # fp16 tries a step again until its scale fits
+            return
+        self._last = step
+        named = {name: grouped(getattr(found, name)) for name in ("idle", "not_finite", "waiting", "zero", "faint")}
+        self._tell(
+            event="audited", step=step, tensors=found.tensors, reached=found.tensors - len(found.idle), **{k: v for k, v in named.items() if v}
+        )
+        if self._left == 1 and (found.zero or found.faint):
+            log.warning(_quiet(found))
+
+    def _norms(self, trained: Mapping[str, nn.Parameter]) -> dict[str, float]:
+        """Of every tensor that has a gradient on any rank; the largest part that a rank holds stands for the whole."""
+        if self._ears:
+            heard, self._heard = self._heard, {}
+            return dict(zip(heard, torch.stack(list(heard.values())).tolist(), strict=True)) if heard else {}
+        here = {name: _local(found[0]) for name, p in trained.items() if (found := self._engine.gradients([p]))}
+        filled = {name: gradient for name, gradient in here.items() if gradient.numel()}
+        norms = dict.fromkeys(here, 0.0) | dict(zip(filled, _norms_of(list(filled.values())), strict=True))
+        together: dict[str, float] = {}
+        for part in self._ranks.gather(norms):
+            for name, norm in part.items():
+                before = together.get(name, 0.0)
+                together[name] = math.nan if math.isnan(before) or math.isnan(norm) else max(before, norm)
+        return together
+
+
+class _Watched:
+    def __init__(self, objective: Objective, refuse: Callable[[Callable[[], Any]], None]) -> None:
+        self._objective, self._refuse = objective, refuse
+
+    def __call__(self, forward: Forward, batch: Batch) -> LossSum:
+        found = self._objective(forward, batch)
+        if not found.total.requires_grad:
+            self._refuse(lambda: self._objective(forward, batch))
+        return found
+
+    def count(self, batch: Batch) -> int:
+        return self._objective.count(batch)
+
+
+def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> Found:
+    absent = [name for name in trained if name not in norms]
+    largest = max((norm for norm in norms.values() if norm < float("inf")), default=0.0)
+    zero = [name for name, norm in norms.items() if norm == 0.0]
+    waiting = [name for name in zero if _partner_is_zero(name, trained)]
+    return Found(
+        tensors=len(trained),
+        unreached=tuple(name for name in absent if ".experts." not in name),
+        idle=tuple(name for name in absent if ".experts." in name),
+        not_finite=tuple(name for name, norm in norms.items() if not norm < float("inf")),
+        waiting=tuple(waiting),
+        zero=tuple(name for name in zero if name not in set(waiting)),
+        faint=tuple(name for name, norm in norms.items() if 0.0 < norm <= _FLOOR * largest),
+    )
+
+
+def _partner_is_zero(name: str, trained: Mapping[str, nn.Parameter]) -> bool:
+    parts = [_PARTNERS.get(part, part) for part in name.split(".")]
+    partner = trained.get(".".join(parts))
+    return partner is not None and ".".join(parts) != name and not bool(_local(partner.detach()).any())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _norms_of(gradients: list[Tensor]) -> list[float]:
+    """One wait for the device, however many there are."""
+    return [float(n) for n in torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).tolist()] if gradients else []
+
+
+def _words(found: Found) -> str:
+    names = grouped(found.unreached)
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return (
+        f"{len(found.unreached)} of {found.tensors} trained tensors got no gradient from the first backward: {', '.join(names[:_NAMES_TOLD])}{more}. "
+        "Training would leave them as they are"
+    )
+
+
+def _quiet(found: Found) -> str:
+    parts = []
+    if found.zero:
+        parts.append(f"exactly zero for {', '.join(grouped(found.zero)[:_NAMES_TOLD])}: no row used them, or what follows them is zero")
+    if found.faint:
+        parts.append(f"rounding (below {_FLOOR:g} of the largest) for {', '.join(grouped(found.faint)[:_NAMES_TOLD])}")
+    return "the gradient is " + "; it is ".join(parts)
+
+
+def _entered(model: nn.Module, again: Callable[[], Any]) -> dict[str, bool]:
+    entered: dict[str, bool] = {}
+    with _hooked(model, entered), torch.enable_grad():
+        again()
+    return entered
+
+
+@contextmanager
+def _hooked(model: nn.Module, entered: dict[str, bool]) -> Iterator[None]:
+    def note(name: str, *_: Any) -> None:
+        entered[name] = entered.get(name, False) or torch.is_grad_enabled()
+
+    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

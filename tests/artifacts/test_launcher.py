@@ -1,0 +1,55 @@
+"""The place of a rank, as its environment tells it."""
+
+import pytest
+
+from finefit.artifacts.launcher import Place, chosen_variables, find_place, recorded_variables, without_place
+from finefit.errors import RunError
+
+PLACE = Place(rank=3, size=4, local_rank=1, local_size=2, address="node-0", port=29500)
+
+
+def test_a_place_is_found_where_it_was_told() -> None:
+    assert find_place({"HOME": "/"} | PLACE.variables()) == PLACE
+    assert PLACE.num_nodes == 2
+
+
+def test_who_has_no_rank_has_no_place() -> None:
+    assert find_place({}) is None
+    assert find_place({"LOCAL_RANK": "0", "MASTER_PORT": "1"}) is None
+
+
+def test_half_an_environment_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(RunError, match="RANK=0 is set in the environment, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        find_place({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("changes", [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "3"}])
+def test_numbers_that_contradict_each_other_are_refused(changes: dict[str, str]) -> None:
+    with pytest.raises(RunError, match="contradict each other"):
+        find_place(PLACE.variables() | changes)
+
+
+def test_what_is_no_number_is_named() -> None:
+    with pytest.raises(RunError, match="MASTER_PORT=tcp:1 in the environment is no number"):
+        find_place(PLACE.variables() | {"MASTER_PORT": "tcp:1"})
+
+
+def test_a_child_that_is_no_rank_hears_nothing_of_places() -> None:
+    environment = PLACE.variables() | {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "HOME": "/"}
+    assert without_place(environment) == {"HOME": "/"}
+
+
+def test_on_a_cpu_threads_are_planned_for_each_rank_and_beside_cards_they_are_divided() -> None:
+    assert (PLACE.share(8, "cpu"), PLACE.share(8, "cuda"), PLACE.share(1, "cuda")) == (8, 4, 1)
+
+
+def test_what_decides_how_ranks_meet_is_recorded_and_nothing_private() -> None:
+    environment = (
+        PLACE.variables() | chosen_variables(deterministic=True) | {"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "1,2"}
+    )
+    recorded = recorded_variables(environment)
+    assert recorded["MASTER_PORT"] == "29500"
+    assert recorded["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert recorded["NCCL_P2P_DISABLE"] == "1"
+    assert recorded["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "HF_TOKEN" not in recorded

@@ -1,0 +1,164 @@
+"""The DeepSpeed JSON of a stage, what an engine refuses, and which one a stage gets."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from finefit.artifacts.records import Levers
+from finefit.errors import FinefitError, RunError, SpecError
+from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, FullyShard, Lora, Parallel, Single
+from finefit.step.engine import ALONE
+from finefit.step.engines import engine_problems, loads_on, make_engine
+from finefit.step.engines.ddp import Copies
+from finefit.step.engines.fsdp import FullShards
+from finefit.step.engines.zero_config import FILE, contradictions, deepspeed_config, open_config
+from finefit.train.ranks import ONE_RANK
+from tests.step.company import make_stage
+from tests.step.conftest import FULL, LORA
+
+
+class _Two:
+    rank, size, is_first = 0, 2, True
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def zero(stage: Literal[2, 3] = 2, config: str | None = None) -> DeepSpeed:
+    return DeepSpeed(kind="deepspeed", devices=2, stage=stage, config=config)
+
+
+AGREEING: dict[str, Any] = {
+    "train_batch_size": 7,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": False},
+    "zero_optimization": {"stage": 2, "allgather_partitions": True, "offload_optimizer": {"device": "none"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}},
+    "steps_per_print": 1000,
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_json_says_the_stage_and_leaves_every_number_to_finefit(stage: Literal[2, 3]) -> None:
+    config = deepspeed_config(make_stage(engine=zero(stage)), {})
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["gradient_accumulation_steps"] == 1
+    assert config["gradient_clipping"] == 0.0
+    assert not {"optimizer", "scheduler", "fp16", "bf16"} & config.keys()
+
+
+def test_a_file_that_agrees_is_kept_for_what_the_spec_does_not_say() -> None:
+    config = deepspeed_config(make_stage(engine=zero()), AGREEING)
+    assert config["steps_per_print"] == 1000
+    assert config["zero_optimization"]["allgather_partitions"] is True
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert not {"optimizer", "bf16", "train_batch_size"} & config.keys()
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"train_batch_size": 8}, "train_batch_size is 8, global_batch is 7"),
+        ({"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu is 2, levers.micro_batch is 1"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps is 3, what global_batch comes to is 4"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping is 1.0, optimizer.clip is 0.5"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true, precision fp16 is false"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is true, precision bf16 is false"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, engine.stage is 2"),
+        ({"optimizer": {"type": "Lion"}}, 'optimizer.type is "Lion", optimizer.kind is "AdamW"'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0, optimizer.lr is 0.01"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is given"),
+        ({"elasticity": {"enabled": True}}, "elasticity is given"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'zero_optimization.offload_optimizer.device is "cpu"'),
+    ],
+)
+def test_a_file_that_contradicts_the_spec_is_refused_by_name(own: dict[str, Any], named: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        deepspeed_config(make_stage(engine=zero()), own)
+    assert named in refused.value.problem
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    own = {"train_batch_size": 8, "gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 3}}
+    assert len(list(contradictions(make_stage(engine=zero()), own))) == 4
+
+
+def test_the_json_lies_in_the_stage_directory_and_is_read_from_there(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text(json.dumps(AGREEING))
+    stage = make_stage(engine=zero(config="own.json"))
+    first = open_config(tmp_path, stage, tmp_path, writes=True)
+    assert json.loads((tmp_path / FILE).read_text()) == first
+    (tmp_path / "own.json").unlink()
+    assert open_config(tmp_path, stage, tmp_path, writes=False) == first
+
+
+def test_a_file_that_is_missing_or_no_json_is_an_error_with_its_name(tmp_path: Path) -> None:
+    stage = make_stage(engine=zero(config="own.json"))
+    with pytest.raises(SpecError, match=r"there is no .*own.json"):
+        open_config(tmp_path, stage, tmp_path, writes=True)
+    (tmp_path / "own.json").write_text("{")
+    with pytest.raises(SpecError, match=r"own.json is no JSON"):
+        open_config(tmp_path, stage, tmp_path, writes=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine": FullyShard(kind="fsdp2", devices=2), "optimizer": AdamW(kind="adamw_8bit", lr=1e-3)}, "optimizer.kind adamw_8bit"),
+        ({"engine": FullyShard(kind="fsdp2", devices=2), "tuning": Lora(kind="lora", base_bits=4)}, "tuning.base_bits 4"),
+        ({"engine": zero(3), "tuning": Lora(kind="lora", base_bits=8)}, "tuning.base_bits 8"),
+        ({"engine": zero(2), "tuning": Lora(kind="lora", weights="bf16")}, "tuning.weights bf16"),
+        ({"engine": zero(3), "levers": Levers(micro_batch=1, kernels="fused")}, "levers.kernels fused"),
+        ({"engine": zero(3), "levers": Levers(micro_batch=1, recompute=1, keep_attention=True)}, "levers.keep_attention"),
+        ({"engine": zero(3), "levers": Levers(micro_batch=1, mlp_tiles=4)}, "levers.mlp_tiles 4"),
+        ({"engine": Parallel(kind="ddp", devices=2), "levers": Levers(micro_batch=1, update="inside")}, "levers.update inside"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    stage = make_stage(**changes)
+    (problem,) = engine_problems(stage)
+    assert problem.startswith(named)
+    with pytest.raises(SpecError, match=named):
+        make_engine(stage, _Two(), folder=tmp_path, run=tmp_path)
+
+
+@pytest.mark.parametrize("tuning", [LORA, FULL], ids=lambda t: t.kind)
+@pytest.mark.parametrize("engine", [Single(kind="single"), Parallel(kind="ddp", devices=2), FullyShard(kind="fsdp2", devices=2), zero(2), zero(3)])
+def test_nothing_else_is_refused(engine: Any, tuning: Any) -> None:
+    assert engine_problems(make_stage(engine=engine, tuning=tuning)) == []
+
+
+def test_a_stage_gets_the_engine_that_it_names(tmp_path: Path) -> None:
+    made = {
+        name: make_engine(make_stage(engine=engine), peers, folder=tmp_path, run=tmp_path)
+        for name, engine, peers in (
+            ("single", Single(kind="single"), ONE_RANK),
+            ("one rank", FullyShard(kind="fsdp2", devices=1), ONE_RANK),
+            ("ddp", Parallel(kind="ddp", devices=2), _Two()),
+            ("fsdp2", FullyShard(kind="fsdp2", devices=2), _Two()),
+        )
+    }
+    assert made["single"] is ALONE
+    assert made["one rank"] is ALONE
+    assert isinstance(made["ddp"], Copies)
+    assert isinstance(made["fsdp2"], FullShards)
+
+
+def test_several_ranks_without_an_engine_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="one of 2 ranks"):
+        make_engine(make_stage(), _Two(), folder=tmp_path, run=tmp_path)
+    with pytest.raises(FinefitError, match="auto came to"):
+        make_engine(make_stage(engine=AutoEngine(kind="auto")), _Two(), folder=tmp_path, run=tmp_path)
+
+
+def test_weights_that_are_divided_are_loaded_on_the_host_first() -> None:
+    card = replace(make_stage(engine=FullyShard(kind="fsdp2", devices=2)), device="cuda")
+    assert loads_on(card, num_ranks=2) == "cpu"
+    assert loads_on(card, num_ranks=1) == "cuda"
+    assert loads_on(replace(card, engine=zero(3)), num_ranks=2) == "cpu"
+    assert loads_on(replace(card, engine=zero(2)), num_ranks=2) == "cuda"

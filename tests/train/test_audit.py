@@ -1,0 +1,217 @@
+"""After its first backward a run knows that every trained tensor was reached, or says which was not and why, before anything is updated."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from finefit.artifacts.checkpoint import list_checkpoints
+from finefit.artifacts.journal import read_lines
+from finefit.artifacts.records import StageResult, read_record
+from finefit.artifacts.rundir import StageDir
+from finefit.errors import FindingError
+from finefit.step.engine import ALONE
+from finefit.train import worker
+from finefit.train.audit import Audit
+from finefit.train.ranks import ONE_RANK
+from tests.faults import Reference, at_step, finish, send_self, start, words
+
+FOUND = 1
+FINITE = torch.tensor(True)
+
+
+def audited(where: StageDir) -> list[dict[str, Any]]:
+    return [line for line in read_lines(where.metrics) if line.get("event") == "audited"]
+
+
+def test_every_run_audits_its_first_two_backwards(lora: Reference) -> None:
+    """An adapter's A gets an exact zero from the first one, for its B is zero; from the second one nothing is zero any more."""
+    where = lora.job.fresh()
+    assert finish(start(where)) == 0, words(where)
+    first, second = audited(where)
+    assert (first["step"], second["step"]) == (1, 2)
+    assert first["tensors"] == first["reached"] == second["reached"] == 28  # A and B of seven layers' parts in two layers
+    assert all("lora_A" in name for name in first["waiting"])
+    assert len(first["waiting"]) == 7  # grouped: both layers in one name
+    assert not {"zero", "faint", "not_finite", "idle"} & first.keys()
+    assert not {"waiting", "zero", "faint", "not_finite", "idle"} & second.keys()
+
+
+def test_a_tensor_that_no_gradient_reaches_stops_the_run_before_the_first_update(lora: Reference) -> None:
+    where = lora.job.fresh()
+
+    def prepare() -> None:
+        """The user's own code detaches what one layer's projections make."""
+        really: Callable[..., nn.Module] = getattr(worker, "make_trainable")  # noqa: B009 a name that the worker imports
+
+        def detached(*args: Any, **rest: Any) -> nn.Module:
+            model = really(*args, **rest)
+            model.get_submodule("base_model.model.model.layers.1.mlp").register_forward_hook(lambda *given: given[-1].detach())
+            return model
+
+        setattr(worker, "make_trainable", detached)  # noqa: B010
+
+    assert finish(start(where, prepare)) == FOUND
+    failure = read_record(where.result, StageResult).failure
+    assert failure is not None
+    assert failure.kind == "FindingError"
+    assert failure.problem.startswith("6 of 28 trained tensors got no gradient from the first backward: ")
+    assert "layers.1.mlp.down_proj.lora_A" in failure.problem
+    assert "No update was made" in failure.problem
+    assert "its output has no part in the loss" in failure.remedy
+    assert list_checkpoints(where.checkpoints) == []
+    assert [line for line in read_lines(where.metrics) if "loss" in line] == []
+
+
+def test_a_policy_under_no_grad_is_named_with_its_cause(lora: Reference) -> None:
+    where = lora.job.fresh()
+
+    def prepare() -> None:
+        really: Callable[..., nn.Module] = getattr(worker, "make_trainable")  # noqa: B009 a name that the worker imports
+
+        def blind(*args: Any, **rest: Any) -> nn.Module:
+            model = really(*args, **rest)
+            layer = model.get_submodule("base_model.model.model.layers.0.self_attn")
+            layer.forward = torch.no_grad()(layer.forward)
+            return model
+
+        setattr(worker, "make_trainable", blind)  # noqa: B010
+
+    assert finish(start(where, prepare)) == FOUND
+    failure = read_record(where.result, StageResult).failure
+    assert failure is not None
+    assert "self_attn" in failure.problem
+    assert "no_grad" in failure.remedy
+
+
+def test_a_run_that_goes_on_is_audited_again_and_expects_no_zeros(lora: Reference) -> None:
+    where = lora.job.fresh()
+    assert finish(start(where, lambda: at_step(5, lambda: send_self(signal.SIGTERM)))) == 3
+    before = len(audited(where))
+    assert finish(start(where)) == 0
+    again = audited(where)[before:]
+    assert len(again) == 2
+    assert all("waiting" not in line for line in again)
+
+
+class Parts(nn.Module):
+    """`used` is, `unused` is not; `experts` are used by chance; `off` is multiplied by zero; `faint` by next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.off, self.faint = (nn.Linear(3, 3, bias=False) for _ in range(4))
+        self.mlp = nn.Module()
+        self.mlp.experts = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.used(x) + 0.0 * self.off(x) + 1e-18 * self.faint(x) + self.mlp.experts[0](x)  # type: ignore[index, operator]
+        return found
+
+
+def look(model: Parts, *, steps: int = 1, finite: Tensor = FINITE) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    audit = Audit(model, ALONE, ONE_RANK, lambda **event: told.append(event))
+    for step in range(1, steps + 1):
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        audit.decide(step, lambda: model(torch.ones(2, 3)), finite)
+    return told
+
+
+def test_an_unused_module_is_an_error_with_its_reason() -> None:
+    with pytest.raises(FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight") as raised:
+        look(Parts())
+    assert "unused: gets no input" in raised.value.remedy
+
+
+def test_an_expert_without_rows_is_named_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    model = Parts()
+    del model.unused
+    first, second = look(model, steps=2)
+    assert first["idle"] == ["mlp.experts.1.weight"]
+    assert (first["tensors"], first["reached"]) == (5, 4)
+    assert second["zero"] == ["off.weight"]
+    assert second["faint"] == ["faint.weight"]
+    assert "exactly zero for off.weight" in caplog.text
+    assert "rounding (below 1e-12 of the largest) for faint.weight" in caplog.text
+
+
+def test_a_third_backward_is_not_audited() -> None:
+    model = Parts()
+    del model.unused
+    assert len(look(model, steps=4)) == 2
+
+
+def test_a_step_that_is_not_finite_names_its_tensors_and_is_not_counted() -> None:
+    model = Parts()
+    del model.unused
+    told: list[dict[str, Any]] = []
+    audit = Audit(model, ALONE, ONE_RANK, lambda **event: told.append(event))
+    model(torch.full((2, 3), float("nan"))).sum().backward()
+    assert audit.decide(1, lambda: None, torch.tensor(False)) is False
+    assert "used.weight" in told[0]["not_finite"]
+    model.zero_grad()
+    for step in (2, 3, 4):
+        model(torch.ones(2, 3)).sum().backward()
+        audit.decide(step, lambda: None, FINITE)
+    assert [line["step"] for line in told] == [1, 2, 3]
+
+
+def test_gradients_that_are_given_back_within_backward_are_heard_as_they_come_by() -> None:
+    model = Parts()
+    told: list[dict[str, Any]] = []
+    audit = Audit(model, ALONE, ONE_RANK, lambda **event: told.append(event))
+
+    def given_back(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(given_back)  # type: ignore[no-untyped-call]
+    audit.hear()
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight"):
+        audit.decide(1, lambda: model(torch.ones(2, 3)), FINITE)
+    del model.unused
+    for step in (1, 2):
+        model(torch.ones(2, 3)).sum().backward()
+        audit.decide(step, lambda: None, FINITE)
+        audit.hear()
+    assert [line["zero"] for line in told] == [["off.weight"], ["off.weight"]]
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+class Halves:
+    """Two ranks, of which this one holds only a part of the gradients."""
+
+    rank, size, is_first = 0, 2, True
+
+    def __init__(self, other: dict[str, float]) -> None:
+        self._other = other
+
+    def any(self, claim: bool) -> bool:
+        return claim
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._other]
+
+    def barrier(self) -> None:
+        return
+
+
+def test_what_any_rank_holds_a_gradient_of_is_reached() -> None:
+    model = Parts()
+    told: list[dict[str, Any]] = []
+    model(torch.ones(2, 3)).sum().backward()
+    Audit(model, ALONE, Halves({"unused.weight": 1.0}), lambda **event: told.append(event)).decide(1, lambda: None, FINITE)
+    assert told[0]["reached"] == 5
+
+
+def test_an_audit_leaves_the_forward_as_it_was() -> None:
+    """Only where something is missing is a loss computed once more, with hooks that are gone afterwards."""
+    model = Parts()
+    with pytest.raises(FindingError):
+        look(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
