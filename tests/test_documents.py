@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.speed_table import GOALS, misses, rendered
+from finefit.plan.target import MARGIN, MARGIN_BYTES
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -54,3 +57,33 @@ def test_the_committed_figures_of_preparation_meet_their_goals_and_stand_in_the_
         assert f"| {case['file']} | {case['mean']:.0f} | {case['longest']:,} | {shares} |" in text
     assert f"{scaling['seconds_of_2']} s where one takes {scaling['seconds_of_1']} s ({scaling['rows']:,} rows" in text
     assert f"take {million['seconds']} s with two processes, and {whole_bytes / 2**30:.2f} GiB" in text
+
+
+def test_the_table_of_speeds_is_made_from_the_committed_results_and_every_goal_is_met() -> None:
+    rows = json.loads((ROOT / "bench/results/speed.json").read_text())
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert rendered(text, rows) == text
+    ours = {row["case"]: row for row in rows if row["tool"] == "finefit"}
+    assert ours.keys() >= GOALS.keys()
+    assert {name: misses(row) for name, row in ours.items() if misses(row)} == {}
+    for peer in (row for row in rows if row["tool"] != "finefit"):
+        assert ours[peer["case"]]["tokens_per_second"] > peer["tokens_per_second"]
+        assert ours[peer["case"]]["reserved_bytes"] < peer["reserved_bytes"]
+
+
+def test_no_committed_step_took_more_than_its_forecast_with_its_margin() -> None:
+    for row in json.loads((ROOT / "bench/results/speed.json").read_text()):
+        if row["tool"] == "finefit":
+            foretold, recomputed = row["foretold_reserved_bytes"], row["levers"]["recompute"]
+            one_input = row["host_bytes"] // recomputed if row["levers"]["offload"] else 0
+            assert row["reserved_bytes"] <= foretold * (1 + MARGIN) + MARGIN_BYTES + one_input, row["case"]
+
+
+def test_packed_steps_took_what_was_foretold_and_less_time_than_padded_ones() -> None:
+    found = json.loads((ROOT / "bench/results/packing.json").read_text())["cases"]
+    shares = []
+    for case in found.values():
+        for rows in ("worst", "short_rows"):
+            assert case[rows]["reserved_bytes"] == case["foretold"]["reserved_bytes"]
+        shares.append(case["speed"]["packed"]["seconds"] / case["speed"]["grouped"]["seconds"])
+    assert f"take {shares[0]:.2f} and {shares[1]:.2f} of the time" in (ROOT / "docs/performance.md").read_text(encoding="utf-8")

@@ -101,6 +101,10 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
             "before the first step the DPO loss is 0.693147, and ln 2 is 0.693147",
         ),
         ({"event": "dpo_start", "found": "nan", "allowed": 1e-5}, "before the first step the DPO loss is nan, and ln 2 is 0.693147"),
+        (
+            {"event": "measured", "step": 1, "measured_bytes": 11 << 30, "foretold_bytes": 10 << 30, "error": -0.0909},
+            "memory is not as planned: 11.00 GiB reserved with the longest rows, 10.00 GiB foretold (-9.1%); please report it",
+        ),
         ({"event": "amended", "step": 3, "changes": ["save.keep: 2 -> 3"], "note": ""}, "after step 3: save.keep: 2 -> 3"),
     ],
 )
@@ -111,9 +115,17 @@ def test_an_event_is_told_once_in_words(run: RunDir, line: dict[str, object], wo
     assert follower.news() == []
 
 
-def test_an_audit_without_a_finding_is_no_news(run: RunDir) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "audited", "step": 1, "tensors": 9, "reached": 9, "waiting": ["layers.{0..3}.lora_A"]},
+        {"event": "measured", "step": 1, "measured_bytes": 10 << 30, "foretold_bytes": 10 << 30, "error": 0.0},
+        {"event": "environment", "variables": {}, "threads": 2, "ranks": []},
+    ],
+)
+def test_what_is_as_it_should_be_is_no_news(run: RunDir, line: dict[str, object]) -> None:
     follower = Follower(run)
-    note(run, event="audited", step=1, tensors=9, reached=9, waiting=["layers.{0..3}.lora_A"])
+    note(run, **line)
     assert follower.news() == []
 
 

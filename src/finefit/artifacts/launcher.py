@@ -21,6 +21,7 @@ _PARENT_SECONDS = 1.0
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STARTER_VARIABLES = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 """What torchrun says beside them."""
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -71,9 +72,9 @@ class Place:
     def num_nodes(self) -> int:
         return self.size // self.local_size
 
-    def share(self, threads: int, device: str) -> int:
-        """Of a stage's threads. On a CPU they are planned for one process; beside cards the ranks of a node divide those that there are."""
-        return threads if device == "cpu" else max(1, threads // self.local_size)
+    def share(self, threads: int) -> int:
+        """Of a stage's threads, which are those of a node: its ranks divide them."""
+        return max(1, threads // self.local_size)
 
     def variables(self) -> dict[str, str]:
         values = (self.rank, self.size, self.local_rank, self.local_size, self.address, self.port)
@@ -118,15 +119,22 @@ def without_place(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith("TORCHELASTIC_")}
 
 
-def chosen_variables(*, deterministic: bool) -> dict[str, str]:
-    """What must stand in the environment before torch starts, unless the user has set it."""
+def allocator_setting(environment: Mapping[str, str]) -> str | None:
+    """The user's own, under either of its names; torch takes the first that is set."""
+    return next((environment[name] for name in _ALLOCATOR if name in environment), None)
+
+
+def chosen_variables(environment: Mapping[str, str], *, deterministic: bool) -> dict[str, str]:
+    """What must stand in the environment before torch starts. The allocator's setting has two names, so one that the user has set is left out; of the
+    others the user's own goes first."""
     chosen = {
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         # OpenMP threads wait for each other by spinning; a short spin costs little and saves much on cores that others use too (bench/busy_cores.py)
         "GOMP_SPINCOUNT": "2000",
     }
+    if allocator_setting(environment) is None:
+        chosen[_ALLOCATOR[0]] = "expandable_segments:True"
     return chosen | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
 
 
@@ -137,7 +145,8 @@ _RECORDED = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
-    *chosen_variables(deterministic=True),
+    *_ALLOCATOR,
+    *chosen_variables({}, deterministic=True),
 )
 _RECORDED_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "DS_")
 

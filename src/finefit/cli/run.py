@@ -79,11 +79,14 @@ def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
         console.print(f"next     finefit eval {place.path} --checkpoint all", soft_wrap=True)
 
 
-def open_or_create(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console") -> "RunDir":
-    """The run that this command means: the directory itself, the newest with the same digest, or a new one."""
+def open_or_create(
+    target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None = None
+) -> "RunDir":
+    """The run that this command means: the directory itself, the newest with the same digest, or a new one. `nodes`: that ranks were started on
+    already."""
     if target.is_dir():
         return _from_run(target, overrides, new=new, console=console)
-    return _from_spec(target, overrides, new=new, runs=runs, console=console)
+    return _from_spec(target, overrides, new=new, runs=runs, console=console, nodes=nodes)
 
 
 def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "Console") -> "RunDir":
@@ -102,7 +105,7 @@ def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "
     return place
 
 
-def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console") -> "RunDir":
+def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None) -> "RunDir":
     from finefit.artifacts.rundir import newest_with_digest
     from finefit.spec.load import load_spec
 
@@ -112,12 +115,17 @@ def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Pat
         from finefit.pipeline.create import create_run
         from finefit.pipeline.inputs import open_inputs
 
-        opened = open_inputs(spec, base, (runs / spec.name).resolve())
+        from finefit.pipeline.resume import follow
+
+        opened = open_inputs(spec, base, (runs / spec.name).resolve(), nodes=nodes)
         earlier = None if new else newest_with_digest(runs, spec.name, opened.digest)
-        if earlier is not None:
-            return earlier
-        text = target.read_text(encoding="utf-8-sig")
-        return create_run(opened, spec_text=text, overrides=overrides, base=base, runs=runs)
+        if earlier is None:
+            text = target.read_text(encoding="utf-8-sig")
+            return create_run(opened, spec_text=text, overrides=overrides, base=base, runs=runs)
+        lines = follow(earlier, spec)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return earlier
 
 
 def carry_out(place: "RunDir", console: "Console", *, train: "Train | None" = None) -> None:
@@ -153,7 +161,7 @@ def be_rank(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, 
 
     at = find_place(os.environ)
     assert at is not None
-    for name, value in chosen_variables(deterministic=False).items():
+    for name, value in chosen_variables(os.environ, deterministic=False).items():
         os.environ.setdefault(name, value)  # before torch is imported
     from finefit.pipeline.outside import leave
     from finefit.train.meeting import PATIENCE
@@ -181,19 +189,30 @@ def _is_for_slurm(target: Path, overrides: tuple[str, ...]) -> bool:
 
 
 def _spec_of(target: Path, overrides: tuple[str, ...]) -> "Spec":
+    """As it is asked for now; of a run directory with all that it was asked before."""
+    from finefit.artifacts.records import Run, read_record
     from finefit.artifacts.rundir import open_run
-    from finefit.spec.load import load_spec, spec_from_json
+    from finefit.spec.load import load_spec
 
-    return spec_from_json(open_run(target).spec_json.read_text(encoding="utf-8")) if target.is_dir() else load_spec(target, overrides)
+    if not target.is_dir():
+        return load_spec(target, overrides)
+    place = open_run(target)
+    return load_spec(place.spec_yaml, (*read_record(place.run, Run).overrides, *overrides))
 
 
 def _submit(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool) -> None:
     """The job gives this same command, each of its tasks as a rank."""
     from functools import partial
 
-    from finefit.pipeline.slurm import RankTask, submit
+    from finefit.pipeline.slurm import RankTask, require_inputs, require_scheduler, submit
 
     spec, console = _spec_of(target, overrides), open_console(as_json=as_json)
+    require_scheduler()
+    if target.is_dir():  # what may change is taken over now, so that what may not is refused before it waits
+        _from_run(target, overrides, new=new, console=console)
+        overrides = ()
+    else:
+        require_inputs(spec, target.resolve().parent)
     call, again = (partial(be_rank, target.resolve(), overrides, new=is_new, runs=runs.resolve()) for is_new in (new, False))
     sent = submit(spec, RankTask(call, again), folder=runs.resolve() / "slurm")
     if as_json:
@@ -213,7 +232,7 @@ def _first_rank(at: "Place", store: "Store", target: Path, overrides: tuple[str,
     with Invitation(store=store) as invitation:
         if not target.is_dir():
             overrides = (*overrides, *engine_overrides(load_spec(target, overrides).engine, at))
-        place = open_or_create(target, overrides, new=new, runs=runs, console=console)
+        place = open_or_create(target, overrides, new=new, runs=runs, console=console, nodes=at.num_nodes)
         if read_record(place.run, Run).status != "finished":
             carry_out(place, console, train=first_of_all(at, store, invitation))
     _show(place, console, as_json)

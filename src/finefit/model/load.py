@@ -42,7 +42,7 @@ def load_base(folder: Path, *, device: str, dtype: torch.dtype, attention: str =
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            device_map={"": device} if device != "cpu" or bits else None,
+            device_map={"": _place(device)} if device != "cpu" or bits else None,
             output_loading_info=True,
             attn_implementation=attention,
             quantization_config=_quantisation(bits, dtype),
@@ -55,6 +55,11 @@ def load_base(folder: Path, *, device: str, dtype: torch.dtype, attention: str =
     if device == "cpu" and bits == 4:
         _keep_packed(model)
     return model
+
+
+def _place(device: str) -> torch.device:
+    """The card of this rank by its number: weights are loaded by threads, which would take the first one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def require_placed(model: nn.Module, name: str) -> None:

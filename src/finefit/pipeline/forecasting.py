@@ -14,6 +14,7 @@ from pathlib import Path
 
 import finefit
 from finefit import errors
+from finefit.artifacts.launcher import allocator_setting
 from finefit.artifacts.measurements import uncertainty
 from finefit.artifacts.records import Answer, Forecast, Lengths, Question, read_record, write_record
 from finefit.errors import FinefitError, ModelError, RunError
@@ -23,7 +24,7 @@ from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_m
 from finefit.model.locate import outline
 from finefit.pipeline.data import missing, prepare_data, present
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import AdamW, Data, Dpo, Held, Lora, NanStop, Save, ShapeModel, SlurmLauncher, Source, Spec, Validation
+from finefit.spec.schema import AdamW, Data, Dpo, Held, LocalLauncher, Lora, NanStop, Save, ShapeModel, SlurmLauncher, Source, Spec, Validation
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
 _ROOMS = ("plan", "rehearse", "step", "model", "objective", "data", "facts", "spec", "artifacts")
@@ -34,16 +35,18 @@ _ROUNDED = 64 << 20
 """What is free on a card changes by a little all the time."""
 
 
-def forecast(spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *, budget_bytes: int | None = None) -> tuple[Forecast, ...]:
-    """One for each card. `budget_bytes` where not all of a card may be used."""
+def forecast(
+    spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *, budget_bytes: int | None = None, nodes: int | None = None
+) -> tuple[Forecast, ...]:
+    """One for each card. `budget_bytes` where not all of a card may be used; `nodes` that ranks were started on already, else those of the launcher."""
     question = Question(
-        spec=spec_to_json(_relevant(spec)),
+        spec=spec_to_json(_relevant(spec, nodes)),
         config=outline(spec.model, base).config,
         cards=cards,
         lengths=lengths,
         budget_bytes=budget_bytes,
         visible=visible_cards(),
-        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        allocator=allocator_setting(os.environ),
     )
     place = finefit_cache() / "forecasts" / f"{_key(question)}.json"
     answer = _kept(place)
@@ -81,7 +84,7 @@ def _assumed(spec: Spec, reason: str) -> Lengths:
     )
 
 
-def _relevant(spec: Spec) -> Spec:
+def _relevant(spec: Spec, nodes: int | None) -> Spec:
     """What a forecast depends on; all else is made equal, so that it is not asked for again. The lengths of the rows are told apart."""
     nowhere = Source(path="")
     held, test = spec.data.validation and Held(path=""), spec.data.test and nowhere
@@ -92,7 +95,8 @@ def _relevant(spec: Spec) -> Spec:
     tuning = spec.tuning
     if isinstance(tuning, Lora) and tuning.adapter is not None:
         tuning = tuning.model_copy(update={"adapter": "somewhere"})  # its shape is that of the spec
-    launcher = SlurmLauncher(kind="slurm", nodes=spec.launcher.nodes) if isinstance(spec.launcher, SlurmLauncher) else spec.launcher
+    nodes = nodes or (spec.launcher.nodes if isinstance(spec.launcher, SlurmLauncher) else 1)
+    launcher = SlurmLauncher(kind="slurm", nodes=nodes) if nodes > 1 else LocalLauncher(kind="local")  # whoever starts them
     same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
     more = {"data": data, "optimizer": optimizer, "evaluate": evaluations, "validation": Validation(), "save": Save(keep=spec.save.keep)}
     asked = {"objective": objective, "tuning": tuning, "launcher": launcher, "trackers": ()}

@@ -13,10 +13,13 @@ from finefit.errors import SpecError
 from finefit.facts.files import read_file
 from finefit.model.locate import Located, locate_start
 from finefit.pipeline.data import PreparedData, find_sources, prepare_data
+from finefit.plan.engine import nodes_of
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import Data, DeepSpeed, Engine, Fields, FolderModel, HubModel, Lora, Spec, Tuning
+from finefit.spec.schema import Data, DeepSpeed, Engine, Fields, FolderModel, HubModel, LocalLauncher, Lora, Spec, Tuning
 
 MovePath = Callable[[str], str]
+UNDIGESTED = ("launcher", "trackers")
+"""Keys of a spec that say where a run is started and who is told of it, not what it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +30,22 @@ class Opened:
     located: Located
     prepared: PreparedData
     inputs: Inputs
+    nodes: int
+    """That its ranks are on."""
 
     @property
     def digest(self) -> str:
-        """Of what is asked and of the content it is asked of; where files lie does not matter."""
-        document = json.loads(spec_to_json(relocate(self.spec, lambda _: "")))
+        """Of what is asked and of the content it is asked of; where files lie and who starts the run does not matter, on how many nodes does."""
+        told = self.spec.model_copy(update={"launcher": LocalLauncher(kind="local"), "trackers": ()})
+        document = json.loads(spec_to_json(relocate(told, lambda _: "")))
         data = {split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()}
-        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256]
+        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256, *([self.nodes] if self.nodes > 1 else [])]
         return hashlib.sha256(json.dumps([document, content], sort_keys=True).encode()).hexdigest()
 
 
-def open_inputs(spec: Spec, base: Path, run: Path) -> Opened:
-    """`base` is where the spec's relative paths start; facts are recorded relative to `run`."""
+def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) -> Opened:
+    """`base` is where the spec's relative paths start; facts are recorded relative to `run`. `nodes`: that ranks were started on already, else those
+    of the launcher."""
     find_sources(spec.data, base)  # before the model: what is missing is told at once
     located = locate_start(spec.model, spec.tuning, base)
     prepared = prepare_data(spec, base, located.folder)
@@ -53,7 +60,7 @@ def open_inputs(spec: Spec, base: Path, run: Path) -> Opened:
         template_sha256=prepared.record.template_sha256,
         engine_sha256=engine_sha256(spec.engine, base),
     )
-    return Opened(spec=spec, located=located, prepared=prepared, inputs=inputs)
+    return Opened(spec=spec, located=located, prepared=prepared, inputs=inputs, nodes=nodes or nodes_of(spec.launcher))
 
 
 def relocate(spec: Spec, move: MovePath) -> Spec:

@@ -174,7 +174,7 @@ def free_port() -> int:
 
 
 def rank_environment(place: Place, stage: Stage) -> dict[str, str]:
-    return place.variables() | {"OMP_NUM_THREADS": str(place.share(stage.threads, stage.device))}
+    return place.variables() | {"OMP_NUM_THREADS": str(place.share(stage.threads))}
 
 
 def _start(module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
@@ -192,7 +192,7 @@ def _start(module: str, argument: Path, *, log: Path, lock: int, environment: Ma
 
 def _environment(deterministic: bool) -> dict[str, str]:
     """What must stand before torch starts. A user's own setting is kept."""
-    return chosen_variables(deterministic=deterministic) | without_place(os.environ)
+    return chosen_variables(os.environ, deterministic=deterministic) | without_place(os.environ)
 
 
 @contextmanager

@@ -67,6 +67,17 @@ def require_size(engine: Engine, place: Place) -> None:
     )
 
 
+def require_ranks(stage: Stage, place: Place) -> None:
+    """As many as the run was planned for, on all nodes together; runs of earlier versions do not say."""
+    if stage.num_ranks is None or stage.num_ranks == place.size:
+        return
+    nodes = stage.num_ranks // place.local_size
+    raise RunError(
+        f"this run was planned for {stage.num_ranks} ranks, and {place.size} were started (WORLD_SIZE={place.size})",
+        f"start {place.local_size} on each of {nodes} {'node' if nodes == 1 else 'nodes'}, or start another run with --new",
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class Invitation:
     """Of the first rank to the others. While it prepares, its pulse tells them to go on waiting; a `with` block that ends without an invitation tells
@@ -178,7 +189,7 @@ def work_here(run: RunDir, place: Place, store: Store) -> int:
     quiet()
     where = stage_of(run)
     stage = read_record(where.stage, Stage)
-    for name, value in chosen_variables(deterministic=stage.deterministic).items():
+    for name, value in chosen_variables(os.environ, deterministic=stage.deterministic).items():
         os.environ.setdefault(name, value)  # what is read when the first product is taken; the rest stands already
     return work(where, place, store, is_child_of_ours=False)
 
@@ -191,6 +202,7 @@ def first_of_all(place: Place, store: Store, invitation: Invitation) -> Callable
 
     def train(where: StageDir, stage: Stage, _: int, tick: Tick) -> int:
         require_size(stage.engine, place)
+        require_ranks(stage, place)
         invitation.send(RunDir(where.run))
         with _ticking(tick):
             code = work_here(RunDir(where.run), place, store)

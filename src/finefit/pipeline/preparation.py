@@ -13,11 +13,12 @@ from finefit.facts.machine import Machine, read_version
 from finefit.model.locate import outline
 from finefit.pipeline.data import PreparedData, missing
 from finefit.pipeline.forecasting import forecast
-from finefit.plan.engine import devices_of
+from finefit.plan.engine import require_same_count
 from finefit.plan.resolve import device_of
 from finefit.preflight.data import examine_data
 from finefit.preflight.run import OPTIONAL, Preparation, examine
 from finefit.spec.schema import AutoEngine, Spec
+from finefit.step.engines.zero_config import own_config
 
 _SHOWN = 10
 
@@ -40,9 +41,7 @@ def _for_several(spec: Spec, count: int, device: str) -> Spec:
         raise SpecError(f"card: {spec.card} means {count} cards, and this run takes the CPU", f"set card: cpu and engine.devices: {count}")
     if isinstance(spec.engine, AutoEngine) and spec.engine.devices is None:
         return spec.model_copy(update={"engine": AutoEngine(kind="auto", devices=count)})
-    if devices_of(spec.engine) != count:
-        words = f"card: {spec.card} and engine.devices: {devices_of(spec.engine)} contradict each other"
-        raise SpecError(words, "name the same number in both, or in one of them")
+    require_same_count(parse_card(spec.card), spec.engine)
     return spec
 
 
@@ -56,6 +55,7 @@ def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, ru
             host_memory_bytes=machine.memory_bytes,
             missing_files=missing(spec.data, base),
             absent=frozenset(name for name in OPTIONAL if read_version(name) is None),
+            engine_config=own_config(spec.engine, base),
         )
     )
 

@@ -1,5 +1,6 @@
 """Going on in a run directory. What may change is changed, stated and recorded; everything else is refused with a diff."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from finefit.facts.files import FileFact
 from finefit.model.locate import Located, locate, with_adapter
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.data import source_files
-from finefit.pipeline.inputs import between, engine_sha256, relocate
+from finefit.pipeline.inputs import UNDIGESTED, between, engine_sha256, relocate
+from finefit.plan.engine import nodes_of
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
 from finefit.spec.schema import DeepSpeed, Engine, FolderModel, HubModel, Lora, Model, Source, Spec, Tuning
+from finefit.step.engines.zero_config import FILE as DEEPSPEED_JSON
 from finefit.step.schedule import learning_rate
 
-CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate")
+CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate", "launcher.", "trackers")
 """Keys that leave the steps already done as they were."""
 _PATHS = ("model.path", "model.revision", "tuning.adapter", "engine.config", "data.train", "data.validation.path", "data.test.path")
 
@@ -43,7 +46,7 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     asked = _written(run, (*record.overrides, *overrides))
     after = _with_paths(asked, before, overrides, run.path)
     changes = [c for c in _changes(leaves(before), leaves(after)) if not _is_move(c.key, before, after)]
-    if refused := [*_edited_paths(run, record), *(c for c in changes if not c.key.startswith(CHANGEABLE))]:
+    if refused := [*_edited_paths(run, record), *(c for c in changes if not _may_change(c, before, after))]:
         raise RunError(
             f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {c}" for c in refused),
             f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change; `finefit run SPEC --new` starts another run",
@@ -53,6 +56,23 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
         return []
     with run_lock(run.lock):
         return _take_over(run, record, asked, after, changes, overrides)
+
+
+def follow(run: RunDir, spec: Spec) -> list[str]:
+    """What a spec file with the digest of this run may say otherwise now is taken over. Of a finished run nothing is left to be started or told."""
+    before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
+    changed = [key for key in UNDIGESTED if getattr(before, key) != getattr(spec, key)]
+    if not changed or read_record(run.run, Run).status == "finished":
+        return []
+    document = json.loads(spec_to_json(spec))
+    return amend(run, tuple(f"{key}={json.dumps(document[key])}" for key in changed))
+
+
+def _may_change(change: Change, before: Spec, after: Spec) -> bool:
+    """Another number of nodes is another number of ranks, which divide the rows of a step otherwise."""
+    if change.key == "launcher.nodes":
+        return nodes_of(before.launcher) == nodes_of(after.launcher)
+    return change.key.startswith(CHANGEABLE)
 
 
 def _written(run: RunDir, overrides: tuple[str, ...]) -> Spec:
@@ -127,13 +147,22 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
     located = with_adapter(_locate(spec, run.path), spec.tuning, run.path)
     if located.fingerprint != inputs.model_fingerprint:
         changed.append(f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}")
-    if inputs.engine_sha256 is not None and (now := engine_sha256(spec.engine, run.path)) != inputs.engine_sha256:
-        changed.append(f"  engine.config: sha256 {inputs.engine_sha256[:12]} -> {(now or 'none')[:12]}")
+    changed += _changed_config(run, spec.engine, inputs.engine_sha256)
     if changed:
         raise RunError(
             f"the inputs of {run.path.name} have changed since it began:\n" + "\n".join(changed),
             "put them back, or start another run with --new",
         )
+
+
+def _changed_config(run: RunDir, engine: Engine, sha256: str | None) -> list[str]:
+    """Once the stage has its own copy of what was made of it, the file may be gone."""
+    if sha256 is None or not isinstance(engine, DeepSpeed) or engine.config is None:
+        return []
+    if not (run.path / engine.config).exists() and (stage_of(run).path / DEEPSPEED_JSON).exists():
+        return []
+    now = engine_sha256(engine, run.path)
+    return [] if now is None or now == sha256 else [f"  engine.config: sha256 {sha256[:12]} -> {now[:12]}"]
 
 
 def _changed_files(run: RunDir, source: Source, split: str, facts: tuple[FileFact, ...]) -> list[str]:
@@ -181,6 +210,7 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
         total_steps=total,
         model=spec.model,
         tuning=spec.tuning,
+        trackers=spec.trackers,
         save=spec.save,
         validate_every=spec.validation.every,
         on_nan=spec.on_nan,
@@ -205,10 +235,11 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
 
 
 def _amended(planned: dict[str, Resolved], values: dict[str, Resolved], asked: Spec, changes: list[Change], source: str) -> dict[str, Resolved]:
-    """The plan with what has changed, paths as the user writes them; a key that its new choice does not have is gone."""
+    """The plan with what has changed, paths as the user writes them; a key that its new choice does not have is gone, and one that
+    only it has is there."""
     given = {key: value for key, value, _ in leaves(asked)}
     changed = {c.key for c in changes} | {key for key, old in planned.items() if key.startswith(_PATHS) and old.value != given.get(key)}
-    return {key: Resolved(value=given[key], source=source) if key in changed else planned[key] for key in values}
+    return {key: Resolved(value=given[key], source=source) if key in changed or key not in planned else planned[key] for key in values}
 
 
 def _schedule_note(old: Stage, new: Stage, done: int) -> str:

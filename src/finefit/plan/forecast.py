@@ -6,21 +6,22 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from finefit.artifacts.records import Forecast, GradientMap, Lengths, Suggestion
-from finefit.errors import ModelError
+from finefit.errors import ModelError, SpecError
 from finefit.facts.cards import CARD_KINDS
 from finefit.model.attention import can_pack
 from finefit.model.load import base_bits
-from finefit.plan.engine import decide_engine, nodes_of, shardings_of
+from finefit.plan.engine import decide_engine, nodes_of, require_several, shardings_of
+from finefit.plan.kernels import decide_kernels
 from finefit.plan.look import Look, Looker
-from finefit.plan.search import ASKED, Choice, choose, freedom_of
+from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
 from finefit.plan.target import NCCL_BYTES, USABLE, Target
 from finefit.rehearse.clock import phase_seconds, total_flops
 from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, rehearse_generation, survey
-from finefit.rehearse.shard import Sharding
 from finefit.rehearse.trace import OUTSIDE, Block
-from finefit.spec.schema import DeepSpeed, Dpo, Lora, Spec
+from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Lora, Spec
 from finefit.spec.schema import Levers as AskedLevers
+from finefit.step.engines.choose import engine_problems
 from finefit.step.objective import is_cached
 
 _MORE_CARDS = (2, 4, 8)
@@ -32,23 +33,25 @@ _HOST_BYTES = 3 << 29
 
 def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None) -> Forecast:
     """`memo`: what was rehearsed for other targets."""
+    require_several(spec.engine, target.count)
+    _require_one_update(spec, lengths, target)
     packing = decide_packing(spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic)
     scene = _scene(spec, config, lengths, target, packing)
     looker, choice = _chosen(spec, lengths, scene, target, packing, {} if memo is None else memo)
     return _forecast(spec, lengths, looker, choice)
 
 
-def decide_kernels(asked: AskedLevers, target: Target, sharding: Sharding) -> tuple[Literal["torch", "fused"], str]:
-    """Fused ones take weights as they lie, so these must be whole."""
-    if asked.kernels != "auto":
-        return asked.kernels, ASKED
-    if asked.compile:
-        return "torch", "the layers are compiled"
-    if sharding in ("fsdp2", "zero3"):
-        return "torch", "the weights are divided over the devices"
-    if target.device == "cuda" and not target.has_liger:
-        return "torch", "liger-kernel is not installed here: pip install 'finefit[gpu]'"
-    return "fused", "the same numbers with fewer and larger operations"
+def _require_one_update(spec: Spec, lengths: Lengths, target: Target) -> None:
+    """What an update inside backward cannot be rehearsed with, let alone run."""
+    if spec.levers == "auto" or spec.levers.update != "inside":
+        return
+    rows, asked = -(-_rows_per_step(spec, lengths) // target.count), spec.levers.micro_batch
+    if asked != "auto" and asked < rows:
+        problem = f"levers.update: inside needs the whole step of {rows} rows in one micro-batch, and levers.micro_batch is {asked}"
+        raise SpecError(problem, "--set levers.update=after, or a smaller global_batch")
+    if target.precision == "fp16":
+        problem = f"levers.update: inside cannot take the loss scale of fp16 out of the gradients first, and {target.name} is planned in fp16"
+        raise SpecError(problem, "--set levers.update=after, or precision=fp32")
 
 
 def decide_packing(
@@ -180,9 +183,10 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
         notes=(
             *target.notes,
             *_sharding_notes(looker, spec),
+            *_refusal_notes(spec, engine, look),
             *_tuning_notes(spec, size),
             *_reference_notes(spec, looker, look),
-            *_divided_notes(looker, choice, can_divide=_can_divide(spec)),
+            *_divided_notes(looker, choice),
             *_generation_notes(look, peak),
             *_larger_cards(target, choice, peak, suggestions),
         ),
@@ -192,9 +196,10 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
 def _host_bytes(spec: Spec, looker: Looker, look: Look, size: Size, peak: int) -> int:
     """Of all processes on this machine."""
     processes = looker.target.count // nodes_of(spec.launcher)
+    whole = size.weight_bytes if looker.sharding in ("fsdp2", "zero3") else 0  # each loads all weights here, and then moves its part
     if looker.target.device == "cpu":
-        return processes * peak
-    return processes * (_HOST_BYTES + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size)
+        return processes * max(peak, whole)
+    return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size)
 
 
 def _caching_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
@@ -312,6 +317,12 @@ def _sharding_notes(looker: Looker, spec: Spec) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _refusal_notes(spec: Spec, engine: Engine, look: Look) -> tuple[str, ...]:
+    """What keeps a run from starting, however well it fits."""
+    odd = engine_problems(engine, spec.tuning, spec.optimizer, look.levers)
+    return tuple(f"a run would be refused: {finding.problem} ({finding.remedy})" for finding in odd)
+
+
 def _tuning_notes(spec: Spec, size: Size) -> tuple[str, ...]:
     """What else the reader must know of what was asked for."""
     found = []
@@ -337,15 +348,17 @@ def _reference_notes(spec: Spec, looker: Looker, look: Look) -> tuple[str, ...]:
     return (f"the reference takes {share:.0%} of a step; objective.reference=cached computes it once for all epochs, with the same numbers",)
 
 
-def _divided_notes(looker: Looker, choice: Choice, *, can_divide: bool) -> tuple[str, ...]:
+def _divided_notes(looker: Looker, choice: Choice) -> tuple[str, ...]:
     """What does not fit on one card may fit on several that divide it."""
-    target = looker.target
-    if choice.fits or target.count > 1 or target.device == "cpu" or not can_divide:
+    target, scene = looker.target, looker.scene
+    if choice.fits or target.count > 1 or target.device == "cpu":
         return ()
     levers = replace(choice.look.levers, kernels="torch")  # fused ones take whole weights
+    if any(engine_problems(FullyShard(kind="fsdp2", devices=2), scene.tuning, scene.optimizer, levers)):
+        return ()
     for count in _MORE_CARDS:
         context = target.context_bytes + NCCL_BYTES
         several = replace(looker, target=replace(target, count=count, context_bytes=context), sharding="fsdp2", looks={})
         if several.fits(several.look(levers, is_quick=False)):
-            return (f"divided over {count} of these cards it fits as it is: card={count}x{target.name}, engine.kind=fsdp2",)
+            return (f"divided over {count} of these cards it fits as it is: engine={{kind: fsdp2, devices: {count}}}",)
     return ()

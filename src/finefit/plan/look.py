@@ -9,7 +9,7 @@ from finefit.rehearse.clock import Rates, phase_seconds
 from finefit.rehearse.depth import layer_kinds, rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config
 from finefit.rehearse.shard import Sharding, sharded
-from finefit.spec.schema import Lora
+from finefit.spec.schema import Full
 
 _USUAL = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
 
@@ -61,7 +61,7 @@ class Looker:
     def _look(self, scene: Scene, accumulation: int) -> Look:
         rehearsed = rehearse_depth(scene, self.memo)
         if self.sharding != "none":
-            halves = scene.precision != "fp32" and not isinstance(scene.tuning, Lora)
+            halves = scene.precision != "fp32" and isinstance(scene.tuning, Full)  # adapters and a subset lie beside frozen halves already
             rehearsed = replace(rehearsed, trace=sharded(rehearsed.trace, self.sharding, self.target.count, gathers_halves=halves))
         answer = replay(rehearsed.trace.stream(), expandable=self.target.expandable)
         reserved = answer.reserved_bytes if self.target.device == "cuda" else answer.allocated_bytes

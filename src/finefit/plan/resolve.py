@@ -14,8 +14,8 @@ from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine
 from finefit.spec.every import Interval
-from finefit.spec.schema import Fields, Lora, Single, Spec
-from finefit.step.engines.choose import engine_problems
+from finefit.spec.schema import AutoEngine, Fields, Lora, Single, Spec
+from finefit.step.engines.choose import require_possible
 
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
@@ -52,7 +52,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         model_fingerprint=inputs.model_fingerprint,
         tuning=spec.tuning,
         objective=spec.objective,
-        engine=forecast.engine,
+        engine=forecast.engine if isinstance(spec.engine, AutoEngine) else spec.engine,  # whose paths start where this spec's do
         trackers=spec.trackers,
         template=spec.data.template,
         template_options=spec.data.template_options,
@@ -75,8 +75,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
     )
     if stage.levers.update == "inside" and stage.precision == "fp16":
         raise SpecError("levers.update: inside cannot take the loss scale of fp16 out of the gradients first", "--set levers.update=after")
-    if odd := engine_problems(stage):
-        raise SpecError("\n".join(odd), "set engine.kind: ddp, which leaves weights and state whole")
+    require_possible(stage)
     return stage
 
 

@@ -69,7 +69,7 @@ class Choice:
 def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: int, precision: str, device: str) -> Freedom:
     """`rows` of one optimizer step on one card, each with at most `supervised` tokens that have logits."""
     return Freedom(
-        micro_batch=_micro_batches(rows) if asked.micro_batch == "auto" else (min(asked.micro_batch, rows),),
+        micro_batch=_sizes(asked, rows),
         recompute=_depths(num_layers) if asked.recompute == "auto" else ({"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute),),  # type: ignore[arg-type]
         keep_attention=(False, True) if asked.keep_attention == "auto" else (asked.keep_attention,),
         loss_chunk=_chunks(supervised) if asked.loss_chunk == "auto" else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
@@ -88,6 +88,13 @@ def _chunks(supervised: int) -> tuple[int | None, ...]:
     """Of very many tokens larger ones: each chunk reads the whole head."""
     least = 1 << max(0, (supervised // _MOST_CHUNKS).bit_length())
     return (None, max(_CHUNK, least), max(_SMALL_CHUNK, least))
+
+
+def _sizes(asked: AskedLevers, rows: int) -> tuple[int, ...]:
+    """An update inside backward needs the whole step at once."""
+    if asked.micro_batch != "auto":
+        return (min(asked.micro_batch, rows),)
+    return (rows,) if asked.update == "inside" else _micro_batches(rows)
 
 
 def _micro_batches(rows: int) -> tuple[int, ...]:

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from finefit.artifacts.records import Levers, Suggestion
+from finefit.plan.engine import engine_of
+from finefit.plan.kernels import decide_kernels
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import ASKED, Choice, Freedom, freedom_of
 from finefit.rehearse.rehearsal import Scene
 from finefit.spec.schema import Dpo, Full, Lora
 from finefit.spec.schema import Levers as AskedLevers
+from finefit.step.engines.choose import engine_problems
 from finefit.step.objective import is_cached
 
 _MOST = 6
@@ -18,6 +21,8 @@ _LARGE_RANK = 32
 _LONG = 16384
 _NO_LESS = 64
 """Tokens: a row that is shorter still is no answer."""
+_SAVES_NOTHING = {"update", "compile"}
+"""Levers that, let go, leave a plan as large as it is."""
 
 
 def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
@@ -34,7 +39,7 @@ def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
     )
     exact = list(_exact(looker, choice, free))
     lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(looker, choice))
-    found = {suggestion.changes: (suggestion, seconds) for suggestion, seconds in (*exact, *lossy)}
+    found = {suggestion.changes: (suggestion, seconds) for suggestion, seconds in (*exact, *lossy) if suggestion.saves_bytes > 0}
     return tuple(suggestion for suggestion, _ in sorted(found.values(), key=lambda pair: _order(*pair))[:_MOST])
 
 
@@ -49,9 +54,8 @@ Found = tuple[Suggestion, float]
 
 def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Found]:
     """Levers that the user has fixed, let go: one at a time, then all of them."""
-    fixed = [name for name, reason in choice.reasons.items() if reason == ASKED]
     frugal = free.most_frugal()
-    changed = {name: getattr(frugal, name) for name in fixed if getattr(frugal, name) != getattr(choice.look.levers, name)}
+    changed = {name: getattr(frugal, name) for name in _releasable(looker, choice, frugal)}
     sets = [(name,) for name in changed] + ([tuple(changed)] if len(changed) > 1 else [])
     for names in sets:
         look = looker.look(replace(choice.look.levers, **{name: changed[name] for name in names}), is_quick=True)
@@ -64,6 +68,27 @@ def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Found]:
             price=_slower(choice, look),
         )
     yield from _cached_reference(looker, choice)
+
+
+def _releasable(looker: Looker, choice: Choice, frugal: Levers) -> list[str]:
+    """Fixed levers that would have another value where they are free, and one that the rest of the plan can be run with."""
+    levers, scene, left_out = choice.look.levers, looker.scene, set(_SAVES_NOTHING)
+    if levers.update == "inside":  # needs the whole step at once
+        left_out.add("micro_batch")
+    if decide_kernels(AskedLevers(compile=levers.compile), looker.target, looker.sharding)[0] != frugal.kernels:
+        left_out.add("kernels")
+    fixed = [name for name, reason in choice.reasons.items() if reason == ASKED and name not in left_out]
+    differs = [name for name in fixed if getattr(frugal, name) != getattr(levers, name)]
+    return [name for name in differs if not _is_refused(looker, choice, scene, replace(levers, **{name: getattr(frugal, name)}))]
+
+
+def _is_refused(looker: Looker, choice: Choice, scene: Scene, levers: Levers) -> bool:
+    """Whether the engine has something against it that it has not against the plan as it is."""
+
+    def problems(scene: Scene, levers: Levers) -> set[str]:
+        return {odd.problem for odd in engine_problems(engine_of(looker.sharding, looker.target.count), scene.tuning, scene.optimizer, levers)}
+
+    return bool(problems(scene, levers) - problems(looker.scene, choice.look.levers))
 
 
 def _cached_reference(looker: Looker, choice: Choice) -> Iterator[Found]:
@@ -98,6 +123,8 @@ def _lossy(looker: Looker, choice: Choice) -> Iterator[Found]:
     changes: tuple[str, ...] = ()
     prices: tuple[str, ...] = ()
     for change, price, apply in _changes(scene):
+        if _is_refused(looker, choice, apply(looker.scene), levers):
+            continue
         look = looker.look(levers, scene=apply(looker.scene))
         yield _suggestion(looker, choice, look, (change,), is_exact=False, price=price)
         scene, changes, prices = apply(scene), (*changes, change), (*prices, price)

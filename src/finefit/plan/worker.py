@@ -10,7 +10,7 @@ from finefit.artifacts.records import Answer, Failure, Forecast, Question, read_
 from finefit.errors import FinefitError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
-from finefit.plan.engine import devices_of, nodes_of
+from finefit.plan.engine import devices_of, nodes_of, require_same_count
 from finefit.plan.forecast import make_forecast
 from finefit.plan.target import find_target
 from finefit.rehearse.rehearsal import Rehearsed
@@ -21,9 +21,12 @@ def answer(question: Question) -> list[Forecast]:
     spec, machine = spec_from_json(question.spec), read_machine()
     if question.visible is not None:
         machine = replace(machine, cards=tuple(card for at, card in enumerate(machine.cards) if at in question.visible))
+    requests = [parse_card(card) for card in question.cards]
+    for request in requests:
+        require_same_count(request, spec.engine)
     devices, nodes = devices_of(spec.engine), nodes_of(spec.launcher)
     targets = [
-        find_target(parse_card(card), machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator) for card in question.cards
+        find_target(request, machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator) for request in requests
     ]
     if question.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, question.budget_bytes)) for target in targets]

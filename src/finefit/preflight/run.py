@@ -2,20 +2,23 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from finefit.artifacts.names import grouped
-from finefit.artifacts.records import Finding, Forecast, Suggestion
+from finefit.artifacts.records import Finding, Forecast, Levers, Suggestion
 from finefit.data.order import steps_per_epoch
-from finefit.facts.cards import find_kind
+from finefit.facts.cards import CardKind, find_kind
 from finefit.preflight.findings import in_order
 from finefit.spec.every import Interval
-from finefit.spec.schema import DeepSpeed, Lora, ShapeModel, SlurmLauncher, Spec
+from finefit.spec.schema import AdamW, DeepSpeed, Engine, Lora, ShapeModel, SlurmLauncher, Spec
+from finefit.step.engines.choose import engine_problems
+from finefit.step.engines.zero_config import contradictions
 
 TIGHT = 0.9
 """Share of the host's memory beyond which other programs push a run into swapping."""
-OPTIONAL = ("bitsandbytes", "deepspeed", "submitit", "tensorboard", "wandb", "mlflow", "trackio")
+OPTIONAL = ("bitsandbytes", "liger-kernel", "deepspeed", "submitit", "tensorboard", "wandb", "mlflow", "trackio")
 """Packages that only some specs ask for."""
 
 
@@ -32,6 +35,8 @@ class Preparation:
     """Data files that the spec names and that are not there."""
     absent: frozenset[str] = frozenset()
     """Of `OPTIONAL`, what is not installed here."""
+    engine_config: Mapping[str, Any] = field(default_factory=dict)
+    """What the file of `engine.config` says."""
 
 
 def there_is_something_to_train(found: Preparation) -> Iterator[Finding]:
@@ -43,7 +48,7 @@ def there_is_something_to_train(found: Preparation) -> Iterator[Finding]:
 
 def packages_are_installed(found: Preparation) -> Iterator[Finding]:
     """What the spec asks of packages that not everybody has."""
-    for key, package, remedy in _needs(found.spec, is_cpu=_is_cpu(found)):
+    for key, package, remedy in _needs(found):
         if package in found.absent:
             yield Finding(level="error", problem=f"{key} needs {package}, which is not installed", remedy=remedy)
     for tracker in found.spec.trackers:
@@ -52,9 +57,11 @@ def packages_are_installed(found: Preparation) -> Iterator[Finding]:
             yield Finding(level="warning", problem=problem, remedy=f"pip install {tracker.kind}, or leave it out of trackers")
 
 
-def _needs(spec: Spec, *, is_cpu: bool) -> Iterator[tuple[str, str, str]]:
+def _needs(found: Preparation) -> Iterator[tuple[str, str, str]]:
     """(what asks for it, the package, what to do)."""
-    gpu = "pip install 'finefit[gpu]'"
+    spec, is_cpu, gpu = found.spec, _is_cpu(found), "pip install 'finefit[gpu]'"
+    if found.forecast.levers.kernels == "fused" and not is_cpu:
+        yield "levers.kernels fused", "liger-kernel", f"{gpu}, or --set levers.kernels=torch"
     if isinstance(spec.tuning, Lora) and spec.tuning.base_bits is not None:
         yield "tuning.base_bits", "bitsandbytes", gpu
     if spec.optimizer.kind != "adamw" and not is_cpu:
@@ -67,6 +74,51 @@ def _needs(spec: Spec, *, is_cpu: bool) -> Iterator[tuple[str, str, str]]:
 
 def _is_cpu(found: Preparation) -> bool:
     return found.forecast.card == "cpu"
+
+
+def engine_can_do_it(found: Preparation) -> Iterator[Finding]:
+    """With what it is to share, as the forecast has chosen it."""
+    yield from engine_problems(found.forecast.engine, found.spec.tuning, found.spec.optimizer, found.forecast.levers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decided:
+    """As a stage will have it."""
+
+    engine: Engine
+    optimizer: AdamW
+    levers: Levers
+    precision: str
+    global_batch: int
+
+
+def engine_config_agrees(found: Preparation) -> Iterator[Finding]:
+    """The spec decides, and a file of DeepSpeed's that says otherwise would be followed by nobody."""
+    spec, forecast, own = found.spec, found.forecast, dict(found.engine_config)
+    if not isinstance(forecast.engine, DeepSpeed):
+        return
+    precision = _precision(found)
+    if precision is None:  # known where the run is; left to it
+        own = {key: value for key, value in own.items() if key not in ("bf16", "fp16")}
+    decided = _Decided(
+        engine=forecast.engine, optimizer=spec.optimizer, levers=forecast.levers, precision=precision or "auto", global_batch=spec.global_batch
+    )
+    for line in contradictions(decided, own):
+        yield Finding(level="error", problem=f"engine.config contradicts the spec: {line}", remedy='take it out, or write "auto"; the spec decides')
+
+
+def _precision(found: Preparation) -> str | None:
+    """None where the card is not in the table."""
+    if found.spec.precision != "auto":
+        return found.spec.precision
+    if _is_cpu(found):
+        return "fp32"
+    kind = _kind(found)
+    return None if kind is None else "bf16" if kind.has_bf16 else "fp16"
+
+
+def _kind(found: Preparation) -> CardKind | None:
+    return find_kind(found.forecast.card.removeprefix(f"{found.forecast.devices}x"), None)
 
 
 def optimizer_has_its_device(found: Preparation) -> Iterator[Finding]:
@@ -95,7 +147,7 @@ def precision_suits_the_device(found: Preparation) -> Iterator[Finding]:
     """fp16 is for cards that have no bf16: its small range needs loss scaling, and steps that overflow are left out."""
     if found.spec.precision != "fp16":
         return
-    kind = find_kind(found.forecast.card.removeprefix(f"{found.forecast.devices}x"), None)
+    kind = _kind(found)
     if _is_cpu(found):
         problem = "precision: fp16 on a CPU is slower than fp32, which needs no loss scaling"
         yield Finding(level="warning", problem=problem, remedy="--set precision=fp32")
@@ -230,6 +282,8 @@ def _epoch(found: Preparation) -> int | None:
 CHECKS: tuple[Callable[[Preparation], Iterator[Finding]], ...] = (
     there_is_something_to_train,
     packages_are_installed,
+    engine_can_do_it,
+    engine_config_agrees,
     optimizer_has_its_device,
     update_can_be_inside,
     precision_suits_the_device,

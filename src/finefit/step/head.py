@@ -51,7 +51,7 @@ class _Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> Any:
         (derivatives_NH,) = ctx.saved_tensors
-        return derivatives_NH.mul_(-gradient_N.unsqueeze(1).to(derivatives_NH.dtype)), None, None, None, None
+        return derivatives_NH.mul_(-gradient_N.unsqueeze(1)), None, None, None, None
 
 
 def _cross_entropy_(logits_CV: Tensor, targets_C: Tensor) -> Tensor:

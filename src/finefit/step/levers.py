@@ -85,11 +85,12 @@ def _offloaded(contexts: Callable[[], Contexts], store: Store, layer: Layer, hid
         forward, backward = contexts()
         return forward, _refilled(given, lambda: fetch().requires_grad_(requires_grad), backward)
 
-    def run(*others: Any) -> Any:
+    def run(_: Tensor, *others: Any) -> Any:
         return layer(given.pop(), *others)
 
+    here = hidden.new_empty(0)  # torch keeps the random numbers of the devices that it sees among the arguments
     del hidden
-    return checkpoint(run, *rest, use_reentrant=False, context_fn=refilled)
+    return checkpoint(run, here, *rest, use_reentrant=False, context_fn=refilled)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class PinnedMemory:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: list[Tensor] = []
         self._waiting: list[weakref.ref[_Waiting]] = []
         self._leaving: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -44,14 +44,15 @@ class PinnedMemory:
         return lambda: self._fetch(waiting)
 
     def _copy_out(self, tensor: Tensor, held: Tensor) -> None:
+        flat = tensor.flatten().view(torch.uint8)
         if not tensor.is_cuda:
-            held.copy_(tensor.flatten().view(torch.uint8))
+            held[: len(flat)].copy_(flat)
             return
         stream, now = self._stream(tensor.device), torch.cuda.current_stream(tensor.device)
         self._let_leave(now)
         stream.wait_stream(now)
         with torch.cuda.stream(stream):
-            held.copy_(tensor.flatten().view(torch.uint8), non_blocking=True)
+            held[: len(flat)].copy_(flat, non_blocking=True)
             left = stream.record_event()
         self._leaving = (tensor, left)  # so long its memory must not be given to another
 
@@ -85,14 +86,14 @@ class PinnedMemory:
         tensor = torch.empty(waiting.shape, dtype=waiting.dtype, device=waiting.device)
         flat = tensor.view(-1).view(torch.uint8)
         if not tensor.is_cuda:
-            flat.copy_(waiting.held)
+            flat.copy_(waiting.held[: len(flat)])
             waiting.coming = (tensor, None)
             return
         stream, now = self._stream(waiting.device), torch.cuda.current_stream(waiting.device)
         self._let_leave(now)
         stream.wait_stream(now)  # whoever had this memory before is done with it
         with torch.cuda.stream(stream):
-            flat.copy_(waiting.held, non_blocking=True)
+            flat.copy_(waiting.held[: len(flat)], non_blocking=True)
             waiting.coming = (tensor, stream.record_event())
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -101,12 +102,17 @@ class PinnedMemory:
         return self._streams[device]
 
     def _buffer(self, tensor: Tensor) -> Tensor:
+        """The smallest that is large enough; else one takes the place of the largest that is not, so that no more are ever held than a step needs."""
         num_bytes = tensor.numel() * tensor.element_size()
-        free = self._free.get(num_bytes)
-        return free.pop() if free else _pinned(num_bytes, is_pinned=tensor.is_cuda)
+        large = [at for at, held in enumerate(self._free) if held.numel() >= num_bytes]
+        if large:
+            return self._free.pop(min(large, key=lambda at: self._free[at].numel()))
+        if self._free:
+            self._free.pop(max(range(len(self._free)), key=lambda at: self._free[at].numel()))
+        return _pinned(num_bytes, is_pinned=tensor.is_cuda)
 
     def _give_back(self, held: Tensor) -> None:
-        self._free.setdefault(held.numel(), []).append(held)
+        self._free.append(held)
 
 
 def _pinned(num_bytes: int, *, is_pinned: bool) -> Tensor:
@@ -115,7 +121,7 @@ def _pinned(num_bytes: int, *, is_pinned: bool) -> Tensor:
     if is_pinned:
         code = torch.cuda.cudart().cudaHostRegister(held.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
         if int(code) != 0:
-            raise MemoryError(f"{num_bytes:,} bytes of host memory could not be pinned (CUDA error {int(code)})")
+            raise torch.OutOfMemoryError(f"{num_bytes:,} bytes of host memory could not be pinned (CUDA error {int(code)})")
         weakref.finalize(held, _unpin, held.data_ptr())
     return held
 

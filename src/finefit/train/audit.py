@@ -159,11 +159,13 @@ def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> Fo
 def _partner_is_zero(name: str, trained: Mapping[str, nn.Parameter]) -> bool:
     parts = [_PARTNERS.get(part, part) for part in name.split(".")]
     partner = trained.get(".".join(parts))
-    return partner is not None and ".".join(parts) != name and not bool(_local(partner.detach()).any())
+    return partner is not None and ".".join(parts) != name and not bool(_local(partner).detach().any())
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The part that lies here, as FSDP2 and ZeRO-3 divide."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
+    return part
 
 
 def _norms_of(gradients: list[Tensor]) -> list[float]:

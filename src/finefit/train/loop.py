@@ -22,7 +22,7 @@ from finefit.train.feed import Feeder
 from finefit.train.live import Live
 from finefit.train.measure import measure
 from finefit.train.rescue import Shortage, attempt, corrected, validate_rescued
-from finefit.train.saver import find_checkpoint
+from finefit.train.saver import agreed_checkpoint
 from finefit.train.start import require_start
 from finefit.train.validation import LOSS
 
@@ -100,7 +100,7 @@ def _scaled_step(live: Live, state: TrainState, hand: Dealt) -> tuple[StepOutcom
         if scale is None or outcome.applied:
             return outcome, scale and scaling.after_good_step(scale)
         if not (scaling.can_fall(scale) and math.isfinite(outcome.loss.item())):
-            return outcome, scale
+            return outcome, state.loss_scale  # the rows' doing: the scale stays as it was
         scale = scaling.after_overflow(scale)
         live.metrics.write(event="loss_scale", step=state.step + 1, scale=scale.scale)
         restore_random(random_before)
@@ -180,9 +180,9 @@ def _not_finite(live: Live, state: TrainState, outcome: StepOutcome, random_befo
     step = state.step + 1
     found = f"loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
     live.metrics.write(event="not_finite", step=step, found=found)
-    if state.levers.update == "inside" and math.isfinite(outcome.loss.item()):
+    if state.levers.update == "inside":
         raise Diverged(
-            f"step {step} has gradients that are not finite ({found}); others were applied before they were seen, so nothing is saved",
+            f"step {step} is not finite: {found}. Inside backward tensors may have been updated before that was seen, so nothing is saved of it",
             "start again with --new --set levers.update=after, or with a lower optimizer.lr",
         )
     left_out = replace(state, skipped_steps=(*state.skipped_steps, state.step))
@@ -202,7 +202,7 @@ def _not_finite(live: Live, state: TrainState, outcome: StepOutcome, random_befo
 
 def _rolled_back(live: Live, state: TrainState) -> TrainState:
     skipped = (*state.skipped_steps, state.step)  # those of earlier returns too, which the checkpoint may not know
-    checkpoint, _ = find_checkpoint(live.saver.where, live.stage)
+    checkpoint, _ = agreed_checkpoint(live.saver.where, live.stage, live.ranks)
     if checkpoint is None:  # nothing to return to, and nothing was damaged: the step is left out
         return replace(state, step=state.step + 1, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
     earlier = live.saver.restore(checkpoint)

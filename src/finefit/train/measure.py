@@ -11,6 +11,7 @@ from finefit.step.optimize import optimizer_step
 from finefit.step.state import random_state, restore_random
 from finefit.train.batches import capacity_under, on_device
 from finefit.train.live import Live
+from finefit.train.rescue import is_shortage
 
 
 def measure(live: Live, levers: Levers) -> None:
@@ -30,7 +31,10 @@ def measure(live: Live, levers: Levers) -> None:
             decide=lambda _: False,
             engine=live.engine,
         )
-    except torch.OutOfMemoryError:  # no row need be as long as the longest and as much supervised as any, so training may go on all the same
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        # no row need be as long as the longest and as much supervised as any, so training may go on all the same
         live.metrics.write(event="worst_does_not_fit", step=1, foretold_bytes=live.stage.foretold_bytes)
         live.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from finefit.step.engine import Engine
 from finefit.step.levers import layers_of
 from finefit.train.live import Live
 from finefit.train.ranks import ONE_RANK, Ranks
-from finefit.train.saver import find_checkpoint
+from finefit.train.saver import agreed_checkpoint
 from finefit.train.validation import validate
 
 T = TypeVar("T")
@@ -46,12 +46,12 @@ def attempt(run: Callable[[Engine], T], live: Live, levers: Levers) -> T | Short
     Ranks that hold whole models ask one another before they exchange gradients. A rank that runs out later, or whose engine exchanges weights all the
     time, cannot be waited for: the correction is written down, the rank ends, and with it the others; the same command goes on."""
     can_agree = live.stage.engine.kind in ("single", "ddp")
-    watched = _Watched(live.engine, live.ranks if can_agree else ONE_RANK, is_torn=levers.update == "inside")
+    watched = _Watched(live.engine, live.ranks if can_agree else ONE_RANK, is_torn_in_backward=levers.update == "inside")
     try:
         return run(watched)
     except _OutElsewhere:
         words, held, is_here = "another rank is out of memory", {}, False
-    except RuntimeError as error:  # OutOfMemoryError is one
+    except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is a RuntimeError
         if not is_shortage(error):
             raise
         words, held, is_here = _first_line(error), _bytes_held(live.stage.device), True
@@ -65,7 +65,7 @@ def attempt(run: Callable[[Engine], T], live: Live, levers: Levers) -> T | Short
 
 
 def is_shortage(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(saying in str(error) for saying in _SAYINGS)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(saying in str(error) for saying in _SAYINGS)
 
 
 def corrected(live: Live, state: TrainState, shortage: Shortage) -> TrainState:
@@ -73,7 +73,7 @@ def corrected(live: Live, state: TrainState, shortage: Shortage) -> TrainState:
     levers = next_levers(state.levers, live)
     if levers is None:
         raise _nothing_left(live, state, shortage)
-    earlier = _before_the_tear(live, state, shortage) if shortage.is_torn else state
+    earlier = _before_the_tear(live, state, levers, shortage) if shortage.is_torn else state
     live.corrections.add(earlier.step, levers, writes=live.ranks.is_first)
     live.metrics.write(
         event="rescued", step=state.step + 1, before=asdict(state.levers), after=asdict(levers), found=shortage.words, **shortage.bytes_held
@@ -118,10 +118,14 @@ def _next_model_lever(levers: Levers, *, num_layers: int) -> Levers | None:
     return replace(levers, mlp_tiles=_TILES) if levers.mlp_tiles < _TILES else None
 
 
-def _before_the_tear(live: Live, state: TrainState, shortage: Shortage) -> TrainState:
-    checkpoint, _ = find_checkpoint(live.saver.where, live.stage)
+def _before_the_tear(live: Live, state: TrainState, levers: Levers, shortage: Shortage) -> TrainState:
+    checkpoint, _ = agreed_checkpoint(live.saver.where, live.stage, live.ranks)
     if checkpoint is None:
-        raise _nothing_left(live, state, shortage)
+        live.corrections.add(0, levers, writes=live.ranks.is_first)
+        raise Resumable(
+            f"out of memory in the update of step {state.step + 1}, before the first checkpoint: {shortage.words}",
+            f"give the same command again: it starts from step 0 with {_changes(state.levers, levers)}",
+        )
     earlier = live.saver.restore(checkpoint)
     live.metrics.write(event="rolled_back", step=earlier.step)
     return earlier
@@ -183,9 +187,9 @@ class _OutElsewhere(Exception):
 class _Watched:
     """The engine of one attempt: asks the other ranks before what all have to do together, and knows how far it came."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, *, is_torn: bool) -> None:
-        self._engine, self._ranks = engine, ranks
-        self.has_agreed, self.is_torn = False, is_torn
+    def __init__(self, engine: Engine, ranks: Ranks, *, is_torn_in_backward: bool) -> None:
+        self._engine, self._ranks, self._is_torn_in_backward = engine, ranks, is_torn_in_backward
+        self.has_agreed = self.is_torn = False
 
     def _agree(self) -> None:
         """Once in an attempt, before the first exchange: a rank that runs out before it answers the same question from its `except`."""
@@ -195,6 +199,7 @@ class _Watched:
                 raise _OutElsewhere
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self.is_torn = self._is_torn_in_backward
         if not is_last or self._ranks.size == 1:
             self._engine.backward(loss, is_last=is_last)
             return

@@ -123,6 +123,16 @@ def find_checkpoint(where: StageDir, stage: Stage) -> tuple[Path | None, list[st
     return checkpoint, rejected
 
 
+def agreed_checkpoint(where: StageDir, stage: Stage, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """Of all ranks the same: copies of different steps would train on together without a word."""
+    checkpoint, rejected = find_checkpoint(where, stage)
+    names = [name or "none" for name in ranks.gather(checkpoint.name if checkpoint else None)]
+    if len(set(names)) > 1:
+        seen = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise RunError(f"the ranks do not find the same checkpoint: {seen}", "see that every node reads the same run directory, then try again")
+    return checkpoint, rejected
+
+
 def _belongs(checkpoint: Path, state: TrainState, stage: Stage) -> None:
     differing = [
         f"{what}: the checkpoint has {theirs}, this stage {ours}"

@@ -45,7 +45,7 @@ from finefit.train.loop import train
 from finefit.train.meeting import PATIENCE, Visitor, introduce, meet, require_alike
 from finefit.train.ranks import ONE_RANK, Ranks, joined, lost_peers, open_store, peers_lost
 from finefit.train.reference import Start, with_reference
-from finefit.train.saver import Saver, find_checkpoint
+from finefit.train.saver import Saver, agreed_checkpoint
 from finefit.train.spikes import Spikes
 from finefit.train.stopping import StopRequest
 from finefit.train.tracking import Tracking
@@ -115,7 +115,7 @@ def _set_up_torch(stage: Stage, place: Place | None) -> None:
             "this stage was planned for a CUDA device and torch sees none here",
             "`finefit doctor` says why; start again with --new --set device=cpu",
         )
-    threads, local_rank = (stage.threads, 0) if place is None else (place.share(stage.threads, stage.device), place.local_rank)
+    threads, local_rank = (stage.threads, 0) if place is None else (place.share(stage.threads), place.local_rank)
     torch.set_num_threads(threads)
     if stage.device == "cuda":
         _take_card(local_rank)
@@ -140,7 +140,7 @@ def _take_card(local_rank: int) -> None:
 def _make_live(
     where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, metrics: Journal, note_memory: Callable[[str, int], None]
 ) -> tuple[Live, TrainState]:
-    checkpoint = _checkpoint(where, stage, metrics)  # verified before a weight is loaded
+    checkpoint = _checkpoint(where, stage, ranks, metrics)  # verified before a weight is loaded
     examples = {name: open_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
     model = make_trainable(_base(where, stage, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
     keep_start(stage.objective, stage.tuning, model)
@@ -201,8 +201,8 @@ def _card(device: str) -> Read | None:
     return open_card(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}") if device == "cuda" else None
 
 
-def _checkpoint(where: StageDir, stage: Stage, metrics: Journal) -> Path | None:
-    checkpoint, rejected = find_checkpoint(where, stage)
+def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -> Path | None:
+    checkpoint, rejected = agreed_checkpoint(where, stage, ranks)
     for line in rejected:
         log.warning(line)
         metrics.write(event="rejected", note=line)

@@ -4,12 +4,12 @@ and schedule; a file that says otherwise is refused by name, all of it at once."
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from finefit.artifacts.atomic import write_text
-from finefit.artifacts.records import Stage
-from finefit.errors import RunError, SpecError
-from finefit.spec.schema import DeepSpeed
+from finefit.artifacts.records import Levers, Stage
+from finefit.errors import SpecError
+from finefit.spec.schema import AdamW, DeepSpeed, Engine
 
 FILE = "deepspeed.json"
 """In the stage directory."""
@@ -38,6 +38,21 @@ _FOREIGN = (
 """What would change the numbers or the rows of a step, and has no word in the spec."""
 
 
+class Decided(Protocol):
+    """What a file may contradict: a stage has it, and before there is one the spec with its forecast."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def optimizer(self) -> AdamW: ...
+    @property
+    def levers(self) -> Levers: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def global_batch(self) -> int: ...
+
+
 def open_config(folder: Path, stage: Stage, run: Path, *, writes: bool) -> dict[str, Any]:
     """The one that lies in the stage directory; at the first start it is made. `run` is where the path of the user's own file starts."""
     path = folder / FILE
@@ -45,10 +60,15 @@ def open_config(folder: Path, stage: Stage, run: Path, *, writes: bool) -> dict[
         return _read(path)
     engine = stage.engine
     assert isinstance(engine, DeepSpeed)
-    config = deepspeed_config(stage, _read(run / engine.config) if engine.config is not None else {})
+    config = deepspeed_config(stage, own_config(engine, run))
     if writes:
         write_text(path, json.dumps(config, indent=1) + "\n")
     return config
+
+
+def own_config(engine: Engine, base: Path) -> dict[str, Any]:
+    """What the user's file says; nothing where there is none. Its path starts at `base`."""
+    return _read(base / engine.config) if isinstance(engine, DeepSpeed) and engine.config is not None else {}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -59,7 +79,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SpecError(f"engine.config: {path.name} is no JSON: {error}", "mend it, or leave engine.config out") from None
     if not isinstance(found, dict):
-        raise RunError(f"{path.name} holds {type(found).__name__} instead of an object", "mend it, or leave engine.config out")
+        raise SpecError(f"engine.config: {path.name} holds {type(found).__name__} instead of an object", "mend it, or leave engine.config out")
     return found
 
 
@@ -99,7 +119,7 @@ def _zero(stage: Stage) -> dict[str, Any]:
     }
 
 
-def contradictions(stage: Stage, own: Mapping[str, Any]) -> Iterator[str]:
+def contradictions(stage: Decided, own: Mapping[str, Any]) -> Iterator[str]:
     for key, (where, wanted) in _decided(stage).items():
         if (said := _at(own, key)) not in (None, _AUTO) and not _same(said, wanted):
             yield f"{key} is {json.dumps(said)}, {where} is {json.dumps(wanted)}"
@@ -115,7 +135,7 @@ def contradictions(stage: Stage, own: Mapping[str, Any]) -> Iterator[str]:
             yield f"zero_optimization.{key}.device is {json.dumps(device)}, and state stays on its device; levers.offload moves activations"
 
 
-def _decided(stage: Stage) -> dict[str, tuple[str, Any]]:
+def _decided(stage: Decided) -> dict[str, tuple[str, Any]]:
     """By key of DeepSpeed's: what the spec calls it, and its value."""
     engine, adamw = stage.engine, stage.optimizer
     assert isinstance(engine, DeepSpeed)
