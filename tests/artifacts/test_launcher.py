@@ -2,7 +2,7 @@
 
 import pytest
 
-from finefit.artifacts.launcher import Place, chosen_variables, find_place, recorded_variables, without_place
+from finefit.artifacts.launcher import Place, allocator_setting, chosen_variables, find_place, recorded_variables, without_place
 from finefit.errors import RunError
 
 PLACE = Place(rank=3, size=4, local_rank=1, local_size=2, address="node-0", port=29500)
@@ -39,13 +39,30 @@ def test_a_child_that_is_no_rank_hears_nothing_of_places() -> None:
     assert without_place(environment) == {"HOME": "/"}
 
 
-def test_on_a_cpu_threads_are_planned_for_each_rank_and_beside_cards_they_are_divided() -> None:
-    assert (PLACE.share(8, "cpu"), PLACE.share(8, "cuda"), PLACE.share(1, "cuda")) == (8, 4, 1)
+def test_the_ranks_of_a_node_divide_its_threads() -> None:
+    assert (PLACE.share(8), PLACE.share(3), PLACE.share(1)) == (4, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_users_own_setting_of_the_allocator_is_kept_and_recorded_under_either_name(name: str) -> None:
+    environment = {name: "max_split_size_mb:128"}
+    assert allocator_setting(environment) == "max_split_size_mb:128"
+    assert not any("ALLOC_CONF" in chosen for chosen in chosen_variables(environment, deterministic=False))
+    assert recorded_variables(environment) == environment
+
+
+def test_where_the_user_says_nothing_segments_grow() -> None:
+    assert allocator_setting({}) is None
+    assert chosen_variables({}, deterministic=False)["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_of_two_names_the_one_that_torch_reads_first_counts() -> None:
+    assert allocator_setting({"PYTORCH_ALLOC_CONF": "new", "PYTORCH_CUDA_ALLOC_CONF": "old"}) == "old"
 
 
 def test_what_decides_how_ranks_meet_is_recorded_and_nothing_private() -> None:
     environment = (
-        PLACE.variables() | chosen_variables(deterministic=True) | {"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "1,2"}
+        PLACE.variables() | chosen_variables({}, deterministic=True) | {"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "1,2"}
     )
     recorded = recorded_variables(environment)
     assert recorded["MASTER_PORT"] == "29500"

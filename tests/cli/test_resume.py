@@ -1,7 +1,10 @@
 """`finefit run RUN_DIR`: what may change is changed, stated and recorded; everything else is refused with a diff."""
 
 import json
+import os
 import shutil
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,13 @@ import pytest
 
 from finefit.artifacts.journal import read_steps
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import Run, read_record
+from finefit.artifacts.records import Run, Stage, read_record, write_record
+from finefit.artifacts.rundir import RunDir
+from finefit.errors import RunError, SpecError
 from finefit.facts.files import finefit_cache
+from finefit.pipeline.create import stage_of
+from finefit.pipeline.resume import amend, follow
+from finefit.spec.load import load_spec
 from tests.cli.conftest import STAGE, Finefit, files_with_times, rewrite
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 from tests.pipeline.conftest import prepared
@@ -209,3 +217,79 @@ def test_a_run_whose_data_files_are_gone_is_still_accepted(finished: Path, finef
     for name in ("train", "validation", "test"):
         (finished / f"{name}.jsonl").unlink()
     assert finefit("run", RUN).code == 0
+
+
+def test_who_is_told_of_a_run_may_change_and_is_recorded(finished: Path, finefit: Finefit) -> None:
+    answer = finefit("run", RUN, "--set", "trackers=[{kind: tensorboard}]")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("trackers: [] -> [{'kind': 'tensorboard'}]\n")
+    assert [tracker.kind for tracker in read_record(finished / RUN / STAGE / "stage.json", Stage).trackers] == ["tensorboard"]
+    assert _plan(finished / RUN)["trackers"] == {"value": [{"kind": "tensorboard"}], "source": "amended after step 12"}
+
+
+def test_a_run_that_was_for_a_scheduler_goes_on_here_when_asked_to(finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    amend(RunDir(finished / RUN), ("launcher.kind=slurm",))
+    assert _plan(finished / RUN)["launcher.partition"] == {"value": None, "source": "amended after step 12"}
+    monkeypatch.setenv("PATH", str(finished))
+    assert "there is no sbatch" in finefit("run", RUN).err
+    assert finefit("run", RUN, "--set", "launcher.kind=local").code == 0
+    assert finefit("run", RUN).code == 0
+    assert "launcher.partition" not in _plan(finished / RUN)
+
+
+@pytest.mark.usefixtures("finished")
+def test_another_number_of_nodes_is_refused() -> None:
+    with pytest.raises(RunError, match=r":\n  launcher\.nodes: \(none\) -> 2\nonly .*, and of launcher not the nodes"):
+        amend(RunDir(Path(RUN)), ("launcher={kind: slurm, nodes: 2}",))
+
+
+def test_a_spec_that_only_says_otherwise_who_is_told_goes_on_in_the_same_run(project: Path) -> None:
+    run = prepared(project)
+    assert follow(run, load_spec(project)) == []
+    (line,) = follow(run, load_spec(project, ("trackers=[{kind: tensorboard}]",)))
+    assert line == "trackers: [] -> [{'kind': 'tensorboard'}]"
+    assert len(read_record(stage_of(run).stage, Stage).trackers) == 1
+    write_record(run.run, replace(read_record(run.run, Run), status="finished"))
+    assert follow(run, load_spec(project)) == []
+
+
+def test_what_is_queued_is_compared_first_and_the_job_is_given_the_run_directory(finished: Path, finefit: Finefit, scheduler: Path) -> None:
+    write_jsonl(finished / "train.jsonl", make_rows(23))
+    answer = finefit("run", RUN, "--set", "launcher={kind: slurm, partition: long}")
+    assert answer.code == 2
+    assert "the inputs of tiny-1 have changed" in answer.err
+    refused = finefit("run", "spec.yaml", "--set", "launcher={kind: slurm}", "--set", "data.train.0.path=gone.jsonl")
+    assert refused.code == 2
+    assert "gone.jsonl does not exist" in refused.err
+    assert not (scheduler / "submitted.sh").exists()
+    (finished / "train.jsonl").unlink()
+    answer = finefit("run", RUN, "--set", "launcher={kind: slurm, partition: long}", "--json")
+    assert (answer.code, answer.document["job"]) == (0, "4711"), answer.err
+    assert "#SBATCH --partition=long" in (scheduler / "submitted.sh").read_text()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs with the names of SLURM's; what sbatch is given stands beside them."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, body in {"sbatch": f'cp "$1" {programs}/submitted.sh; echo Submitted batch job 4711', "srun": "exit 1"}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return programs
+
+
+def test_a_file_of_deepspeeds_may_be_gone_once_the_stage_has_its_own_and_may_not_change(project: Path) -> None:
+    own = project.parent / "own.json"
+    own.write_text("{}")
+    run = prepared(project, "engine={kind: deepspeed, devices: 2, config: own.json}")
+    assert amend(run, ()) == []
+    own.write_text('{"steps_per_print": 9}')
+    with pytest.raises(RunError, match=r"engine\.config: sha256 "):
+        amend(run, ())
+    own.unlink()
+    with pytest.raises(SpecError, match=r"engine\.config: .* cannot be read"):
+        amend(run, ())
+    (stage_of(run).path / "deepspeed.json").write_text("{}")
+    assert amend(run, ()) == []

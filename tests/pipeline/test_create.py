@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Run, Stage, read_record
-from finefit.errors import DataError, DiskFull
+from finefit.artifacts.records import Plan, Run, Stage, read_record
+from finefit.errors import DataError, DiskFull, RunError
 from finefit.facts.files import read_file
-from finefit.pipeline.create import stage_of
+from finefit.pipeline.create import create_run, stage_of
+from finefit.pipeline.execute import execute
+from finefit.pipeline.inputs import open_inputs
+from finefit.spec.load import load_spec
+from finefit.spec.schema import Parallel
 from tests.conftest import make_rows, write_jsonl
 from tests.pipeline.conftest import prepared
 
@@ -88,3 +92,14 @@ def test_paths_are_recorded_relative_to_the_run(project: Path) -> None:
     facts = json.loads(run.facts.read_text())
     assert facts["inputs"]["data"]["train"][0][0]["path"] == "../../train.jsonl"
     assert (run.path / "../../train.jsonl").resolve() == project.parent / "train.jsonl"
+
+
+def test_two_nodes_of_two_ranks_are_planned_as_four(project: Path) -> None:
+    spec = load_spec(project, ("engine={kind: ddp, devices: 2}",))
+    opened = open_inputs(spec, project.parent, project.parent / "runs" / spec.name, nodes=2)
+    run = create_run(opened, spec_text=project.read_text(), overrides=("engine={kind: ddp, devices: 2}",), base=project.parent, runs=project.parent)
+    stage, plan = read_record(stage_of(run).stage, Stage), read_record(run.plan, Plan)
+    assert (stage.num_ranks, stage.engine) == (4, Parallel(kind="ddp", devices=2))
+    assert plan.forecasts["sft"].devices == 4
+    with pytest.raises(RunError, match="was planned for 4 ranks on several nodes, and this command starts 2"):
+        execute(run, tick=lambda: None, warn=lambda _: None)

@@ -93,8 +93,8 @@ def asked(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cal
     monkeypatch.setattr(forecasting, "_ask", note)
     lengths = Lengths(num_rows=4, longest=8, mean=8.0, supervised=4, mean_supervised=4.0, source="counted")
 
-    def ask(*overrides: str, card: str = "auto") -> int:
-        forecast(load_spec(project, overrides), project.parent, (card,), lengths)
+    def ask(*overrides: str, card: str = "auto", nodes: int | None = None) -> int:
+        forecast(load_spec(project, overrides), project.parent, (card,), lengths, nodes=nodes)
         return len(questions)
 
     return ask
@@ -129,6 +129,7 @@ def test_what_a_forecast_depends_on_is_asked_again(asked: Callable[..., int], ov
         (("objective={kind: dpo, beta: 0.1}",), ("objective={kind: dpo, beta: 0.5}",)),
         (("tuning.adapter=here",), ("tuning.adapter=there",)),
         ((), ("trackers=[{kind: wandb}]",)),
+        ((), ("launcher={kind: slurm}",)),
         (("launcher={kind: slurm, minutes: 5}",), ("launcher={kind: slurm, minutes: 9, partition: long}",)),
     ],
 )
@@ -136,13 +137,20 @@ def test_what_it_does_not_depend_on_is_answered_at_once(asked: Callable[..., int
     assert (asked(*first), asked(*second)) == (1, 1)
 
 
+def test_nodes_that_ranks_were_started_on_are_planned_as_those_of_a_launcher(asked: Callable[..., int]) -> None:
+    assert (asked(), asked(nodes=2), asked("launcher={kind: slurm, nodes: 2}")) == (1, 2, 2)
+    assert asked("launcher={kind: slurm, nodes: 2}", nodes=1) == 2  # those that are there count
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize(("card", "times"), [("auto", 2), ("RTX 4090", 1)])
 def test_a_setting_of_this_machine_matters_on_this_machine_only(
-    asked: Callable[..., int], monkeypatch: pytest.MonkeyPatch, card: str, times: int
+    asked: Callable[..., int], monkeypatch: pytest.MonkeyPatch, card: str, times: int, name: str
 ) -> None:
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for known in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
     asked(card=card)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    monkeypatch.setenv(name, "max_split_size_mb:128")
     assert asked(card=card) == times
 
 

@@ -52,6 +52,16 @@ def test_what_is_asked_does_matter(project: Path, override: str) -> None:
     assert _digest(project, override) != _digest(project)
 
 
+@pytest.mark.parametrize("override", ["trackers=[{kind: tensorboard}]", "launcher={kind: slurm, partition: long, minutes: 9}"])
+def test_who_starts_it_and_who_is_told_does_not_matter(project: Path, override: str) -> None:
+    assert _digest(project, override) == _digest(project)
+
+
+def test_on_how_many_nodes_does_matter_whoever_starts_them(project: Path) -> None:
+    started = open_inputs(load_spec(project), project.parent, project.parent / "runs" / "tiny", nodes=2).digest
+    assert started == _digest(project, "launcher={kind: slurm, nodes: 2}") != _digest(project)
+
+
 def test_all_that_is_wrong_with_the_files_is_told_at_once(project: Path) -> None:
     (project.parent / "validation.jsonl").unlink()
     (project.parent / "test.jsonl").rename(project.parent / "test.doc")

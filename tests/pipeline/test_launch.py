@@ -56,6 +56,14 @@ def test_what_torch_must_find_at_its_start_is_set_and_the_users_own_setting_kept
     assert worker.with_name("run.log").read_text() == "mine false\n"
 
 
+def test_a_setting_under_torchs_new_name_is_not_overruled_under_the_old_one(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "mine")
+    worker.write_text("import os; print(os.environ['PYTORCH_ALLOC_CONF'], os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))")
+    _launch(worker)
+    assert worker.with_name("run.log").read_text() == "mine None\n"
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_passed_on_and_our_own_handler_put_back(worker: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)

@@ -6,12 +6,13 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import Stage, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import FinefitError, Interrupted, ModelError, SpecError, WorkerDied
 from finefit.pipeline import launch as launching
@@ -88,10 +89,10 @@ def test_every_rank_knows_its_place_and_has_its_share_of_threads_and_a_log(where
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
         print([os.environ[name] for name in names], "port", os.environ["MASTER_PORT"])
     """)
+    write_record(where.stage, replace(read_record(where.stage, Stage), threads=6))
     assert start(where) == 0
-    threads = str(read_record(where.stage, Stage).threads)
     for rank in (0, 1):
-        assert str([str(rank), "2", str(rank), "2", "127.0.0.1", "false", threads]) in log(where, rank)
+        assert str([str(rank), "2", str(rank), "2", "127.0.0.1", "false", "3"]) in log(where, rank)
     assert log(where, 0).split("port")[1] == log(where, 1).split("port")[1]
 
 

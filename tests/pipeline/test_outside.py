@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.launcher import Place
+from finefit.artifacts.records import Stage, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import RunError, SpecError, WorkerDied
 from finefit.pipeline import outside
-from finefit.pipeline.outside import Invitation, await_invitation, engine_overrides
+from finefit.pipeline.create import stage_of
+from finefit.pipeline.outside import Invitation, await_invitation, engine_overrides, require_ranks
 from finefit.spec.schema import AutoEngine, DeepSpeed, Engine, FullyShard, Parallel, Single
 from finefit.train.ranks import open_store
 from tests.ranks import Ended, as_ranks
@@ -51,6 +54,16 @@ def test_another_number_of_ranks_than_the_spec_names_is_refused_with_both(engine
     assert caught.value.problem == "engine.devices is 4, but 3 ranks were started on each of 2 nodes (WORLD_SIZE=6)"
     with pytest.raises(SpecError, match=r"engine\.devices is 4, but 1 rank was started \(WORLD_SIZE=1\)"):
         engine_overrides(engine, place(size=1, local_size=1))
+
+
+def test_a_run_goes_on_only_with_as_many_ranks_as_it_was_planned_for(run: RunDir) -> None:
+    stage = replace(read_record(stage_of(run).stage, Stage), engine=Parallel(kind="ddp", devices=4), num_ranks=8)
+    require_ranks(stage, place(size=8, local_size=4))
+    require_ranks(replace(stage, num_ranks=None), place(size=4, local_size=4))  # planned by an earlier version
+    with pytest.raises(RunError) as caught:
+        require_ranks(stage, place(size=4, local_size=4))
+    assert caught.value.problem == "this run was planned for 8 ranks, and 4 were started (WORLD_SIZE=4)"
+    assert caught.value.remedy.startswith("start 4 on each of 2 nodes")
 
 
 def invited(act: Any) -> list[Ended]:

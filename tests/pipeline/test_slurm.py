@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finefit.errors import Interrupted, RunError, SpecError
+from finefit.errors import DataError, FinefitError, Interrupted, ModelError, RunError, SpecError
 from finefit.pipeline import slurm
-from finefit.pipeline.slurm import RankTask, open_executor, parameters, submit
-from finefit.spec.load import parse_spec
+from finefit.pipeline.slurm import RankTask, open_executor, parameters, require_inputs, submit
+from finefit.spec.load import load_spec, parse_spec
 from finefit.spec.schema import Spec
 
 TEXT = """
@@ -79,6 +79,31 @@ def test_one_process_is_one_task() -> None:
     assert parameters(parse_spec(TEXT.replace("engine: {kind: deepspeed, devices: 4}", ""), where="x"))["tasks_per_node"] == 1
 
 
+def test_cards_that_are_counted_by_the_card_are_a_task_each_and_another_number_of_devices_is_refused() -> None:
+    assert parameters(spec("card=8xA100-40GB", "engine={kind: auto}"))["tasks_per_node"] == 8
+    assert parameters(spec("card=8xA100-40GB", "engine={kind: auto}"))["gpus_per_node"] == 8
+    with pytest.raises(SpecError, match=r"card: 8xA100-40GB and engine\.devices: 4 contradict each other"):
+        parameters(spec("card=8xA100-40GB"))
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "words"),
+    [
+        ("data.train.0.path=gone.jsonl", DataError, "gone.jsonl does not exist"),
+        ("model.path=gone", ModelError, "gone"),
+        ("model={kind: shape, config: {model_type: llama}}", ModelError, "has no weights to train"),
+        ("tuning.adapter=gone", ModelError, "gone"),
+        ("engine={kind: deepspeed, devices: 2, config: gone.json}", SpecError, "engine.config: gone.json cannot be read"),
+        ("card=8xA100-40GB", SpecError, "contradict each other"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_a_job_waits(project: Path, override: str, kind: type[FinefitError], words: str) -> None:
+    queued = ("launcher={kind: slurm}", "engine={kind: ddp, devices: 2}")
+    require_inputs(load_spec(project, queued), project.parent)
+    with pytest.raises(kind, match=words):
+        require_inputs(load_spec(project, (*queued, override)), project.parent)
+
+
 def test_an_option_that_says_a_thing_twice_is_refused_by_name() -> None:
     with pytest.raises(SpecError, match=r"launcher\.options\.gpus_per_node is said by engine\.devices"):
         parameters(spec('launcher.options={"gpus_per_node": "8"}'))
@@ -89,7 +114,7 @@ def test_a_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(RunError) as caught:
         submit(spec(), RankTask(nothing, nothing), folder=tmp_path / "jobs")
     assert caught.value.problem == "launcher.kind is slurm, and there is no sbatch and no srun on this machine"
-    assert "--set launcher.kind=local" in caught.value.remedy
+    assert "--set 'launcher={kind: local}'" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("cluster")

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Forecast, Lengths
+from finefit.artifacts.records import Forecast, Lengths, Question
+from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
-from finefit.plan.engine import decide_engine, devices_of, nodes_of, shardings_of
+from finefit.plan.engine import decide_engine, devices_of, nodes_of, require_same_count, shardings_of
 from finefit.plan.forecast import make_forecast
+from finefit.plan.kernels import decide_kernels
 from finefit.plan.target import NCCL_BYTES, find_target
+from finefit.plan.worker import answer
 from finefit.rehearse.rehearsal import Rehearsed
-from finefit.spec.load import parse_spec
-from finefit.spec.schema import AutoEngine, DeepSpeed, Engine, FullyShard, LocalLauncher, Parallel, Single, SlurmLauncher
+from finefit.spec.load import parse_spec, spec_to_json
+from finefit.spec.schema import AutoEngine, DeepSpeed, Engine, FullyShard, Levers, LocalLauncher, Parallel, Single, SlurmLauncher
 from tests.rehearse.conftest import make_config
 
 GIB = 2**30
@@ -40,14 +43,16 @@ ENGINES: dict[str, Engine] = {
 }
 
 
+LENGTHS = Lengths(num_rows=80, longest=256, mean=256.0, supervised=200, mean_supervised=200.0, source="counted")
+
+
 @cache
 def _forecast(*overrides: str, card: str = "A100-80GB", budget_gib: float | None = None, sides: int = 1, layers: int = 2) -> Forecast:
     spec = parse_spec(SPEC, where="spec.yaml", overrides=overrides)
     target = find_target(parse_card(card), read_machine(), "auto", devices=devices_of(spec.engine), nodes=nodes_of(spec.launcher))
     if budget_gib is not None:
         target = replace(target, budget_bytes=int(budget_gib * GIB))
-    lengths = Lengths(num_rows=80, longest=256, mean=256.0, supervised=200, mean_supervised=200.0, source="counted", sides=sides)
-    return make_forecast(spec, CONFIG | {"num_hidden_layers": layers}, lengths, target, MEMO)
+    return make_forecast(spec, CONFIG | {"num_hidden_layers": layers}, replace(LENGTHS, sides=sides), target, MEMO)
 
 
 # what an engine means
@@ -128,9 +133,66 @@ def test_more_than_one_card_is_told_what_was_assumed() -> None:
 
 
 def test_what_fits_on_no_card_of_its_kind_is_told_on_how_many_it_would() -> None:
-    found = _forecast(budget_gib=(_forecast(layers=8).peak_bytes / GIB) * 0.8, layers=8)
+    budget = (_forecast(layers=8).peak_bytes / GIB) * 0.8
+    found = _forecast(budget_gib=budget, layers=8)
     assert not found.fits
-    assert any("divided over 2 of these cards it fits as it is: card=2xA100-80GB, engine.kind=fsdp2" in note for note in found.notes)
+    (note,) = [note for note in found.notes if "divided over" in note]
+    assert note == "divided over 2 of these cards it fits as it is: engine={kind: fsdp2, devices: 2}"
+    followed = _forecast(note[note.index("engine=") :], budget_gib=budget, layers=8)
+    assert followed.fits
+    assert followed.engine == FullyShard(kind="fsdp2", devices=2)
+
+
+def test_nobody_is_told_to_divide_what_cannot_be() -> None:
+    budget = (_forecast(layers=8).peak_bytes / GIB) * 0.5
+    found = _forecast("optimizer.kind=adamw_8bit", budget_gib=budget, layers=8)
+    assert not found.fits
+    assert not any("divided over" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("engine", ["{kind: fsdp2, devices: 1}", "{kind: deepspeed, devices: 1}"])
+def test_one_device_has_nothing_to_divide_over(engine: str) -> None:
+    with pytest.raises(SpecError, match=r"divides over devices, and there is one") as refused:
+        _forecast(f"engine={engine}")
+    assert refused.value.remedy == "set engine.kind: single"
+    assert _forecast(f"engine={engine}", "launcher={kind: slurm, nodes: 2}").devices == 2
+
+
+@pytest.mark.parametrize(("name", "is_whole"), [("zero2", False), ("fsdp2", True), ("zero3", True)])
+def test_weights_that_are_divided_lie_whole_in_the_host_memory_of_every_process_first(name: str, is_whole: bool) -> None:
+    ddp, found = (_forecast(f"engine={ENGINES[kind].model_dump_json(exclude_none=True)}") for kind in ("ddp", name))
+    assert found.host_bytes - ddp.host_bytes == (2 * 4 * found.parameters if is_whole else 0)
+
+
+def test_processes_on_a_processor_have_room_to_load_what_they_divide() -> None:
+    found = _forecast("engine={kind: fsdp2, devices: 8}", "tuning={kind: lora}", card="cpu")
+    assert found.host_bytes >= 8 * 4 * (found.parameters - found.trainable_parameters)
+
+
+def test_a_plan_tells_what_its_engine_would_refuse() -> None:
+    found = _forecast("engine={kind: fsdp2, devices: 2}", "optimizer.kind=adamw_8bit")
+    (note,) = [note for note in found.notes if note.startswith("a run would be refused")]
+    assert "optimizer.kind adamw_8bit" in note
+    assert not any("refused" in note for note in _forecast("engine={kind: fsdp2, devices: 2}").notes)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [(ENGINES["single"], "engine.kind: single"), (Parallel(kind="ddp", devices=1), "engine.devices: 1"), (TWO, "engine.devices: 2")],
+)
+def test_a_card_with_another_number_contradicts_the_engine_by_its_own_words(engine: Engine, words: str) -> None:
+    with pytest.raises(SpecError, match=f"card: 4xA100-80GB and {words} contradict"):
+        require_same_count(parse_card("4xA100-80GB"), engine)
+    for sound in (AUTO, Parallel(kind="ddp", devices=4)):
+        require_same_count(parse_card("4xA100-80GB"), sound)
+    require_same_count(parse_card("A100-80GB"), engine)
+
+
+def test_the_rehearsing_process_tells_it_too() -> None:
+    spec = parse_spec(SPEC, where="spec.yaml", overrides=("engine={kind: single}",))
+    question = Question(spec=spec_to_json(spec), config=CONFIG, cards=("4xA100-80GB",), lengths=LENGTHS)
+    with pytest.raises(SpecError, match=r"engine.kind: single"):
+        answer(question)
 
 
 def test_processes_on_a_processor_each_have_their_own_copy() -> None:
@@ -144,6 +206,15 @@ def test_zero3_is_planned_without_the_kernels_that_it_cannot_have() -> None:
     zero2, zero3 = (_forecast(f"engine={{kind: deepspeed, devices: 2, stage: {stage}}}") for stage in (2, 3))
     assert (zero2.levers.kernels, zero3.levers.kernels) == ("fused", "torch")
     assert zero3.reasons["kernels"] == "the weights are divided over the devices"
+
+
+def test_compiled_layers_and_fused_kernels_contradict_each_other() -> None:
+    target = find_target(parse_card("A100-80GB"), read_machine(), "auto")
+    with pytest.raises(SpecError, match=r"levers.kernels: fused and levers.compile: true contradict"):
+        decide_kernels(Levers(kernels="fused", compile=True), target, "none")
+    assert decide_kernels(Levers(compile=True), target, "none")[0] == "torch"
+    with pytest.raises(SpecError, match=r"levers.compile"):
+        _forecast("levers.kernels=fused", "levers.compile=true")
 
 
 # pairs

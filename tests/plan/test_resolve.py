@@ -11,7 +11,7 @@ from finefit.errors import SpecError
 from finefit.facts.machine import Machine
 from finefit.plan.resolve import leaves, make_stage, resolve
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Engine, FullyShard, Parallel, Spec
+from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel, Spec
 from tests.conftest import SPEC
 from tests.forecasts import make_forecast
 
@@ -180,6 +180,13 @@ def _stage(*overrides: str, engine: Engine) -> Stage:
 def test_a_stage_names_the_engine_that_auto_came_to() -> None:
     chosen = FullyShard(kind="fsdp2", devices=2)
     assert _stage("engine={kind: auto, devices: 2}", engine=chosen).engine == chosen
+
+
+def test_a_stage_keeps_the_engine_whose_paths_start_at_the_run() -> None:
+    """The forecast was made beside the spec file, and the file of DeepSpeed's is named from there."""
+    foretold = DeepSpeed(kind="deepspeed", devices=2, config="own.json")
+    stage = _stage("engine={kind: deepspeed, devices: 2, config: ../../own.json}", engine=foretold)
+    assert stage.engine == DeepSpeed(kind="deepspeed", devices=2, config="../../own.json")
 
 
 def test_what_an_engine_cannot_divide_is_refused_before_anything_starts() -> None:

@@ -11,13 +11,14 @@ from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.plan.look import Looker
 from finefit.plan.search import Choice, choose, freedom_of
-from finefit.plan.suggest import suggest
+from finefit.plan.suggest import releasable, suggest
 from finefit.plan.target import Target, find_target
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, survey
+from finefit.rehearse.shard import Sharding, sharded
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Levers, Lora, Tuning
+from finefit.spec.schema import Levers, Lora, Subset, Tuning
 from tests.rehearse.conftest import FULL, make_config, make_scene
 
 GIB = 2**30
@@ -45,24 +46,34 @@ def _scene(tuning: Tuning = ADAPTED) -> Scene:
     return make_scene(CONFIG, tuning=tuning, tokens=TOKENS, supervised=1024)
 
 
+def _looker(budget_gib: float, tuning: Tuning = ADAPTED, *, has_rates: bool = True, sharding: Sharding = "none", has_liger: bool = True) -> Looker:
+    target = replace(_target(budget_gib, has_rates=has_rates), has_liger=has_liger, count=1 if sharding == "none" else 2)
+    return Looker(scene=_scene(tuning), target=target, rows_per_step=ROWS, memo=MEMO, sharding=sharding)
+
+
 @cache
 def _chosen(budget_gib: float, tuning: Tuning = ADAPTED, has_rates: bool = True, **asked: Any) -> tuple[Looker, Choice]:
-    looker = Looker(scene=_scene(tuning), target=_target(budget_gib, has_rates=has_rates), rows_per_step=ROWS, memo=MEMO)
+    looker = _looker(budget_gib, tuning, has_rates=has_rates)
     freedom = freedom_of(Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda")
     return looker, choose(looker, freedom)
 
 
-LADDER = (40, 7, 4.5, 3.6, 3)
+LADDER = (40, 5.5, 4.5, 3.6, 3)
 """GiB: from room for everything to less than the most frugal levers need."""
 FIXED: dict[str, Any] = {"micro_batch": 2, "recompute": "none", "offload": "none", "mlp_tiles": 1, "keep_attention": False}
 
 
 def test_a_large_budget_keeps_all_layers_and_the_loss_in_one_piece() -> None:
-    _, choice = _chosen(LADDER[0])
+    _, choice = _chosen(LADDER[0], kernels="torch")
     levers = choice.look.levers
     assert choice.fits
     assert (levers.micro_batch, levers.recompute, levers.loss_chunk) == (ROWS, 0, None)
     assert (levers.offload, levers.mlp_tiles, levers.keep_attention) == (False, 1, False)
+
+
+def test_fused_kernels_gain_nothing_by_the_loss_in_one_piece() -> None:
+    levers = _chosen(LADDER[0])[1].look.levers
+    assert (levers.micro_batch, levers.recompute, levers.loss_chunk) == (ROWS, 0, 1024)
 
 
 @pytest.mark.parametrize("budget", LADDER)
@@ -203,3 +214,66 @@ def test_every_suggestion_can_be_set_and_says_what_it_saves(budget: float, tunin
         assert suggestion.fits == (suggestion.peak_bytes <= looker.target.budget_bytes)
         assert suggestion.price
         assert suggestion.is_exact == all(change.startswith("levers.") for change in suggestion.changes)
+
+
+def _offered(looker: Looker, **asked: Any) -> set[str]:
+    """Single changes of all suggestions, by what is set."""
+    freedom = freedom_of(Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda")
+    found = suggest(looker, choose(looker, freedom))
+    assert found
+    assert all(suggestion.saves_bytes > 0 for suggestion in found)
+    return {change.partition("=")[0] for suggestion in found for change in suggestion.changes}
+
+
+FRUGAL: dict[str, Any] = {"micro_batch": 1, "recompute": "all", "keep_attention": False, "loss_chunk": 256, "offload": "inputs", "kernels": "torch"}
+LOSSY = {"tuning.base_bits", "tuning.weights", "optimizer.kind"}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "possible"),
+    [("none", LOSSY), ("ddp", LOSSY), ("fsdp2", {"tuning.weights"}), ("zero2", {"tuning.base_bits"}), ("zero3", set())],
+)
+def test_what_the_engine_refuses_is_not_suggested(sharding: Sharding, possible: set[str]) -> None:
+    offered = _offered(_looker(1.2, sharding=sharding), **FRUGAL | {"mlp_tiles": 1})
+    assert offered & LOSSY == possible
+    assert "tuning.rank" in offered
+
+
+def test_tiles_are_not_suggested_where_zero3_would_gather_for_each() -> None:
+    asked = FRUGAL | {"offload": "none", "mlp_tiles": 1}
+    assert "levers.mlp_tiles" in _offered(_looker(2, sharding="fsdp2"), **asked)
+    assert "levers.mlp_tiles" not in _offered(_looker(2, sharding="zero3"), **asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_out"),
+    [({"compile": True, "kernels": "torch"}, {"compile", "kernels"}), ({"update": "inside", "micro_batch": 2}, {"update", "micro_batch"})],
+)
+def test_levers_that_save_nothing_or_cannot_be_let_go_alone_are_left_alone(changes: dict[str, Any], left_out: set[str]) -> None:
+    looker, choice = _chosen(4.2, **FIXED)
+    scene = replace(choice.look.scene, levers=replace(choice.look.levers, **changes))
+    asked = replace(choice, look=replace(choice.look, scene=scene), reasons=choice.reasons | dict.fromkeys(changes, "asked for"))
+    frugal = freedom_of(Levers(), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda").most_frugal()
+    found = set(releasable(looker, asked, frugal))
+    assert "recompute" in found
+    assert not left_out & found
+
+
+def test_no_other_optimizer_is_suggested_to_an_update_inside_backward() -> None:
+    assert "optimizer.kind" not in _offered(_looker(1.2), **FRUGAL | {"mlp_tiles": 1, "micro_batch": ROWS, "update": "inside"})
+
+
+@pytest.mark.parametrize(("has_liger", "sharding", "is_offered"), [(True, "none", True), (False, "none", False), (True, "fsdp2", False)])
+def test_fused_kernels_are_suggested_only_where_they_would_be_chosen(has_liger: bool, sharding: Sharding, is_offered: bool) -> None:
+    asked = FRUGAL | {"recompute": "none", "offload": "none", "mlp_tiles": 1}
+    assert ("levers.kernels" in _offered(_looker(3, sharding=sharding, has_liger=has_liger), **asked)) is is_offered
+
+
+@pytest.mark.parametrize(("tuning", "gathers_halves"), [(FULL, True), (Subset(kind="subset", trainable=("down_proj",)), False), (ADAPTED, False)])
+def test_only_whole_fp32_weights_are_gathered_in_halves(tuning: Tuning, gathers_halves: bool) -> None:
+    """A subset lies in halves but for what it trains."""
+    looker = _looker(40, tuning, sharding="fsdp2")
+    look = looker.look(_chosen(40)[1].look.levers)
+    wanted = {halves: sharded(rehearse_depth(look.scene, MEMO).trace, "fsdp2", 2, gathers_halves=halves).blocks[-1] for halves in (True, False)}
+    assert look.rehearsed.trace.blocks[-1] == wanted[gathers_halves]
+    assert wanted[True].num_bytes < wanted[False].num_bytes

@@ -2,17 +2,24 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finefit.artifacts.records import Finding, Forecast, GradientMap, Lengths, Levers, Suggestion
+from finefit.errors import SpecError
+from finefit.facts.machine import read_machine
+from finefit.pipeline.preparation import findings_of
 from finefit.preflight.findings import LEVELS
 from finefit.preflight.run import (
     CHECKS,
+    OPTIONAL,
     Preparation,
     adapters_are_trained,
     disk_holds_checkpoints,
+    engine_can_do_it,
+    engine_config_agrees,
     every_process_has_rows,
     examine,
     gradients_reach_every_trained_tensor,
@@ -28,7 +35,7 @@ from finefit.preflight.run import (
     update_can_be_inside,
     warm_up_ends_before_the_run,
 )
-from finefit.spec.schema import Spec
+from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel, Spec
 
 SPEC: dict[str, Any] = {
     "name": "tiny",
@@ -283,6 +290,78 @@ def test_a_package_that_the_spec_asks_for_must_be_there(changes: dict[str, Any],
     assert "pip install" in finding.remedy
 
 
+def test_fused_kernels_on_a_card_of_this_machine_need_liger() -> None:
+    fused = replace(forecasting(levers=Levers(micro_batch=2, kernels="fused")), absent=frozenset({"liger-kernel"}))
+    finding = only(packages_are_installed, fused)
+    assert (finding.level, finding.problem) == ("error", "levers.kernels fused needs liger-kernel, which is not installed")
+    assert "levers.kernels=torch" in finding.remedy
+    assert list(packages_are_installed(on_cpu(fused))) == []
+    assert "liger-kernel" in OPTIONAL  # else nobody looks for it
+
+
+# the engine
+
+
+FSDP2, ZERO2 = FullyShard(kind="fsdp2", devices=2), DeepSpeed(kind="deepspeed", devices=2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "levers", "asked", "said", "remedy"),
+    [
+        (Parallel(kind="ddp", devices=2), {"update": "inside"}, {}, "levers.update inside", "--set levers.update=after"),
+        (FSDP2, {}, {"tuning": {"kind": "lora", "base_bits": 4}}, "tuning.base_bits 4", "ddp"),
+        (ZERO2, {}, {"optimizer": {"lr": 1e-4, "kind": "adamw_8bit"}}, "optimizer.kind adamw_8bit", "optimizer.kind=adamw"),
+    ],
+)
+def test_what_the_engine_of_the_forecast_would_refuse_is_found_before_the_run(
+    engine: Engine, levers: dict[str, Any], asked: dict[str, Any], said: str, remedy: str
+) -> None:
+    found = replace(asking(**asked), forecast=replace(FORECAST, engine=engine, levers=Levers(micro_batch=2, **levers)))
+    finding = only(engine_can_do_it, found)
+    assert finding.level == "error"
+    assert finding.problem.startswith(said)
+    assert remedy in finding.remedy
+    assert finding in examine(found)
+
+
+def test_one_process_divides_nothing_so_its_engine_refuses_nothing() -> None:
+    assert list(engine_can_do_it(asking(tuning={"kind": "lora", "base_bits": 4}))) == []
+
+
+def with_config(**own: Any) -> Preparation:
+    return replace(SOUND, forecast=replace(FORECAST, engine=ZERO2, devices=2, card="2xRTX 3060"), engine_config=own)
+
+
+def test_a_file_for_deepspeed_that_contradicts_the_spec_is_found_before_the_run() -> None:
+    found = with_config(train_batch_size=11, gradient_clipping="auto", fp16={"enabled": True}, steps_per_print=7)
+    first, second = engine_config_agrees(found)
+    assert (first.level, first.problem) == ("error", "engine.config contradicts the spec: train_batch_size is 11, global_batch is 10")
+    assert "fp16.enabled" in second.problem
+    assert list(engine_config_agrees(with_config(train_batch_size=10, bf16={"enabled": True}))) == []
+    assert list(engine_config_agrees(replace(found, forecast=FORECAST))) == []  # no file is read by another engine
+
+
+@pytest.mark.parametrize(("card", "says", "agrees"), [("cpu", "bf16", False), ("T4", "fp16", True), ("T4", "bf16", False), ("unknown", "bf16", True)])
+def test_the_precision_of_a_file_is_held_against_that_of_the_device(card: str, says: str, agrees: bool) -> None:
+    found = with_config(**{says: {"enabled": True}})
+    found = replace(found, forecast=replace(found.forecast, card=card, devices=1))
+    assert (list(engine_config_agrees(found)) == []) is agrees
+
+
+def test_a_file_for_deepspeed_is_read_from_beside_the_spec(tmp_path: Path) -> None:
+    """By what `check` and `run` both ask, so before a run directory appears."""
+    spec = Spec.model_validate({**SPEC, "engine": {"kind": "deepspeed", "devices": 2, "config": "own.json"}})
+    foretold = replace(FORECAST, engine=spec.engine, devices=2, card="2xRTX 3060")
+
+    def findings() -> list[str]:
+        return [finding.problem for finding in findings_of(spec, foretold, read_machine(), tmp_path, tmp_path, 100)]
+
+    with pytest.raises(SpecError, match=r"there is no .*own.json"):
+        findings()
+    (tmp_path / "own.json").write_text('{"train_batch_size": 11}')
+    assert "engine.config contradicts the spec: train_batch_size is 11, global_batch is 10" in findings()
+
+
 def test_a_tracker_that_is_not_there_does_not_stop_a_run() -> None:
     found = replace(asking(trackers=({"kind": "wandb"}, {"kind": "mlflow"})), absent=frozenset({"wandb"}))
     finding = only(packages_are_installed, found)
@@ -336,17 +415,18 @@ def test_a_shape_and_missing_files_cannot_be_trained() -> None:
 
 def test_every_check_runs_and_the_gravest_findings_come_first() -> None:
     broken = GradientMap(trainable=1, reached=0, unreached=("q",), frozen=("k.lora_B",))
-    forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken, accumulation=1, devices=16, card="cpu")
+    forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken, accumulation=1, devices=16, card="cpu", engine=ZERO2)
     asked = {"precision": "fp16", "levers": {"update": "inside"}, "optimizer": {"lr": 1e-4, "kind": "adamw_8bit", "clip": None}}
     found = replace(
         asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2, tuning={"kind": "lora", "dora": True, "base_bits": 4}, **asked),
         forecast=forecast,
         missing_files=("train.jsonl",),
         absent=frozenset({"bitsandbytes"}),
+        engine_config={"train_batch_size": 11},
     )
     findings = examine(found)
     levels = [finding.level for finding in findings]
-    assert levels == [*["error"] * 9, *["warning"] * 4, "note", "note"]
+    assert levels == [*["error"] * 11, *["warning"] * 4, "note", "note"]
     assert levels == sorted(levels, key=LEVELS.index)
     assert len(findings) == len(CHECKS)
 

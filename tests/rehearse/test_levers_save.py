@@ -65,22 +65,18 @@ def test_only_supervised_positions_meet_the_vocabulary() -> None:
     assert all_of_them - many == pytest.approx((TOKENS - 1 - 512) * 152064 * 10, rel=0.25)
 
 
-def pinned(num_bytes: int) -> int:
-    """Torch gives pinned memory in powers of two."""
-    return 1 << (num_bytes - 1).bit_length()
-
-
 def test_offloaded_inputs_wait_on_the_host_and_not_on_the_device() -> None:
     plain, offloaded = (_rehearsed(recompute=LAYERS, loss_chunk=256, offload=offload) for offload in (False, True))
     inputs = 2 * TOKENS * HIDDEN * LAYERS
-    assert (plain.trace.host_bytes, offloaded.trace.host_bytes) == (0, LAYERS * pinned(2 * TOKENS * HIDDEN))
-    assert _kept_after_forward(plain) - _kept_after_forward(offloaded) == pytest.approx(inputs, rel=0.01)
+    assert (plain.trace.host_bytes, offloaded.trace.host_bytes) == (0, LAYERS * 2 * TOKENS * HIDDEN)
+    on_its_way = 2 * TOKENS * HIDDEN  # the last one, which is still leaving
+    assert _kept_after_forward(plain) - _kept_after_forward(offloaded) == pytest.approx(inputs - on_its_way, rel=0.01)
     assert _peak(recompute=LAYERS, loss_chunk=256, offload=True) < _peak(recompute=LAYERS, loss_chunk=256, offload=False)
 
 
 def test_only_recomputed_layers_are_offloaded() -> None:
     found = _rehearsed(recompute=2, loss_chunk=256, offload=True)
-    assert found.trace.host_bytes == 2 * pinned(TOKENS * HIDDEN * 2)
+    assert found.trace.host_bytes == 2 * TOKENS * HIDDEN * 2
 
 
 def test_tiles_lower_the_peak_of_long_rows() -> None:
@@ -149,9 +145,10 @@ def _qwen_7b(tokens: int, **levers: Any) -> tuple[float, float]:
 )
 def test_qwen_7b_takes_what_was_measured_on_an_h200(tokens: int, recompute: int, allocated: float, reserved: float) -> None:
     """Measured with the usual stack: fp32 adapter inputs, dropout 0.05, the loss in one piece, AdamW over lists of tensors. Loss or backward set
-    the peak here; of shorter recomputed rows it is the stack's update, which is not ours."""
+    the peak here; of shorter recomputed rows it is the stack's update, which is not ours. Our loss gives
+    its logits in 16 bits back a little earlier."""
     found_allocated, found_reserved = _qwen_7b(tokens, recompute=recompute, adapter_inputs="fp32")
-    assert found_allocated == pytest.approx(allocated, rel=0.001)
+    assert found_allocated == pytest.approx(allocated, rel=0.002)
     assert found_reserved == pytest.approx(reserved, rel=0.005)
 
 
@@ -173,7 +170,7 @@ def test_the_loss_in_one_piece_leaves_no_room_on_24_gb() -> None:
 
 
 def test_all_exact_levers_bring_262144_tokens_of_qwen_4b_near_the_arithmetic() -> None:
-    """About 36 GiB are live with every lever pulled; plainly it would be some 500. The inputs of 36 layers are 45 GiB, in blocks of 2 GiB 72."""
+    """About 36 GiB are live with every lever pulled; plainly it would be some 500. The inputs of 36 layers are 45 GiB."""
     tokens = 262_144
     scene = make_scene(
         make_config("qwen3-4b", layers=36, tied=True),
@@ -186,7 +183,7 @@ def test_all_exact_levers_bring_262144_tokens_of_qwen_4b_near_the_arithmetic() -
     )
     found = rehearse_depth(scene).trace
     assert replay(found.stream()).allocated_bytes / GIB == pytest.approx(36, rel=0.1)
-    assert found.host_bytes == 36 * pinned(tokens * 2560 * 2) == 72 * GIB
+    assert found.host_bytes == 36 * tokens * 2560 * 2 == 45 * GIB
     plain = replace(scene, levers=replace(scene.levers, loss_chunk=None, offload=False, mlp_tiles=1, adapter_inputs="fp32"))
     assert replay(rehearse_depth(plain).trace.stream()).allocated_bytes > 400 * GIB
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from finefit.artifacts.records import Levers
+from finefit.artifacts.records import Finding, Levers, Stage
 from finefit.errors import FinefitError, RunError, SpecError
 from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, FullyShard, Lora, Parallel, Single
 from finefit.step.engine import ALONE
@@ -31,6 +31,11 @@ def zero(stage: Literal[2, 3] = 2, config: str | None = None) -> DeepSpeed:
     return DeepSpeed(kind="deepspeed", devices=2, stage=stage, config=config)
 
 
+def problems_of(stage: Stage) -> list[Finding]:
+    return list(engine_problems(stage.engine, stage.tuning, stage.optimizer, stage.levers))
+
+
+DDP, FSDP2 = Parallel(kind="ddp", devices=2), FullyShard(kind="fsdp2", devices=2)
 AGREEING: dict[str, Any] = {
     "train_batch_size": 7,
     "train_micro_batch_size_per_gpu": "auto",
@@ -101,36 +106,45 @@ def test_a_file_that_is_missing_or_no_json_is_an_error_with_its_name(tmp_path: P
     stage = make_stage(engine=zero(config="own.json"))
     with pytest.raises(SpecError, match=r"there is no .*own.json"):
         open_config(tmp_path, stage, tmp_path, writes=True)
-    (tmp_path / "own.json").write_text("{")
-    with pytest.raises(SpecError, match=r"own.json is no JSON"):
-        open_config(tmp_path, stage, tmp_path, writes=True)
+    for text, said in (("{", "own.json is no JSON"), ("[]", "own.json holds list instead of an object")):
+        (tmp_path / "own.json").write_text(text)
+        with pytest.raises(SpecError, match=said):
+            open_config(tmp_path, stage, tmp_path, writes=True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "named", "remedy"),
     [
-        ({"engine": FullyShard(kind="fsdp2", devices=2), "optimizer": AdamW(kind="adamw_8bit", lr=1e-3)}, "optimizer.kind adamw_8bit"),
-        ({"engine": FullyShard(kind="fsdp2", devices=2), "tuning": Lora(kind="lora", base_bits=4)}, "tuning.base_bits 4"),
-        ({"engine": zero(3), "tuning": Lora(kind="lora", base_bits=8)}, "tuning.base_bits 8"),
-        ({"engine": zero(2), "tuning": Lora(kind="lora", weights="bf16")}, "tuning.weights bf16"),
-        ({"engine": zero(3), "levers": Levers(micro_batch=1, kernels="fused")}, "levers.kernels fused"),
-        ({"engine": zero(3), "levers": Levers(micro_batch=1, recompute=1, keep_attention=True)}, "levers.keep_attention"),
-        ({"engine": zero(3), "levers": Levers(micro_batch=1, mlp_tiles=4)}, "levers.mlp_tiles 4"),
-        ({"engine": Parallel(kind="ddp", devices=2), "levers": Levers(micro_batch=1, update="inside")}, "levers.update inside"),
+        ({"engine": FSDP2, "optimizer": AdamW(kind="adamw_8bit", lr=1e-3)}, "optimizer.kind adamw_8bit", "optimizer.kind=adamw"),
+        ({"engine": FSDP2, "tuning": Lora(kind="lora", base_bits=4)}, "tuning.base_bits 4", "engine.kind: ddp"),
+        ({"engine": zero(3), "tuning": Lora(kind="lora", base_bits=8)}, "tuning.base_bits 8", "engine.kind: ddp"),
+        ({"engine": zero(2), "tuning": Lora(kind="lora", weights="bf16")}, "tuning.weights bf16", "tuning.weights=fp32"),
+        ({"engine": zero(3), "levers": Levers(micro_batch=1, kernels="fused")}, "levers.kernels fused", "levers.kernels=torch"),
+        ({"engine": zero(3), "levers": Levers(micro_batch=1, recompute=1, keep_attention=True)}, "levers.keep_attention", "keep_attention=false"),
+        ({"engine": zero(3), "levers": Levers(micro_batch=1, mlp_tiles=4)}, "levers.mlp_tiles 4", "levers.mlp_tiles=1"),
+        ({"engine": DDP, "levers": Levers(micro_batch=1, update="inside")}, "levers.update inside", "levers.update=after"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_what_an_engine_cannot_do_is_refused_by_name_with_what_mends_it(changes: dict[str, Any], named: str, remedy: str, tmp_path: Path) -> None:
     stage = make_stage(**changes)
-    (problem,) = engine_problems(stage)
-    assert problem.startswith(named)
-    with pytest.raises(SpecError, match=named):
+    (finding,) = problems_of(stage)
+    assert finding.level == "error"
+    assert finding.problem.startswith(named)
+    assert remedy in finding.remedy
+    with pytest.raises(SpecError, match=named) as refused:
         make_engine(stage, _Two(), folder=tmp_path, run=tmp_path)
+    assert refused.value.remedy == finding.remedy
+
+
+def test_no_remedy_names_the_engine_that_there_is() -> None:
+    inside = make_stage(engine=DDP, levers=Levers(micro_batch=1, update="inside"))
+    assert not any("ddp" in finding.remedy for finding in problems_of(inside))
 
 
 @pytest.mark.parametrize("tuning", [LORA, FULL], ids=lambda t: t.kind)
 @pytest.mark.parametrize("engine", [Single(kind="single"), Parallel(kind="ddp", devices=2), FullyShard(kind="fsdp2", devices=2), zero(2), zero(3)])
 def test_nothing_else_is_refused(engine: Any, tuning: Any) -> None:
-    assert engine_problems(make_stage(engine=engine, tuning=tuning)) == []
+    assert problems_of(make_stage(engine=engine, tuning=tuning)) == []
 
 
 def test_a_stage_gets_the_engine_that_it_names(tmp_path: Path) -> None:
@@ -162,3 +176,9 @@ def test_weights_that_are_divided_are_loaded_on_the_host_first() -> None:
     assert loads_on(card, num_ranks=1) == "cuda"
     assert loads_on(replace(card, engine=zero(3)), num_ranks=2) == "cpu"
     assert loads_on(replace(card, engine=zero(2)), num_ranks=2) == "cuda"
+
+
+def test_accumulation_is_counted_over_the_ranks_of_all_nodes() -> None:
+    stage = make_stage(engine=zero())
+    assert not list(contradictions(stage, {"gradient_accumulation_steps": 4}))  # 7 rows, 2 ranks
+    assert not list(contradictions(replace(stage, num_ranks=4), {"gradient_accumulation_steps": 2}))

@@ -20,7 +20,9 @@ from finefit.artifacts.records import Levers, StageResult, TrainState, read_reco
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import Resumable
 from finefit.objective.batch import Batch
+from finefit.spec.schema import DeepSpeed
 from finefit.step.engine import Alone, Engine
+from finefit.step.engines.choose import require_possible
 from finefit.train import live as live_module
 from finefit.train import rescue
 from finefit.train.batches import capacity_under
@@ -29,6 +31,7 @@ from finefit.train.worker import work
 from tests.conftest import make_model_folder, make_project
 from tests.faults import TRAINING, Job, Reference, at_step, finish, make_job, make_reference, outcome, send_self, start, words
 from tests.ranks import as_ranks
+from tests.step.company import make_stage
 
 STOPPED = 3
 TRAINED = "adapter_model.safetensors"
@@ -525,3 +528,15 @@ def test_corrections_come_into_force_at_their_step_and_stay(tmp_path: Path) -> N
         return again.at(state).micro_batch
 
     assert [at(step) for step in (0, 3, 4, 8, 9, 20)] == [4, 4, 2, 2, 1, 1]
+
+
+def test_under_zero_3_no_lever_is_pulled_that_it_cannot_carry_out() -> None:
+    levers = Levers(micro_batch=1, recompute=2, loss_chunk=256)
+    stage = make_stage(engine=DeepSpeed(kind="deepspeed", devices=2, stage=3))
+    pulled = []
+    while (following := rescue._next_model_lever(levers, stage.engine, num_layers=2)) is not None:
+        require_possible(replace(stage, levers=following))
+        pulled.append(levers := following)
+    assert pulled == [Levers(micro_batch=1, recompute=2, loss_chunk=256, offload=True)]
+    alone = rescue._next_model_lever(levers, DeepSpeed(kind="deepspeed", devices=2, stage=2), num_layers=2)
+    assert alone == replace(levers, mlp_tiles=8)

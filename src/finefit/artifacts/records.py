@@ -229,6 +229,8 @@ class Stage:
     objective: Objective
     engine: Engine
     """Never `auto`: what it came to."""
+    num_ranks: int | None = None
+    """On all nodes together, as it was planned; earlier versions did not say."""
     trackers: tuple[Tracker, ...] = ()
     template: Literal["chat", "plain"]
     template_options: dict[str, Any] = field(default_factory=dict)
@@ -283,7 +285,7 @@ class Question:
     visible: tuple[int, ...] | None = None
     """Which of this machine's cards `auto` means, by their numbers; None: all of them."""
     allocator: str | None = None
-    """The user's own PYTORCH_CUDA_ALLOC_CONF, which workers keep; None where finefit sets it."""
+    """The user's own setting of torch's allocator, which workers keep; None where finefit sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,9 +79,7 @@ def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
         console.print(f"next     finefit eval {place.path} --checkpoint all", soft_wrap=True)
 
 
-def open_or_create(
-    target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None = None
-) -> "RunDir":
+def open_or_create(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None = None) -> "RunDir":
     """The run that this command means: the directory itself, the newest with the same digest, or a new one. `nodes`: that ranks were started on
     already."""
     if target.is_dir():
@@ -114,7 +112,6 @@ def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Pat
     with console.status("reading model and data"):
         from finefit.pipeline.create import create_run
         from finefit.pipeline.inputs import open_inputs
-
         from finefit.pipeline.resume import follow
 
         opened = open_inputs(spec, base, (runs / spec.name).resolve(), nodes=nodes)

@@ -62,7 +62,7 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     lengths = opened.prepared.record.lengths
     assert lengths is not None  # else there was a finding
     assert lengths.num_rows is not None
-    foretold = foresee(opened.spec, base, lengths, machine)
+    foretold = foresee(opened.spec, base, lengths, machine, nodes=opened.nodes)
     values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=lengths.num_rows, forecast=foretold)
     findings = in_order((*findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value), *found))
     require_sound(findings)

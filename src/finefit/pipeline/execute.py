@@ -60,6 +60,11 @@ def _in_processes(where: StageDir, stage: Stage, lock: int, tick: Tick) -> int:
             devices = 1
         case Parallel() | FullyShard() | DeepSpeed():
             devices = stage.engine.devices
+    if stage.num_ranks not in (None, devices):
+        raise RunError(
+            f"{where.run.name} was planned for {stage.num_ranks} ranks on several nodes, and this command starts {devices}",
+            "start them as they were started before, or start another run with --new",
+        )
     if devices > 1:
         return launch_ranks(WORKER, where, devices=devices, lock=lock, tick=tick)
     return launch(WORKER, where.path, log=RunDir(where.run).log, lock=lock, tick=tick, deterministic=stage.deterministic)

@@ -38,7 +38,7 @@ _ROUNDED = 64 << 20
 def forecast(
     spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *, budget_bytes: int | None = None, nodes: int | None = None
 ) -> tuple[Forecast, ...]:
-    """One for each card. `budget_bytes` where not all of a card may be used; `nodes` that ranks were started on already, else those of the launcher."""
+    """One for each card. `budget_bytes` where not all of a card may be used; `nodes` that ranks were started on, else those of the launcher."""
     question = Question(
         spec=spec_to_json(_relevant(spec, nodes)),
         config=outline(spec.model, base).config,

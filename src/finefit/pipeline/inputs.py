@@ -39,8 +39,9 @@ class Opened:
         told = self.spec.model_copy(update={"launcher": LocalLauncher(kind="local"), "trackers": ()})
         document = json.loads(spec_to_json(relocate(told, lambda _: "")))
         data = {split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()}
-        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256, *([self.nodes] if self.nodes > 1 else [])]
-        return hashlib.sha256(json.dumps([document, content], sort_keys=True).encode()).hexdigest()
+        content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256]
+        several = [self.nodes] if self.nodes > 1 else []
+        return hashlib.sha256(json.dumps([document, content, *several], sort_keys=True).encode()).hexdigest()
 
 
 def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) -> Opened:

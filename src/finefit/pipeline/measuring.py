@@ -1,19 +1,21 @@
 """One real step of a spec on this machine's card, beside its forecast."""
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finefit.artifacts.journal import read_lines
-from finefit.errors import UserError
+from finefit.artifacts.records import Stage, read_record
+from finefit.errors import FindingError, FinefitError, UserError
 from finefit.pipeline.create import create_run, stage_of
 from finefit.pipeline.execute import execute
 from finefit.pipeline.inputs import open_inputs
 from finefit.spec.load import load_spec
 
-_ONE_STEP = ("schedule.epochs=null", "schedule.steps=1", "evaluate=[]", "data.validation=null", "save.every=1000000 steps")
+_ONE_STEP = ("schedule.epochs=null", "schedule.steps=1", "schedule.warmup=0", "evaluate=[]", "data.validation=null", "save.every=1000000 steps")
 
 
 def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -27,6 +29,34 @@ def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="finefit-measure-") as folder:
         opened = open_inputs(spec, base, Path(folder) / spec.name)
         run = create_run(opened, spec_text=target.read_text(encoding="utf-8-sig"), overrides=(*overrides, *_ONE_STEP), base=base, runs=Path(folder))
+        require_measurable(read_record(stage_of(run).stage, Stage))
         execute(run, tick=lambda: None, warn=lambda _: None)
-        (found,) = (line for line in read_lines(stage_of(run).metrics) if line.get("event") == "measured")
+        found = measured(read_lines(stage_of(run).metrics))
     return {"card": torch.cuda.get_device_name(), **{key: found[key] for key in ("foretold_bytes", "measured_bytes", "error")}}
+
+
+def require_measurable(stage: Stage) -> None:
+    """Told before a weight is loaded: such a step is trained, and not compared."""
+    if (num_ranks := stage.num_ranks or 1) > 1:
+        raise UserError(
+            f"--measure compares one card, and this spec is planned for {num_ranks} ranks: one that ran out would leave the others waiting",
+            "measure one rank: --set 'engine={kind: single}'; memory.jsonl of a run says what each of several held",
+        )
+    if stage.levers.update == "inside":
+        raise UserError(
+            "--measure applies nothing, and with levers.update: inside backward itself changes the weights",
+            "measure with --set levers.update=after; memory.jsonl of a run says what it held",
+        )
+
+
+def measured(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What training has noted of its longest rows."""
+    told = {line["event"]: line for line in lines if "event" in line}
+    if (found := told.get("measured")) is not None:
+        return found
+    if (short := told.get("worst_does_not_fit")) is not None:
+        raise FindingError(
+            f"rows as long as the longest, as many as a step has, do not fit: {short['foretold_bytes']:,} bytes were foretold, and the card gave out",
+            "close what else uses the card and measure again, or lower levers.micro_batch",
+        )
+    raise FinefitError("the step was taken and not measured, which is a fault of finefit", "please report it with the spec")

@@ -23,7 +23,7 @@ from finefit.step.engines.zero_config import own_config
 _SHOWN = 10
 
 
-def foresee(spec: Spec, base: Path, lengths: Lengths, machine: Machine) -> Forecast:
+def foresee(spec: Spec, base: Path, lengths: Lengths, machine: Machine, *, nodes: int | None = None) -> Forecast:
     """On the device that a run would get here; of a card that the spec names only the size counts, as the most that may be used."""
     asked, device = parse_card(spec.card), device_of(spec, machine)
     if asked.count > 1:
@@ -31,7 +31,7 @@ def foresee(spec: Spec, base: Path, lengths: Lengths, machine: Machine) -> Forec
     budget = asked.memory_bytes if device == "cuda" else None
     if asked.kind is not None and device == "cuda":
         budget = asked.kind.memory_bytes
-    (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths, budget_bytes=budget)
+    (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths, budget_bytes=budget, nodes=nodes)
     return found
 
 

@@ -49,7 +49,8 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     if refused := [*_edited_paths(run, record), *(c for c in changes if not _may_change(c, before, after))]:
         raise RunError(
             f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {c}" for c in refused),
-            f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change; `finefit run SPEC --new` starts another run",
+            f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change, and of launcher not the nodes; "
+            "`finefit run SPEC --new` starts another run",
         )
     _inputs_unchanged(run, after)
     if before == after:

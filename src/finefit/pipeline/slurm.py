@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.facts.cards import parse_card
-from finefit.spec.schema import AutoEngine, DeepSpeed, Engine, FullyShard, Parallel, Single, SlurmLauncher, Spec
+from finefit.model.locate import locate_start, outline
+from finefit.pipeline.data import find_sources
+from finefit.pipeline.inputs import engine_sha256
+from finefit.plan.engine import devices_of, require_same_count
+from finefit.spec.schema import HubModel, SlurmLauncher, Spec
 
 if TYPE_CHECKING:
     from submitit import Executor
@@ -84,12 +88,8 @@ def submit(spec: Spec, task: RankTask, *, folder: Path) -> Submitted:
 
 
 def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
-    absent = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
-    if cluster == "slurm" and absent:
-        raise RunError(
-            f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine",
-            "give the command on a login node of the cluster, or --set launcher.kind=local to run here",
-        )
+    if cluster == "slurm":
+        require_scheduler()
     try:
         import submitit
     except ImportError:
@@ -99,9 +99,18 @@ def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
     return submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
 
 
+def require_scheduler() -> None:
+    absent = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
+    if absent:
+        raise RunError(
+            f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine",
+            "give the command on a login node of the cluster, or --set 'launcher={kind: local}' to run here",
+        )
+
+
 def parameters(spec: Spec) -> dict[str, Any]:
     """As submitit takes them."""
-    launcher, devices = spec.launcher, devices_of(spec.engine)
+    launcher, devices = spec.launcher, ranks_per_node(spec)
     assert isinstance(launcher, SlurmLauncher)
     _require_own(launcher)
     named = {"slurm_partition": launcher.partition, "slurm_account": launcher.account}
@@ -119,13 +128,22 @@ def parameters(spec: Spec) -> dict[str, Any]:
     }
 
 
-def devices_of(engine: Engine) -> int:
-    match engine:
-        case Single() | AutoEngine(devices=None):
-            return 1
-        case AutoEngine(devices=int(devices)) | Parallel(devices=devices) | FullyShard(devices=devices) | DeepSpeed(devices=devices):
-            return devices
-    raise AssertionError(engine)
+def ranks_per_node(spec: Spec) -> int:
+    """As the engine names them, else one for each of the cards."""
+    named, card = devices_of(spec.engine), parse_card(spec.card)
+    require_same_count(card, spec.engine)
+    return named or card.count
+
+
+def require_inputs(spec: Spec, base: Path) -> None:
+    """What can be seen to be wrong without a card is refused before a job waits for one. `base` is where the spec's relative paths start."""
+    parameters(spec)
+    find_sources(spec.data, base)
+    engine_sha256(spec.engine, base)
+    if isinstance(spec.model, HubModel):
+        outline(spec.model, base)  # its weights are fetched where they are needed
+    else:
+        locate_start(spec.model, spec.tuning, base)
 
 
 def _require_own(launcher: SlurmLauncher) -> None:

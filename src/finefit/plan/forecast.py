@@ -198,7 +198,7 @@ def _host_bytes(spec: Spec, looker: Looker, look: Look, size: Size, peak: int) -
     processes = looker.target.count // nodes_of(spec.launcher)
     whole = size.weight_bytes if looker.sharding in ("fsdp2", "zero3") else 0  # each loads all weights here, and then moves its part
     if looker.target.device == "cpu":
-        return processes * max(peak, whole)
+        return processes * max(peak, whole + looker.target.context_bytes)
     return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size)
 
 

@@ -53,6 +53,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         tuning=spec.tuning,
         objective=spec.objective,
         engine=forecast.engine if isinstance(spec.engine, AutoEngine) else spec.engine,  # whose paths start where this spec's do
+        num_ranks=forecast.devices,
         trackers=spec.trackers,
         template=spec.data.template,
         template_options=spec.data.template_options,

@@ -80,7 +80,7 @@ def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: in
         kernels_reason="the same numbers with fewer and larger operations",
         update="after" if asked.update == "auto" else asked.update,
         compile=asked.compile,
-        fixed=frozenset(name for name in AskedLevers.model_fields if getattr(asked, name) not in ("auto", False)),
+        fixed=frozenset(name for name, field in AskedLevers.model_fields.items() if getattr(asked, name) != field.default),
     )
 
 

@@ -55,7 +55,7 @@ Found = tuple[Suggestion, float]
 def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Found]:
     """Levers that the user has fixed, let go: one at a time, then all of them."""
     frugal = free.most_frugal()
-    changed = {name: getattr(frugal, name) for name in _releasable(looker, choice, frugal)}
+    changed = {name: getattr(frugal, name) for name in releasable(looker, choice, frugal)}
     sets = [(name,) for name in changed] + ([tuple(changed)] if len(changed) > 1 else [])
     for names in sets:
         look = looker.look(replace(choice.look.levers, **{name: changed[name] for name in names}), is_quick=True)
@@ -70,7 +70,7 @@ def _exact(looker: Looker, choice: Choice, free: Freedom) -> Iterator[Found]:
     yield from _cached_reference(looker, choice)
 
 
-def _releasable(looker: Looker, choice: Choice, frugal: Levers) -> list[str]:
+def releasable(looker: Looker, choice: Choice, frugal: Levers) -> list[str]:
     """Fixed levers that would have another value where they are free, and one that the rest of the plan can be run with."""
     levers, scene, left_out = choice.look.levers, looker.scene, set(_SAVES_NOTHING)
     if levers.update == "inside":  # needs the whole step at once
@@ -83,7 +83,9 @@ def _releasable(looker: Looker, choice: Choice, frugal: Levers) -> list[str]:
 
 
 def _is_refused(looker: Looker, choice: Choice, scene: Scene, levers: Levers) -> bool:
-    """Whether the engine has something against it that it has not against the plan as it is."""
+    """Whether the engine has something against it that it has not against the plan as it is; an update inside backward takes plain adamw."""
+    if levers.update == "inside" and scene.optimizer.kind != "adamw":
+        return True
 
     def problems(scene: Scene, levers: Levers) -> set[str]:
         return {odd.problem for odd in engine_problems(engine_of(looker.sharding, looker.target.count), scene.tuning, scene.optimizer, levers)}

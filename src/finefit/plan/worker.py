@@ -25,9 +25,7 @@ def answer(question: Question) -> list[Forecast]:
     for request in requests:
         require_same_count(request, spec.engine)
     devices, nodes = devices_of(spec.engine), nodes_of(spec.launcher)
-    targets = [
-        find_target(request, machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator) for request in requests
-    ]
+    targets = [find_target(request, machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator) for request in requests]
     if question.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, question.budget_bytes)) for target in targets]
     memo: dict[str, Rehearsed] = {}

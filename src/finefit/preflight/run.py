@@ -90,6 +90,7 @@ class _Decided:
     levers: Levers
     precision: str
     global_batch: int
+    num_ranks: int
 
 
 def engine_config_agrees(found: Preparation) -> Iterator[Finding]:
@@ -101,7 +102,12 @@ def engine_config_agrees(found: Preparation) -> Iterator[Finding]:
     if precision is None:  # known where the run is; left to it
         own = {key: value for key, value in own.items() if key not in ("bf16", "fp16")}
     decided = _Decided(
-        engine=forecast.engine, optimizer=spec.optimizer, levers=forecast.levers, precision=precision or "auto", global_batch=spec.global_batch
+        engine=forecast.engine,
+        optimizer=spec.optimizer,
+        levers=forecast.levers,
+        precision=precision or "auto",
+        global_batch=spec.global_batch,
+        num_ranks=forecast.devices,
     )
     for line in contradictions(decided, own):
         yield Finding(level="error", problem=f"engine.config contradicts the spec: {line}", remedy='take it out, or write "auto"; the spec decides')

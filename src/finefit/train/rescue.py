@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from finefit.artifacts.records import Levers, Plan, TrainState, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import Resumable
+from finefit.spec.schema import DeepSpeed
+from finefit.spec.schema import Engine as EngineSpec
 from finefit.step.engine import Engine
 from finefit.step.levers import layers_of
 from finefit.train.live import Live
@@ -102,10 +104,10 @@ def next_levers(levers: Levers, live: Live) -> Levers | None:
     rows = -(-min(live.stage.global_batch, len(live.examples)) // live.ranks.size)
     if levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1:  # an update inside backward needs all rows in one micro-batch
         return replace(levers, micro_batch=at_once // 2)
-    return _next_model_lever(levers, num_layers=len(layers_of(live.model)))
+    return _next_model_lever(levers, live.stage.engine, num_layers=len(layers_of(live.model)))
 
 
-def _next_model_lever(levers: Levers, *, num_layers: int) -> Levers | None:
+def _next_model_lever(levers: Levers, engine: EngineSpec, *, num_layers: int) -> Levers | None:
     if levers.recompute < num_layers:
         return replace(levers, recompute=num_layers)
     for chunk in _CHUNKS:
@@ -115,6 +117,8 @@ def _next_model_lever(levers: Levers, *, num_layers: int) -> Levers | None:
         return replace(levers, keep_attention=False)
     if not levers.offload:
         return replace(levers, offload=True)
+    if isinstance(engine, DeepSpeed) and engine.stage == 3:  # gathers weights for each piece, and on short rows there are fewer of them
+        return None
     return replace(levers, mlp_tiles=_TILES) if levers.mlp_tiles < _TILES else None
 
 

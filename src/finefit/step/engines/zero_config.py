@@ -51,6 +51,8 @@ class Decided(Protocol):
     def precision(self) -> str: ...
     @property
     def global_batch(self) -> int: ...
+    @property
+    def num_ranks(self) -> int | None: ...
 
 
 def open_config(folder: Path, stage: Stage, run: Path, *, writes: bool) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def _decided(stage: Decided) -> dict[str, tuple[str, Any]]:
     """By key of DeepSpeed's: what the spec calls it, and its value."""
     engine, adamw = stage.engine, stage.optimizer
     assert isinstance(engine, DeepSpeed)
-    per_micro_batch = stage.levers.micro_batch * engine.devices
+    per_micro_batch = stage.levers.micro_batch * (stage.num_ranks or engine.devices)
     return {
         "train_batch_size": ("global_batch", stage.global_batch),
         "train_micro_batch_size_per_gpu": ("levers.micro_batch", stage.levers.micro_batch),
