@@ -181,7 +181,7 @@ def test_runs_killed_during_resume_end_bit_identical(lora: Reference, half_remov
 def test_a_run_killed_between_weights_and_optimizer_of_a_resume_ends_bit_identical(lora: Reference, half_removed: StageDir) -> None:
     where = lora.job.copy(half_removed.run)
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         send_self(signal.SIGKILL)
 
     assert finish(start(where, lambda: setattr(saver, "restore_state", die))) == -signal.SIGKILL

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import Place
-from finefit.artifacts.records import Levers, StageResult, TrainState, read_record
+from finefit.artifacts.records import Levers, Stage, StageResult, TrainState, read_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import Resumable
 from finefit.objective.batch import Batch
@@ -277,12 +277,16 @@ def test_out_of_memory_within_an_update_returns_to_the_last_checkpoint(plain: Jo
     assert outcome(where).steps[:6] == outcome(unfaulted).steps[:6]
 
 
-def test_out_of_memory_within_an_update_before_the_first_checkpoint_stops_and_saves_nothing(plain: Job, unfaulted: StageDir) -> None:
+def test_out_of_memory_within_an_update_before_the_first_checkpoint_starts_again_under_the_next_levers(plain: Job, unfaulted: StageDir) -> None:
     where = plain.fresh()
+    before = read_record(where.stage, Stage).levers
     assert finish(start(where, lambda: short_in_update(2))) == STOPPED
     assert list(where.checkpoints.iterdir()) == []
+    (correction,) = read_lines(where.path / "corrections.jsonl")
+    assert correction["step"] == 0
+    assert correction["levers"]["micro_batch"] == before.micro_batch // 2
     assert finish(start(where)) == 0
-    assert outcome(where) == outcome(unfaulted)
+    assert largest_difference(where, unfaulted) < 1e-5
 
 
 def test_another_error_is_no_lack_of_memory(lora: Reference) -> None:
