@@ -69,6 +69,7 @@ def test_the_table_of_speeds_is_made_from_the_committed_results_and_every_goal_i
     for peer in (row for row in rows if row["tool"] != "finefit"):
         assert ours[peer["case"]]["tokens_per_second"] > peer["tokens_per_second"]
         assert ours[peer["case"]]["reserved_bytes"] < peer["reserved_bytes"]
+        assert abs(ours[peer["case"]]["loss"] - peer["loss"]) < 1e-5  # six digits of a loss of about 12
 
 
 def test_no_committed_step_took_more_than_its_forecast_with_its_margin() -> None:

@@ -1,6 +1,7 @@
 """The command line: one file per verb; heavy rooms are imported inside the commands, so that `--help` answers at once."""
 
 import json
+import logging
 import sys
 import traceback
 
@@ -34,6 +35,7 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before peft imports it: it tells of kernels that it looks for on the hub
     try:
         app()
     except FinefitError as error:
