@@ -91,7 +91,7 @@ def test_answers_end_with_the_launcher_that_asked_for_them(finished: Path) -> No
 def test_another_checkpoint_of_the_same_name_is_scored_anew(finished: Path, finefit: Finefit) -> None:
     paths = StageDir(finished / RUN / STAGE).evaluation("json_match", "checkpoint-12")
     old = json.loads(paths.request.read_text())
-    paths.request.write_text(json.dumps(old | {"manifest_sha256": "0" * 64}))
+    paths.request.write_text(json.dumps(old | {"subject": old["subject"] | {"manifest_sha256": "0" * 64}}))
     before = paths.result.stat().st_mtime_ns
     assert _scored(finefit("eval", RUN, "--checkpoint", "final", "--json")) == [("checkpoint-12", 5)]
     assert paths.result.stat().st_mtime_ns > before

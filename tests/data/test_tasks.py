@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finefit.data.rows import Message, Row
-from finefit.data.tasks import EXACT_MATCH, JSON_MATCH, TASKS, NoResult
-from finefit.spec.schema import Evaluation
+from finefit.data.tasks import NoResult, Reply, Task
+from finefit.data.tasks.match import exact_match, json_match
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -16,18 +16,16 @@ JSON = st.recursive(
 )
 
 
+EXACT_MATCH, JSON_MATCH = exact_match(), json_match()
+
+
+def _scores(task: Task, answer: str, reference: str) -> dict[str, float]:
+    row = Row(source="x", number=1, messages=(Message("user", "q"), Message("assistant", reference)))
+    return dict(task.read(Reply(text=answer), row).counts)
+
+
 def _json_scores(answer: str, reference: dict[str, Any]) -> dict[str, float]:
-    return JSON_MATCH.scores(JSON_MATCH.extract(answer), reference)
-
-
-def test_every_task_that_a_spec_may_name_exists() -> None:
-    assert set(Evaluation.model_fields["task"].annotation.__args__) == set(TASKS)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
-def test_a_task_asks_with_all_that_stands_before_the_answer(task: Any) -> None:
-    messages = (Message("system", "s"), Message("user", "u"), Message("assistant", "a"), Message("user", "v"), Message("assistant", "b"))
-    assert tuple(task.prompt(Row(source="x", number=1, messages=messages))) == messages[:-1]
+    return _scores(JSON_MATCH, answer, json.dumps(reference))
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
@@ -78,17 +76,15 @@ def test_json_fields_count_when_they_are_equal_as_json(answer: str, reference: d
 )
 def test_an_answer_that_is_no_json_object_has_no_result(answer: str, reason: str) -> None:
     with pytest.raises(NoResult, match=reason):
-        JSON_MATCH.extract(answer)
+        _scores(JSON_MATCH, answer, "{}")
 
 
 def test_exact_match_ignores_space_around_the_answer_and_nothing_else() -> None:
-    found = {
-        answer: EXACT_MATCH.scores(EXACT_MATCH.extract(answer), EXACT_MATCH.extract("four ")) for answer in (" four\n", "Four", "fo ur", "four.")
-    }
+    found = {answer: _scores(EXACT_MATCH, answer, "four ") for answer in (" four\n", "Four", "fo ur", "four.")}
     assert {answer: scores["exact"] for answer, scores in found.items()} == {" four\n": 1.0, "Four": 0.0, "fo ur": 0.0, "four.": 0.0}
 
 
 @pytest.mark.parametrize("answer", ["", " \n\t"])
 def test_an_empty_answer_has_no_result(answer: str) -> None:
     with pytest.raises(NoResult, match="the answer is empty"):
-        EXACT_MATCH.extract(answer)
+        _scores(EXACT_MATCH, answer, "four")

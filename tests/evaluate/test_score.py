@@ -5,12 +5,14 @@ import pytest
 
 from finefit.artifacts.records import EvalItem
 from finefit.data.rows import Message, Row
-from finefit.data.tasks import EXACT_MATCH, JSON_MATCH, Task
+from finefit.data.tasks import Reply, Task
+from finefit.data.tasks.match import exact_match, json_match
 from finefit.errors import DataError
 from finefit.evaluate.score import score_item, summarise
 from finefit.evaluate.worker import _sample
 from finefit.stats.intervals import bootstrap_mean, wilson
 
+EXACT_MATCH, JSON_MATCH = exact_match(), json_match()
 REFERENCE = '{"a": 1, "b": 2}'
 ANSWERS = {REFERENCE: 1.0, '{"a": 1, "b": 3}': 0.5, "no idea": 0.0, '{"a": 1}': 0.5}
 
@@ -20,7 +22,7 @@ def _row(reference: str) -> Row:
 
 
 def _item(task: Task, at: int, answer: str, *, reference: str = REFERENCE) -> EvalItem:
-    return score_item(task, at, _row(reference), prompt="q", answer=answer)
+    return score_item(task, at, _row(reference), prompt="q", reply=Reply(text=answer))
 
 
 def test_a_right_answer_scores_one_and_keeps_what_was_extracted() -> None:
@@ -43,7 +45,7 @@ def test_a_reference_that_the_task_cannot_read_is_an_error_at_its_row() -> None:
 
 def _score(task: Task, answer: str, *references: str) -> EvalItem:
     """The last reference is the one that was trained on."""
-    return score_item(task, 0, replace(_row(references[-1]), references=references), prompt="q", answer=answer)
+    return score_item(task, 0, replace(_row(references[-1]), references=references), prompt="q", reply=Reply(text=answer))
 
 
 @pytest.mark.parametrize("answer", ["4", "four", "IV"])
@@ -72,14 +74,14 @@ def test_a_reference_that_cannot_be_read_is_passed_over_unless_none_can() -> Non
 
 
 def test_failures_count_as_zero_and_lower_the_coverage() -> None:
-    result = summarise(JSON_MATCH, "checkpoint-7", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], seconds=1.0)
+    result = summarise(JSON_MATCH, "checkpoint-7", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], available=12, seconds=1.0)
     assert (result.n, result.coverage, result.checkpoint, result.task) == (4, 0.75, "checkpoint-7", "json_match")
     assert result.metrics["all_fields"].value == 0.25
     assert result.metrics["fields"].value == 0.5
 
 
 def test_a_rate_has_wilsons_interval_and_a_mean_the_bootstraps() -> None:
-    result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], seconds=1.0)
+    result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], available=12, seconds=1.0)
     rate, mean = wilson(1, 4), bootstrap_mean(list(ANSWERS.values()))
     assert (result.metrics["all_fields"].low, result.metrics["all_fields"].high) == (rate.low, rate.high)
     assert (result.metrics["fields"].low, result.metrics["fields"].high) == (mean.low, mean.high)
@@ -88,18 +90,20 @@ def test_a_rate_has_wilsons_interval_and_a_mean_the_bootstraps() -> None:
 
 @pytest.mark.parametrize("answer", ["four", "five"])
 def test_even_a_perfect_or_hopeless_rate_keeps_its_width(answer: str) -> None:
-    score = summarise(EXACT_MATCH, "base", [_item(EXACT_MATCH, at, answer, reference="four") for at in range(10)], seconds=1.0).metrics["exact"]
+    score = summarise(EXACT_MATCH, "base", [_item(EXACT_MATCH, at, answer, reference="four") for at in range(10)], available=12, seconds=1.0).metrics[
+        "exact"
+    ]
     assert score.high - score.low > 0.2
     assert score.low <= score.value <= score.high
 
 
 def test_a_single_mean_says_nothing() -> None:
-    score = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, 0, '{"a": 1}')], seconds=1.0).metrics["fields"]
+    score = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, 0, '{"a": 1}')], available=12, seconds=1.0).metrics["fields"]
     assert (score.value, score.low, score.high) == (0.5, 0.0, 1.0)
 
 
 def test_items_are_in_their_own_order_whatever_order_they_were_answered_in() -> None:
-    result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, json.dumps({"a": at})) for at in (2, 0, 1)], seconds=1.0)
+    result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, json.dumps({"a": at})) for at in (2, 0, 1)], available=12, seconds=1.0)
     assert [item.item for item in result.items] == [0, 1, 2]
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Run, Score, StageResult, read_record, write_record
+from finefit.artifacts.records import EvalFailure, EvalRequest, Failure, Run, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import Diverged, FinefitError, Interrupted, RunError, UserError, WorkerDied
 from finefit.pipeline import execute
 from finefit.pipeline.create import stage_of
+from tests.evals import make_result
 
 DONE = StageResult(
     step=12, total_steps=12, checkpoint="checkpoint-12", trainable_parameters=1, parameters=2, tokens=3, seconds=1.0, peak_bytes=1, failure=None
@@ -52,9 +53,8 @@ def _all_goes_well(module: str, argument: Path) -> int:
         write_record(StageDir(argument).result, DONE)
         return 0
     request = read_record(argument, EvalRequest)
-    score = {"all_fields": Score(value=0.5, low=0.1, high=0.9)}
-    result = EvalResult(task="json_match", checkpoint=request.checkpoint, n=5, coverage=1.0, metrics=score, seconds=1.0, items=())
-    write_record(StageDir(argument.parents[2]).evaluation("json_match", request.checkpoint, request.evaluation.limit).result, result)
+    paths = StageDir(argument.parents[2]).evaluation("json_match", request.checkpoint, request.evaluation.limit)
+    write_record(paths.result, make_result(request.checkpoint))
     return 0
 
 
@@ -179,9 +179,9 @@ def test_other_settings_throw_the_old_answers_away_and_a_sample_does_not(run: Ru
 
 def test_the_tasks_to_score_are_the_specs_or_the_one_that_is_named(run: RunDir) -> None:
     (declared,) = execute.evaluations(run, task=None, limit=3)
-    assert (declared.task, declared.max_new_tokens, declared.limit) == ("json_match", 8, 3)
+    assert (declared.label, declared.max_new_tokens, declared.limit) == ("json_match", 8, 3)
     (named,) = execute.evaluations(run, task="exact_match", limit=None)
-    assert (named.task, named.max_new_tokens) == ("exact_match", 256)
+    assert (named.label, named.max_new_tokens) == ("exact_match", 256)
 
 
 def test_before_the_first_checkpoint_there_is_only_the_base(run: RunDir) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import EvalRequest, write_record
+from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import RunDir
 from finefit.pipeline.create import stage_of
-from finefit.spec.schema import Evaluation
+from tests.evals import make_request
 from tests.pipeline.conftest import prepared
 
 
@@ -29,7 +29,7 @@ def step(run: RunDir, number: int, loss: float = 5.0) -> None:
 def ask(run: RunDir, checkpoint: str, limit: int | None = None) -> Path:
     path = stage_of(run).evaluation("json_match", checkpoint, limit).request
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, EvalRequest(checkpoint=checkpoint, evaluation=Evaluation(task="json_match", limit=limit)))
+    write_record(path, make_request(checkpoint, limit=limit))
     return path
 
 

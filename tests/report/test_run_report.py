@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, Plan, Resolved, Run, Score, StageResult, read_record, write_record
+from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, Score, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir
 from finefit.cli.console import open_console
 from finefit.pipeline.create import stage_of
 from finefit.report.demo import show_change
 from finefit.report.run import evals_of, evals_tables, plan_view, result_lines, run_document, show_end
 from finefit.report.units import clock, gib
-from finefit.spec.schema import Evaluation
+from tests.evals import make_item, make_request, make_result
 from tests.report.conftest import note
 
 RESULT = StageResult(
@@ -29,17 +29,12 @@ RESULT = StageResult(
 
 
 def _evaluated(run: RunDir, checkpoint: str, value: float, *, task: str = "json_match", items: int = 5) -> EvalResult:
-    entries = tuple(
-        EvalItem(
-            item=at, prompt=f"prompt {at}", reference="[7]", answer=f"{checkpoint} [{at}]", extracted=None, scores={"all_fields": value}, failure=None
-        )
-        for at in range(items)
-    )
+    entries = tuple(replace(make_item(at, all_fields=value), answer=f"{checkpoint} [{at}]") for at in range(items))
     score = {"all_fields": Score(value=value, low=0.0, high=1.0)}
-    result = EvalResult(task=task, checkpoint=checkpoint, n=items, coverage=0.8, metrics=score, seconds=1.0, items=entries)
+    result = make_result(checkpoint, entries, task=task, coverage=0.8, metrics=score)
     paths = stage_of(run).evaluation(task, checkpoint)
     paths.folder.mkdir(parents=True, exist_ok=True)
-    write_record(paths.request, EvalRequest(checkpoint=checkpoint, evaluation=Evaluation.model_validate({"task": task})))
+    write_record(paths.request, make_request(checkpoint, task=task))
     write_record(paths.result, result)
     return result
 

@@ -11,7 +11,8 @@ from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.every import Every
-from finefit.spec.schema import AdamW, Engine, Evaluation, Model, Objective, OnNan, Save, Single, Tracker, Tuning
+from finefit.spec.schema import AdamW, Engine, Evaluation, Form, Model, Objective, OnNan, Save, Single, Tracker, Tuning
+from finefit.stats.metrics import Metric
 
 STRICT = ConfigDict(extra="forbid")
 R = TypeVar("R")
@@ -146,6 +147,22 @@ class Suggestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What generation may hold at once, by the plan: at most so many rows, and so many tokens of prompts and answers together."""
+
+    __pydantic_config__ = STRICT
+    rows: int
+    tokens: int
+    mlp_tiles: int = 1
+    """Pieces in which a prompt passes an MLP, where it is long."""
+    reserved_bytes: int | None = None
+    """Foretold, on a card; on a CPU what is allocated."""
+    devices: int = 1
+    """Cards that the items are shared over, or that one model is spread over."""
+    is_spread: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What one stage will take on one card, rehearsed before it runs."""
 
@@ -197,6 +214,8 @@ class Forecast:
     """Largest relative error of earlier forecasts of this card and these versions, where some were measured."""
     engine: Engine = _SINGLE
     """Never `auto`: what it came to; why stands among the reasons."""
+    rooms: dict[str, Room] = field(default_factory=dict)
+    """What generation may hold at once in each evaluation, by its label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +256,10 @@ class Stage:
     template_sha256: str
     max_prompt_tokens: int | None = None
     """Longer prompts are cut in an evaluation as they are in training; None: never."""
+    form: Form | None = None
+    """How rows become prompt and answer."""
+    rooms: dict[str, Room] = field(default_factory=dict)
+    """What generation may hold at once in each evaluation, by its label."""
     optimizer: AdamW
     schedule: Literal["cosine", "linear", "constant"]
     total_steps: int
@@ -470,14 +493,48 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalRequest:
+class Subject:
+    """Whose answers are scored, and how they are asked for."""
+
     __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+    model: Model
+    """A folder's path is relative to the run directory."""
+    model_name: str
+    model_fingerprint: str
+    weights: str | None = None
+    """A folder with an adapter or with whole weights, relative to the run directory; None: the model as it is."""
+    manifest_sha256: str | None = None
+    """Of `weights`, where it is a checkpoint of ours: another one of the same name is scored anew."""
+    tuning: Tuning
+    """In what bits the model is loaded, and which adapter the model as it is has; its path is relative to the run directory."""
+    device: Literal["cpu", "cuda"]
+    precision: Literal["bf16", "fp16", "fp32"]
+    threads: int
+    seed: int
+    template: Literal["chat", "plain"]
+    template_options: dict[str, Any] = field(default_factory=dict)
+    template_sha256: str
+    max_prompt_tokens: int | None = None
+    """Longer prompts are cut as they are in training; None: never."""
+    form: Form | None = None
+    """What the items were built with."""
+    items_sha256: str
+    """Of test.jsonl."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRequest:
+    """All that an evaluation's process is told."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[2] = 2
     checkpoint: str
     """`base`, or the name of a folder under checkpoints/."""
     evaluation: Evaluation
-    manifest_sha256: str | None = None
-    """Of the checkpoint, so that another one of the same name is scored anew."""
+    subject: Subject
+    room: Room
+    task_sha256: str | None = None
+    """Of a task file of the user's own, which lies beside the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,15 +547,40 @@ class EvalFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A given answer and how likely it is to the model."""
+
+    __pydantic_config__ = STRICT
+    text: str
+    is_right: bool
+    logprob: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalItem:
     __pydantic_config__ = STRICT
     item: int
+    key: str
+    """Of what is asked and what is right: equal keys are the same item, in whatever file and run."""
+    place: str
+    """File and row."""
     prompt: str
     reference: str
     answer: str
     extracted: Any
+    counts: dict[str, float]
+    """What the metrics are computed from, over all items."""
     scores: dict[str, float]
+    """Of this item alone."""
     failure: str | None
+    candidates: tuple[Candidate, ...] = ()
+    new_tokens: int | None = None
+    """Of the answer; None where none was generated."""
+    is_cut: bool = False
+    """The answer reached max_new_tokens before its end."""
+    verdict: str | None = None
+    """A judge's words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,17 +593,30 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """All items count; one that failed scores zero."""
+    """All items count; one that failed counts as nothing found."""
 
     __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     task: str
+    """The evaluation's label."""
     checkpoint: str
     n: int
+    available: int
+    """Items that there are; more than n where a sample was asked for."""
     coverage: float
-    """Share of the answers that a result could be extracted from."""
+    """Share of the items that a result was found for."""
     metrics: dict[str, Score]
+    definitions: tuple[Metric, ...]
+    """How the metrics follow from the items' counts; the first is the task's own."""
+    signature: dict[str, str]
+    """Settings and versions that the numbers depend on."""
+    warnings: tuple[str, ...] = ()
     seconds: float
+    """Of the process that ended it, loading excluded."""
+    new_tokens: int = 0
+    peak_bytes: int | None = None
+    """Reserved on a card, resident on a CPU; None where nothing was left to answer."""
+    foretold_bytes: int | None = None
     items: tuple[EvalItem, ...] = field(repr=False)
 
 

@@ -1,56 +1,81 @@
-"""Items -> one record. All items count; an answer without a result scores zero; every score has its interval and its n."""
+"""Items -> one record. All items count; one without a result counts as nothing found; every score has its interval and its n."""
 
+import hashlib
+import json
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
-from finefit.artifacts.records import EvalItem, EvalResult, Score
+from finefit.artifacts.records import Candidate, EvalItem, EvalResult, Score
 from finefit.data.rows import Row
-from finefit.data.tasks import NoResult, Task
+from finefit.data.tasks import NoResult, Reply, Task
 from finefit.errors import DataError
 from finefit.stats.intervals import Interval, bootstrap_mean, wilson
+from finefit.stats.metrics import Metric, combined, table
 
 
-def score_item(task: Task, at: int, row: Row, *, prompt: str, answer: str) -> EvalItem:
-    """Against the reference that the answer comes nearest to, by the task's metrics in their order; of equals, the one trained on."""
-    wanted = _references(task, row)
-    reference, scores, extracted, failure = next(iter(wanted)), dict.fromkeys(task.metrics, 0.0), None, None
+def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_tokens: int | None = None, is_cut: bool = False) -> EvalItem:
     try:
-        extracted = task.extract(answer)
-        scored = {text: task.scores(extracted, result) for text, result in wanted.items()}
-        reference = max(scored, key=lambda text: [scored[text][name] for name in task.metrics])
-        scores = scored[reference]
+        task.require(row)
     except NoResult as reason:
-        failure = str(reason)
-    return EvalItem(item=at, prompt=prompt, reference=reference, answer=answer, extracted=extracted, scores=scores, failure=failure)
+        raise DataError(f"{row.place} has a reference that the task {task.name} cannot read: {reason}") from None
+    extracted, counts, reference, failure = None, task.nothing(row), None, None
+    try:
+        reading = task.read(reply, row)
+        extracted, counts, reference = reading.extracted, reading.counts, reading.reference
+    except NoResult as reason:
+        failure = f"{reason} (cut at {new_tokens} tokens)" if is_cut else str(reason)
+    return EvalItem(
+        item=at,
+        key=key_of(row),
+        place=row.place,
+        prompt=prompt,
+        reference=row.answer if reference is None else reference,
+        answer=reply.text,
+        extracted=extracted,
+        counts=dict(counts),
+        scores=task.scores(counts),
+        failure=failure,
+        candidates=tuple(
+            Candidate(text=found.text, is_right=is_right, logprob=found.logprob, tokens=found.tokens)
+            for is_right, found in [*((True, one) for one in reply.right), *((False, one) for one in reply.wrong)]
+        ),
+        new_tokens=new_tokens,
+        is_cut=is_cut,
+    )
 
 
-def _references(task: Task, row: Row) -> dict[str, Any]:
-    """What the task reads in each answer that counts as right, first in the one trained on; those without a result are passed over."""
-    read: dict[str, Any] = {}
-    unread: list[NoResult] = []
-    for text in (row.answer, *row.references):
-        try:
-            read[text] = task.extract(text)
-        except NoResult as reason:
-            unread.append(reason)
-    if not read:
-        raise DataError(f"{row.place} has a reference that the task {task.name} cannot read: {unread[0]}")
-    return read
+def key_of(row: Row) -> str:
+    """The same item has the same key in every run: what is asked, and what is right."""
+    content = json.dumps([[asdict(message) for message in row.prompt], row.tools, row.answer, sorted(row.references), sorted(row.wrong)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, seconds: float) -> EvalResult:
+def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, available: int, seconds: float) -> EvalResult:
     return EvalResult(
         task=task.name,
         checkpoint=checkpoint,
         n=len(items),
+        available=available,
         coverage=sum(item.failure is None for item in items) / len(items),
-        metrics={name: _score([item.scores[name] for item in items]) for name in task.metrics},
+        metrics={metric.name: score_of(metric, items) for metric in task.metrics},
+        definitions=task.metrics,
+        signature=dict(task.signature),
         seconds=seconds,
+        new_tokens=sum(item.new_tokens or 0 for item in items),
         items=tuple(sorted(items, key=lambda item: item.item)),
     )
 
 
-def _score(values: Sequence[float]) -> Score:
-    """A rate gets Wilson's interval, a mean the bootstrap's; a single mean says nothing, which is the whole range from 0 to 1."""
-    interval: Interval = wilson(int(sum(values)), len(values)) if set(values) <= {0.0, 1.0} else bootstrap_mean(values)
-    return Score(value=interval.value, low=max(0.0, interval.low), high=min(1.0, interval.high))
+def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:
+    """A rate gets Wilson's interval, anything else the bootstrap's; a single mean says nothing, which is the whole range from 0 to 1."""
+    values = table(metric, [item.counts for item in items])
+    if metric.aggregate == "rate":
+        interval: Interval = wilson(int(values.sum()), len(values))
+    else:
+        interval = bootstrap_mean(values[:, 0].tolist())
+    return Score(value=float(combined(metric, values.sum(axis=0), len(values))), low=max(0.0, interval.low), high=_at_most(metric, interval.high))
+
+
+def _at_most(metric: Metric, high: float) -> float:
+    return min({"share": 1.0, "points": 100.0, "number": math.inf}[metric.unit], high)

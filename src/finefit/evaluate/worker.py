@@ -16,12 +16,12 @@ from pydantic import TypeAdapter
 from finefit.artifacts.checkpoint import problems
 from finefit.artifacts.journal import Journal, read_lines
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
-from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, Stage, read_record, write_record
+from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, Subject, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.data.items import read_items
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message
-from finefit.data.tasks import TASKS
+from finefit.data.tasks import Reply, make_task
 from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.answers import answers
 from finefit.evaluate.score import score_item, summarise
@@ -33,30 +33,35 @@ log = logging.getLogger("finefit")
 _ITEM = TypeAdapter(EvalItem)
 
 
-def evaluate(where: StageDir, request: EvalRequest) -> EvalResult:
-    stage, task = read_record(where.stage, Stage), TASKS[request.evaluation.task]
-    torch.set_num_threads(stage.threads)
-    rows = read_items(where.verified("test.jsonl", stage.prepared))
-    chosen = _sample(len(rows), request.evaluation.limit, stage.seed)
-    items_path = where.evaluation(task.name, request.checkpoint).items
+def evaluate(where: StageDir, request: EvalRequest, folder: Path) -> EvalResult:
+    """`folder`: of the request, where a task file of the user's own lies too."""
+    subject, settings = request.subject, request.evaluation
+    task = make_task(settings, form=subject.form, base=folder)
+    torch.set_num_threads(subject.threads)
+    rows = read_items(where.verified("test.jsonl", {"test.jsonl": subject.items_sha256}))
+    chosen = _sample(len(rows), settings.limit, subject.seed)
+    items_path = where.evaluation(settings.label, request.checkpoint).items
     done = {item.item: item for item in (_ITEM.validate_python(line) for line in read_lines(items_path))}
     todo = [at for at in chosen if at not in done]
     began = time.perf_counter()
     if todo:
-        renderer = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options)
-        if renderer.sha256() != stage.template_sha256:
+        renderer = open_renderer(where.tokenizer, subject.template, template_options=subject.template_options)
+        if renderer.sha256() != subject.template_sha256:
             raise RunError("the prompt template of this run has changed since it was trained: answers would be worth nothing")
-        model = _load(where, stage, request.checkpoint)
-        asked = {at: _fitted(renderer, task.prompt(rows[at]), rows[at].tools, stage.max_prompt_tokens) for at in todo}
+        model = _load(where, subject)
+        asked = {at: _fitted(renderer, rows[at].prompt, rows[at].tools, subject.max_prompt_tokens) for at in todo}
         prompts = [renderer.prompt_tokens(asked[at], tools=rows[at].tools) for at in todo]
-        settings = request.evaluation
         with Journal(items_path) as journal:
-            for index, answer in answers(model, renderer, prompts, max_new_tokens=settings.max_new_tokens, batch=settings.batch, device=stage.device):
+            for index, answer in answers(
+                model, renderer, prompts, max_new_tokens=settings.max_new_tokens, batch=request.room.rows, device=subject.device
+            ):
                 at = todo[index]
-                item = score_item(task, at, rows[at], prompt=renderer.prompt_text(asked[at], tools=rows[at].tools), answer=answer)
+                prompt = renderer.prompt_text(asked[at], tools=rows[at].tools)
+                item = score_item(task, at, rows[at], prompt=prompt, reply=Reply(text=answer))
                 journal.write(**_ITEM.dump_python(item, mode="json"))
                 done[at] = item
-    return summarise(task, request.checkpoint, [done[at] for at in chosen], seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return summarise(task, request.checkpoint, [done[at] for at in chosen], available=len(rows), seconds=seconds)
 
 
 def _fitted(renderer: Renderer, messages: Sequence[Message], tools: str, max_tokens: int | None) -> Sequence[Message]:
@@ -70,22 +75,22 @@ def _sample(num_rows: int, limit: int | None, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(num_rows), limit))
 
 
-def _load(where: StageDir, stage: Stage, checkpoint: str) -> torch.nn.Module:
-    path = None if checkpoint == "base" else where.checkpoints / checkpoint
-    if path is not None and (found := problems(path)):
-        raise RunError(f"{checkpoint} does not verify: {'; '.join(found)}", "evaluate another checkpoint")
-    located = locate_start(stage.model, stage.tuning, where.run)
-    if located.fingerprint != stage.model_fingerprint:
-        raise RunError(f"the model {stage.model_name} has changed since this run began")
-    dtype = torch.bfloat16 if stage.precision == "bf16" else weight_dtype(stage.precision, stage.tuning)
+def _load(where: StageDir, subject: Subject) -> torch.nn.Module:
+    path = None if subject.weights is None else where.run / subject.weights
+    if path is not None and subject.manifest_sha256 is not None and (found := problems(path)):
+        raise RunError(f"{path.name} does not verify: {'; '.join(found)}", "evaluate another checkpoint")
+    located = locate_start(subject.model, subject.tuning, where.run)
+    if located.fingerprint != subject.model_fingerprint:
+        raise RunError(f"the model {subject.model_name} has changed since this run began")
+    dtype = torch.bfloat16 if subject.precision == "bf16" else weight_dtype(subject.precision, subject.tuning)
     return load_for_answers(
         located.folder,
         path,
-        device=stage.device,
+        device=subject.device,
         dtype=dtype,
-        attention=attention_here(stage.device, stage.precision, located.folder),
-        bits=base_bits(stage.tuning),
-        start=starting_adapter(stage.tuning, where.run),
+        attention=attention_here(subject.device, subject.precision, located.folder),
+        bits=base_bits(subject.tuning),
+        start=starting_adapter(subject.tuning, where.run),
     )
 
 
@@ -102,12 +107,12 @@ def main() -> None:
 def work(path: Path) -> int:
     """The exit code; the reason of a failure is in a record of its own."""
     where, request = StageDir(path.parents[2]), read_record(path, EvalRequest)
-    paths = where.evaluation(request.evaluation.task, request.checkpoint, request.evaluation.limit)
+    paths = where.evaluation(request.evaluation.label, request.checkpoint, request.evaluation.limit)
     paths.failure.unlink(missing_ok=True)
     heeded = on_stop_signals(_stop)
     try:
         when_launcher_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
-        write_record(paths.result, evaluate(where, request))
+        write_record(paths.result, evaluate(where, request, path.parent))
     except FinefitError as error:
         for number in heeded:  # one stop is enough
             signal.signal(number, signal.SIG_IGN)

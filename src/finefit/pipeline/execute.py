@@ -4,17 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Run, Stage, StageResult, read_record, write_record
+from finefit.artifacts.records import EvalFailure, EvalRequest, EvalResult, Failure, Room, Run, Stage, StageResult, Subject, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
-from finefit.data.tasks import TASKS
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError
 from finefit.facts.files import read_file
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.launch import last_words, launch, launch_ranks, raised_again
-from finefit.spec.schema import AutoEngine, DeepSpeed, Evaluation, FullyShard, Parallel, Single
+from finefit.spec.schema import AutoEngine, DeepSpeed, Evaluation, FullyShard, Parallel, Single, task_kinds
 
 Tick = Callable[[], None]
 ALIASES = ("final", "best")
@@ -91,9 +92,9 @@ def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int,
     """Scores one checkpoint in a process of its own. What is scored already is not scored again; a killed evaluation goes on at its next item."""
     where = stage_of(run)
     name = resolve_checkpoint(where, checkpoint)
-    manifest = None if name == "base" else read_file(where.checkpoints / name / MANIFEST, where.path).sha256
-    request = EvalRequest(checkpoint=name, evaluation=evaluation, manifest_sha256=manifest)
-    paths = where.evaluation(evaluation.task, name, evaluation.limit)
+    stage = read_record(where.stage, Stage)
+    request = EvalRequest(checkpoint=name, evaluation=evaluation, subject=_subject(where, stage, name), room=_room(stage, evaluation))
+    paths = where.evaluation(evaluation.label, name, evaluation.limit)
     for earlier in where.evaluations():
         is_same_model = (earlier.folder, earlier.checkpoint) == (paths.folder, name)
         if is_same_model and _asks(read_record(earlier.request, EvalRequest)) != _asks(request):
@@ -107,9 +108,39 @@ def evaluate(run: RunDir, checkpoint: str, evaluation: Evaluation, *, lock: int,
     return read_record(paths.result, EvalResult)
 
 
-def _asks(request: EvalRequest) -> EvalRequest:
-    """What decides an answer: a sample of the items asks them the same way as all of them."""
-    return replace(request, evaluation=request.evaluation.model_copy(update={"limit": None, "base": True}))
+def _subject(where: StageDir, stage: Stage, checkpoint: str) -> Subject:
+    is_base = checkpoint == "base"
+    return Subject(
+        model=stage.model,
+        model_name=stage.model_name,
+        model_fingerprint=stage.model_fingerprint,
+        weights=None if is_base else str((where.checkpoints / checkpoint).relative_to(where.run)),
+        manifest_sha256=None if is_base else read_file(where.checkpoints / checkpoint / MANIFEST, where.path).sha256,
+        tuning=stage.tuning,
+        device=stage.device,
+        precision=stage.precision,
+        threads=stage.threads,
+        seed=stage.seed,
+        template=stage.template,
+        template_options=stage.template_options,
+        template_sha256=stage.template_sha256,
+        max_prompt_tokens=stage.max_prompt_tokens,
+        form=stage.form,
+        items_sha256=stage.prepared["test.jsonl"],
+    )
+
+
+def _room(stage: Stage, evaluation: Evaluation) -> Room:
+    if evaluation.label in stage.rooms:
+        return stage.rooms[evaluation.label]
+    rows = 8 if evaluation.batch == "auto" else evaluation.batch
+    return Room(rows=rows, tokens=rows * 4096)
+
+
+def _asks(request: EvalRequest) -> tuple[Evaluation, Subject, str | None]:
+    """What decides an answer: a sample of the items asks them the same way as all of them, and so do fewer at a time."""
+    same = {"limit": None, "base": True, "batch": "auto", "checkpoints": "final"}
+    return request.evaluation.model_copy(update=same), request.subject, request.task_sha256
 
 
 def evaluations(run: RunDir, *, task: str | None, limit: int | None) -> list[Evaluation]:
@@ -117,13 +148,18 @@ def evaluations(run: RunDir, *, task: str | None, limit: int | None) -> list[Eva
     stage = read_record(stage_of(run).stage, Stage)
     if "test.jsonl" not in stage.prepared:
         raise RunError(f"{run.path.name} has no test rows to answer", "name them in the spec with data.test and run again with --new")
-    declared: dict[str, Evaluation] = {e.task: e for e in stage.evaluate}
-    if task is not None and task not in TASKS:
-        raise RunError(f"there is no task {task}", f"there are {', '.join(TASKS)}")
+    declared: dict[str, Evaluation] = {e.label: e for e in stage.evaluate}
     if task is None and not declared:
-        raise RunError(f"the spec of {run.path.name} names no task", f"name one with --task: {', '.join(TASKS)}")
-    chosen = [declared.get(task) or Evaluation.model_validate({"task": task})] if task else list(declared.values())
+        raise RunError(f"the spec of {run.path.name} names no task", f"name one with --task: {', '.join(task_kinds())}")
+    chosen = [declared.get(task) or named_evaluation(task)] if task else list(declared.values())
     return [e.model_copy(update={"limit": limit or e.limit}) for e in chosen]
+
+
+def named_evaluation(task: str) -> Evaluation:
+    try:
+        return Evaluation.model_validate({"task": task})
+    except ValidationError:
+        raise RunError(f"there is no task {task}", f"there are {', '.join(task_kinds())}") from None
 
 
 def checkpoints(run: RunDir, asked: str) -> list[str]:

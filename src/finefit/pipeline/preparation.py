@@ -5,7 +5,7 @@ from pathlib import Path
 from finefit.artifacts.records import Finding, Forecast, Lengths
 from finefit.data.items import read_items
 from finefit.data.rows import Row
-from finefit.data.tasks import TASKS, NoResult, Task
+from finefit.data.tasks import NoResult, Task, make_task
 from finefit.errors import DataError, FindingError, SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import free_bytes
@@ -63,17 +63,17 @@ def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, ru
 def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
     config = outline(spec.model, base).config
     embeddings = config.get("text_config", config).get("vocab_size")
-    return (*examine_data(prepared.record, spec, embeddings=embeddings), *_references(spec, prepared))
+    return (*examine_data(prepared.record, spec, embeddings=embeddings), *_references(spec, base, prepared))
 
 
-def _references(spec: Spec, prepared: PreparedData) -> tuple[Finding, ...]:
+def _references(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
     """A reference that its task cannot read is found now, not after the training."""
     if not spec.evaluate:
         return ()
     if spec.data.test is None:
         problem = "evaluate names a task, but data.test names no rows to answer"
         return (Finding(level="error", problem=problem, remedy="add data.test: {path: ...}, or remove evaluate"),)
-    tasks, rows = [TASKS[e.task] for e in spec.evaluate], read_items(prepared.path("test.jsonl"))
+    tasks, rows = [make_task(e, form=spec.data.task, base=base) for e in spec.evaluate], read_items(prepared.path("test.jsonl"))
     faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task in tasks for row in rows if (reason := _unreadable(task, row))]
     if not faults:
         return ()
@@ -82,16 +82,11 @@ def _references(spec: Spec, prepared: PreparedData) -> tuple[Finding, ...]:
 
 
 def _unreadable(task: Task, row: Row) -> str | None:
-    """Why none of its references can be read."""
-    reasons = []
-    for reference in (row.answer, *row.references):
-        try:
-            task.extract(reference)
-        except NoResult as reason:
-            reasons.append(str(reason))
-        else:
-            return None
-    return reasons[0]
+    try:
+        task.require(row)
+    except NoResult as reason:
+        return str(reason)
+    return None
 
 
 def require_data(findings: tuple[Finding, ...]) -> None:

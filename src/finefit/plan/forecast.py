@@ -253,7 +253,7 @@ def _held(target: Target, reserved: int) -> int:
 def _generation_bytes(spec: Spec, lengths: Lengths, looker: Looker, rows: int | None = None) -> int:
     """Evaluations have a process of their own: the longest prompt, and answers as long as the task allows."""
     prompt = lengths.prompt or lengths.longest
-    asked = [(rows or e.batch, e.max_new_tokens) for e in spec.evaluate]
+    asked = [(rows or (8 if e.batch == "auto" else e.batch), e.max_new_tokens) for e in spec.evaluate]
     return max((rehearse_generation(looker.scene, rows=n, prompt_tokens=prompt, new_tokens=new) for n, new in asked), default=0)
 
 

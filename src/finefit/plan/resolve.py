@@ -59,6 +59,8 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         template_options=spec.data.template_options,
         template_sha256=inputs.template_sha256,
         max_prompt_tokens=spec.max_prompt_tokens(),
+        form=spec.data.task,
+        rooms=forecast.rooms,
         optimizer=spec.optimizer,
         schedule=spec.schedule.kind,
         total_steps=of("total_steps"),

@@ -17,7 +17,7 @@ def show_change(run: RunDir, console: Console) -> None:
     where = run.stages()[0]
     result, evaluation = read_record(where.result, StageResult), read_record(where.stage, Stage).evaluate[0]
     base, tuned = (
-        read_record(where.evaluation(evaluation.task, checkpoint, evaluation.limit).result, EvalResult)
+        read_record(where.evaluation(evaluation.label, checkpoint, evaluation.limit).result, EvalResult)
         for checkpoint in ("base", str(result.checkpoint))
     )
     for line in result_lines(result):

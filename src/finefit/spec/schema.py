@@ -3,9 +3,10 @@
 A choice is a union on `kind`, so an option exists only where it means something.
 """
 
-from typing import Annotated, Any, Literal
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from finefit.spec.every import Every, Interval
 
@@ -78,6 +79,151 @@ class Subset(Part):
 
 
 Tuning = Annotated[Lora | Full | Subset, Field(discriminator="kind")]
+
+
+class ExactMatch(Part):
+    """The answer is the reference."""
+
+    kind: Literal["exact_match"]
+
+
+class JsonMatch(Part):
+    """The answer is JSON with every field right."""
+
+    kind: Literal["json_match"]
+
+
+class Rouge(Part):
+    """ROUGE-1, -2, -L and -Lsum against the nearest reference (rouge-score)."""
+
+    kind: Literal["rouge"]
+    stemmer: bool = True
+
+
+class Bleu(Part):
+    """Corpus BLEU (sacrebleu)."""
+
+    kind: Literal["bleu"]
+    tokenize: Literal["13a", "char", "intl", "zh", "none"] = "13a"
+    lowercase: bool = False
+
+
+class Chrf(Part):
+    """Corpus chrF (sacrebleu); with `word_order: 2` chrF++."""
+
+    kind: Literal["chrf"]
+    word_order: int = Field(0, ge=0, le=2)
+
+
+class Amr(Part):
+    """Smatch over all pairs: an answer that is no graph matches nothing and adds no triples of its own."""
+
+    kind: Literal["amr"]
+    restarts: int = Field(20, ge=20)
+    """Seeded starts of the search for the best mapping of variables."""
+    concepts: Literal["as_written", "underscores"] = "underscores"
+    """How words of a concept are joined, on both sides alike."""
+    repair_gold: bool = False
+    """A variable that a gold graph defines twice gets another name the second time; without this such a row is an error."""
+    mend_answers: bool = False
+    """Score every answer a second time after brackets and variables were put right; both scores are shown, for the same items."""
+
+
+class TruthfulQa(Part):
+    """MC1 and MC2 by log-probability; with `generate` answers too, scored by their nearness to right and to wrong references."""
+
+    kind: Literal["truthfulqa"]
+    generate: bool = True
+    scorer: Literal["rouge", "bleu", "bleurt"] = "rouge"
+    """`bleurt` needs the package of that name."""
+
+
+class QmSum(Part):
+    """Summaries of meetings by query, the whole meeting in the prompt; ROUGE."""
+
+    kind: Literal["qmsum"]
+
+
+class Summary(Part):
+    """ROUGE-Lsum, length against the reference's, sections that are there, extractive coverage, and faithfulness where an NLI model is named."""
+
+    kind: Literal["summary"]
+    sections: tuple[str, ...] = ()
+    """Headings that a summary must have."""
+    nli: str | None = None
+    """A folder or hub name of an NLI model; which of its labels means what is tried on known pairs first."""
+
+
+class Hallucination(Part):
+    """How often a wrong answer is more likely to the model than the right one, per token; rows need wrong answers, as preference pairs have them."""
+
+    kind: Literal["hallucination"]
+
+
+class Perplexity(Part):
+    """Of the references, over all of their tokens."""
+
+    kind: Literal["perplexity"]
+
+
+class LmEval(Part):
+    """Tasks of lm-evaluation-harness (needs lm-eval), in a process of their own."""
+
+    kind: Literal["lm_eval"]
+    tasks: tuple[str, ...] = Field(min_length=1)
+    shots: int | None = Field(None, ge=0)
+    folder: str | None = None
+    """With task files of your own, relative to the spec file."""
+
+
+class OwnTask(Part):
+    """A Python file of yours with `METRICS`, `extract(answer)` and `score(found, reference)`, and if rows need it `build(prompt, answer)`."""
+
+    kind: Literal["python"]
+    path: str
+    """Relative to the spec file."""
+
+
+def _named(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Task = Annotated[
+    ExactMatch | JsonMatch | Rouge | Bleu | Chrf | Amr | TruthfulQa | QmSum | Summary | Hallucination | Perplexity | LmEval | OwnTask,
+    Field(discriminator="kind"),
+    BeforeValidator(_named),
+]
+"""A bare name is the task with its defaults."""
+
+
+def task_kinds() -> tuple[str, ...]:
+    return tuple(get_args(part.model_fields["kind"].annotation)[0] for part in get_args(get_args(Task)[0]))
+
+
+class AmrForm(Part):
+    """A sentence becomes a graph in one answer, by way of sub-tasks whose results stand before it (MTUP)."""
+
+    kind: Literal["amr"]
+    method: Literal["baseline", "mtup2", "mtup3a", "mtup3b", "mtup4"] = "baseline"
+    """`baseline`: the graph. `mtup2`: its skeleton, then the graph. `mtup3a`: concepts, the graph without variables, the graph. `mtup3b`: concepts,
+    relations, the graph. `mtup4`: all four."""
+    concepts: Literal["as_written", "underscores"] = "underscores"
+    repair_gold: bool = False
+
+
+Form = Annotated[AmrForm | OwnTask, Field(discriminator="kind"), BeforeValidator(_named)]
+
+
+class Judge(Part):
+    """A language model behind an OpenAI-compatible address that gives every answer a mark; never needed, always recorded."""
+
+    url: str
+    """For instance http://localhost:8000/v1."""
+    model: str
+    key: str | None = None
+    """The name of the environment variable that holds the secret; the secret itself belongs in no file."""
+    question: str | None = None
+    """What the judge is asked, with {prompt}, {answer} and {reference} in braces; by default a mark from 1 to 5."""
 
 
 class Fields(Part):
@@ -156,6 +302,8 @@ class Data(Part):
     """Which answers of a conversation are supervised."""
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the model's own chat template. `plain`: prompt and completion as they stand, for base models."""
+    task: Form | None = None
+    """How rows become prompt and answer, in training and evaluation alike; None: as they stand."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: true} for rows that hold reasoning."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
@@ -341,15 +489,27 @@ class Tracker(Part):
 
 
 class Evaluation(Part):
-    task: Literal["exact_match", "json_match"]
-    """`exact_match`: the answer is the reference. `json_match`: the answer is JSON with every field right."""
+    task: Task
+    """A name, or a mapping with `kind` and the task's own keys."""
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+    """Where one kind of task is evaluated in two ways."""
     limit: int | None = Field(None, ge=1)
     """A seeded sample of the test rows instead of all of them."""
     max_new_tokens: int = Field(256, ge=1)
-    batch: int = Field(8, ge=1)
-    """Answers generated at a time."""
+    batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Answers generated at a time; `auto` is what the plan finds room for."""
+    judge: Judge | None = None
+    checkpoints: Literal["final", "all"] = "final"
+    """Which of the run's checkpoints are scored at its end."""
     base: bool = True
     """Score the starting model too: a result without its baseline says little."""
+
+    @property
+    def label(self) -> str:
+        """Names the evaluation in files and tables."""
+        if self.name is not None:
+            return self.name
+        return PurePath(self.task.path).stem if isinstance(self.task, OwnTask) else self.task.kind
 
 
 class Validation(Part):
@@ -389,6 +549,13 @@ class Spec(Part):
     """A step whose loss or gradient is not finite is never applied; this says what follows."""
     evaluate: tuple[Evaluation, ...] = ()
     """Tasks that every finished run is scored on, in a process of its own."""
+
+    @model_validator(mode="after")
+    def _one_name_each(self) -> "Spec":
+        labels = [evaluation.label for evaluation in self.evaluate]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"evaluate has two evaluations called {', '.join(twice)}; give them a name each")
+        return self
 
     def max_prompt_tokens(self) -> int | None:
         """Longer prompts of test rows are cut, so that an answer still ends within the lengths that were trained; None where nothing is cut."""
