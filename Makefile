@@ -4,19 +4,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test e2e lint browser soak clean
 
 demo: $(READY)
 	$(BIN)/finefit demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not twin" -n 2 --dist loadscope
+
+# The twins on the real small model: the better part of an hour on two cores.
+e2e: $(READY)
+	$(BIN)/python -m pytest -m twin
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# For the tests of pages in a browser, which are skipped where it is not there.
+browser:
+	@command -v chromium >/dev/null || timeout 600 apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 \
+	|| { timeout 300 apt-get update -qq && timeout 600 apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 \
+	|| echo "chromium is not there and could not be installed: no test will open a browser"
 
 soak: $(READY)
 	FINEFIT_KILLS=50 FINEFIT_SOAK_MINUTES=60 $(BIN)/python -m pytest tests/train tests/artifacts

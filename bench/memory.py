@@ -5,7 +5,8 @@
     python bench/memory.py capped  predicted.json capped.json  on the card: memory limited to just above and just below what was predicted
     python bench/memory.py merge   predicted.json measured.json capped.json bench/results/memory.json
 
-A prediction never sees the card: only its name and compute capability.
+Behind the files `measure` and `capped` take parts of names, and then only the cases that have one of them. All cases share a process: what CUDA
+itself holds grows from one to the next (`device_bytes`). A prediction never sees the card: only its name and compute capability.
 """
 
 import gc
@@ -13,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from finefit.artifacts.records import Levers
 from finefit.facts.cards import find_kind
 from finefit.objective.batch import Batch, Packed, Paired
-from finefit.plan.look import on_its_way
+from finefit.plan.look import holes
 from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
@@ -309,7 +310,7 @@ def predict() -> list[dict[str, Any]]:
         began = time.perf_counter()
         rehearsed = rehearse_depth(case.scene)
         answer = replay(rehearsed.trace.stream())
-        margin = int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES + on_its_way(rehearsed, case.scene.levers)
+        margin = int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES + holes(answer.reserved_bytes, rehearsed, case.scene)
         block = rehearsed.trace.blocks[rehearsed.trace.events[answer.peak_at][0]]
         found.append(
             {
@@ -356,11 +357,10 @@ def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> di
     forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
     objective = make_objective(scene.objective, scene.tuning, model, forward)
     is_half = scene.precision == "fp16"
+    loaded, before_update = torch.cuda.memory_allocated(), 0
     if is_cached(scene.objective, scene.tuning):
         with still(model):
             forward(make_batch(case))
-
-    loaded, before_update = torch.cuda.memory_allocated(), 0
 
     def decide(finite: Tensor) -> bool:
         nonlocal before_update
@@ -516,19 +516,24 @@ def alone(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return answer | {"left_bytes": torch.cuda.memory_reserved()}
 
 
-def measure_all(out: Path) -> None:
+def chosen(parts: Sequence[str]) -> list[Case]:
+    """Those whose name has one of the parts; all where none is given."""
+    return [case for case in CASES if not parts or any(part in case.name for part in parts)]
+
+
+def measure_all(out: Path, parts: Sequence[str]) -> None:
     found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "versions": versions(), "cases": {}}
-    for case in CASES:
+    for case in chosen(parts):
         found["cases"][case.name] = alone(lambda case=case: measure(case))  # type: ignore[misc]
         print(case.name, found["cases"][case.name], flush=True)
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def capped_all(predicted: list[dict[str, Any]], out: Path) -> None:
+def capped_all(predicted: list[dict[str, Any]], out: Path, parts: Sequence[str]) -> None:
     """What the allocator may hold is set to the predicted reserved memory with its margin, and to 3 % less than the predicted reserved memory."""
     foretold = {row["config"]: row for row in predicted}
     found: list[dict[str, Any]] = []
-    cases = sorted((c for c in CASES if c.tokens < LONG), key=lambda c: foretold[c.name]["reserved_bytes"])
+    cases = sorted((c for c in chosen(parts) if c.tokens < LONG), key=lambda c: foretold[c.name]["reserved_bytes"])
     limits = {
         "fits": {name: row["reserved_bytes"] + row["margin_bytes"] for name, row in foretold.items()},
         "does not fit": {name: int(row["reserved_bytes"] * 0.97) for name, row in foretold.items()},
@@ -570,14 +575,15 @@ def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: lis
 
 
 def main() -> None:
-    what, files = sys.argv[1], [Path(name) for name in sys.argv[2:]]
+    what, given = sys.argv[1], sys.argv[2:]
+    files = [Path(name) for name in given]
     match what:
         case "predict":
             files[0].write_text(json.dumps(predict(), indent=1) + "\n")
         case "measure":
-            measure_all(files[0])
+            measure_all(files[0], given[1:])
         case "capped":
-            capped_all(json.loads(files[0].read_text()), files[1])
+            capped_all(json.loads(files[0].read_text()), files[1], given[2:])
         case "merge":
             rows = merge(*(json.loads(file.read_text()) for file in files[:3]))
             files[3].write_text(json.dumps(rows, indent=1) + "\n")

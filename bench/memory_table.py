@@ -72,14 +72,14 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def plot(rows: list[dict[str, Any]]) -> str:
     """Forecast against truth, both in GiB on logarithmic axes; a point on the line is exact."""
-    size, low, high = 420, 4.0, 64.0
+    size, low, high = 420, 2.0, 64.0
 
     def at(value: float) -> float:
         return 50 + (size - 70) * (math.log(value / low) / math.log(high / low))
 
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" font-size="11">']
     parts.append(f'<rect width="{size}" height="{size}" fill="white"/>')
-    for tick in (4, 8, 16, 32, 64):
+    for tick in (2, 4, 8, 16, 32, 64):
         x, y = at(tick), size - at(tick)
         parts.append(f'<path d="M{x:.1f} {size - 50} V20 M50 {y:.1f} H{size - 20}" stroke="#ddd"/>')
         parts.append(

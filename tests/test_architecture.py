@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINT = [str(Path(sys.executable).with_name("lint-imports"))]
-PLAIN = ("report", "artifacts", "facts", "spec", "stats")
+PLAIN = ("web", "report", "compare", "review", "artifacts", "facts", "spec", "stats")
 
 
 def _lint(cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
 """Writes the rows of the recipe legal-200k-twin: invented court files, each with the summary that a clerk would write.
 
 Every sentence is written by hand here; names, dates and sums are drawn. What the summary says stands in the file exactly once, among exhibits and
-statements that do not matter: only who reads all of it can answer. Train and validation share no parties and no dispute.
+statements that do not matter: only who reads all of it can answer. Train, validation and test share no parties and no dispute.
 
     python tools/make_legal_rows.py src/finefit/recipes/legal-200k-twin
 """
@@ -123,9 +123,25 @@ VALIDATION = (
         lost="the school had moved in above a workshop whose noise was measured before it signed its lease",
     ),
 )
+TEST = (
+    Dispute(
+        about="a hedge that was cut down to the ground",
+        facts=(
+            "{c} keeps bees behind a hawthorn hedge that stands on the boundary with {r}.",
+            "In February {r} had the hedge cut to the ground by a man with a hired machine.",
+            "The hives stood in the wind until April, and four of the seven colonies did not live to see it.",
+            "The boundary was surveyed in the year of the flood and not since.",
+        ),
+        claim="{c} asks for {sum} for the colonies and for a hedge of the same height.",
+        defence="{r} says that a hedge which hangs over a path may be cut, and that bees come back.",
+        won="a right to cut what hangs over a path is no right to cut what stands beside it",
+        lost="the hedge had been cut in every third winter with the keeper's own consent",
+    ),
+)
 CLAIMANTS = ("Aldine Works", "the Corner Library", "Dunmore Opticians", "Ms Elin Farrow", "Brook and Daughters", "Fallow Boats")
 RESPONDENTS = ("the Hillside Guest House", "Ingram Slates", "Juniper Freight", "Kestrel Trading", "Mr Lorn Mabey", "Nine Lines Software")
 OTHERS = (("Mr Gero Haim",), ("Otter Mopeds",))
+STRANGERS = (("Ms Pia Quill",), ("Rook Farm",))
 WITNESSES = ("a postman", "the caretaker", "a cousin of the claimant", "an apprentice", "the owner of the bakery opposite", "a surveyor", "a clerk")
 MONTHS = ("January", "March", "April", "June", "August", "October", "November")
 EXHIBITS = (
@@ -207,6 +223,7 @@ def main(folder: Path) -> None:
     splits = {
         "train": make_rows(TRAIN, (CLAIMANTS, RESPONDENTS), rounds=2, seed="train"),
         "validation": make_rows(VALIDATION, OTHERS, rounds=2, seed="validation"),
+        "test": make_rows(TEST, STRANGERS, rounds=3, seed="test"),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():

@@ -21,6 +21,9 @@ Written from the schema by `python tools/make_spec_reference.py docs/spec.md`; a
 to the spec file. Any value can be overridden on the command line: `--set optimizer.lr=1e-4`. An unknown key, a wrong type or a
 number such as `262,144` is an error with its line; all errors are told at once.
 
+A file may stand on another: `base: base.yaml` at its top takes over what that file says, as if it were written here. Mappings are merged
+key by key; a mapping whose `kind` differs, a list and any other value replace what stands below; `null` takes a value away.
+
 | key | value | default | |
 |---|---|---|---|
 """

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import process
 
-VERBS = ("run", "eval", "watch", "demo", "recipes", "doctor")
+VERBS = ("run", "eval", "compare", "review", "watch", "demo", "recipes", "doctor")
 HEAVY = "{'torch', 'transformers', 'datasets', 'peft', 'numpy'}"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import Run, Stage, StageResult, read_record
+from finefit.artifacts.records import EvalResult, Run, Stage, StageResult, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.recipes import copy_recipe, find_recipe
@@ -53,5 +53,10 @@ def test_the_twin_trains_with_zero_2_in_two_processes_on_long_rows(tmp_path: Pat
     assert [rank["rank"] for rank in environment["ranks"]] == [0, 1]
     assert read_record(where.result, StageResult).failure is None
     assert (where.checkpoints / "final" / "adapter_model.safetensors").is_file()
+    scored = [read_record(paths.result, EvalResult) for paths in where.evaluations()]
+    assert sorted(result.checkpoint for result in scored) == ["base", "checkpoint-2", "checkpoint-3"]
+    for result in scored:
+        assert (result.task, result.n, list(result.metrics)) == ("rouge", 3, ["rouge1", "rouge2", "rougeL", "rougeLsum"])
+        assert min(len(item.prompt) for item in result.items) > 4_000  # whole files
     (written,) = where.path.glob("*deepspeed*.json")
     assert json.loads(written.read_text())["zero_optimization"]["stage"] == 2

@@ -1,66 +1,162 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from finefit.data.render import Renderer
-from finefit.data.rows import Message
-from finefit.evaluate.answers import answers
-from finefit.step.state import make_optimizer
-from tests.conftest import make_model, make_rows, make_tokenizer
-from tests.data.conftest import render_one
-from tests.step.conftest import ADAMW, FULL, cut, step, tuned
+from finefit.artifacts.records import Room
+from finefit.errors import Resumable
+from finefit.evaluate.answers import Answer, answers
+from finefit.evaluate.batches import first_batch, in_batches
+from finefit.evaluate.decoding import greedy
+from tests.conftest import make_model
+from tests.evaluate.conftest import MESSAGES, RENDERER, ROOM, never
 
-torch.set_num_threads(1)
-
-RENDERER = Renderer(make_tokenizer(), "chat")
-MESSAGES = [[Message(m["role"], m["content"]) for m in row["messages"]] for row in make_rows(14)]
 PROMPTS = [RENDERER.prompt_tokens(messages[:-1]) for messages in MESSAGES]
+WIDE = Room(rows=64, tokens=1 << 20)
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    """Knows how answers look and end, so that they differ in length."""
-    trained = tuned(FULL)
-    optimizer, batches = make_optimizer(trained, ADAMW), cut([render_one(RENDERER, messages).examples[0] for messages in MESSAGES], 7)
-    for _ in range(60):
-        step(trained, optimizer, batches)
-    return trained.eval()
+def _answers(model: nn.Module, *, room: Room = WIDE, max_new_tokens: int = 40) -> dict[int, Answer]:
+    return dict(answers(model, RENDERER, PROMPTS, max_new_tokens=max_new_tokens, room=room, device="cpu", warn=never))
 
 
-def _answers(model: nn.Module, *, batch: int, max_new_tokens: int = 40) -> dict[int, str]:
-    return dict(answers(model, RENDERER, PROMPTS, max_new_tokens=max_new_tokens, batch=batch, device="cpu"))
+def test_batched_answers_are_those_given_one_by_one(talker: nn.Module) -> None:
+    single = _answers(talker, room=replace(WIDE, rows=1))
+    assert len({answer.text for answer in single.values()}) > 3
+    assert len({answer.new_tokens for answer in single.values()}) > 2
+    for room in (replace(WIDE, rows=3), replace(WIDE, rows=8), WIDE, replace(WIDE, tokens=300)):
+        assert _answers(talker, room=room) == single
 
 
-def test_batched_answers_are_those_given_one_by_one(model: nn.Module) -> None:
-    single = _answers(model, batch=1)
-    assert len(set(single.values())) > 3
-    assert len({len(answer) for answer in single.values()}) > 2
-    for batch in (3, 8, 14):
-        assert _answers(model, batch=batch) == single
-
-
-def test_an_answer_is_the_most_likely_token_after_every_token(model: nn.Module) -> None:
-    found = _answers(model, batch=5, max_new_tokens=6)
+def test_an_answer_is_the_most_likely_token_after_every_token(talker: nn.Module) -> None:
+    found = _answers(talker, room=replace(WIDE, rows=5), max_new_tokens=6)
     for at, prompt in enumerate(PROMPTS):
         tokens = list(prompt)
         for _ in range(6):
             with torch.no_grad():
-                tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+                tokens.append(int(talker(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
             if tokens[-1] == RENDERER.tokenizer.eos_token_id:
                 break
-        assert found[at] == RENDERER.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True)
+        assert found[at].text == RENDERER.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True)
+        assert found[at].new_tokens == len(tokens) - len(prompt)
+
+
+def test_an_answer_that_reached_max_new_tokens_is_cut_and_one_that_ended_is_not(talker: nn.Module) -> None:
+    short, long = _answers(talker, max_new_tokens=3), _answers(talker, max_new_tokens=60)
+    assert {(answer.new_tokens, answer.is_cut) for answer in short.values()} == {(3, True)}
+    assert {answer.is_cut for answer in long.values()} == {False}
+    for answer in long.values():  # one token for each byte, and the end
+        assert answer.new_tokens == len(answer.text.encode()) + 1
 
 
 def test_the_longest_prompts_are_answered_first_and_each_one_once() -> None:
-    order = [at for at, _ in answers(make_model().eval(), RENDERER, PROMPTS, max_new_tokens=1, batch=4, device="cpu")]
+    model = make_model().eval()
+    order = [at for at, _ in answers(model, RENDERER, PROMPTS, max_new_tokens=1, room=ROOM, device="cpu", warn=never)]
     assert sorted(order) == list(range(len(PROMPTS)))
     lengths = [len(PROMPTS[at]) for at in order]
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_an_answer_has_no_more_than_max_new_tokens(model: nn.Module) -> None:
-    assert {len(RENDERER.tokenizer(answer)["input_ids"]) for answer in _answers(model, batch=4, max_new_tokens=3).values()} == {3}
-
-
 def test_no_prompts_have_no_answers() -> None:
-    assert list(answers(make_model(), RENDERER, [], max_new_tokens=4, batch=2, device="cpu")) == []
+    assert list(answers(make_model(), RENDERER, [], max_new_tokens=4, room=ROOM, device="cpu", warn=never)) == []
+
+
+@pytest.mark.parametrize(("max_new_tokens", "most"), [(4, len(PROMPTS)), (64, 1)])
+def test_rows_stand_alone_where_the_longest_would_turn_the_positions_of_all(max_new_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dynamic rope stretches once a row is longer than the model's own length, here 64."""
+    config = make_model().config.to_dict() | {"max_position_embeddings": 64}
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    sizes: list[int] = []
+
+    def seen(model: nn.Module, prompts: Sequence[Sequence[int]], **how: Any) -> list[list[int]]:
+        sizes.append(len(prompts))
+        return greedy(model, prompts, **how)
+
+    monkeypatch.setattr("finefit.evaluate.answers.greedy", seen)
+    list(answers(model, RENDERER, PROMPTS, max_new_tokens=max_new_tokens, room=WIDE, device="cpu", warn=never))
+    assert set(sizes) == {most}
+
+
+# what is computed together
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (Room(rows=2, tokens=1000), [0, 1]),
+        (Room(rows=9, tokens=299), [0, 1]),
+        (Room(rows=9, tokens=300), [0, 1, 2]),
+        (Room(rows=9, tokens=10), [0]),
+        (Room(rows=9, tokens=1000), [0, 1, 2, 3]),
+    ],
+)
+def test_a_batch_holds_what_fits_when_all_are_padded_to_the_longest(room: Room, expected: list[int]) -> None:
+    assert first_batch([0, 1, 2, 3], [100, 90, 80, 1], room) == expected
+
+
+def _short_of_memory(most_tokens: int, lengths: Sequence[int], batches: list[list[int]]) -> Callable[[list[int]], list[int]]:
+    def compute(chosen: list[int]) -> list[int]:
+        batches.append(chosen)
+        if len(chosen) * max(lengths[at] for at in chosen) > most_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return [10 * at for at in chosen]
+
+    return compute
+
+
+def test_a_batch_that_runs_out_of_memory_is_cut_in_half_and_goes_on_with_the_same_rows() -> None:
+    lengths, batches, warned = [50, 100, 100, 70, 100, 100, 60, 10], list[list[int]](), list[str]()
+    found = dict(in_batches(lengths, Room(rows=4, tokens=400), _short_of_memory(250, lengths, batches), warn=warned.append))
+    assert found == {at: 10 * at for at in range(8)}
+    assert batches == [[1, 2, 4, 5], [1, 2], [4, 5], [3, 6], [0, 7]]
+    assert warned == ["out of memory with 4 rows of up to 100 tokens at once; went on with 2"]
+
+
+def test_shorter_rows_still_find_half_of_the_room() -> None:
+    lengths, batches, warned = [100] * 4 + [20] * 6, list[list[int]](), list[str]()
+    found = dict(in_batches(lengths, Room(rows=8, tokens=400), _short_of_memory(250, lengths, batches), warn=warned.append))
+    assert len(found) == 10
+    assert batches == [[0, 1, 2, 3], [0, 1], [2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(warned) == 1
+
+
+def test_a_row_that_does_not_fit_alone_is_told_with_its_length_and_what_to_do() -> None:
+    lengths, batches = [100, 90, 10], list[list[int]]()
+    with pytest.raises(Resumable, match="a single row of 100 tokens") as caught:
+        list(in_batches(lengths, Room(rows=2, tokens=200), _short_of_memory(95, lengths, batches), warn=lambda _: None))
+    assert batches == [[0, 1], [0]]
+    assert "Tried to allocate 2.00 GiB" in caught.value.problem
+    assert "the answers so far are kept" in caught.value.remedy
+
+
+def test_any_other_error_is_nobody_elses() -> None:
+    def compute(_: list[int]) -> list[int]:
+        raise RuntimeError("the size of tensor a must match")
+
+    with pytest.raises(RuntimeError, match="must match"):
+        list(in_batches([1, 2], ROOM, compute, warn=never))
+
+
+def test_what_ran_out_is_let_go_before_it_is_tried_again() -> None:
+    """An error keeps the frames that it came through, and they keep their tensors."""
+    alive: list[bool] = []
+    held: list[object] = []
+
+    class Tensor:
+        def __del__(self) -> None:
+            held.clear()
+
+    def compute(chosen: list[int]) -> list[int]:
+        alive.append(bool(held))
+        if len(chosen) > 1:
+            tensor = Tensor()
+            held.append(id(tensor))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return chosen
+
+    list(in_batches([3, 2], ROOM, compute, warn=lambda _: None))
+    assert alive == [False, False, False]

@@ -9,8 +9,8 @@ from finefit.data.tasks import Reply, Task
 from finefit.data.tasks.match import exact_match, json_match
 from finefit.errors import DataError
 from finefit.evaluate.score import score_item, summarise
-from finefit.evaluate.worker import _sample
-from finefit.stats.intervals import bootstrap_mean, wilson
+from finefit.stats import interval_of, wilson
+from finefit.stats.metrics import table
 
 EXACT_MATCH, JSON_MATCH = exact_match(), json_match()
 REFERENCE = '{"a": 1, "b": 2}'
@@ -82,7 +82,7 @@ def test_failures_count_as_zero_and_lower_the_coverage() -> None:
 
 def test_a_rate_has_wilsons_interval_and_a_mean_the_bootstraps() -> None:
     result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, answer) for at, answer in enumerate(ANSWERS)], available=12, seconds=1.0)
-    rate, mean = wilson(1, 4), bootstrap_mean(list(ANSWERS.values()))
+    rate, mean = wilson(1, 4), interval_of(JSON_MATCH.metrics[1], table(JSON_MATCH.metrics[1], [item.counts for item in result.items]))
     assert (result.metrics["all_fields"].low, result.metrics["all_fields"].high) == (rate.low, rate.high)
     assert (result.metrics["fields"].low, result.metrics["fields"].high) == (mean.low, mean.high)
     assert 0 <= mean.low < 0.5 < mean.high <= 1
@@ -105,12 +105,3 @@ def test_a_single_mean_says_nothing() -> None:
 def test_items_are_in_their_own_order_whatever_order_they_were_answered_in() -> None:
     result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, json.dumps({"a": at})) for at in (2, 0, 1)], available=12, seconds=1.0)
     assert [item.item for item in result.items] == [0, 1, 2]
-
-
-def test_a_limit_takes_a_seeded_sample_and_no_more_than_there_is() -> None:
-    assert _sample(5, None, 1) == _sample(5, 5, 1) == _sample(5, 9, 1) == [0, 1, 2, 3, 4]
-    chosen = _sample(100, 10, 1)
-    assert chosen == _sample(100, 10, 1) == sorted(set(chosen))
-    assert len(chosen) == 10
-    assert max(chosen) > 10
-    assert chosen != _sample(100, 10, 2)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finefit.facts.usage import open_card
-from tests.conftest import SPECIAL, make_project, make_tokenizer
+from tests.conftest import SPECIAL, make_project, make_tokenizer, write_jsonl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+ROWS = 16
+LONG_ROWS = [
+    {"messages": [{"role": "user", "content": f"{at} " + "x" * 480}, {"role": "assistant", "content": "y" * 400}]} for at in range(10, 10 + ROWS)
+]
+"""One micro-batch of validation, of about 900 tokens a row."""
 SPEC = """\
 name: capped
 seed: 7
@@ -41,33 +47,63 @@ import sys
 import torch
 from pathlib import Path
 from finefit.artifacts.rundir import StageDir
-from finefit.train import live, loop, worker
+from finefit.train import loop, rescue, worker
 torch.cuda.init()
-cap, only_validation = int(sys.argv[2]), sys.argv[3] == "validation"
+where, cap, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 total = torch.cuda.get_device_properties(0).total_memory
-def limit(cap):
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total) if cap else 1.0)
-if only_validation:
-    really = live.Rig.__call__
-    def called(self, batch):
-        torch.cuda.empty_cache()  # the cap is on what is asked of the driver, not on what is kept from before
-        limit(0 if torch.is_grad_enabled() else cap)
-        return really(self, batch)
-    live.Rig.__call__ = called
-else:
-    limit(cap)
+peak = need = 0
+def limit(allowed):
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total))
+def fill():
+    # what lies free between the weights, so that no room is none
+    kept = []
+    try:
+        while True:
+            kept.append(torch.empty(5 << 18, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        return kept
+really = rescue.validate
+def validated(live, micro_batch):
+    # what is held now may stay held: only what this call asks of the driver counts, and for it alone there is a limit of its own
+    global peak, need
+    peak = max(peak, torch.cuda.max_memory_reserved())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_reserved()
+    if room >= 0:
+        limit(held + room)
+    filler = [] if room else fill()
+    try:
+        return really(live, micro_batch)
+    finally:
+        filler.clear()
+        need = max(need, torch.cuda.max_memory_reserved() - held)
+        torch.cuda.reset_peak_memory_stats()
+        limit(cap or total)
+rescue.validate = validated
+limit(cap or total)
 loop.measure = lambda *_: None  # the worst batch is not what is looked at here
-code = worker.work(StageDir(Path(sys.argv[1])), is_child_of_ours=False)
-print("PEAK", torch.cuda.max_memory_reserved())
+code = worker.work(StageDir(where), is_child_of_ours=False)
+print("PEAK", max(peak, torch.cuda.max_memory_reserved()), "NEED", need)
 sys.exit(code)
 """
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    stage: Path
+    peak: int
+    """Reserved by steps."""
+    need: int
+    """Of the largest validation, beyond what was reserved before it."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory that nothing has happened in, of a model whose activations are most of its memory."""
-    project = tmp_path / "project"
+    project = tmp_path_factory.mktemp("capped") / "project"
     make_project(project, spec=SPEC, rows=64)
+    write_jsonl(project / "validation.jsonl", LONG_ROWS)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(SPECIAL) + 256,
@@ -76,7 +112,7 @@ def prepared(tmp_path: Path) -> Path:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=8,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=1,
@@ -92,8 +128,13 @@ def prepared(tmp_path: Path) -> Path:
     return Path(subprocess.run([sys.executable, "-c", code, str(project)], capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def trained(run: Path, name: str, *, cap: int, where: str = "step") -> tuple[Path, int]:
-    """The stage directory of a copy of the run, trained under a cap of so many bytes (0: none), and the peak that was reserved."""
+@pytest.fixture(scope="module")
+def free(prepared: Path) -> Trained:
+    return trained(prepared, "free")
+
+
+def trained(run: Path, name: str, *, cap: int = 0, room: int = -1) -> Trained:
+    """A copy of the run, trained under a cap of so many bytes (0: none); its validations have so much room beyond what is held (-1: any)."""
     copy = run.with_name(name)
     subprocess.run(["cp", "-a", str(run), str(copy)], check=True)
     (stage,) = (copy / "stages").iterdir()
@@ -101,7 +142,7 @@ def trained(run: Path, name: str, *, cap: int, where: str = "step") -> tuple[Pat
     script.write_text(WORKER)
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(
-        [sys.executable, str(script), str(stage), str(cap), where],
+        [sys.executable, str(script), str(stage), str(cap), str(room)],
         capture_output=True,
         text=True,
         check=False,
@@ -109,7 +150,8 @@ def trained(run: Path, name: str, *, cap: int, where: str = "step") -> tuple[Pat
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return stage, int(done.stdout.split("PEAK")[-1])
+    _, peak, _, need = done.stdout[done.stdout.rindex("PEAK") :].split()
+    return Trained(stage=stage, peak=int(peak), need=int(need))
 
 
 def lines(stage: Path, event: str | None) -> list[dict[str, Any]]:
@@ -120,30 +162,46 @@ def weights(stage: Path) -> dict[str, torch.Tensor]:
     return load_file(stage / "checkpoints" / "final" / "adapter_model.safetensors")
 
 
-def test_a_step_that_does_not_fit_under_a_cap_is_rescued_with_the_same_loss_and_weights(prepared: Path) -> None:
-    free, peak = trained(prepared, "free", cap=0)
-    short, reached = trained(prepared, "short", cap=int(peak * 0.6))
-    told = lines(short, "rescued")
+def assert_same_training(ours: Path, theirs: Path) -> None:
+    """Bit for bit."""
+    assert [line["loss"] for line in lines(ours, None)] == [line["loss"] for line in lines(theirs, None)]
+    expected = weights(theirs)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(ours).items())
+
+
+def test_a_step_that_does_not_fit_under_a_cap_is_rescued_with_the_same_loss_and_weights(prepared: Path, free: Trained) -> None:
+    short = trained(prepared, "short", cap=int(free.peak * 0.6))
+    told = lines(short.stage, "rescued")
     assert told, "the cap was not reached; the comparison says nothing"
     assert told[0]["step"] == 1
     assert [e["after"]["micro_batch"] for e in told][:1] == [8]
-    assert told[0]["reserved_bytes"] <= peak * 0.6 + 2**21
-    assert reached <= peak * 0.6 + 2**21
-    ours, theirs = lines(short, None), lines(free, None)
+    assert told[0]["reserved_bytes"] <= free.peak * 0.6 + 2**21
+    assert short.peak <= free.peak * 0.6 + 2**21
+    ours, theirs = lines(short.stage, None), lines(free.stage, None)
     assert [(a["step"], a["rows"], a["supervised_tokens"]) for a in ours] == [(b["step"], b["rows"], b["supervised_tokens"]) for b in theirs]
     assert all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(ours, theirs, strict=True))
-    expected = weights(free)
-    assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in weights(short).items())
+    expected = weights(free.stage)
+    assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in weights(short.stage).items())
 
 
-def test_a_validation_that_does_not_fit_shrinks_and_training_is_bit_identical(prepared: Path) -> None:
-    free, peak = trained(prepared, "free", cap=0)
-    base = json.loads((free / "memory.jsonl").read_text().splitlines()[1])["allocated_bytes"]
-    short, _ = trained(prepared, "short", cap=int(base + (peak - base) * 0.03), where="validation")
-    assert lines(short, "validation_rescued"), "the cap was not reached; the comparison says nothing"
-    assert [line["loss"] for line in lines(short, None)] == [line["loss"] for line in lines(free, None)]
-    expected = weights(free)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(short).items())
+def test_a_validation_that_does_not_fit_shrinks_and_training_is_bit_identical(prepared: Path, free: Trained) -> None:
+    assert free.need > 128 * 2**20, "the allocator asks for 20 MiB at a time: of a smaller validation a part may take as much as the whole"
+    short = trained(prepared, "narrow", room=int(free.need * 0.6))
+    told = lines(short.stage, "validation_rescued")
+    assert told, "the limit was not reached; the comparison says nothing"
+    assert {e["step"] for e in told} == {3}  # later ones begin with what fitted
+    assert told[-1]["after"]["micro_batch"] < ROWS
+    ours, theirs = ([line["validation_loss"] for line in lines(stage, "validated")] for stage in (short.stage, free.stage))
+    assert len(ours) == 2
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert_same_training(short.stage, free.stage)
+
+
+def test_a_validation_that_has_no_room_at_all_is_left_out_and_training_is_bit_identical(prepared: Path, free: Trained) -> None:
+    short = trained(prepared, "none", room=0)
+    assert [line["step"] for line in lines(short.stage, "validation_left_out")] == [3, 6]
+    assert lines(short.stage, "validated") == []
+    assert_same_training(short.stage, free.stage)
 
 
 def test_the_driver_says_how_busy_this_card_is_and_what_it_draws() -> None:

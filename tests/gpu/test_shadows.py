@@ -176,12 +176,17 @@ def test_a_product_in_four_bits_takes_what_was_foretold(bias: bool) -> None:
 def _filled(kind: type[Nf4Linear] | type[Int8Linear], *, bias: bool) -> nn.Module:
     with torch.device("meta"):
         shadow = kind(nn.Linear(2048, 8192, bias=bias, dtype=torch.bfloat16))
-    for slots in (shadow._parameters, shadow._buffers):
+    return _put(shadow.requires_grad_(False))
+
+
+def _put(module: nn.Module) -> nn.Module:
+    """Tensors where there were none, trained or not as before."""
+    for slots in (slots for part in module.modules() for slots in (part._parameters, part._buffers)):
         for name, old in slots.items():
             if old is not None:
                 new = torch.empty(old.shape, dtype=old.dtype)
-                slots[name] = nn.Parameter(new, requires_grad=False) if slots is shadow._parameters else new  # type: ignore[assignment]
-    return shadow
+                slots[name] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new  # type: ignore[assignment]
+    return module
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from finefit.artifacts.records import Room
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message
 from finefit.evaluate.answers import answers
@@ -65,8 +66,8 @@ def test_its_own_template_is_exact(renderer: Renderer) -> None:
 def test_it_answers(smollm2: Located, renderer: Renderer) -> None:
     model = load_for_answers(smollm2.folder, None, device="cpu", dtype=torch.float32)
     prompt = renderer.prompt_tokens([Message("user", "What is the capital of France? Answer with one word.")])
-    ((_, answer),) = answers(model, renderer, [prompt], max_new_tokens=12, batch=1, device="cpu")
-    assert "Paris" in answer
+    ((_, answer),) = answers(model, renderer, [prompt], max_new_tokens=12, room=Room(rows=1, tokens=512), device="cpu", warn=print)
+    assert "Paris" in answer.text
 
 
 def test_a_second_look_finds_the_same_folder(smollm2: Located) -> None:

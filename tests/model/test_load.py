@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from finefit.artifacts.records import Room
 from finefit.errors import ModelError, RunError, SpecError
 from finefit.evaluate.answers import answers
 from finefit.model.load import (
@@ -308,5 +309,6 @@ def test_answers_are_greedy_whatever_the_models_own_penalties_are(checkpoint: st
     bent = load_for_answers(folder, tmp_path / checkpoint if checkpoint else None, device="cpu", dtype=torch.float32)
     straight = load_for_answers(make_model_folder(tmp_path / "plain"), None, device="cpu", dtype=torch.float32)
     prompts = [list(e.tokens[:at]) for e in unequal_examples() for at in (5, 6)]
-    found = [sorted(answers(model, RENDERER, prompts, max_new_tokens=12, batch=4, device="cpu")) for model in (bent, straight)]
+    room = Room(rows=4, tokens=4096)
+    found = [dict(answers(model, RENDERER, prompts, max_new_tokens=12, room=room, device="cpu", warn=print)) for model in (bent, straight)]
     assert found[0] == found[1]

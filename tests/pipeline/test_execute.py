@@ -11,7 +11,7 @@ from finefit.artifacts.checkpoint import MANIFEST
 from finefit.artifacts.records import EvalFailure, EvalRequest, Failure, Run, StageResult, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import Diverged, FinefitError, Interrupted, RunError, UserError, WorkerDied
-from finefit.pipeline import execute
+from finefit.pipeline import evaluating, execute
 from finefit.pipeline.create import stage_of
 from tests.evals import make_result
 
@@ -36,6 +36,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[str]:
         return play(module, argument)
 
     monkeypatch.setattr(execute, "launch", launch)
+    monkeypatch.setattr(evaluating, "launch", launch)
     return launched
 
 
@@ -160,12 +161,13 @@ def test_what_an_evaluation_reports_reaches_the_user_as_its_own_type(run: RunDir
 
 def test_other_settings_throw_the_old_answers_away_and_a_sample_does_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = _play(monkeypatch, _all_goes_well)
-    (evaluation,) = execute.evaluations(run, task=None, limit=None)
+    (evaluation,) = evaluating.evaluations_of(run)
     items = stage_of(run).evaluation("json_match", "base").items
 
     def score(**settings: object) -> int:
         launched.clear()
-        execute.evaluate(run, "base", evaluation.model_copy(update=settings), lock=0, tick=lambda: None)
+        request = evaluating.request_of(run, "base", evaluation.model_copy(update=settings))
+        evaluating.evaluate(run, request, base=run.path, lock=0, tick=lambda: None)
         return len(launched)
 
     assert score() == 1
@@ -177,15 +179,8 @@ def test_other_settings_throw_the_old_answers_away_and_a_sample_does_not(run: Ru
     assert not stage_of(run).evaluation("json_match", "base", 2).result.exists()
 
 
-def test_the_tasks_to_score_are_the_specs_or_the_one_that_is_named(run: RunDir) -> None:
-    (declared,) = execute.evaluations(run, task=None, limit=3)
-    assert (declared.label, declared.max_new_tokens, declared.limit) == ("json_match", 8, 3)
-    (named,) = execute.evaluations(run, task="exact_match", limit=None)
-    assert (named.label, named.max_new_tokens) == ("exact_match", 256)
-
-
 def test_before_the_first_checkpoint_there_is_only_the_base(run: RunDir) -> None:
-    assert execute.checkpoints(run, "all") == ["base"]
+    assert evaluating.checkpoints_of(run, "all") == ["base"]
     with pytest.raises(RunError) as caught:
-        execute.checkpoints(run, "final")
+        evaluating.checkpoints_of(run, "final")
     assert caught.value.remedy == "there is only base so far"

@@ -279,6 +279,7 @@ def on_cpu(found: Preparation) -> Preparation:
         ({"optimizer": {"lr": 1e-4, "kind": "paged_adamw"}}, "bitsandbytes", "optimizer.kind paged_adamw"),
         ({"engine": {"kind": "deepspeed", "devices": 2}}, "deepspeed", "engine.kind deepspeed"),
         ({"launcher": {"kind": "slurm"}}, "submitit", "launcher.kind slurm"),
+        ({"evaluate": ({"task": {"kind": "lm_eval", "tasks": ("arc_easy",)}},)}, "lm-eval", "evaluate lm_eval"),
     ],
 )
 def test_a_package_that_the_spec_asks_for_must_be_there(changes: dict[str, Any], package: str, key: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "src" / "finefit" / "recipes" / "legal-200k-twin"
 GENERATOR = ROOT / "tools" / "make_legal_rows.py"
-NUM_ROWS = {"train": 12, "validation": 2}
+NUM_ROWS = {"train": 12, "validation": 2, "test": 3}
 
 
 @cache
@@ -61,4 +61,5 @@ def test_the_splits_share_no_party_and_no_dispute() -> None:
         return {found for row in rows(split) for found in re.findall(pattern, row["output"])}
 
     for pattern in (r"^(.*?) sued", r"sued (.*?) over", r"over (.*?)\."):
-        assert told("train", pattern).isdisjoint(told("validation", pattern))
+        assert told("train", pattern).isdisjoint(told("validation", pattern) | told("test", pattern))
+        assert told("validation", pattern).isdisjoint(told("test", pattern))

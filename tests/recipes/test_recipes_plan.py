@@ -27,7 +27,23 @@ QWEN3_4B = {
     "attention_bias": False,
     "dtype": "bfloat16",
 }
-HUB = {"Qwen/Qwen3-4B-Instruct-2507": QWEN3_4B}
+QWEN2_5_7B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+HUB = {"Qwen/Qwen3-4B-Instruct-2507": QWEN3_4B, "Qwen/Qwen2.5-7B-Instruct": QWEN2_5_7B}
 """config.json of the models that recipes take from the hub, in outline."""
 RECIPES = {recipe.name: recipe for recipe in all_recipes()}
 EMBEDDED = [recipe for recipe in RECIPES.values() if isinstance(load_spec(recipe.spec).model, EmbeddedModel)]
@@ -58,6 +74,19 @@ def test_whole_court_files_fit_on_four_cards_by_zero_2_and_on_one_with_offload(e
     assert found.engine == spec.engine
     assert found.levers.offload
     assert found.devices == (4 if engine == "four cards" else 1)
+
+
+def test_a_7b_model_learns_rows_of_2048_tokens_on_a_card_of_24_gb() -> None:
+    """The five ways differ in what their rows hold, and where rows are not there the longest is planned for: one plan is that of all."""
+    recipe = RECIPES["amr/mtup4"]
+    spec = load_spec(recipe.spec)
+    assert spec.model.kind == "hub"
+    spec = spec.model_copy(update={"model": ShapeModel(kind="shape", config=HUB[spec.model.id])})
+    (found,) = forecast(spec, recipe.spec.parent, (spec.card,), lengths_of(spec, recipe.spec.parent))
+    assert (found.card, found.lengths.longest) == ("24GiB", 2048)
+    assert found.fits
+    assert found.gradients.unreached == ()
+    assert found.trainable_parameters == 322_961_408  # rank 128 on all seven linear layers of 28
 
 
 def test_no_document_and_no_summary_is_cut_without_a_word() -> None:

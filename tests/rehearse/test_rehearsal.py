@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from finefit.errors import ModelError
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, rehearse_generation, survey
+from finefit.rehearse.generation import rehearse_generation
+from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
 from finefit.spec.schema import Lora
 from tests.rehearse.conftest import FULL, make_config, make_scene
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.records import Forecast, GradientMap, Suggestion
+from finefit.artifacts.records import Forecast, GradientMap, Room, Suggestion
 from finefit.report.plan import forecast_document, in_order, show_cards, show_forecast
 from finefit.report.units import apportion, duration, three_digits
 from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel
@@ -191,6 +191,16 @@ def test_rows_parameters_machine_and_certainty_take_a_line_each() -> None:
         "certainty   earlier forecasts on this card were within 0.4 %",
     ):
         assert line in lines
+
+
+def test_evaluations_stand_with_their_memory_and_a_rough_time() -> None:
+    alone = Room(rows=1, tokens=200256, mlp_tiles=4, reserved_bytes=40 * GIB, batch_seconds=95.0)
+    shared, spread = Room(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4), Room(rows=2, tokens=9, devices=2, is_spread=True)
+    text = shown(make_forecast(rooms={"qmsum": alone, "rouge": shared, "amr": spread}), width=160)
+    assert "qmsum: one answer at a time, 40.00 GiB, about 1 min 35 s for a batch of the longest, MLPs in 4 pieces" in text
+    assert "rouge: 64 answers at a time, 3.00 GiB, items shared over 4 cards" in text
+    assert "amr: 2 answers at a time, one model spread over 2 cards" in text
+    assert "evaluation" not in shown(make_forecast())
 
 
 def test_pairs_are_counted_as_pairs_and_measured_by_their_sides() -> None:

@@ -8,8 +8,14 @@ import pytest
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.rundir import RunDir
 from finefit.pipeline.create import stage_of
-from finefit.report.progress import Follower, Tail
+from finefit.report.progress import Follower, Tail, Training
 from tests.report.conftest import answer, ask, note, step
+
+
+def _training(follower: Follower) -> Training:
+    found = follower.training()
+    assert found is not None
+    return found
 
 
 def test_before_the_first_step_nothing_is_claimed(run: RunDir) -> None:
@@ -66,12 +72,18 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
             "step 4 ran out of memory; the same rows again with micro_batch 4 -> 2",
         ),
         (
-            {"event": "validation_rescued", "step": 4, "before": 4, "after": 2, "found": "CUDA"},
-            "step 4: validation ran out of memory with 4 rows at once, and has 2 from now on",
+            {
+                "event": "validation_rescued",
+                "step": 4,
+                "before": {"micro_batch": 1, "loss_chunk": None},
+                "after": {"micro_batch": 1, "loss_chunk": 1024},
+                "found": "CUDA",
+            },
+            "step 4: validation ran out of memory; it is made with loss_chunk None -> 1024 from now on, and training as before",
         ),
         (
-            {"event": "validation_rescued", "step": 4, "before": 1, "after": 0, "found": "CUDA"},
-            "step 4: validation does not fit with a single row; training goes on without",
+            {"event": "validation_left_out", "step": 4, "found": "CUDA"},
+            "step 4: validation does not fit even row by row with every exact lever pulled; it is left out, and training goes on",
         ),
         ({"event": "spike", "step": 4, "found": 9.5, "usual": 1.25}, "step 4: loss 9.5000 leaps out of the steps before it, whose median is 1.2500"),
         (
@@ -135,7 +147,7 @@ def test_a_step_that_is_still_in_hand_is_not_shown_as_done(run: RunDir, event: s
     step(run, 3)
     note(run, event=event, step=4, before={}, after={}, scale=2.0)
     follower.news()
-    assert follower.training().step == 3
+    assert _training(follower).step == 3
 
 
 def test_what_happened_before_the_first_look_is_known_and_no_news(run: RunDir) -> None:
@@ -143,7 +155,7 @@ def test_what_happened_before_the_first_look_is_known_and_no_news(run: RunDir) -
     note(run, event="validated", step=1, validation_loss=5.5)
     follower = Follower(run)
     assert follower.news() == []
-    assert follower.training().step == 1
+    assert _training(follower).step == 1
 
 
 def test_a_step_that_was_not_applied_has_no_loss(run: RunDir) -> None:
@@ -151,14 +163,14 @@ def test_a_step_that_was_not_applied_has_no_loss(run: RunDir) -> None:
     step(run, 1)
     note(run, event="not_finite", step=2, found="loss inf")
     follower.news()
-    assert follower.training().loss is None
+    assert _training(follower).loss is None
 
 
 def test_a_resumed_run_stands_where_its_checkpoint_stands(run: RunDir) -> None:
     for number in range(1, 6):
         step(run, number)
     note(run, event="resumed", step=3, checkpoint="checkpoint-3")
-    now = Follower(run).training()
+    now = _training(Follower(run))
     assert (now.step, now.checkpoint) == (3, "checkpoint-3")
 
 
@@ -181,6 +193,11 @@ def test_a_sample_of_answers_that_are_there_is_never_more_than_whole(run: RunDir
     answer(run, "base", 5)
     ask(run, "base", limit=3)
     assert str(Follower(run).answering()) == "evaluating base on json_match: 3/3 answers"
+
+
+def test_of_a_run_that_only_evaluates_no_training_is_told(run: RunDir) -> None:
+    stage_of(run).stage.unlink()
+    assert Follower(run).training() is None
 
 
 def test_an_evaluation_with_a_result_is_over(run: RunDir) -> None:

@@ -3,8 +3,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
-from finefit.stats import Interval, bootstrap_mean, wilson
+from finefit.stats import wilson
+from finefit.stats.intervals import difference_ends, student_quantile
 
 
 def test_wilson_gives_the_published_interval_of_6_in_10() -> None:
@@ -44,38 +46,26 @@ def test_wilson_covers_the_true_rate_95_times_in_100() -> None:
     assert 0.93 <= np.mean(covered) <= 0.97
 
 
-def test_bootstrap_of_the_same_seed_is_the_same_interval() -> None:
-    values = np.random.default_rng(1).normal(size=40).tolist()
-    assert bootstrap_mean(values, seed=3) == bootstrap_mean(values, seed=3)
-    assert bootstrap_mean(values, seed=3) != bootstrap_mean(values, seed=4)
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize(("freedom", "within"), [(1, 1e-9), (2, 1e-9), (3, 0.05), (5, 0.01), (11, 1e-3), (49, 1e-5)])
+def test_students_quantile_is_scipys(freedom: int, within: float, confidence: float) -> None:
+    assert student_quantile(confidence, freedom) == pytest.approx(student.ppf((1 + confidence) / 2, freedom), rel=within)
 
 
-def test_bootstrap_agrees_with_the_normal_interval_of_a_large_sample() -> None:
-    values = np.random.default_rng(2).normal(loc=5, scale=2, size=2000)
-    found = bootstrap_mean(values.tolist())
-    half = 1.96 * values.std(ddof=1) / math.sqrt(2000)
-    assert found.value == pytest.approx(values.mean())
-    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.01)
+def test_the_interval_of_a_difference_is_bonett_and_prices() -> None:
+    """One is added to each kind of change, two to the items."""
+    low, high = difference_ends(1, 6, 26)
+    up, down = 2 / 28, 7 / 28
+    half = 1.959964 * math.sqrt((up + down - (up - down) ** 2) / 28)
+    assert (low, high) == pytest.approx((up - down - half, up - down + half))
+    assert difference_ends(6, 1, 26) == pytest.approx((-high, -low))
 
 
-def test_bootstrap_covers_the_true_mean_about_95_times_in_100() -> None:
-    rng = np.random.default_rng(3)
-    found = [bootstrap_mean(rng.normal(size=40).tolist(), seed=number, resamples=500) for number in range(400)]
-    assert 0.90 <= np.mean([interval.low <= 0 <= interval.high for interval in found]) <= 0.98
-
-
-def test_bootstrap_in_blocks_holds_every_resample() -> None:
-    values = np.random.default_rng(4).normal(size=300_000).tolist()  # 3 resamples to a block
-    found = bootstrap_mean(values, resamples=10)
-    assert found.low < found.high
-
-
-def test_bootstrap_of_equal_values_has_no_width() -> None:
-    assert bootstrap_mean([0.1, 0.1, 0.1]) == Interval(value=0.1, low=0.1, high=0.1, n=3)
-
-
-def test_bootstrap_of_one_value_claims_no_certainty() -> None:
-    assert bootstrap_mean([0.7]) == Interval(value=0.7, low=-math.inf, high=math.inf, n=1)
+@pytest.mark.parametrize(("gained", "lost", "n"), [(0, 0, 1), (5, 0, 5), (0, 5, 5), (0, 0, 40), (3, 3, 6)])
+def test_the_interval_of_a_difference_holds_what_was_seen_and_no_more_than_there_is(gained: int, lost: int, n: int) -> None:
+    low, high = difference_ends(gained, lost, n)
+    assert -1 <= low <= (gained - lost) / n <= high <= 1
+    assert low < high
 
 
 @pytest.mark.parametrize("successes", [-1, 11])
@@ -87,13 +77,6 @@ def test_wilson_refuses_impossible_counts(successes: int) -> None:
 def test_nothing_observed_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 observations"):
         wilson(0, 0)
-    with pytest.raises(ValueError, match="0 observations"):
-        bootstrap_mean([])
-
-
-def test_a_value_that_is_not_finite_is_an_error() -> None:
-    with pytest.raises(ValueError, match="1 of 3 values"):
-        bootstrap_mean([1.0, math.nan, 2.0])
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])

@@ -76,7 +76,7 @@ PULLED = {
 }
 
 
-def _config(kind: str) -> PretrainedConfig:
+def tiny_config(kind: str) -> PretrainedConfig:
     """As small as the type allows, with every kind of layer that it has by default."""
     usual = AutoConfig.for_model(kind)
     given = TINY | {name: value for name, value in WIDTHS.items() if hasattr(usual, name)}
@@ -87,7 +87,7 @@ def _config(kind: str) -> PretrainedConfig:
 
 def _model(kind: str, tuning: Tuning = FULL, *, packing: bool = True) -> nn.Module:
     """Weights and adapters so far from zero that every row makes a difference to every other that sees it."""
-    config = _config(kind)
+    config = tiny_config(kind)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention("cpu", (0, 0), "fp32", config, packing=packing))
     for parameter in base.parameters():
@@ -159,7 +159,7 @@ def test_a_model_type_that_may_be_packed_gives_every_row_what_it_gives_it_alone(
         blind_N = forward(replace(pack(examples), packed=None))
     torch.testing.assert_close(packed_N, alone_N, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(blind_N, alone_N, rtol=1e-2, atol=1e-2), "rows that see one another make no difference: the comparison says nothing"
-    assert can_pack(_config(kind), max(LENGTHS)) is None
+    assert can_pack(tiny_config(kind), max(LENGTHS)) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -220,11 +220,11 @@ def test_bf16_packs_as_it_pads() -> None:
 
 
 def test_heads_that_are_repeated_for_older_cards_are_packed_alike() -> None:
-    name = choose_attention("cuda", (7, 5), "fp32", _config("llama"), packing=True)
+    name = choose_attention("cuda", (7, 5), "fp32", tiny_config("llama"), packing=True)
     models = []
     for chosen in (name, "sdpa"):
         torch.manual_seed(0)
-        models.append(AutoModelForCausalLM.from_config(_config("llama"), attn_implementation=chosen))
+        models.append(AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=chosen))
     repeated, plain = models
     examples = _examples()
     wanted_N = torch.cat([bind(plain)(collate([example], pad=0)) for example in examples])

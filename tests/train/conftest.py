@@ -7,8 +7,6 @@ import pytest
 
 from tests.faults import FULL, Reference, make_job, make_reference
 
-COUNTS = pytest.StashKey[list[str]]()
-
 
 @pytest.fixture(scope="session")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Reference:
@@ -29,14 +27,15 @@ def _no_worker_is_left() -> Iterator[None]:
         process.join()
 
 
-@pytest.fixture(scope="session")
-def count(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Shown in the summary of the test run."""
-    return request.config.stash.setdefault(COUNTS, []).append
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Shown in the summary of the test run, whichever process it ran in."""
+    return lambda line: record_property("faults", line)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if lines := config.stash.get(COUNTS, None):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    if lines := [str(value) for report in reports for name, value in report.user_properties if name == "faults"]:
         terminalreporter.section("faults")
         for line in lines:
             terminalreporter.line(line)

@@ -37,6 +37,7 @@ STOPPED = 3
 TRAINED = "adapter_model.safetensors"
 STILL = re.sub(r", dropout: 0.1", "", TRAINING)
 """Without an adapter's dropout: numbers then do not depend on how rows are cut."""
+PAIR = STILL + "engine: {kind: ddp, devices: 2}\n"
 UNPULLED = "{micro_batch: 4, recompute: none, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1}"
 Fault = Callable[[Levers, Batch], bool]
 
@@ -205,28 +206,84 @@ def test_a_killed_run_goes_on_under_the_corrected_levers_and_ends_bit_identical(
     assert len(events(where, "rescued")) == 1
 
 
+def changes(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in e["after"].items() if value != e["before"][name]} for e in told]
+
+
 def test_validation_that_runs_out_shrinks_and_training_does_not_notice(lora: Reference) -> None:
     where = run(lora.job, lambda: run_out(in_validation(rows=1)))
     ours = outcome(where)
     assert (ours.steps, ours.tensors) == (lora.outcome.steps, lora.outcome.tensors)
-    (told,) = events(where, "validation_rescued")  # once: later validations begin with what fitted
-    assert (told["step"], told["before"], told["after"]) == (3, 2, 1)
+    told = events(where, "validation_rescued")  # once: later validations begin with what fitted
+    assert [e["step"] for e in told] == [3]
+    assert changes(told) == [{"micro_batch": 1}]
     assert events(where, "rescued") == []
     assert levers_of(where).micro_batch == 2
 
 
-def test_a_validation_that_never_fits_does_not_end_the_training(lora: Reference) -> None:
+def test_a_validation_that_does_not_fit_row_by_row_is_made_in_chunks_and_tiles_and_training_is_not(lora: Reference) -> None:
+    """No step sees the levers that are pulled for a validation."""
+
+    def tight(levers: Levers, _: Batch) -> bool:
+        if torch.is_grad_enabled():
+            assert (levers.loss_chunk, levers.mlp_tiles) == (planned.loss_chunk, planned.mlp_tiles)
+            return False
+        return levers.mlp_tiles < 8
+
+    planned = read_record(lora.job.fresh().stage, Stage).levers
+    where = run(lora.job, lambda: run_out(tight))
+    ours = outcome(where)
+    assert (ours.steps, ours.tensors) == (lora.outcome.steps, lora.outcome.tensors)
+    assert changes(events(where, "validation_rescued")) == [{"micro_batch": 1}, {"loss_chunk": 256}, {"mlp_tiles": 8}]
+    found = [e["validation_loss"] for e in events(where, "validated")]
+    wanted = [e["validation_loss"] for e in events(run(lora.job, lambda: None), "validated")]
+    assert len(found) == 6
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert levers_of(where) == planned
+
+
+def test_a_validation_that_never_fits_is_left_out_and_training_does_not_notice(lora: Reference) -> None:
     where = run(lora.job, lambda: run_out(in_validation(rows=0)))
-    assert outcome(where).tensors == lora.outcome.tensors
+    ours = outcome(where)
+    assert (ours.steps, ours.tensors) == (lora.outcome.steps, lora.outcome.tensors)
+    assert [e["step"] for e in events(where, "validation_left_out")] == [3, 6, 9, 12, 15, 18]
+    assert len(events(where, "validation_rescued")) == 3  # what is pulled stays pulled: later ones are tried once
     assert events(where, "validated") == []
-    assert read_record(where.checkpoints / "final" / "finefit_state.json", TrainState).best is None
+    state = read_record(where.checkpoints / "final" / "finefit_state.json", TrainState)
+    assert (state.step, state.best, state.validation_loss) == (18, None, None)
+    assert not (where.checkpoints / "best").exists()
+
+
+def test_a_save_whose_validation_was_left_out_is_the_newest_and_never_the_best(lora: Reference) -> None:
+    """Memory is short from step 8 on: the best of the validated saves stays the best, and is kept."""
+    where = run(lora.job, lambda: run_out(from_step(8, in_validation(rows=0))))
+    assert outcome(where).tensors == lora.outcome.tensors
+    seen = {e["step"]: e["validation_loss"] for e in events(where, "validated")}
+    assert list(seen) == [3, 6]
+    state = read_record(where.checkpoints / "final" / "finefit_state.json", TrainState)
+    assert state.best is not None
+    assert (state.best.step, state.validation_loss) == (min(seen, key=lambda step: seen[step]), None)
+    assert (where.checkpoints / "best").resolve().name == f"checkpoint-{state.best.step}"
+
+
+def test_two_real_ranks_of_which_one_cannot_validate_leave_it_out_together(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "pair", spec=PAIR, project=still_project)
+
+    def short(rank: int) -> None:
+        if rank == 1:
+            run_out(in_validation(rows=0))
+
+    free, left_out = as_two(job, lambda _: None), as_two(job, short)
+    assert events(left_out, "validation_left_out")
+    assert {e["found"] for e in events(left_out, "validation_left_out")} == {"another rank is out of memory"}
+    assert events(left_out, "validated") == []
+    assert events(free, "validated")
+    assert (outcome(left_out).steps, outcome(left_out).tensors) == (outcome(free).steps, outcome(free).tensors)
 
 
 def test_at_one_row_the_next_exact_levers_are_pulled_one_by_one(plain: Job, unfaulted: StageDir) -> None:
     where = run(plain, lambda: run_out(lambda levers, _: torch.is_grad_enabled() and levers.mlp_tiles < 8))
-    told = events(where, "rescued")
-    changes = [{name: value for name, value in e["after"].items() if value != e["before"][name]} for e in told]
-    assert changes == [
+    assert changes(events(where, "rescued")) == [
         {"micro_batch": 2},
         {"micro_batch": 1},
         {"recompute": 2},
@@ -428,9 +485,6 @@ def test_when_one_rank_runs_out_all_ranks_try_again_and_none_exchanges_gradients
     assert [live.engine.exchanged for live in lives] == [0, 0]
     assert both(lives, two_micro_batches(None, "")) == ["done", "done"]  # they ask in step again
     assert [live.engine.exchanged for live in lives] == [1, 1]
-
-
-PAIR = STILL + "engine: {kind: ddp, devices: 2}\n"
 
 
 def as_two(job: Job, prepare: Callable[[int], None]) -> StageDir:

@@ -33,6 +33,8 @@ class Inputs:
     """Of chat template, special tokens and template kind: equal hashes render equal prompts."""
     engine_sha256: str | None = None
     """Of a DeepSpeed JSON of the user's own."""
+    tasks_sha256: tuple[str | None, ...] = ()
+    """Of task files of the user's own, for each evaluation; empty where there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,8 @@ class Room:
     devices: int = 1
     """Cards that the items are shared over, or that one model is spread over."""
     is_spread: bool = False
+    batch_seconds: float | None = None
+    """Of as many of the longest prompts with the longest answers as there is room for, foretold; None where the rates are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +313,8 @@ class Question:
     """Which of this machine's cards `auto` means, by their numbers; None: all of them."""
     allocator: str | None = None
     """The user's own setting of torch's allocator, which workers keep; None where finefit sets it."""
+    only_rooms: bool = False
+    """Nothing is trained: only what evaluations have room for is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +322,8 @@ class Answer:
     __pydantic_config__ = STRICT
     version: Literal[1] = 1
     forecasts: tuple[Forecast, ...] = ()
+    rooms: tuple[dict[str, Room], ...] = ()
+    """For each card, by the evaluations' labels, where only they are asked for."""
     failure: Failure | None = None
 
 
@@ -337,6 +345,8 @@ class Run:
     digest: str
     finefit: str
     created: str
+    kind: Literal["train", "eval"] = "train"
+    """`eval`: nothing was trained here; a model or answers made elsewhere are scored."""
     status: Literal["prepared", "running", "finished", "stopped", "failed"]
     overrides: tuple[str, ...] = ()
     amendments: tuple[Amendment, ...] = ()
@@ -374,14 +384,14 @@ class SourceLedger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """A row that was dropped or cut."""
+    """A row that was dropped, cut, or repaired when it was built."""
 
     __pydantic_config__ = STRICT
     split: str
     source: str
     row: int
     part: int
-    what: Literal["dropped", "cut"]
+    what: Literal["dropped", "cut", "repaired"]
     reason: str
 
 
@@ -390,7 +400,7 @@ class Fault:
     """The same thing wrong with several rows."""
 
     __pydantic_config__ = STRICT
-    kind: Literal["unusable", "too long", "special token", "overlap", "duplicate"]
+    kind: Literal["unusable", "too long", "special token", "overlap", "duplicate", "repaired"]
     split: str
     count: int
     lines: tuple[str, ...]
@@ -427,6 +437,8 @@ class Preparation:
     template_sha256: str
     largest_token: int
     pad_is_end: bool
+    prompt_tokens: int | None = None
+    """Of the longest prompt to be answered in an evaluation."""
     files: dict[str, str]
     """sha256 of every prepared file."""
 
@@ -518,8 +530,9 @@ class Subject:
     """Longer prompts are cut as they are in training; None: never."""
     form: Form | None = None
     """What the items were built with."""
+    items: str = "test.jsonl"
+    """The file of the items among the prepared ones."""
     items_sha256: str
-    """Of test.jsonl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -535,6 +548,20 @@ class EvalRequest:
     room: Room
     task_sha256: str | None = None
     """Of a task file of the user's own, which lies beside the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalStage:
+    """Of a run that only evaluates: whose answers are scored. It lies where a training stage has its stage.json."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    name: str
+    """By which its scores are filed, in the place of a checkpoint's name."""
+    subject: Subject
+    prompt_tokens: int
+    """Of the longest prompt."""
+    num_items: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -585,10 +612,11 @@ class EvalItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = STRICT | ConfigDict(ser_json_inf_nan="strings")
     value: float
     low: float
     high: float
+    """An end that there is none of is infinite: a single item of a metric without ends says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

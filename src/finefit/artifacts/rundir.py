@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 from finefit.errors import DataError, RunError
@@ -23,6 +24,16 @@ class StageDir:
     @property
     def stage(self) -> Path:
         return self.path / "stage.json"
+
+    @property
+    def eval_stage(self) -> Path:
+        """In the place of `stage`, where nothing is trained."""
+        return self.path / "eval.json"
+
+    @property
+    def evals(self) -> Path:
+        """Scores as they came in, which trackers are fed from; the records themselves lie under evals/."""
+        return self.path / "evals.jsonl"
 
     @property
     def ledger(self) -> Path:
@@ -161,8 +172,29 @@ class EvalPaths:
     def items(self) -> Path:
         return self.folder / f"{self.checkpoint}.items.jsonl"
 
+    @property
+    def warnings(self) -> Path:
+        """What befell the processes that answered, line by line."""
+        return self.folder / f"{self.checkpoint}.warnings.jsonl"
+
+    @property
+    def verdicts(self) -> Path:
+        """A judge's, line by line."""
+        return self.folder / f"{self.checkpoint}.verdicts.jsonl"
+
+    def items_of(self, part: int) -> Path:
+        """Of one of the processes that share the items; the first writes where a single one would."""
+        return self.items if part == 0 else self.folder / f"{self.checkpoint}.items.{part}.jsonl"
+
+    def failure_of(self, part: int) -> Path:
+        return self.failure if part == 0 else self.folder / f"{self._stem}.part-{part}.failure.json"
+
+    def answered(self) -> list[Path]:
+        """Every file of items that there is, however many processes wrote them."""
+        return [path for path in (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl"))) if path.exists()]
+
     def forget(self) -> None:
-        for path in (self.result, self.failure, self.items, self.request):
+        for path in (self.result, self.failure, *self.answered(), self.warnings, self.verdicts, self.request):
             path.unlink(missing_ok=True)
 
 

@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from finefit.cli import check, demo, doctor, evaluate, plan, recipes, run, watch
+from finefit.cli import check, compare, demo, doctor, evaluate, plan, recipes, review, run, watch
 from finefit.errors import FinefitError
 
 USAGE = 2
@@ -28,6 +28,8 @@ app.command()(plan.plan)
 app.command()(check.check)
 app.command()(run.run)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(compare.compare)
+app.command()(review.review)
 app.command()(watch.watch)
 app.command()(demo.demo)
 app.command()(recipes.recipes)

@@ -1,43 +1,77 @@
-"""`finefit eval`: score checkpoints of a run on its held-out rows."""
+"""`finefit eval`: score the answers of a run's checkpoints, of any model, or of a file."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from finefit.cli.console import open_console
-from finefit.cli.options import AsJson
+from finefit.cli.options import AsJson, Runs
 
 
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    checkpoint: Annotated[str, typer.Option(help="final, best, base, a step number, or all.")] = "final",
-    task: Annotated[str | None, typer.Option(help="A task; by default those that the spec names.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run directory; a folder with a model or an adapter; hub:owner/name; embedded:smollm2-135m."),
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(help="Of a run: final, best, base, a step number, or all.")] = "final",
+    task: Annotated[
+        list[str] | None, typer.Option(help="A task, a mapping in YAML, or a .yaml or .py file; may be repeated. By default those of the spec.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="Other rows than the run's own; a model needs some.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A seeded sample of the items instead of all.")] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="By default that of the run, or a card where there is one.")] = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="What an adapter is laid over, if not what it names itself.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Answers at a time; by default as many as the plan finds room for.")] = None,
+    answers: Annotated[Path | None, typer.Option(metavar="FILE", help="Answers that were made elsewhere, with the prompt or id of each.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="METRIC", help="What the best checkpoint is best by; by default the task's own score.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="So many answers, evenly spaced.")] = 0,
+    runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Score checkpoints, each in a process of its own. All items count; a failed answer scores zero.
+    """Score answers, each checkpoint in a process of its own. All items count; a failed answer scores zero.
 
     Examples:
 
       finefit eval runs/orders-1
 
-      finefit eval runs/orders-1 --checkpoint all --limit 20
-    """
-    from finefit.artifacts.lock import run_lock
-    from finefit.artifacts.rundir import open_run
-    from finefit.pipeline import execute
-    from finefit.report.live import RunView
-    from finefit.report.run import evals_document, evals_tables
+      finefit eval runs/orders-1 --checkpoint all --limit 50
 
+      finefit eval runs/orders-1 --data other.jsonl --task rouge --show 3
+
+      finefit eval my-model/ --data test.jsonl --task exact_match
+
+      finefit eval --answers theirs.jsonl --data test.jsonl --task rouge
+    """
     console = open_console(as_json=as_json)
-    run = open_run(target)
-    evaluations = execute.evaluations(run, task=task, limit=limit)
-    checkpoints = execute.checkpoints(run, checkpoint)
-    with run_lock(run.lock) as lock, RunView(run, console, log=run.log, evaluates=True) as view:
-        results = [execute.evaluate(run, name, e, lock=lock, tick=view.tick) for e in evaluations for name in checkpoints]
+    with console.status("reading model and rows"):
+        from finefit.pipeline.scoring import Wish, carry_out, open_work
+        from finefit.report.board import boards, require_metric, samples, scores_document
+        from finefit.report.live import RunView
+
+        wish = Wish(
+            target=target,
+            checkpoint=checkpoint,
+            tasks=tuple(task or ()),
+            data=data,
+            limit=limit,
+            device=device,
+            base=base,
+            max_new_tokens=max_new_tokens,
+            batch=batch,
+            answers=answers,
+            runs=runs,
+        )
+        work = open_work(wish)
+    with RunView(work.run, console, log=work.run.log, evaluates=True) as view:
+        results = carry_out(work, tick=view.tick, say=view.say)
+    require_metric(results, by)
     if as_json:
-        typer.echo(json.dumps(evals_document(results), indent=2))
-    else:
-        console.print(evals_tables(results))
+        typer.echo(json.dumps(scores_document(results, work.run.stages()[0], by=by), indent=2))
+        return
+    console.print(boards(results, work.run, by=by))
+    for part in samples(results, show):
+        console.print(part)
+    console.print(f"run      {work.run.path}", soft_wrap=True)

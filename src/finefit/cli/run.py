@@ -105,7 +105,7 @@ def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "
 
 def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None) -> "RunDir":
     from finefit.artifacts.rundir import newest_with_digest
-    from finefit.spec.load import load_spec
+    from finefit.spec.load import load_spec, whole_text
 
     spec = load_spec(target, overrides)  # before the heavy rooms: a misspelt key is told at once
     base = target.resolve().parent
@@ -117,8 +117,7 @@ def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Pat
         opened = open_inputs(spec, base, (runs / spec.name).resolve(), nodes=nodes)
         earlier = None if new else newest_with_digest(runs, spec.name, opened.digest)
         if earlier is None:
-            text = target.read_text(encoding="utf-8-sig")
-            return create_run(opened, spec_text=text, overrides=overrides, base=base, runs=runs)
+            return create_run(opened, spec_text=whole_text(target), overrides=overrides, base=base, runs=runs)
         lines = follow(earlier, spec)
     for line in lines:
         console.print(line, soft_wrap=True)
@@ -189,12 +188,16 @@ def _spec_of(target: Path, overrides: tuple[str, ...]) -> "Spec":
     """As it is asked for now; of a run directory with all that it was asked before."""
     from finefit.artifacts.records import Run, read_record
     from finefit.artifacts.rundir import open_run
+    from finefit.errors import RunError
     from finefit.spec.load import load_spec
 
     if not target.is_dir():
         return load_spec(target, overrides)
     place = open_run(target)
-    return load_spec(place.spec_yaml, (*read_record(place.run, Run).overrides, *overrides))
+    record = read_record(place.run, Run)
+    if record.kind == "eval":
+        raise RunError(f"{target.name} holds an evaluation and nothing to train", f"`finefit eval {target}` goes on with it")
+    return load_spec(place.spec_yaml, (*record.overrides, *overrides))
 
 
 def _submit(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool) -> None:

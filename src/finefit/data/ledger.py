@@ -1,4 +1,4 @@
-"""The books of a preparation: what became of every row, by source, with the place of each that was dropped or cut."""
+"""The books of a preparation: what became of every row, by source, with the place of each that was dropped, cut or repaired."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -88,6 +88,11 @@ class Book:
         account.cut += 1
         account.cut_tokens += tokens
         self._write(account, row, "cut", f"{tokens} tokens of the prompt")
+
+    def repair(self, account: Account, row: Row) -> None:
+        told = "; ".join(row.repairs)
+        self._write(account, row, "repaired", told)
+        self.note("repaired", account.split, f"{row.place} {told}")
 
     def _write(self, account: Account, row: Row | BadRow, what: str, reason: str) -> None:
         line = LedgerRow(split=account.split, source=row.source, row=row.number, part=row.part, what=what, reason=reason)  # type: ignore[arg-type]

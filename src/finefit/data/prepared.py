@@ -3,9 +3,10 @@
 Held-out rows come first, so that every training row can be compared with them as it streams by.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Fault, Lengths, Preparation
+from finefit.data.budget import Budget
 from finefit.data.fingerprint import fingerprint, system_is_content
-from finefit.data.items import item_line
+from finefit.data.items import as_item, item_line, key_of
 from finefit.data.ledger import Account, Book
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
 from finefit.data.pieces import Piece, Pieces, chunked, num_processes
@@ -23,6 +25,7 @@ from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Kind, Row
 from finefit.data.selection import Choice, choices, sampled, weighted
 from finefit.data.store import ExampleWriter
+from finefit.data.tasks import NoResult, make_build
 from finefit.errors import DataError
 from finefit.facts.files import read_file
 from finefit.spec.schema import Data
@@ -84,6 +87,7 @@ def prepare(
         template_sha256=renderer.sha256(),
         largest_token=pieces.largest_token,
         pad_is_end=renderer.pad in renderer.stop_tokens,
+        prompt_tokens=prompt,
         files={path.name: read_file(path, folder).sha256 for path in sorted(folder.iterdir())},
     )
 
@@ -92,11 +96,12 @@ def _open_all(data: Data, base: Path, *, pairs: bool) -> dict[str, list[Reading]
     """All sources, so that all that is wrong with them is told at once."""
     readings: dict[str, list[Reading]] = {}
     faults: list[DataError] = []
+    build = None if data.task is None else partial(_built, make_build(data.task, base=base))
     for split in SPLITS:
         readings[split] = []
         for source in data.sources()[split]:
             try:
-                reading = open_source(source.path, source.fields, base, split=split)
+                reading = replace(open_source(source.path, source.fields, base, split=split), build=build)
                 _require_kind(reading, split, pairs=pairs)
                 readings[split].append(reading)
             except DataError as fault:
@@ -104,6 +109,14 @@ def _open_all(data: Data, base: Path, *, pairs: bool) -> dict[str, list[Reading]
     if faults:
         raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy)))
     return readings
+
+
+def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:
+    """It stays the same item as before, whatever it is built into."""
+    try:
+        return replace(build(row), key=key_of(row))
+    except NoResult as reason:
+        return BadRow(row.source, row.number, str(reason), row.part)
 
 
 def _require_kind(reading: Reading, split: str, *, pairs: bool) -> None:
@@ -129,10 +142,6 @@ def _require_kind(reading: Reading, split: str, *, pairs: bool) -> None:
         raise DataError(
             f"{reading.source} holds images, which a language model cannot see: its questions would be asked about nothing",
             "name the columns of text alone, if that is meant: fields: {prompt: ..., answer: ...}",
-        )
-    if split == "test" and row.kind == "text":
-        raise DataError(
-            f"{reading.source} is plain text: it asks nothing that could be answered", "take rows with a prompt and an answer as data.test"
         )
 
 
@@ -197,6 +206,8 @@ class _Passing:
             self.duplicates.add(row, found)
         else:
             self.held_out.add_held(account.split, row, found)
+        if row.repairs:
+            self.book.repair(account, row)
         if at in piece.special:
             self.book.note("special token", account.split, f"{row.place} holds {', '.join(piece.special[at])}")
         if piece.cut[at]:
@@ -228,19 +239,33 @@ def _test_items(
         with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
             for row in passing.rows(account, reading, sampled(reading, 1.0, data.test.limit if data.test else None, seed)):
                 try:
-                    tokens, whole = _prompt(renderer, row, max_prompt_tokens)
+                    item = as_item(row)
+                    tokens, whole = _asked(renderer, item, data, max_prompt_tokens)
                 except DataError as fault:
                     passing.unusable(account, row, fault.problem, fault.remedy)
                     continue
                 if whole > len(tokens):
                     book.cut(account, row, whole - len(tokens))
+                if row.repairs:
+                    book.repair(account, row)
                 account.used += 1
                 account.tokens += len(tokens)
                 longest = max(longest, len(tokens))
                 passing.pieces.largest_token = max(passing.pieces.largest_token, *tokens)
                 passing.held_out.add_held("test", row, fingerprint(row, with_system=passing.pieces.with_system))
-                file.write(item_line(row))
+                file.write(item_line(item))
     return longest or None
+
+
+def _asked(renderer: Renderer, row: Row, data: Data, max_tokens: int | None) -> tuple[Sequence[int], int]:
+    """What the model is given at once, and how many tokens it had before it was cut; of plain text the longest window."""
+    if row.kind != "text":
+        return _prompt(renderer, row, max_tokens)
+    (rendered,) = renderer.render([row], Budget(max_tokens=data.max_tokens, too_long="error", turns="last"))
+    if rendered.problem:
+        raise DataError(rendered.problem, rendered.remedy)
+    longest = max((example.tokens for example in rendered.examples), key=len)
+    return longest, len(longest)
 
 
 def _prompt(renderer: Renderer, row: Row, max_tokens: int | None) -> tuple[list[int], int]:

@@ -1,6 +1,6 @@
 """A source of the spec -> its rows, streamed: the files it names, the shape of their records, and what is joined to them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -54,6 +54,8 @@ class Reading:
     unit: Unit | None = None
     """What a record of a text file is, where the user says so."""
     join: Join | None = None
+    build: Callable[[Row], Row | BadRow] | None = None
+    """What `data.task` makes of a row."""
 
     @property
     def shape(self) -> Shape:
@@ -66,7 +68,10 @@ class Reading:
                 if isinstance(record, BadRow):
                     yield record
                 else:
-                    yield from shape.rows(record)
+                    yield from map(self._built, shape.rows(record))
+
+    def _built(self, row: Row | BadRow) -> Row | BadRow:
+        return row if self.build is None or isinstance(row, BadRow) else self.build(row)
 
 
 def open_source(path: str, fields: Fields, base: Path, *, split: str) -> Reading:

@@ -56,6 +56,10 @@ class Row:
     """All answers that count as right, where a record names several; the one trained on is among them."""
     wrong: tuple[str, ...] = ()
     """Answers that a record calls wrong."""
+    key: str = ""
+    """Of the row that this one was built from by `data.task`: the same item, whatever it was built into."""
+    repairs: tuple[str, ...] = ()
+    """What was put right when it was built."""
 
     @property
     def kind(self) -> Kind:
@@ -75,7 +79,8 @@ class Row:
 
     @property
     def answer(self) -> str:
-        return self.messages[-1].content
+        """Plain text has none."""
+        return self.messages[-1].content if self.messages else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,45 @@
-"""Greedy, batched generation. Prompts come from the renderer that made the training rows."""
+"""Greedy answers, batched by the room that the plan found. Prompts come from the renderer that made the training rows."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
-from transformers import GenerationConfig
 
+from finefit.artifacts.records import Room
 from finefit.data.render import Renderer
+from finefit.evaluate.batches import Warn, in_batches
+from finefit.evaluate.decoding import causal_of, greedy
+from finefit.model.attention import turns_by_longest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    text: str
+    new_tokens: int
+    """With the one that ended it."""
+    is_cut: bool
+    """It had not ended after max_new_tokens."""
 
 
 def answers(
-    model: nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch: int, device: str
-) -> Iterator[tuple[int, str]]:
-    """(index, answer) for every prompt, longest first: what would not fit in memory fails at once, and padding is little."""
-    order = sorted(range(len(prompts)), key=lambda at: -len(prompts[at]))
-    config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(renderer.stop_tokens),
-        pad_token_id=renderer.pad,
-        use_cache=True,
-    )
-    for start in range(0, len(order), batch):
-        chosen = order[start : start + batch]
-        yield from zip(chosen, _generate(model, renderer, [prompts[at] for at in chosen], config, device), strict=True)
+    model: nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, room: Room, device: str, warn: Warn
+) -> Iterator[tuple[int, Answer]]:
+    """(index, answer) for every prompt. Which others an answer was generated with makes no difference to it, but for what kernels round."""
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+
+    def compute(chosen: list[int]) -> list[Answer]:
+        written = greedy(
+            model, [prompts[at] for at in chosen], max_new_tokens=max_new_tokens, stops=renderer.stop_tokens, pad=renderer.pad, device=device
+        )
+        return [_answer(renderer, tokens) for tokens in written]
+
+    return in_batches(lengths, room_for(model, lengths, room), compute, warn=warn)
 
 
-def _generate(model: nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], config: GenerationConfig, device: str) -> list[str]:
-    width = max(len(prompt) for prompt in prompts)
-    padding = [width - len(prompt) for prompt in prompts]
-    input_ids_BT = torch.tensor([[renderer.pad] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)], device=device)
-    mask_BT = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding], device=device)
-    with torch.inference_mode():
-        output_BT = model.generate(input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
-    return [renderer.decode_answer(tokens) for tokens in output_BT[:, width:].tolist()]
+def room_for(model: nn.Module, lengths: Sequence[int], room: Room) -> Room:
+    """One by one where a long row would change the others beside it."""
+    return replace(room, rows=1) if turns_by_longest(causal_of(model).config, max(lengths, default=0)) else room
+
+
+def _answer(renderer: Renderer, tokens: list[int]) -> Answer:
+    return Answer(text=renderer.decode_answer(tokens), new_tokens=len(tokens), is_cut=tokens[-1] not in renderer.stop_tokens)

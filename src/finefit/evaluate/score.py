@@ -1,17 +1,15 @@
 """Items -> one record. All items count; one without a result counts as nothing found; every score has its interval and its n."""
 
-import hashlib
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 
 from finefit.artifacts.records import Candidate, EvalItem, EvalResult, Score
+from finefit.data.items import key_of
 from finefit.data.rows import Row
-from finefit.data.tasks import NoResult, Reply, Task
+from finefit.data.tasks import Likelihood, NoResult, Reply, Task
 from finefit.errors import DataError
-from finefit.stats.intervals import Interval, bootstrap_mean, wilson
-from finefit.stats.metrics import Metric, combined, table
+from finefit.stats import cautions, interval_of
+from finefit.stats.metrics import Metric, table
 
 
 def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_tokens: int | None = None, is_cut: bool = False) -> EvalItem:
@@ -22,9 +20,11 @@ def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_
     extracted, counts, reference, failure = None, task.nothing(row), None, None
     try:
         reading = task.read(reply, row)
-        extracted, counts, reference = reading.extracted, reading.counts, reading.reference
+        extracted, counts, reference, failure = reading.extracted, reading.counts, reading.reference, reading.failure
     except NoResult as reason:
-        failure = f"{reason} (cut at {new_tokens} tokens)" if is_cut else str(reason)
+        failure = str(reason)
+    if failure is not None and is_cut:
+        failure += f" (cut at {new_tokens} tokens)"
     return EvalItem(
         item=at,
         key=key_of(row),
@@ -45,10 +45,23 @@ def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_
     )
 
 
-def key_of(row: Row) -> str:
-    """The same item has the same key in every run: what is asked, and what is right."""
-    content = json.dumps([[asdict(message) for message in row.prompt], row.tools, row.answer, sorted(row.references), sorted(row.wrong)])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem]:
+    """With what the task counts once all items are answered; where no result was found there is nothing to count."""
+    if task.finish is None:
+        return [item for _, item in items]
+    found = [(row, item) for row, item in items if item.failure is None]
+    further = task.finish([(row, reply_of(item)) for row, item in found])
+    counted = {item.item: item.counts | dict(counts) for (_, item), counts in zip(found, further, strict=True)}
+    return [replace(item, counts=(counts := counted.get(item.item, item.counts)), scores=task.scores(counts)) for _, item in items]
+
+
+def reply_of(item: EvalItem) -> Reply:
+    """As the task was given it."""
+    right, wrong = (
+        tuple(Likelihood(text=c.text, logprob=c.logprob, tokens=c.tokens) for c in item.candidates if c.is_right == is_right)
+        for is_right in (True, False)
+    )
+    return Reply(text=item.answer, right=right, wrong=wrong)
 
 
 def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, available: int, seconds: float) -> EvalResult:
@@ -61,6 +74,7 @@ def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, availab
         metrics={metric.name: score_of(metric, items) for metric in task.metrics},
         definitions=task.metrics,
         signature=dict(task.signature),
+        warnings=cautions(len(items)),
         seconds=seconds,
         new_tokens=sum(item.new_tokens or 0 for item in items),
         items=tuple(sorted(items, key=lambda item: item.item)),
@@ -68,14 +82,6 @@ def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, availab
 
 
 def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:
-    """A rate gets Wilson's interval, anything else the bootstrap's; a single mean says nothing, which is the whole range from 0 to 1."""
-    values = table(metric, [item.counts for item in items])
-    if metric.aggregate == "rate":
-        interval: Interval = wilson(int(values.sum()), len(values))
-    else:
-        interval = bootstrap_mean(values[:, 0].tolist())
-    return Score(value=float(combined(metric, values.sum(axis=0), len(values))), low=max(0.0, interval.low), high=_at_most(metric, interval.high))
-
-
-def _at_most(metric: Metric, high: float) -> float:
-    return min({"share": 1.0, "points": 100.0, "number": math.inf}[metric.unit], high)
+    """A rate gets Wilson's interval, anything else the bootstrap's; a single mean says nothing, which is the whole range."""
+    found = interval_of(metric, table(metric, [item.counts for item in items]))
+    return Score(value=found.value, low=found.low, high=found.high)

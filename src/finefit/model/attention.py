@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -24,6 +25,8 @@ Attention = Callable[..., tuple[Tensor, None]]
 REPEATED = "sdpa_repeated"
 PACKED = "_by_row"
 """Follows the name of an attention that takes packed rows too."""
+GROUPED = "_grouped"
+"""Follows the name of an attention that answers are generated with."""
 STRETCHED_ROPE = ("longrope", "dynamic")
 PACKABLE = frozenset(
     (
@@ -38,6 +41,8 @@ PACKABLE = frozenset(
 )
 """Model types whose packed rows were compared with the same rows alone; tests/step/test_packing.py does it again for each."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_UNUSUAL = ("position_bias", "s_aux", "softcap")
+"""What some models' attention is told besides."""
 
 
 def attention_here(device: str, precision: str, folder: Path, *, packing: bool = False) -> str:
@@ -62,6 +67,27 @@ def choose_attention(device: str, capability: tuple[int, int], precision: str, c
 def caps_scores(config: PretrainedConfig) -> bool:
     """Gemma 2 caps its attention scores, which SDPA leaves out without a word: another model would be trained."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def for_answers(name: str) -> str:
+    """The same attention, which repeats no keys when a token follows prompts of unequal length."""
+    attends = {"sdpa": sdpa_attention_forward, REPEATED: _repeated}
+    if name not in attends:
+        return name
+    AttentionInterface.register(name + GROUPED, partial(_grouped, attends[name]))
+    AttentionMaskInterface.register(name + GROUPED, sdpa_mask)
+    return name + GROUPED
+
+
+def _grouped(attend: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+    """Of one token a row the heads that share a key stand behind one another as tokens do: each sees the same keys under the same mask."""
+    groups = query.shape[1] // key.shape[1]
+    is_plain = not any(kwargs.get(name) is not None for name in _UNUSUAL)
+    if query.shape[2] != 1 or groups == 1 or attention_mask is None or not is_plain:
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    side_by_side = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
+    answer = scaled_dot_product_attention(side_by_side, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return answer.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
 
 
 class _Whole(nn.Module):
@@ -100,6 +126,12 @@ def can_pack(config: PretrainedConfig, longest: int) -> str | None:
     if (limit := _rope_limit(text)) is not None and longest > limit:
         return f"rows of more than {limit} tokens change how the model turns positions, for all rows beside them"
     return None
+
+
+def turns_by_longest(config: PretrainedConfig, longest: int) -> bool:
+    """Whether rows of up to `longest` tokens change how the model turns positions, for all rows beside them."""
+    limit = _rope_limit(config.get_text_config())
+    return limit is not None and longest > limit
 
 
 def _rope_limit(text: PretrainedConfig) -> int | None:
@@ -141,7 +173,7 @@ def _by_row(
 
 def _require_plain(packed: Packed, sliding_window: int | None = None, **kwargs: Any) -> None:
     """What `can_pack` has refused must not pass here either: it would train another model without a word."""
-    if odd := [name for name in ("position_bias", "s_aux", "softcap") if kwargs.get(name) is not None]:
+    if odd := [name for name in _UNUSUAL if kwargs.get(name) is not None]:
         raise ModelError(f"this model's attention uses {odd[0]}, which packed rows cannot have", "set data.packing: none")
     if sliding_window and max(packed.lengths) > sliding_window:
         raise ModelError(f"a packed row is longer than the model's window of {sliding_window} tokens", "set data.packing: none")

@@ -41,6 +41,10 @@ def find(name: str) -> Embedded:
     return Embedded(name=name, gguf=files[0], hub_id=hub_id, fingerprint=hashlib.sha256(files[0].read_bytes()).hexdigest())
 
 
+def hub_id_of(name: str) -> str:
+    return _PACKAGES[name][2]
+
+
 def converted(source: Embedded) -> Path:
     """The folder with safetensors; made on first use, in one rename."""
     folder = finefit_cache() / f"{source.name}-{source.fingerprint[:12]}-{_LAYOUT}"

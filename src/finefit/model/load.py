@@ -23,6 +23,8 @@ from finefit.model.adapter import freeze_reference as freeze_reference
 from finefit.model.adapter import resolve_targets as resolve_targets
 from finefit.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from finefit.model.adapter_files import WEIGHTS as ADAPTER
+from finefit.model.foreign import with_adapter
+from finefit.model.spread import spread
 from finefit.model.subset import train_only
 from finefit.spec.schema import Full, Lora, Subset, Tuning
 
@@ -35,14 +37,17 @@ class Counts:
     total: int
 
 
-def load_base(folder: Path, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None) -> PreTrainedModel:
-    """Weights go to their device as they are read. `bits`: of the linear layers but the head; `dtype` is then what products are taken in."""
+def load_base(
+    folder: Path, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None, num_cards: int = 1
+) -> PreTrainedModel:
+    """Weights go to their device as they are read. `bits`: of the linear layers but the head; `dtype` is then what products are taken in.
+    `num_cards`: that the layers are spread over."""
     model: PreTrainedModel
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            device_map={"": _place(device)} if device != "cpu" or bits else None,
+            device_map=_device_map(folder, device, dtype, bits, num_cards),
             output_loading_info=True,
             attn_implementation=attention,
             quantization_config=_quantisation(bits, dtype),
@@ -55,6 +60,13 @@ def load_base(folder: Path, *, device: str, dtype: torch.dtype, attention: str =
     if device == "cpu" and bits == 4:
         _keep_packed(model)
     return model
+
+
+def _device_map(folder: Path, device: str, dtype: torch.dtype, bits: int | None, num_cards: int) -> dict[str, torch.device | int] | None:
+    if num_cards > 1:
+        free = {card: torch.cuda.mem_get_info(card)[0] for card in range(num_cards)}
+        return {**spread(folder, dtype=dtype, bits=bits, free=free)}
+    return {"": _place(device)} if device != "cpu" or bits else None
 
 
 def _place(device: str) -> torch.device:
@@ -214,13 +226,16 @@ def load_for_answers(
     attention: str = "sdpa",
     bits: int | None = None,
     start: Path | None = None,
+    num_cards: int = 1,
 ) -> nn.Module:
-    """The starting model, or the one that a checkpoint holds, ready to generate. `start`: an adapter that the starting model has."""
-    adapter = start if checkpoint is None else checkpoint if (checkpoint / ADAPTER).exists() else None
-    model: nn.Module = load_base(base if checkpoint is None or adapter else checkpoint, device=device, dtype=dtype, attention=attention, bits=bits)
+    """The starting model, or the one that a checkpoint or any other folder holds, ready to generate. `start`: an adapter that the starting model has.
+    `num_cards`: that one model is spread over."""
+    adapter = start if checkpoint is None else checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
+    folder = base if checkpoint is None or adapter else checkpoint
+    model: nn.Module = load_base(folder, device=device, dtype=dtype, attention=attention, bits=bits, num_cards=num_cards)
     model.generation_config = GenerationConfig()  # else the model's own penalties would bend the greedy answers
     if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter)
+        model = with_adapter(model, adapter)
     return model.eval()
 
 

@@ -14,6 +14,7 @@ from finefit.facts.machine import read_machine
 from finefit.pipeline.data import PreparedData
 from finefit.pipeline.inputs import Opened, between, pinned, relocate
 from finefit.pipeline.preparation import data_findings, findings_of, foresee, require_data, require_sound
+from finefit.pipeline.taskfiles import keep_task_files
 from finefit.plan.resolve import make_stage, resolve
 from finefit.preflight.findings import in_order
 from finefit.spec.load import spec_to_json
@@ -28,13 +29,13 @@ def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], ba
         with full_disk_named(runs / opened.spec.name, needed_bytes):
             _fill(RunDir(staging), opened, spec_text, overrides, base)
         staging.chmod(0o755)
-        return RunDir(_rename(staging, runs, opened.spec.name))
+        return RunDir(put_in_place(staging, runs, opened.spec.name))
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _rename(staging: Path, runs: Path, name: str) -> Path:
+def put_in_place(staging: Path, runs: Path, name: str) -> Path:
     while True:
         final = runs / f"{name}-{next_number(runs, name)}"
         try:
@@ -53,6 +54,7 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     where = run.stage(1, spec.objective.kind)
     for folder in (where.path / "data", where.tokenizer, run.log.parent):
         folder.mkdir(parents=True)
+    spec = keep_task_files(spec, run.path, run.path)
     write_text(run.spec_yaml, spec_text)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
     machine = read_machine()

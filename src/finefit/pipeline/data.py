@@ -17,9 +17,9 @@ import finefit
 from finefit.artifacts.atomic import full_disk_named
 from finefit.artifacts.records import Efficiency, Levers, Preparation, read_record, write_record
 from finefit.data.files import find_files
-from finefit.errors import DataError, RunError
+from finefit.errors import DataError, RunError, SpecError
 from finefit.facts.files import FileFact, finefit_cache, read_file
-from finefit.spec.schema import Data, Dpo, Source, Spec
+from finefit.spec.schema import Data, Dpo, OwnTask, Source, Spec
 
 Files = dict[str, tuple[tuple[FileFact, ...], ...]]
 """By split and source."""
@@ -113,7 +113,7 @@ def _by_content(data: Data, base: Path) -> Files:
 def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
     """`base` is where the spec's relative paths start."""
     sources = _by_content(spec.data, base)
-    folder = finefit_cache() / "prepared" / _key(spec, sources, tokenizer)
+    folder = finefit_cache() / "prepared" / _key(spec, base, sources, tokenizer)
     record = _kept(folder)
     if record is None:
         record = _prepared(spec, base, tokenizer, folder, sources)
@@ -122,17 +122,27 @@ def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
     return PreparedData(folder=folder, record=record, sources=sources)
 
 
-def _key(spec: Spec, sources: Files, tokenizer: Path) -> str:
+def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
     """Of everything that the result depends on; names stand in what is told of the rows."""
     facts = {split: [[(fact.path, fact.sha256) for fact in files] for files in split_files] for split, split_files in sources.items()}
     templates = tokenizer / "additional_chat_templates"
     paths = [*tokenizer.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
     files = [read_file(path, tokenizer).sha256 for path in sorted(paths) if path.suffix in _TOKENIZER_FILES and path.is_file()]
-    own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").glob("*.py")))).hexdigest()
+    own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))).hexdigest()
     versions = [version(name) for name in _PACKAGES]
     asked = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), _wants_pairs(spec), spec.max_prompt_tokens(), spec.seed]
-    content = [*asked, facts, files, versions, own]
+    content = [*asked, facts, files, versions, own, _form_sha256(spec.data, base)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _form_sha256(data: Data, base: Path) -> str | None:
+    """Of the user's own file that rows are built with."""
+    if not isinstance(data.task, OwnTask):
+        return None
+    try:
+        return read_file(base / data.task.path, base).sha256
+    except OSError as error:
+        raise SpecError(f"data.task: {data.task.path} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
 
 
 def _wants_pairs(spec: Spec) -> bool:

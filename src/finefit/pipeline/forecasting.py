@@ -16,7 +16,7 @@ import finefit
 from finefit import errors
 from finefit.artifacts.launcher import allocator_setting
 from finefit.artifacts.measurements import uncertainty
-from finefit.artifacts.records import Answer, Forecast, Lengths, Question, read_record, write_record
+from finefit.artifacts.records import Answer, Forecast, Lengths, Question, Room, Subject, read_record, write_record
 from finefit.errors import FinefitError, ModelError, RunError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import finefit_cache
@@ -24,10 +24,26 @@ from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_m
 from finefit.model.locate import outline
 from finefit.pipeline.data import missing, prepare_data, present
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import AdamW, Data, Dpo, Held, LocalLauncher, Lora, NanStop, Save, ShapeModel, SlurmLauncher, Source, Spec, Validation
+from finefit.spec.schema import (
+    AdamW,
+    Data,
+    Dpo,
+    Evaluation,
+    Held,
+    LocalLauncher,
+    Lora,
+    NanStop,
+    Save,
+    ShapeModel,
+    SlurmLauncher,
+    Source,
+    Spec,
+    Tuning,
+    Validation,
+)
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
-_ROOMS = ("plan", "rehearse", "step", "model", "objective", "data", "facts", "spec", "artifacts")
+_ROOMS = ("plan", "rehearse", "evaluate", "step", "model", "objective", "data", "facts", "spec", "artifacts")
 _TAIL_LINES = 12
 _MOST_KEPT = 500
 _UNNAMED = ShapeModel(kind="shape", config={})
@@ -48,6 +64,38 @@ def forecast(
         visible=visible_cards(),
         allocator=allocator_setting(os.environ),
     )
+    return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in _answered(question).forecasts)
+
+
+def rooms_here(subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int) -> dict[str, Room]:
+    """What evaluations have room for on the device that they get, by what is free there now. `base`: where the path of the model starts."""
+    asked = tuple(_as_planned(e.model_copy(update={"name": e.label})) for e in evaluations)
+    nowhere = Source(path="")
+    spec = Spec(
+        name="plan",
+        precision=subject.precision,
+        model=_UNNAMED,
+        tuning=_anywhere(subject.tuning),
+        data=Data(train=(nowhere,), test=nowhere),
+        optimizer=AdamW(lr=1.0),
+        evaluate=asked,
+    )
+    prompts = Lengths(num_rows=None, longest=2, mean=2.0, supervised=1, mean_supervised=1.0, source="nothing is trained", prompt=prompt_tokens)
+    question = Question(
+        spec=spec_to_json(spec),
+        config=outline(subject.model, base).config,
+        cards=("cpu" if subject.device == "cpu" else "auto",),
+        lengths=prompts,
+        visible=visible_cards(),
+        allocator=allocator_setting(os.environ),
+        only_rooms=True,
+    )
+    (rooms,) = _answered(question).rooms
+    return rooms
+
+
+def _answered(question: Question) -> Answer:
+    """From the cache, or by a process that rehearses."""
     place = finefit_cache() / "forecasts" / f"{_key(question)}.json"
     answer = _kept(place)
     if answer is None:
@@ -58,7 +106,7 @@ def forecast(
     if answer.failure is not None:
         kind: type[FinefitError] = getattr(errors, answer.failure.kind, FinefitError)
         raise kind(answer.failure.problem, answer.failure.remedy)
-    return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in answer.forecasts)
+    return answer
 
 
 def lengths_of(spec: Spec, base: Path) -> Lengths:
@@ -90,17 +138,24 @@ def _relevant(spec: Spec, nodes: int | None) -> Spec:
     held, test = spec.data.validation and Held(path=""), spec.data.test and nowhere
     data = Data(train=(nowhere,), validation=held, test=test, packing=spec.data.packing)
     optimizer = AdamW(lr=1.0, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0)
-    evaluations = tuple(e.model_copy(update={"limit": None, "base": True}) for e in spec.evaluate)
+    evaluations = tuple(_as_planned(evaluation) for evaluation in spec.evaluate)
     objective = spec.objective.model_copy(update={"beta": 1.0}) if isinstance(spec.objective, Dpo) else spec.objective
-    tuning = spec.tuning
-    if isinstance(tuning, Lora) and tuning.adapter is not None:
-        tuning = tuning.model_copy(update={"adapter": "somewhere"})  # its shape is that of the spec
     nodes = nodes or (spec.launcher.nodes if isinstance(spec.launcher, SlurmLauncher) else 1)
     launcher = SlurmLauncher(kind="slurm", nodes=nodes) if nodes > 1 else LocalLauncher(kind="local")  # whoever starts them
     same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
     more = {"data": data, "optimizer": optimizer, "evaluate": evaluations, "validation": Validation(), "save": Save(keep=spec.save.keep)}
-    asked = {"objective": objective, "tuning": tuning, "launcher": launcher, "trackers": ()}
+    asked = {"objective": objective, "tuning": _anywhere(spec.tuning), "launcher": launcher, "trackers": ()}
     return spec.model_copy(update=same | more | asked)
+
+
+def _anywhere(tuning: Tuning) -> Tuning:
+    """An adapter's shape is that of the spec, wherever it lies."""
+    is_there = isinstance(tuning, Lora) and tuning.adapter is not None
+    return tuning.model_copy(update={"adapter": "somewhere"}) if is_there else tuning
+
+
+def _as_planned(evaluation: Evaluation) -> Evaluation:
+    return evaluation.model_copy(update={"limit": None, "base": True, "judge": None, "checkpoints": "final"})
 
 
 def _key(question: Question) -> str:
@@ -108,7 +163,7 @@ def _key(question: Question) -> str:
     requests = [parse_card(card) for card in question.cards]
     here = [_machine()] if any(request.is_auto or request.is_cpu for request in requests) else []
     limits = [question.budget_bytes, *([question.visible, question.allocator] if here else [])]
-    content = [question.spec, question.config, question.cards, repr(question.lengths), here, limits, _versions()]
+    content = [question.spec, question.config, question.cards, repr(question.lengths), question.only_rooms, here, limits, _versions()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,9 +13,10 @@ from finefit.errors import SpecError
 from finefit.facts.files import read_file
 from finefit.model.locate import Located, locate_start
 from finefit.pipeline.data import PreparedData, find_sources, prepare_data
+from finefit.pipeline.taskfiles import moved_task, task_sha256
 from finefit.plan.engine import nodes_of
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import Data, DeepSpeed, Engine, Fields, FolderModel, HubModel, LocalLauncher, Lora, Spec, Tuning
+from finefit.spec.schema import Data, DeepSpeed, Engine, Evaluation, Fields, FolderModel, HubModel, LocalLauncher, Lora, OwnTask, Spec, Tuning
 
 MovePath = Callable[[str], str]
 UNDIGESTED = ("launcher", "trackers")
@@ -41,7 +42,8 @@ class Opened:
         data = {split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()}
         content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256]
         several = [self.nodes] if self.nodes > 1 else []
-        return hashlib.sha256(json.dumps([document, content, *several], sort_keys=True).encode()).hexdigest()
+        tasks = [self.inputs.tasks_sha256] if self.inputs.tasks_sha256 else []
+        return hashlib.sha256(json.dumps([document, content, *several, *tasks], sort_keys=True).encode()).hexdigest()
 
 
 def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) -> Opened:
@@ -60,6 +62,7 @@ def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) 
         model_fingerprint=located.fingerprint,
         template_sha256=prepared.record.template_sha256,
         engine_sha256=engine_sha256(spec.engine, base),
+        tasks_sha256=tasks_sha256(spec, base),
     )
     return Opened(spec=spec, located=located, prepared=prepared, inputs=inputs, nodes=nodes or nodes_of(spec.launcher))
 
@@ -70,8 +73,15 @@ def relocate(spec: Spec, move: MovePath) -> Spec:
     if isinstance(model, FolderModel):
         model = FolderModel(kind="folder", path=move(model.path))
     data = _with_paths(spec.data, lambda path: path if "://" in path else move(path))
+    evaluate = tuple(moved_task(evaluation, move) for evaluation in spec.evaluate)
     return spec.model_copy(
-        update={"data": data, "model": model, "tuning": _with_adapter(spec.tuning, move), "engine": _with_config(spec.engine, move)}
+        update={
+            "data": data,
+            "model": model,
+            "tuning": _with_adapter(spec.tuning, move),
+            "engine": _with_config(spec.engine, move),
+            "evaluate": evaluate,
+        }
     )
 
 
@@ -97,6 +107,13 @@ def engine_sha256(engine: Engine, base: Path) -> str | None:
         raise SpecError(f"engine.config: {engine.config} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
 
 
+def tasks_sha256(spec: Spec, base: Path) -> tuple[str | None, ...]:
+    """Of what the user's own tasks are, and of the one that rows are built with; empty where none is."""
+    form = [Evaluation(task=spec.data.task, name="form")] if isinstance(spec.data.task, OwnTask) else []
+    found = tuple(task_sha256(evaluation, base) for evaluation in (*form, *spec.evaluate))
+    return found if any(found) else ()
+
+
 def _with_paths(data: Data, moved: MovePath) -> Data:
     def fields(old: Fields) -> Fields:
         return old if old.join is None else old.model_copy(update={"join": moved(old.join)})
@@ -107,7 +124,8 @@ def _with_paths(data: Data, moved: MovePath) -> Data:
         held = held.model_copy(update={"path": moved(held.path), "fields": fields(held.fields)})
     if test is not None:
         test = test.model_copy(update={"path": moved(test.path), "fields": fields(test.fields)})
-    return data.model_copy(update={"train": train, "validation": held, "test": test})
+    form = data.task.model_copy(update={"path": moved(data.task.path)}) if isinstance(data.task, OwnTask) else data.task
+    return data.model_copy(update={"train": train, "validation": held, "test": test, "task": form})
 
 
 def pinned(spec: Spec, located: Located) -> Spec:

@@ -13,7 +13,7 @@ from finefit.errors import FindingError, FinefitError, UserError
 from finefit.pipeline.create import create_run, stage_of
 from finefit.pipeline.execute import execute
 from finefit.pipeline.inputs import open_inputs
-from finefit.spec.load import load_spec
+from finefit.spec.load import load_spec, whole_text
 
 _ONE_STEP = ("schedule.epochs=null", "schedule.steps=1", "schedule.warmup=0", "evaluate=[]", "data.validation=null", "save.every=1000000 steps")
 
@@ -28,7 +28,7 @@ def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     base = target.resolve().parent
     with tempfile.TemporaryDirectory(prefix="finefit-measure-") as folder:
         opened = open_inputs(spec, base, Path(folder) / spec.name)
-        run = create_run(opened, spec_text=target.read_text(encoding="utf-8-sig"), overrides=(*overrides, *_ONE_STEP), base=base, runs=Path(folder))
+        run = create_run(opened, spec_text=whole_text(target), overrides=(*overrides, *_ONE_STEP), base=base, runs=Path(folder))
         require_measurable(read_record(stage_of(run).stage, Stage))
         execute(run, tick=lambda: None, warn=lambda _: None)
         found = measured(read_lines(stage_of(run).metrics))

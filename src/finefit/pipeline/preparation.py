@@ -1,5 +1,6 @@
 """Before a run: what it will take on the device that it gets, and whether anything speaks against it. No weight has been loaded yet."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from finefit.artifacts.records import Finding, Forecast, Lengths
@@ -17,7 +18,7 @@ from finefit.plan.engine import require_same_count
 from finefit.plan.resolve import device_of
 from finefit.preflight.data import examine_data
 from finefit.preflight.run import OPTIONAL, Preparation, examine
-from finefit.spec.schema import AutoEngine, Spec
+from finefit.spec.schema import AutoEngine, Evaluation, Form, LmEval, Spec
 from finefit.step.engines.zero_config import own_config
 
 _SHOWN = 10
@@ -68,12 +69,17 @@ def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Findi
 
 def _references(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
     """A reference that its task cannot read is found now, not after the training."""
-    if not spec.evaluate:
+    asked = [evaluation for evaluation in spec.evaluate if not isinstance(evaluation.task, LmEval)]  # whose tasks bring their own rows
+    if not asked:
         return ()
     if spec.data.test is None:
         problem = "evaluate names a task, but data.test names no rows to answer"
         return (Finding(level="error", problem=problem, remedy="add data.test: {path: ...}, or remove evaluate"),)
-    tasks, rows = [make_task(e, form=spec.data.task, base=base) for e in spec.evaluate], read_items(prepared.path("test.jsonl"))
+    return unreadable_references(asked, read_items(prepared.path("test.jsonl")), form=spec.data.task, base=base)
+
+
+def unreadable_references(evaluations: Iterable[Evaluation], rows: Sequence[Row], *, form: Form | None, base: Path) -> tuple[Finding, ...]:
+    tasks = [make_task(evaluation, form=form, base=base) for evaluation in evaluations if not isinstance(evaluation.task, LmEval)]
     faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task in tasks for row in rows if (reason := _unreadable(task, row))]
     if not faults:
         return ()

@@ -1,4 +1,6 @@
-"""The specs that come with finefit: a folder each, with a spec.yaml whose first comment says what it is for, and rows of its own."""
+"""The specs that come with finefit: a folder each, with a spec.yaml whose first comment says what it is for, and rows of its own.
+
+A folder may hold several specs that share a base.yaml and differ in little; each is a recipe by the names of folder and file, amr/mtup2."""
 
 import difflib
 import shutil
@@ -8,6 +10,7 @@ from pathlib import Path
 from finefit.errors import UserError
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+_BASE = "base.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,11 @@ class Recipe:
 
 
 def all_recipes() -> list[Recipe]:
-    return [Recipe(name=path.parent.name, purpose=_purpose(path), spec=path) for path in sorted(_FOLDER.glob("*/spec.yaml"))]
+    return [Recipe(name=_name(path), purpose=_purpose(path), spec=path) for path in sorted(_FOLDER.glob("*/*.yaml")) if path.name != _BASE]
+
+
+def _name(spec: Path) -> str:
+    return spec.parent.name if spec.name == "spec.yaml" else f"{spec.parent.name}/{spec.stem}"
 
 
 def _purpose(spec: Path) -> str:

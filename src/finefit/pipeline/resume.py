@@ -17,10 +17,11 @@ from finefit.model.locate import Located, locate, with_adapter
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.data import source_files
 from finefit.pipeline.inputs import UNDIGESTED, between, engine_sha256, relocate
+from finefit.pipeline.taskfiles import kept_paths
 from finefit.plan.engine import nodes_of
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import DeepSpeed, Engine, FolderModel, HubModel, Lora, Model, Source, Spec, Tuning
+from finefit.spec.schema import DeepSpeed, Engine, FolderModel, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
 from finefit.step.engines.zero_config import FILE as DEEPSPEED_JSON
 from finefit.step.schedule import learning_rate
 
@@ -99,7 +100,12 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
     model = before.model if _is_same_place(asked.model, before.model, is_given) else fresh.model
     tuning = fresh.tuning if is_given("tuning.adapter") else _same_adapter(asked.tuning, before.tuning)
     engine = fresh.engine if is_given("engine.config") else _same_config(asked.engine, before.engine)
-    return asked.model_copy(update={"data": asked.data.model_copy(update=data), "model": model, "tuning": tuning, "engine": engine})
+    if isinstance(asked.data.task, OwnTask) and isinstance(before.data.task, OwnTask):
+        data["task"] = before.data.task  # the run has a copy, which its rows were built with
+    evaluate = kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate)
+    return asked.model_copy(
+        update={"data": asked.data.model_copy(update=data), "model": model, "tuning": tuning, "engine": engine, "evaluate": evaluate}
+    )
 
 
 def _same_config(asked: Engine, before: Engine) -> Engine:

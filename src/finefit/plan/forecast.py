@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from typing import Any, Literal
 
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Suggestion
+from finefit.artifacts.records import Forecast, GradientMap, Lengths, Room, Suggestion
 from finefit.errors import ModelError, SpecError
 from finefit.facts.cards import CARD_KINDS
 from finefit.model.attention import can_pack
@@ -13,11 +13,12 @@ from finefit.model.load import base_bits
 from finefit.plan.engine import decide_engine, nodes_of, require_several, shardings_of
 from finefit.plan.kernels import decide_kernels
 from finefit.plan.look import Look, Looker
+from finefit.plan.rooms import held_bytes, make_rooms
 from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
 from finefit.plan.target import NCCL_BYTES, USABLE, Target
 from finefit.rehearse.clock import phase_seconds, total_flops
-from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, rehearse_generation, survey
+from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, survey
 from finefit.rehearse.trace import OUTSIDE, Block
 from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Lora, Spec
 from finefit.spec.schema import Levers as AskedLevers
@@ -135,9 +136,10 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
     tokens = lengths.mean * looker.scene.sides * _rows_per_step(spec, lengths)
     total = seconds * steps + _caching_seconds(looker, look, lengths) if seconds is not None and steps is not None else None
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
-    generation = _generation_bytes(spec, lengths, looker)
+    rooms = make_rooms(looker.scene, target, spec.evaluate, prompt_tokens=lengths.prompt or lengths.longest, devices=target.count)
+    generation = max((room.reserved_bytes or 0 for room in rooms.values()), default=0)
     disk = _checkpoint_bytes(spec, size) * (spec.save.keep + _BESIDE)
-    peak = max(look.peak_bytes, _held(target, generation))
+    peak = max(look.peak_bytes, held_bytes(target, _needed(spec, rooms, target)))
     suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
     engine, why = decide_engine(spec.engine, looker.sharding, target.count // nodes_of(spec.launcher), fits=choice.fits)
     return Forecast(
@@ -180,6 +182,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
             frozen=look.rehearsed.frozen,
         ),
         suggestions=suggestions,
+        rooms=rooms,
         notes=(
             *target.notes,
             *_sharding_notes(looker, spec),
@@ -245,24 +248,22 @@ def _total_steps(spec: Spec, lengths: Lengths) -> int | None:
     return (spec.schedule.epochs or 1) * math.ceil(lengths.num_rows / spec.global_batch)
 
 
-def _held(target: Target, reserved: int) -> int:
-    """What a card must hold for a process that reserves so much; nothing for one that is not started."""
-    return reserved + int(reserved * target.margin) + target.margin_bytes + target.context_bytes if reserved else 0
-
-
-def _generation_bytes(spec: Spec, lengths: Lengths, looker: Looker, rows: int | None = None) -> int:
-    """Evaluations have a process of their own: the longest prompt, and answers as long as the task allows."""
-    prompt = lengths.prompt or lengths.longest
-    asked = [(rows or (8 if e.batch == "auto" else e.batch), e.max_new_tokens) for e in spec.evaluate]
-    return max((rehearse_generation(looker.scene, rows=n, prompt_tokens=prompt, new_tokens=new) for n, new in asked), default=0)
+def _needed(spec: Spec, rooms: dict[str, Room], target: Target) -> int:
+    """By the evaluations, beyond what they take because it is there: a batch that is asked for, and one answer that does not fit."""
+    asked = {evaluation.label for evaluation in spec.evaluate if evaluation.batch != "auto"}
+    sizes = {label: room.reserved_bytes or 0 for label, room in rooms.items()}
+    return max((size for label, size in sizes.items() if label in asked or held_bytes(target, size) > target.budget_bytes), default=0)
 
 
 def _smaller_answers(spec: Spec, lengths: Lengths, looker: Looker, peak: int) -> tuple[Suggestion, ...]:
-    """Where training fits and answering does not: fewer answers at a time, which changes none of them."""
-    if peak <= looker.target.budget_bytes:
+    """Where training fits and answering does not: as few answers at a time as fit, which changes none of them."""
+    asked = [at for at, evaluation in enumerate(spec.evaluate) if evaluation.batch != "auto"]
+    if peak <= looker.target.budget_bytes or not asked:
         return ()
-    fewer = _held(looker.target, _generation_bytes(spec, lengths, looker, rows=1))
-    changes = tuple(f"evaluate.{at}.batch=1" for at in range(len(spec.evaluate)))
+    free = [evaluation.model_copy(update={"batch": "auto"}) for evaluation in spec.evaluate]
+    rooms = make_rooms(looker.scene, looker.target, free, prompt_tokens=lengths.prompt or lengths.longest, devices=looker.target.count)
+    fewer = held_bytes(looker.target, max(room.reserved_bytes or 0 for room in rooms.values()))
+    changes = tuple(f"evaluate.{at}.batch=auto" for at in asked)
     fits = fewer <= looker.target.budget_bytes
     return (Suggestion(changes=changes, saves_bytes=peak - fewer, peak_bytes=fewer, fits=fits, is_exact=True, price="slower evaluation"),)
 

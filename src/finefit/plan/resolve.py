@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
@@ -12,7 +12,7 @@ from finefit.artifacts.records import Forecast, Inputs, Resolved, Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
-from finefit.facts.machine import Machine
+from finefit.facts.machine import Machine, read_machine
 from finefit.spec.every import Interval
 from finefit.spec.schema import AutoEngine, Fields, Lora, Single, Spec
 from finefit.step.engines.choose import require_possible
@@ -23,6 +23,21 @@ Leaves = Iterable[tuple[str, Any, bool]]
 
 def device_of(spec: Spec, machine: Machine) -> str:
     return str(_device(spec, machine, Resolved(value=spec.device, source="spec")).value)
+
+
+def precision_on(device: Literal["cpu", "cuda"]) -> Literal["bf16", "fp16", "fp32"]:
+    """What answers are computed in where no spec says it. A card that is not there is refused, not replaced."""
+    if device == "cpu":
+        return "fp32"
+    if not torch.cuda.is_available():
+        raise _no_card("--device cuda", read_machine(), "--device cpu answers here")
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _no_card(asked: str, machine: Machine, otherwise: str) -> SpecError:
+    reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
+    cards = ", ".join(card.name for card in machine.cards) or "no card"
+    return SpecError(f"{asked} is asked for, but {reason} (nvidia-smi shows {cards})", f"`finefit doctor` says what to install; {otherwise}")
 
 
 def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast) -> dict[str, Resolved]:
@@ -117,12 +132,7 @@ def _device(spec: Spec, machine: Machine, asked: Resolved) -> Resolved:
         case "auto" if parse_card(spec.card).is_cpu:
             return Resolved(value="cpu", source="card: cpu")
         case "cuda" if not has_cuda:
-            reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
-            cards = ", ".join(card.name for card in machine.cards) or "no card"
-            raise SpecError(
-                f"device: cuda is asked for, but {reason} (nvidia-smi shows {cards})",
-                "`finefit doctor` says what to install; device: cpu trains here",
-            )
+            raise _no_card("device: cuda", machine, "device: cpu trains here")
         case "cuda":
             return asked
         case "auto" if has_cuda:

@@ -6,21 +6,20 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from finefit.artifacts.records import Answer, Failure, Forecast, Question, read_record, write_record
+from finefit.artifacts.records import Answer, Failure, Forecast, Question, Room, read_record, write_record
 from finefit.errors import FinefitError
-from finefit.facts.cards import parse_card
-from finefit.facts.machine import read_machine
+from finefit.facts.cards import CardRequest, parse_card
+from finefit.facts.machine import Machine, read_machine
 from finefit.plan.engine import devices_of, nodes_of, require_same_count
 from finefit.plan.forecast import make_forecast
+from finefit.plan.rooms import make_rooms, scene_for_answers
 from finefit.plan.target import find_target
 from finefit.rehearse.rehearsal import Rehearsed
 from finefit.spec.load import spec_from_json
 
 
 def answer(question: Question) -> list[Forecast]:
-    spec, machine = spec_from_json(question.spec), read_machine()
-    if question.visible is not None:
-        machine = replace(machine, cards=tuple(card for at, card in enumerate(machine.cards) if at in question.visible))
+    spec, machine = spec_from_json(question.spec), _machine(question)
     requests = [parse_card(card) for card in question.cards]
     for request in requests:
         require_same_count(request, spec.engine)
@@ -32,12 +31,36 @@ def answer(question: Question) -> list[Forecast]:
     return [make_forecast(spec, question.config, question.lengths, target, memo) for target in targets]
 
 
+def rooms(question: Question) -> list[dict[str, Room]]:
+    """Of evaluations alone, on one card at a time; their items are shared over all that are there."""
+    spec, machine = spec_from_json(question.spec), _machine(question)
+    found = []
+    for request in map(parse_card, question.cards):
+        target = find_target(request, machine, spec.precision, allocator=question.allocator)
+        scene = scene_for_answers(question.config, spec.tuning, target)
+        prompt = question.lengths.prompt or question.lengths.longest
+        found.append(make_rooms(scene, target, spec.evaluate, prompt_tokens=prompt, devices=_devices(request, machine)))
+    return found
+
+
+def _devices(request: CardRequest, machine: Machine) -> int:
+    return max(1, len(machine.cards)) if request.is_auto else request.count
+
+
+def _machine(question: Question) -> Machine:
+    machine = read_machine()
+    if question.visible is None:
+        return machine
+    return replace(machine, cards=tuple(card for at, card in enumerate(machine.cards) if at in question.visible))
+
+
 def main() -> None:
     faulthandler.enable()
     warnings.simplefilter("ignore")  # of transformers, about a config that nobody loads
     asked, answered = map(Path, sys.argv[1:])
     try:
-        found = Answer(forecasts=tuple(answer(read_record(asked, Question))))
+        question = read_record(asked, Question)
+        found = Answer(rooms=tuple(rooms(question))) if question.only_rooms else Answer(forecasts=tuple(answer(question)))
     except FinefitError as error:
         found = Answer(failure=Failure.of(error))
     write_record(answered, found)

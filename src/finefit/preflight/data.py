@@ -93,6 +93,12 @@ def texts_hold_no_control_tokens(found: Preparation, _: Spec) -> Iterator[Findin
         yield Finding(level="warning", problem=problem, remedy="write these marks differently, if they are not meant as such")
 
 
+def repairs_are_told(found: Preparation, _: Spec) -> Iterator[Finding]:
+    for fault in _faults(found, "repaired"):
+        problem = f"{fault.count:,} {fault.split} {_rows(fault.count)} repaired, as data.task asks:\n{_lines(fault)}"
+        yield Finding(level="note", problem=problem, remedy="")
+
+
 def template_is_what_others_use(found: Preparation, _: Spec) -> Iterator[Finding]:
     for note in found.notes:
         yield Finding(level="note", problem=note, remedy="")
@@ -114,6 +120,7 @@ CHECKS: tuple[Callable[[Preparation, Spec], Iterator[Finding]], ...] = (
     splits_are_disjoint,
     rows_are_not_repeated_unseen,
     texts_hold_no_control_tokens,
+    repairs_are_told,
     template_is_what_others_use,
     padding_is_not_the_end,
 )

@@ -12,13 +12,13 @@ from finefit.data.order import steps_per_epoch
 from finefit.facts.cards import CardKind, find_kind
 from finefit.preflight.findings import in_order
 from finefit.spec.every import Interval
-from finefit.spec.schema import AdamW, DeepSpeed, Engine, Lora, ShapeModel, SlurmLauncher, Spec
+from finefit.spec.schema import AdamW, DeepSpeed, Engine, LmEval, Lora, ShapeModel, SlurmLauncher, Spec
 from finefit.step.engines.choose import engine_problems
 from finefit.step.engines.zero_config import contradictions
 
 TIGHT = 0.9
 """Share of the host's memory beyond which other programs push a run into swapping."""
-OPTIONAL = ("bitsandbytes", "liger-kernel", "deepspeed", "submitit", "tensorboard", "wandb", "mlflow", "trackio")
+OPTIONAL = ("bitsandbytes", "liger-kernel", "deepspeed", "submitit", "lm-eval", "tensorboard", "wandb", "mlflow", "trackio")
 """Packages that only some specs ask for."""
 
 
@@ -70,6 +70,9 @@ def _needs(found: Preparation) -> Iterator[tuple[str, str, str]]:
         yield "engine.kind deepspeed", "deepspeed", "pip install 'finefit[deepspeed]', or set engine.kind: fsdp2, which divides the same"
     if isinstance(spec.launcher, SlurmLauncher):
         yield "launcher.kind slurm", "submitit", "pip install submitit, or set launcher.kind: local"
+    for evaluation in spec.evaluate:
+        if isinstance(evaluation.task, LmEval):
+            yield f"evaluate {evaluation.label}", "lm-eval", "pip install 'finefit[lm-eval]', or leave it out of evaluate"
 
 
 def _is_cpu(found: Preparation) -> bool:

@@ -53,8 +53,13 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
 
 def runs_of(kinds: Sequence[str], recompute: int) -> tuple[Run, ...]:
     """The recomputed layers and the kept ones, each with the period in which its kinds repeat."""
-    period = next(p for p in range(1, len(kinds) + 1) if all(kinds[at] == kinds[at % p] for at in range(len(kinds))))
+    period = period_of(kinds)
     return tuple(Run(count, period) for count in (recompute, len(kinds) - recompute) if count)
+
+
+def period_of(kinds: Sequence[str]) -> int:
+    """Layers after which the kinds repeat."""
+    return next(p for p in range(1, len(kinds) + 1) if all(kinds[at] == kinds[at % p] for at in range(len(kinds))))
 
 
 def _rehearsed_layers(runs: Sequence[Run]) -> list[int]:

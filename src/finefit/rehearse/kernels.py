@@ -61,6 +61,18 @@ class Kernels:
         out = self._attend(query, key, value, bias, dropout, attention_mask is None and query.shape[2] > 1, scaling)
         return out.transpose(1, 2).contiguous(), None
 
+    def answering(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        """What `model.attention.for_answers` comes to: of one token a row, heads that share a key stand behind one another; no key is repeated."""
+        rows, heads, tokens, _ = query.shape
+        if attention_mask is None or tokens != 1 or heads == key.shape[1]:
+            return self.attention(module, query, key, value, attention_mask, **more)
+        query, key, value = autocast(query, key, value)
+        side_by_side = query.reshape(rows, key.shape[1], -1, query.shape[3])
+        out = self._attend(side_by_side, key, value, _as_bias(attention_mask, query), 0.0, False, more.get("scaling"))
+        return out.reshape(rows, 1, heads, value.shape[3]), None
+
     def _by_row(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None) -> Tensor:
         if self.attention_kernel != "efficient" and has_varlen(q, k, v, self.widest_head):
             return varlen(q, k, v, packed, dropout=dropout, scaling=scale)

@@ -18,20 +18,19 @@ from transformers.masking_utils import AttentionMaskInterface
 from finefit.artifacts.records import Levers
 from finefit.data.packing import capacity_of
 from finefit.errors import ModelError
-from finefit.model.attention import STRETCHED_ROPE, choose_attention
+from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
 from finefit.model.load import base_bits, make_trainable, weight_dtype
 from finefit.objective.batch import Batch, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
 from finefit.objective.dpo import Dpo as DpoLoss
 from finefit.objective.dpo import Reference
-from finefit.rehearse.allocator import replay
 from finefit.rehearse.fused import FusedShadows, dense_shadow
 from finefit.rehearse.gradients import explain, frozen_adapters
 from finefit.rehearse.kernels import Kernels, kernels_for, rehearsed_mask
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.shadows import BitsAndBytesAdamW, Int8Linear, Nf4Linear, fuse_dropout, leave_inputs, paged_bytes, quantise
+from finefit.rehearse.shadows import BitsAndBytesAdamW, Int8Linear, Nf4Linear, fuse_dropout, leave_uncast, paged_bytes, quantise
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Trace
-from finefit.spec.schema import AdamW, Dpo, Objective, Sft, Tuning
+from finefit.spec.schema import AdamW, Dpo, Lora, Objective, Sft, Tuning
 from finefit.step.forward import autocast_for, bind, keeps_casts
 from finefit.step.levers import layers_of, pull
 from finefit.step.objective import is_cached, keep_start, make_objective, still
@@ -106,7 +105,7 @@ class Rehearsed:
 def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None, bend: Callable[[Forward], Forward] = lambda f: f) -> Rehearsed:
     """`adjust` may change the model before the first step, as a user's own code would, and `bend` the call that makes its log-probabilities."""
     kernels = kernels_for(scene.device, scene.capability, scene.precision)
-    model = _on_meta(scene, kernels)
+    model = on_meta(scene, kernels)
     adjust(model)
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
@@ -114,7 +113,7 @@ def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None,
         recorder.watch(model, layers_of(model), _backbone(model))
         pull(model, scene.levers, _HostMemory(recorder.trace), _fused(scene), dense_shadow)
         if scene.device == "cuda" and scene.precision != "fp32":
-            leave_inputs(model)
+            leave_uncast(model)
         if not _trainable(model):
             raise ModelError(
                 f"nothing is trained: {', '.join(frozen_adapters(model)) or 'every tensor'} is frozen",
@@ -133,7 +132,7 @@ def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None,
 
 def survey(scene: Scene) -> Size:
     """How large the model is, without a rehearsal."""
-    return _size(_on_meta(scene, kernels_for(scene.device, scene.capability, scene.precision)), scene.optimizer)
+    return _size(on_meta(scene, kernels_for(scene.device, scene.capability, scene.precision)), scene.optimizer)
 
 
 def _size(model: nn.Module, optimizer: AdamW) -> Size:
@@ -192,7 +191,7 @@ def _steps(
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "does not require grad" in str(error):  # nothing that is trained has a part in the loss
                 return tuple(_trainable(model))
-            raise _untraceable(model, recorder, error) from error
+            raise untraceable(model, recorder, error) from error
         recorder.name((t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)), "optimizer")
         del batches
     if scene.validation is not None:
@@ -237,25 +236,6 @@ def _cache_reference(scene: Scene, model: nn.Module, forward: Forward, recorder:
         forward(_batch(replace(scene, levers=replace(scene.levers, packing=False))))
 
 
-def rehearse_generation(scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int) -> int:
-    """Reserved bytes while answers are generated: the prompts at once, then one token with everything before it in the cache."""
-    kernels = kernels_for(scene.device, scene.capability, scene.precision)
-    model = _on_meta(scene, kernels).eval()
-    recorder = Recorder(kernels)
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
-        put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda")
-        recorder.phase = "generation"
-        try:
-            prompt = torch.ones(rows, prompt_tokens + new_tokens - 1, dtype=torch.long)
-            mask = torch.ones_like(prompt)  # prompts of unequal length are padded
-            answer = model(input_ids=prompt, attention_mask=mask, use_cache=True, logits_to_keep=1)
-            model(input_ids=prompt[:, :1], past_key_values=answer.past_key_values, use_cache=True)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise _untraceable(model, recorder, error) from error
-    found = replay(recorder.trace.stream())
-    return found.reserved_bytes if scene.device == "cuda" else found.allocated_bytes
-
-
 def _settle(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     """As after some steps and, where gradients accumulate, some micro-batches."""
     recorder.phase = "update"
@@ -273,7 +253,7 @@ def _validate(scene: Scene, model: nn.Module, forward: Forward, objective: Minim
         objective(forward, _batch(scene))
 
 
-def _untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
+def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
     module, operation = recorder.last
     place = f" in {module}" if module else ""
     return ModelError(
@@ -329,17 +309,20 @@ def read_config(values: dict[str, Any]) -> PretrainedConfig:
         ) from error
 
 
-def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
+def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Module:
+    """`answers`: as an evaluation loads it, where nothing is trained."""
     config = read_config(scene.config)
     if config.model_type in _ENCODERS and not config.is_decoder:
         raise ModelError(f"{config.model_type} is an encoder: each token would see the one that it has to predict", "name a causal language model")
     config.use_cache = False
-    dtype = weight_dtype(scene.precision, scene.tuning)
-    attention = choose_attention("cpu", (0, 0), scene.precision, config, packing=scene.levers.packing)
+    dtype = answers_dtype(scene.precision, scene.tuning) if answers else weight_dtype(scene.precision, scene.tuning)
+    attention = choose_attention("cpu", (0, 0), scene.precision, config, packing=scene.levers.packing and not answers)
     if kernels.device == "cuda" and attention != "eager":
         attention = _ATTENTION
-        AttentionInterface.register(_ATTENTION, kernels.attention)
+        AttentionInterface.register(_ATTENTION, kernels.answering if answers else kernels.attention)
         AttentionMaskInterface.register(_ATTENTION, rehearsed_mask)
+    elif answers:
+        attention = for_answers(attention)
     with torch.device("meta"):
         try:
             model = _built(config, dtype, attention)
@@ -347,14 +330,25 @@ def _on_meta(scene: Scene, kernels: Kernels) -> nn.Module:
             model = _built(config, dtype, "sdpa")
         if bits := base_bits(scene.tuning):
             quantise(model, model.get_output_embeddings(), bits)
-        trained: nn.Module = make_trainable(model, scene.tuning, name="rehearsed")
-        keep_start(scene.objective, scene.tuning, trained)
+        if answers and not isinstance(scene.tuning, Lora):  # a checkpoint is a whole model
+            trained: nn.Module = model
+        else:
+            trained = make_trainable(model, scene.tuning, name="rehearsed")
+        if answers:
+            trained.requires_grad_(False)
+        else:
+            keep_start(scene.objective, scene.tuning, trained)
     if kernels.device == "cuda":
         fuse_dropout(trained)
     for module in trained.modules():
         if getattr(module, "rope_type", None) in STRETCHED_ROPE:
             module.rope_type = "default"  # type: ignore[assignment] # those ask for the largest position, which a rehearsal does not have
     return trained
+
+
+def answers_dtype(precision: str, tuning: Tuning) -> torch.dtype:
+    """What an evaluation loads weights in: what is not trained any more is kept in bf16 where the card has it."""
+    return torch.bfloat16 if precision == "bf16" else weight_dtype(precision, tuning)
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Nf4Linear(nn.Linear):
     def __init__(self, dense: nn.Linear) -> None:
         super().__init__(1, 1, bias=False, device="meta")
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
+        self.product_dtype = dense.weight.dtype
         num_scales = -(-dense.weight.numel() // _BLOCK)
         self.weight = nn.Parameter(torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
         self.register_buffer("absmax", torch.empty(num_scales, dtype=torch.uint8, device="meta"), persistent=False)
@@ -55,12 +57,17 @@ class Nf4Linear(nn.Linear):
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Nf4Product.apply(x, self.weight, self.absmax, self.bias, (self.out_features, self.in_features))  # type: ignore[no-untyped-call]
-        return out.clone()  # peft copies what the quantised layer returns
+        return self._product(x).clone()  # peft copies what the quantised layer returns
+
+    def _product(self, x: Tensor) -> Tensor:
+        """In the weights' own precision, whatever the input's; answered in the input's."""
+        narrow = x.to(self.product_dtype)
+        out: Tensor = _Nf4Product.apply(narrow, self.weight, self.absmax, self.bias, (self.out_features, self.in_features))  # type: ignore[no-untyped-call]
+        return out.to(x.dtype)
 
     def dequantize(self) -> Tensor:
         scales = [torch.zeros(self.absmax.numel(), dtype=torch.float32, device=self.weight.device) for _ in range(2)]
-        dense = torch.zeros(self.out_features, self.in_features, dtype=torch.bfloat16, device=self.weight.device)
+        dense = torch.zeros(self.out_features, self.in_features, dtype=self.product_dtype, device=self.weight.device)
         del scales
         return dense
 
@@ -180,11 +187,21 @@ def quantise(model: nn.Module, head: nn.Module | None, bits: int) -> None:
     _replace(model, lambda module: _QUANTISED[bits](module) if type(module) is nn.Linear and module is not head else None)
 
 
-def leave_inputs(model: nn.Module) -> None:
-    """Under autocast peft casts no input of an adapter on a quantised layer, whatever `adapter_inputs` says."""
+def leave_uncast(model: nn.Module) -> None:
+    """Under autocast peft casts neither the input nor the output of an adapter on a quantised layer, whatever `adapter_inputs` says. DoRA's scale is
+    in fp32, so after its first layer all hidden states are."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), Nf4Linear | Int8Linear):
             module.cast_input_dtype_enabled = False
+            if module.lora_variant:
+                module.forward = partial(_varied, module)
+
+
+def _varied(layer: LoraLayer, x: Tensor) -> Tensor:
+    result: Tensor = layer.base_layer(x)
+    for name in () if layer.disable_adapters else layer.active_adapters:
+        result = layer.lora_variant[name].forward(layer, active_adapter=name, x=x, result=result)
+    return result
 
 
 def fuse_dropout(model: nn.Module) -> None:

@@ -34,14 +34,19 @@ def _measured(line: Line) -> str | None:
 
 
 def _rescued(line: Line) -> str:
-    changed = [f"{name} {line['before'].get(name)} -> {value}" for name, value in line["after"].items() if value != line["before"].get(name)]
-    return f"step {line['step']} ran out of memory; the same rows again with {', '.join(changed)}"
+    return f"step {line['step']} ran out of memory; the same rows again with {_changes(line)}"
 
 
 def _validation_rescued(line: Line) -> str:
-    if line["after"] == 0:
-        return f"step {line['step']}: validation does not fit with a single row; training goes on without"
-    return f"step {line['step']}: validation ran out of memory with {line['before']} rows at once, and has {line['after']} from now on"
+    return f"step {line['step']}: validation ran out of memory; it is made with {_changes(line)} from now on, and training as before"
+
+
+def _changes(line: Line) -> str:
+    return ", ".join(f"{name} {line['before'].get(name)} -> {value}" for name, value in line["after"].items() if value != line["before"].get(name))
+
+
+def _validation_left_out(line: Line) -> str:
+    return f"step {line['step']}: validation does not fit even row by row with every exact lever pulled; it is left out, and training goes on"
 
 
 def _stalled(line: Line) -> str:
@@ -82,6 +87,7 @@ _WORDS: dict[str, Callable[[Line], str | None]] = {
     "amended": lambda line: f"after step {line['step']}: {line['note'] or ', '.join(line['changes'])}",
     "rescued": _rescued,
     "validation_rescued": _validation_rescued,
+    "validation_left_out": _validation_left_out,
     "spike": lambda line: f"step {line['step']}: loss {line['found']:.4f} leaps out of the steps before it, whose median is {line['usual']:.4f}",
     "stalled": _stalled,
     "tracker_failed": _tracker_failed,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finefit.artifacts.names import grouped
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Suggestion
+from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Room, Suggestion
 from finefit.report.units import apportion, duration, gib, three_digits
 from finefit.spec.schema import DeepSpeed
 
@@ -244,12 +244,25 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     yield "pairs" if forecast.lengths.sides > 1 else "rows", wrapped(_rows(forecast.lengths))
     yield "parameters", wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})")
     yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
+    if forecast.rooms:
+        yield "evaluation", wrapped(*(_room(label, room) for label, room in forecast.rooms.items()))
     reached, *missing = _gradients(forecast.gradients)
     yield "gradients", wrapped(reached, style="bold red" if missing else "") + wrapped(*missing)
     if forecast.notes:
         yield "notes", wrapped(*forecast.notes)
     if forecast.uncertainty is not None:
         yield "certainty", wrapped(f"earlier forecasts on this card were within {_percent(forecast.uncertainty, 1)}")
+
+
+def _room(label: str, room: Room) -> str:
+    """In a process of its own, after the training."""
+    parts = [f"{label}: {room.rows:,} answers at a time" if room.rows > 1 else f"{label}: one answer at a time"]
+    parts += [gib(room.reserved_bytes)] if room.reserved_bytes is not None else []
+    parts += [f"about {duration(room.batch_seconds)} for a batch of the longest"] if room.batch_seconds is not None else []
+    parts += [f"MLPs in {room.mlp_tiles} pieces"] if room.mlp_tiles > 1 else []
+    if room.devices > 1:
+        parts.append(f"one model spread over {room.devices} cards" if room.is_spread else f"items shared over {room.devices} cards")
+    return ", ".join(parts)
 
 
 def _time(forecast: Forecast) -> Iterator[str]:

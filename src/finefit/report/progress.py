@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.journal import whole
-from finefit.artifacts.records import Run, Stage, read_record
+from finefit.artifacts.records import EvalRequest, Run, Stage, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.errors import RunError
 from finefit.report.events import event_words
 from finefit.report.units import clock, gib
 
@@ -97,7 +98,10 @@ class Follower:
                 self._preparing = f"reference of {line['done']:,}/{line['total']:,} pairs"
         return event_words(line)
 
-    def training(self) -> Training:
+    def training(self) -> Training | None:
+        """None where nothing is trained."""
+        if not self._where.stage.exists():
+            return None
         total = read_record(self._where.stage, Stage).total_steps
         seconds = sum(s for s, _ in self._recent)
         return Training(
@@ -119,9 +123,9 @@ class Follower:
         paths = asked[-1]
         if paths.result.exists():
             return None
-        rows = _count(self._where.prepared("test.jsonl"))
+        rows = _count(self._where.prepared(_items_of(paths.request)))
         total = min(rows, paths.limit or rows)
-        done = min(total, _count(paths.items))  # a sample can follow the answers to all
+        done = min(total, sum(map(_count, paths.answered())))  # a sample can follow the answers to all
         return Answering(task=paths.folder.name, checkpoint=paths.checkpoint, done=done, total=total)
 
 
@@ -140,6 +144,14 @@ class Tail:
         ended = block[: block.rfind(b"\n") + 1]
         self._at += len(ended)
         return [value for line in ended.splitlines() if (value := whole(line)) is not None]
+
+
+def _items_of(request: Path) -> str:
+    """As it is asked now, or was by another version."""
+    try:
+        return read_record(request, EvalRequest).subject.items
+    except RunError:
+        return "test.jsonl"
 
 
 def _count(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,6 +12,8 @@ from rich.text import Text
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, StageResult, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.errors import RunError
+from finefit.report.board import boards, in_order, metric_of, scores_document, shown_n, shown_value
 from finefit.report.events import validation_words
 from finefit.report.units import clock, gib
 
@@ -57,12 +60,15 @@ def last_validation(where: StageDir) -> dict[str, Any] | None:
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
-    results = [read_record(paths.result, EvalResult) for paths in where.evaluations() if paths.result.exists()]
-    return sorted(results, key=lambda r: (r.task, r.checkpoint != "base", _step(r.checkpoint)))
+    """Those that this version can read; others are scored anew when they are asked for."""
+    return in_order(result for paths in where.evaluations() if (result := _readable(paths.result)) is not None)
 
 
-def _step(checkpoint: str) -> int:
-    return int(checkpoint.rsplit("-", 1)[1]) if checkpoint.startswith("checkpoint-") else -1
+def _readable(path: Path) -> EvalResult | None:
+    try:
+        return read_record(path, EvalResult) if path.exists() else None
+    except RunError:
+        return None
 
 
 def evals_table(results: Sequence[EvalResult], *, names: dict[str, str] | None = None) -> Table:
@@ -75,14 +81,10 @@ def evals_table(results: Sequence[EvalResult], *, names: dict[str, str] | None =
     for result in results:
         for at, (metric, score) in enumerate(result.metrics.items()):
             model = (names or {}).get(result.checkpoint, result.checkpoint) if at == 0 else ""
-            interval = f"{score.low:.1%} .. {score.high:.1%}"
-            table.add_row(model, metric, str(result.n), f"{score.value:.1%}", interval, f"{result.coverage:.0%}")
+            about = metric_of(result, metric)
+            interval = f"{shown_value(about, score.low)} .. {shown_value(about, score.high)}"
+            table.add_row(model, metric, shown_n(result), shown_value(about, score.value), interval, f"{result.coverage:.0%}")
     return table
-
-
-def evals_tables(results: Sequence[EvalResult]) -> Group:
-    tasks = dict.fromkeys(r.task for r in results)
-    return Group(*(evals_table([r for r in results if r.task == task]) for task in tasks))
 
 
 def run_document(run: RunDir) -> dict[str, Any]:
@@ -109,21 +111,8 @@ def run_document(run: RunDir) -> dict[str, Any]:
         "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
         "validation": last_validation(where),
         "waited_share": waited_share(where),
-        "evaluations": evals_document(evals_of(where)),
+        "evaluations": scores_document(evals_of(where), where),
     }
-
-
-def evals_document(results: Sequence[EvalResult]) -> list[dict[str, Any]]:
-    return [
-        {
-            "task": r.task,
-            "checkpoint": r.checkpoint,
-            "n": r.n,
-            "coverage": r.coverage,
-            "metrics": {name: {"value": s.value, "low": s.low, "high": s.high} for name, s in r.metrics.items()},
-        }
-        for r in results
-    ]
 
 
 def show_end(run: RunDir, console: Console) -> None:
@@ -134,5 +123,5 @@ def show_end(run: RunDir, console: Console) -> None:
     if (found := last_validation(where)) is not None:
         console.print(f"{validation_words(found)} at step {found['step']}", highlight=False)
     if results := evals_of(where):
-        console.print(evals_tables(results))
+        console.print(boards(results, run))
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)

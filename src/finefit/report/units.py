@@ -1,5 +1,6 @@
 """Numbers as people read them; GiB appear here and nowhere below."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -26,6 +27,11 @@ def duration(seconds: float) -> str:
 
 def three_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,g}"
+
+
+def finite(value: float) -> float | None:
+    """For a JSON document, which knows no infinity."""
+    return value if math.isfinite(value) else None
 
 
 def apportion(weights: Sequence[int], total: int) -> list[int]:

@@ -1,10 +1,18 @@
-"""Changes written into the text of a spec; comments, order and quotes stay as the user wrote them."""
+"""The text of a spec: changes written into it, comments, order and quotes staying as the user wrote them; and values written out."""
 
 import io
-from collections.abc import Sequence
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ruamel.yaml import YAML
+
+from finefit.spec.reader import scalar
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_ODD = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 def changed_text(text: str, changes: Sequence[str]) -> str:
@@ -20,6 +28,37 @@ def changed_text(text: str, changes: Sequence[str]) -> str:
     written = io.StringIO()
     yaml.dump(document, written)
     return written.getvalue()
+
+
+def dumped(values: dict[str, Any]) -> str:
+    """As YAML that the reader gives back unchanged, odd characters included, as ruamel's writer does not: mappings in lines, lists within one."""
+    return "".join(_lines(values, ""))
+
+
+def _lines(values: dict[str, Any], indent: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{_inline(key)}:\n"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{_inline(key)}: {_inline(value)}\n"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_inline(key)}: {_inline(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and scalar(value) == value else _quoted(value)
+    return json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """YAML ends lines where JSON does not."""
+    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _set(values: Any, path: Sequence[str], new: Any) -> None:

@@ -1,4 +1,4 @@
-"""A spec file and `--set` overrides -> Spec; all that is wrong is told at once, each with its line, its value and what is accepted."""
+"""A spec file, its `base` and `--set` overrides -> Spec; all that is wrong is told at once, with its line, its value and what is accepted."""
 
 import json
 import re
@@ -10,17 +10,44 @@ from typing import Any
 from pydantic import ValidationError
 
 from finefit.errors import SpecError
+from finefit.spec.edit import dumped
 from finefit.spec.reader import Fault, KeyPath, Place, Reader
 from finefit.spec.schema import Spec
 from finefit.spec.wording import NAMED, listed, nearest, schema_faults, shown
 
-_AFTER_THE_FILE = 1_000_000_000
+_LINES_OF_A_FILE = 10_000_000
+_AFTER_ALL_FILES = 1_000_000_000
 _OVERRIDE = re.compile(r"([\w-]{1,64}(?:\.[\w-]{1,64})*)=(.*)", re.ASCII | re.DOTALL)
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
+    return parse_spec(_text(path), where=str(path), overrides=overrides)
+
+
+def parse_spec(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec:
+    """`where` names the text in messages, usually its path; a `base` is looked for beside it."""
+    draft = _read(text, Path(where))
+    for number, override in enumerate(overrides):
+        draft.set(override, (_AFTER_ALL_FILES + number, f"--set {override}"))
+    if not isinstance(draft.values, dict):
+        raise _spec_error(draft.faults)
+    return _validated(json.dumps(draft.values), draft.places, draft.faults)
+
+
+def whole_text(path: Path) -> str:
+    """The spec file as it is written; with a `base`, what it amounts to, so that the text stands alone, below what is written."""
+    text = _text(path)
+    draft = _read(text, path)
+    if not draft.bases:
+        return text
+    names = ", ".join(str(base) for base in draft.bases)
+    lines = "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
+    return f"# This file and {names} together. As it was written:\n#\n{lines}\n{dumped(draft.values)}"
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise SpecError(f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; save the file as UTF-8") from error
@@ -28,24 +55,47 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
         raise SpecError(f"{path}: there is no such file; {_names_beside(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SpecError(f"{path}: cannot be read ({error}); give a YAML file") from error
-    return parse_spec(text, where=str(path), overrides=overrides)
 
 
-def parse_spec(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec:
-    """`where` names the text in messages, usually its path."""
-    reader = Reader(text, lambda line: (line, f"{where}:{line}"))
+def _read(text: str, path: Path, above: tuple[Path, ...] = ()) -> "_Draft":
+    """`above`: the files that name this one as their base, resolved."""
+    first = len(above) * _LINES_OF_A_FILE
+    reader = Reader(text, lambda line: (first + line, f"{path}:{line}"))
     values = reader.read()
-    is_mapping = isinstance(values, dict)
-    if not is_mapping and not reader.faults:
+    if not isinstance(values, dict) and not reader.faults:
         problem = "the spec is empty" if values is None else f"{shown(values)} is {NAMED[type(values)]}"
         needed = listed(key for key, field in Spec.model_fields.items() if field.is_required())
         reader.tell(1, problem, f"a spec is a mapping with at least the keys {needed}")
-    draft = _Draft(values if is_mapping else {}, {(): reader.place(1)} | reader.places, reader.faults)
-    for number, override in enumerate(overrides):
-        draft.set(override, (_AFTER_THE_FILE + number, f"--set {override}"))
-    if not is_mapping:
-        raise _spec_error(draft.faults)
-    return _validated(json.dumps(draft.values), draft.places, draft.faults)
+    draft = _Draft(values, {(): reader.place(1)} | reader.places, reader.faults)
+    return _with_base(draft, path, above) if isinstance(values, dict) and "base" in values else draft
+
+
+def _with_base(draft: "_Draft", path: Path, above: tuple[Path, ...]) -> "_Draft":
+    """Without its key `base`, above what that file says. One that cannot be read is told alone: all that it would have said is missing."""
+    named, place = draft.values["base"], draft.places["base",]
+
+    def refused(problem: str, remedy: str) -> SpecError:
+        return _spec_error([*draft.faults, Fault(place=place, path=("base",), problem=problem, remedy=remedy)])
+
+    if not isinstance(named, str) or not named:
+        raise refused(f"{shown(named)} is no path", "give the path of a spec file, relative to this one")
+    below, chain = path.parent / named, (*above, _resolved(path))
+    if _resolved(below) in chain:
+        circle = " -> ".join(found.name for found in (*chain[chain.index(_resolved(below)) :], below))
+        raise refused(f"{circle} is a circle", "let one of these files stand alone")
+    try:
+        text = _text(below)
+    except SpecError as error:
+        raise refused(error.problem, "a base is named relative to the file that names it") from error
+    rest = {key: value for key, value in draft.values.items() if key != "base"}
+    return _read(text, below, chain).under(_Draft(rest, draft.places, draft.faults), below)
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, ValueError):  # no path at all; reading it says so
+        return path
 
 
 def spec_from_json(document: str) -> Spec:
@@ -77,6 +127,16 @@ class _Draft:
     values: Any
     places: dict[KeyPath, Place]
     faults: list[Fault]
+    bases: tuple[Path, ...] = ()
+    """Files whose values stand below."""
+
+    def under(self, upper: "_Draft", name: Path) -> "_Draft":
+        """What `upper` says stands above what this one says, mapping by mapping."""
+        if not isinstance(self.values, dict):
+            return _Draft(upper.values, upper.places, [*upper.faults, *self.faults], (name, *self.bases))
+        places = dict(self.places)
+        values = _merged(self.values, upper.values, (), places)
+        return _Draft(values, places | upper.places, [*upper.faults, *self.faults], (name, *self.bases))
 
     def set(self, override: str, place: Place) -> None:
         match = _OVERRIDE.fullmatch(override)
@@ -98,6 +158,20 @@ class _Draft:
         self.places = {known: at for known, at in self.places.items() if known[: len(path)] != path}
         for depth in range(1, len(path) + 1):
             self.places.setdefault(path[:depth], place)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place]) -> dict[str, Any]:
+    """Mappings are merged key by key, one of another kind and everything else is replaced; its places go with it."""
+    merged = dict(below)
+    for key, new in above.items():
+        old, here = below.get(key), (*path, key)
+        if isinstance(old, dict) and isinstance(new, dict) and old.get("kind", new.get("kind")) == new.get("kind", old.get("kind")):
+            merged[key] = _merged(old, new, here, places)
+        else:
+            merged[key] = new
+            for known in [known for known in places if known[: len(here)] == here]:
+                del places[known]
+    return merged
 
 
 def _replaced(old: Any, path: KeyPath, new: Any) -> Any:

@@ -5,6 +5,7 @@ A choice is a union on `kind`, so an option exists only where it means something
 
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -98,6 +99,12 @@ class Rouge(Part):
 
     kind: Literal["rouge"]
     stemmer: bool = True
+    """English words are compared by their stems."""
+    tokenizer: Literal["unicode", "rouge"] = "unicode"
+    """`unicode` keeps the letters of every script, and is equal to `rouge` for plain English; `rouge`, which is rouge-score's own, drops all but
+    a-z and 0-9: of Vietnamese it keeps fragments, of Chinese nothing."""
+    sentences: Literal["split", "lines"] = "split"
+    """What ROUGE-Lsum takes for sentences: `split` ends them at full stops too, `lines` at the ends of lines only, as rouge-score does."""
 
 
 class Bleu(Part):
@@ -136,6 +143,8 @@ class TruthfulQa(Part):
     generate: bool = True
     scorer: Literal["rouge", "bleu", "bleurt"] = "rouge"
     """`bleurt` needs the package of that name."""
+    checkpoint: str | None = None
+    """Of BLEURT: a folder relative to the spec file; None: the small one that comes with the package."""
 
 
 class QmSum(Part):
@@ -148,10 +157,10 @@ class Summary(Part):
     """ROUGE-Lsum, length against the reference's, sections that are there, extractive coverage, and faithfulness where an NLI model is named."""
 
     kind: Literal["summary"]
-    sections: tuple[str, ...] = ()
+    sections: tuple[str, ...] = Field((), strict=False)  # a list comes to a task as Python's, which a strict tuple would refuse
     """Headings that a summary must have."""
-    nli: str | None = None
-    """A folder or hub name of an NLI model; which of its labels means what is tried on known pairs first."""
+    nli: Annotated[HubModel | FolderModel, Field(discriminator="kind")] | None = None
+    """A model that tells whether one sentence follows from another; which of its labels means what is tried on known pairs first."""
 
 
 class Hallucination(Part):
@@ -161,16 +170,19 @@ class Hallucination(Part):
 
 
 class Perplexity(Part):
-    """Of the references, over all of their tokens."""
+    """Of the answer that a row gives, over all of its tokens; of plain text, over all of it."""
 
     kind: Literal["perplexity"]
+    window: int = Field(2048, ge=2)
+    """Tokens of plain text that are looked at together. A longer text is looked at in windows behind one another; the first token of each is not
+    counted."""
 
 
 class LmEval(Part):
     """Tasks of lm-evaluation-harness (needs lm-eval), in a process of their own."""
 
     kind: Literal["lm_eval"]
-    tasks: tuple[str, ...] = Field(min_length=1)
+    tasks: tuple[str, ...] = Field(min_length=1, strict=False)
     shots: int | None = Field(None, ge=0)
     folder: str | None = None
     """With task files of your own, relative to the spec file."""
@@ -223,7 +235,18 @@ class Judge(Part):
     key: str | None = None
     """The name of the environment variable that holds the secret; the secret itself belongs in no file."""
     question: str | None = None
-    """What the judge is asked, with {prompt}, {answer} and {reference} in braces; by default a mark from 1 to 5."""
+    """What the judge is asked, with {prompt}, {answer} and {reference} in braces; it must reply `Mark: N`, from 1 to 5."""
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> "Judge":
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(f"url: {self.url!r} is no address; give one such as http://localhost:8000/v1")
+        if "@" in parts.netloc or parts.query:
+            raise ValueError("url: it holds a user or a query, which all who read the run could read; name an environment variable with key instead")
+        if self.question is not None and "{answer}" not in self.question:
+            raise ValueError("question: it does not hold {answer}, so the judge would not see what it judges")
+        return self
 
 
 class Fields(Part):

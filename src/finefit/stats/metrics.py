@@ -23,7 +23,8 @@ class Metric:
     """What it is computed from, by the names that an item's counts have."""
     unit: Literal["share", "points", "number"] = "share"
     """How it is shown: a share as per cent, points as of a hundred."""
-    better: Literal["higher", "lower"] = "higher"
+    better: Literal["higher", "lower", "neither"] = "higher"
+    """`neither`: it describes, as the length of answers does."""
 
 
 def rate(name: str) -> Metric:
@@ -75,10 +76,39 @@ def _perplexity(sums: Numbers, _: int) -> Numbers:
     return perplexity
 
 
+def _bleu(sums: Numbers, _: int) -> Numbers:
+    """Of the answers' and the references' lengths, then matched and all n-grams of each order; an order without a match is smoothed exponentially."""
+    orders = (sums.shape[-1] - 2) // 2
+    length, reference = sums[..., 0], sums[..., 1]
+    matched, there = sums[..., 2 : 2 + orders], sums[..., 2 + orders :]
+    halved = 0.5 ** np.cumsum((matched == 0) & (there > 0), axis=-1)
+    precision = _over(np.where(matched > 0, matched, halved), there)
+    is_defined = (there > 0).all(axis=-1) & (matched > 0).any(axis=-1)
+    closeness = np.exp(np.log(np.where(precision > 0, precision, 1.0)).mean(axis=-1))
+    brevity = np.exp(np.minimum(0.0, 1 - _over(reference, np.maximum(length, 1.0))))
+    bleu: Numbers = np.where(is_defined, 100 * brevity * closeness, 0.0)
+    return bleu
+
+
+_CHRF_BETA = 2
+"""Recall counts twice as much as precision."""
+
+
+def _chrf(sums: Numbers, _: int) -> Numbers:
+    """Of each order's n-grams in the answers, in the references, and in both; orders that one side has none of are left out."""
+    answered, wanted, matched = (sums[..., at::3] for at in range(3))
+    has_both = (answered > 0) & (wanted > 0)
+    orders = has_both.sum(axis=-1)
+    precision, recall = (_over(np.where(has_both, _over(matched, side), 0.0).sum(axis=-1), orders) for side in (answered, wanted))
+    return 100 * _over((1 + _CHRF_BETA**2) * precision * recall, _CHRF_BETA**2 * precision + recall)
+
+
 _COMBINED: dict[Aggregate, Callable[[Numbers, int], Numbers]] = {
     "rate": _mean,
     "mean": _mean,
     "ratio": _ratio,
     "f1": _f1,
     "perplexity": _perplexity,
+    "bleu": _bleu,
+    "chrf": _chrf,
 }

@@ -10,8 +10,8 @@ FILE = "corrections.jsonl"
 
 
 class Corrections:
-    validation: int | None = None
-    """Rows that a validation has at once since it did not fit with more."""
+    validation: Levers | None = None
+    """What a validation is made under since it did not fit under more; training keeps its own."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE

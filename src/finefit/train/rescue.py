@@ -20,14 +20,13 @@ from finefit.spec.schema import DeepSpeed
 from finefit.spec.schema import Engine as EngineSpec
 from finefit.step.engine import Engine
 from finefit.step.levers import layers_of
+from finefit.step.shortage import is_shortage as is_shortage
 from finefit.train.live import Live
 from finefit.train.ranks import ONE_RANK, Ranks
 from finefit.train.saver import agreed_checkpoint
 from finefit.train.validation import validate
 
 T = TypeVar("T")
-_SAYINGS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
-"""Of libraries that ask for memory past torch's allocator, and of the host's."""
 _CHUNKS = (1024, 256)
 _TILES = 8
 
@@ -66,10 +65,6 @@ def attempt(run: Callable[[Engine], T], live: Live, levers: Levers) -> T | Short
     return shortage
 
 
-def is_shortage(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(saying in str(error) for saying in _SAYINGS)
-
-
 def corrected(live: Live, state: TrainState, shortage: Shortage) -> TrainState:
     """The same place under the next levers; the last checkpoint under them, where the weights may be torn."""
     levers = next_levers(state.levers, live)
@@ -85,18 +80,56 @@ def corrected(live: Live, state: TrainState, shortage: Shortage) -> TrainState:
 
 
 def validate_rescued(live: Live, state: TrainState) -> dict[str, float] | None:
-    """A validation that does not fit has fewer rows at once from then on. None where not even one fits: training goes on without."""
-    rows = min(state.levers.micro_batch, live.corrections.validation or state.levers.micro_batch)
-    while isinstance(found := attempt(partial(_validate, live, rows), live, state.levers), Shortage):
-        live.metrics.write(event="validation_rescued", step=state.step, before=rows, after=rows // 2, found=found.words, **found.bytes_held)
-        if rows == 1:
+    """A validation that does not fit is made again with less at once, and so are those after it; training keeps its levers. None where nothing is
+    left to pull: training goes on without."""
+    levers = _no_larger(state.levers, live.corrections.validation)
+    while isinstance(found := _validated_under(live, levers, state), Shortage):
+        told = {"step": state.step, "found": found.words, **found.bytes_held}
+        following = next_validation_levers(levers, live)
+        if following is None:
+            live.metrics.write(event="validation_left_out", **told)
             return None
-        rows = live.corrections.validation = rows // 2
+        live.metrics.write(event="validation_rescued", before=asdict(levers), after=asdict(following), **told)
+        levers = live.corrections.validation = following
+    return found
+
+
+def _validated_under(live: Live, levers: Levers, state: TrainState) -> dict[str, float] | Shortage:
+    """The model is then again as training has it."""
+    is_other_model = replace(levers, micro_batch=state.levers.micro_batch) != state.levers
+    if is_other_model:
+        live.forward.change(levers)
+    found = attempt(partial(_validate, live, levers.micro_batch), live, state.levers)
+    if is_other_model:
+        live.forward.change(state.levers)
     return found
 
 
 def _validate(live: Live, micro_batch: int, engine: Engine) -> dict[str, float]:
     return validate(replace(live, engine=engine), micro_batch)
+
+
+def next_validation_levers(levers: Levers, live: Live) -> Levers | None:
+    """Of the exact levers those that save something where nothing is kept for a backward."""
+    if (at_once := min(levers.micro_batch, len(live.validation))) > 1:
+        return replace(levers, micro_batch=at_once // 2)
+    num_layers = len(layers_of(live.model))
+    without_backward = replace(levers, recompute=num_layers, keep_attention=False, offload=True)
+    pulled = _next_model_lever(without_backward, live.stage.engine, num_layers=num_layers)
+    return pulled and replace(levers, loss_chunk=pulled.loss_chunk, mlp_tiles=pulled.mlp_tiles)
+
+
+def _no_larger(levers: Levers, known: Levers | None) -> Levers:
+    """As training has them, but nothing larger at once than what is known to fit a validation."""
+    if known is None:
+        return levers
+    chunks = [chunk for chunk in (levers.loss_chunk, known.loss_chunk) if chunk is not None]
+    return replace(
+        levers,
+        micro_batch=min(levers.micro_batch, known.micro_batch),
+        loss_chunk=min(chunks, default=None),
+        mlp_tiles=max(levers.mlp_tiles, known.mlp_tiles),
+    )
 
 
 def next_levers(levers: Levers, live: Live) -> Levers | None:

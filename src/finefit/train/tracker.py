@@ -1,6 +1,7 @@
-"""`python -m finefit.train.tracker KIND STAGE_DIR PROJECT OFFSET LAST_SECONDS`: feeds one tracker from a run's metrics until standard input ends.
+"""`python -m finefit.train.tracker KIND STAGE_DIR PROJECT LINES OFFSET LAST_SECONDS`: feeds one tracker from a run's lines until standard input ends.
 
-Only numbers and the name of the run leave it. A line that the tracker refuses is dropped and counted; one that cannot begin is tried again.
+The lines are those of its metrics, or of its scores. Numbers and the name of the run leave it, and of scores a few answers with them.
+A line that the tracker refuses is dropped and counted; one that cannot begin is tried again.
 """
 
 import json
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -21,8 +22,9 @@ _LOOK_SECONDS = 0.5
 _PAUSES = (1.0, 5.0, 20.0, 60.0)
 """Between attempts to begin; the last one over and over."""
 _NO_MEASURES = ("step", "time", "event")
-_WITH_MEASURES = (None, "validated")
+_WITH_MEASURES = (None, "validated", "scored")
 """The events whose numbers are measures: a step has no event."""
+_LONGEST_TEXT = 4000
 
 _SECRET_WORDS, _SECRET_LENGTH = ("KEY", "TOKEN", "SECRET", "PASSWORD"), 6
 
@@ -31,6 +33,8 @@ _SECRET_WORDS, _SECRET_LENGTH = ("KEY", "TOKEN", "SECRET", "PASSWORD"), 6
 class Point:
     step: int
     values: dict[str, float]
+    texts: dict[str, str] = field(default_factory=dict)
+    """Answers that were scored, by what they are called."""
     end: int
     """Where the line ends in the file."""
 
@@ -49,6 +53,9 @@ class Delivery:
 class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def score(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Of a checkpoint, with a few answers; by then the tracker is past that step."""
+
     def close(self) -> None: ...
 
 
@@ -66,11 +73,20 @@ class TensorBoard:
     def __init__(self, run: Identity) -> None:
         from tensorboard.summary import Writer
 
-        self._writer = Writer(str(run.folder / "tensorboard"))
+        self._folder = str(run.folder / "tensorboard")
+        self._writer = Writer(self._folder)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def score(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # the package's own writer knows numbers only
+
+        self.log(step, values)
+        with SummaryWriter(self._folder) as writer:
+            for name, text in texts.items():
+                writer.add_text(name, text, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -85,6 +101,14 @@ class Wandb:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def score(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Its own steps only rise, so the checkpoint's is a value beside the scores."""
+        import wandb
+
+        task = next(iter(values), "").partition("/")[0]
+        samples = {f"{task}/samples": wandb.Table(columns=["sample", "text"], data=[list(pair) for pair in texts.items()])} if texts else {}
+        self._run.log({**values, **samples, f"{task}/step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -106,6 +130,11 @@ class Mlflow:
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, metrics=[self._metric(name, value, now, step) for name, value in values.items()])
 
+    def score(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        self.log(step, values)
+        for name, text in texts.items():
+            self._client.log_text(self._id, text, f"samples/{name}.txt")
+
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
@@ -119,6 +148,9 @@ class Trackio:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(dict(values), step=step)
+
+    def score(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        self._trackio.log({**values, **texts}, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
@@ -139,9 +171,9 @@ def last_delivery(where: StageDir, kind: str, pid: int) -> Delivery:
     return found if found.pid == pid else Delivery(pid=pid)
 
 
-def points(metrics: Path, offset: int) -> Iterator[Point]:
+def points(lines: Path, offset: int) -> Iterator[Point]:
     """The measures of whole lines from `offset` on."""
-    with metrics.open("rb") as file:
+    with lines.open("rb") as file:
         file.seek(offset)
         for line in file:
             offset += len(line)
@@ -150,7 +182,16 @@ def points(metrics: Path, offset: int) -> Iterator[Point]:
             found = whole(line)
             if found is None or found.get("event") not in _WITH_MEASURES or "step" not in found:
                 continue
-            yield Point(step=int(found["step"]), values=_numbers(found), end=offset)
+            yield Point(step=int(found["step"]), values=_numbers(found), texts=_texts(found), end=offset)
+
+
+def _texts(line: Mapping[str, Any]) -> dict[str, str]:
+    """Of a line of scores: each sample as it would be read."""
+    about = f"{line.get('task')}/{line.get('checkpoint')}"
+    return {
+        f"{about}/sample-{at}": f"{sample['prompt']}\n\nanswer: {sample['answer']}\n\nreference: {sample['reference']}"[:_LONGEST_TEXT]
+        for at, sample in enumerate(line.get("samples", ()), 1)
+    }
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -164,8 +205,8 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 class Feed:
     """Of one tracker, until `is_over`."""
 
-    def __init__(self, where: StageDir, kind: str, project: str, offset: int, is_over: threading.Event) -> None:
-        self._where, self._kind, self._is_over = where, kind, is_over
+    def __init__(self, where: StageDir, kind: str, project: str, lines: Path, offset: int, is_over: threading.Event) -> None:
+        self._where, self._kind, self._lines, self._is_over = where, kind, lines, is_over
         self._identity = Identity(project=project, name=_name(where), folder=where.path)
         self._offset = offset
         self._delivery = Delivery(pid=os.getpid())
@@ -174,7 +215,7 @@ class Feed:
         sink = self._opened()
         while True:
             ends = self._is_over.is_set()  # before the look: what was written until then is seen by it
-            for point in points(self._where.metrics, self._offset):
+            for point in points(self._lines, self._offset):
                 self._send(sink, point)
             if ends:
                 break
@@ -193,7 +234,10 @@ class Feed:
 
     def _send(self, sink: Sink, point: Point) -> None:
         try:
-            sink.log(point.step, point.values)
+            if point.texts:
+                sink.score(point.step, point.values, point.texts)
+            else:
+                sink.log(point.step, point.values)
             self._delivery = replace(self._delivery, sent=self._delivery.sent + 1)
         except Exception as error:  # noqa: BLE001 a foreign package may raise anything, and its next line may be taken
             print(_words(error), file=sys.stderr, flush=True)
@@ -234,10 +278,10 @@ def _wait_for_the_end(is_over: threading.Event, last_seconds: float) -> None:
 
 
 def main() -> NoReturn:
-    kind, folder, project, offset, last_seconds = sys.argv[1:]
+    kind, folder, project, lines, offset, last_seconds = sys.argv[1:]
     is_over = threading.Event()
     threading.Thread(target=_wait_for_the_end, args=(is_over, float(last_seconds)), daemon=True).start()
-    Feed(StageDir(Path(folder)), kind, project, int(offset), is_over).run()
+    Feed(StageDir(Path(folder)), kind, project, Path(lines), int(offset), is_over).run()
     sys.stderr.flush()
     os._exit(0)  # what a tracker has registered for the exit of a process may wait for ever
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ _LAST_SECONDS = 30.0
 """That a tracker has for what is left when training has ended well."""
 _HURRIED_SECONDS = 5.0
 """When it has not: a scheduler may be waiting."""
+_COMMAND = (sys.executable, "-m", "finefit.train.tracker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +28,25 @@ class _Fed:
     tracker: Tracker
     process: "subprocess.Popen[bytes]"
     offset: int
-    """Of the metrics that it began at."""
+    """In the lines that it began at."""
 
 
 class Tracking:
     """While the `with` block lasts, the trackers are fed. What was lost on the way is told once, at its end."""
 
-    def __init__(self, where: StageDir, trackers: Sequence[Tracker], tell: Callable[..., Any], *, last_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        where: StageDir,
+        trackers: Sequence[Tracker],
+        tell: Callable[..., Any],
+        *,
+        last_seconds: float | None = None,
+        lines: Path | None = None,
+        offset: int | None = None,
+    ) -> None:
+        """`lines`: what they are fed from, by default the metrics; from `offset` on, by default from its end."""
         self._where, self._trackers, self._tell, self._last_seconds = where, trackers, tell, last_seconds or _LAST_SECONDS
+        self._lines, self._offset = lines or where.metrics, offset
         self._fed: list[_Fed] = []
 
     def __enter__(self) -> "Tracking":
@@ -45,13 +58,14 @@ class Tracking:
         return self
 
     def _started(self, tracker: Tracker) -> _Fed:
-        offset = self._where.metrics.stat().st_size if self._where.metrics.exists() else 0
+        end = self._lines.stat().st_size if self._lines.exists() else 0
+        offset = end if self._offset is None else self._offset
         project = tracker.project or self._where.run.name.rpartition("-")[0] or self._where.run.name
         log = log_of(self._where, tracker.kind)
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "finefit.train.tracker", tracker.kind, str(self._where.path), project, str(offset), str(self._last_seconds)],
+                [*_COMMAND, tracker.kind, str(self._where.path), project, str(self._lines), str(offset), str(self._last_seconds)],
                 stdin=subprocess.PIPE,  # its end tells the process that training has ended, however it did
                 stdout=output,
                 stderr=output,
@@ -72,7 +86,7 @@ class Tracking:
 
     def _account(self, fed: _Fed, problem: str | None) -> None:
         delivery = last_delivery(self._where, fed.tracker.kind, fed.process.pid)
-        lost = sum(1 for _ in points(self._where.metrics, fed.offset)) - delivery.sent
+        lost = sum(1 for _ in points(self._lines, fed.offset)) - delivery.sent
         if lost > 0 or problem:
             found = "; ".join(part for part in (problem, delivery.problem) if part)
             log = log_of(self._where, fed.tracker.kind).relative_to(self._where.run)

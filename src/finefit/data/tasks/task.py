@@ -41,6 +41,8 @@ class Reading:
     """All that the task's metrics are computed from."""
     reference: str | None = None
     """The one that the reply was held against, where an item has several."""
+    failure: str | None = None
+    """Why a part of it holds no result, where the rest counts all the same."""
 
 
 def as_it_stands(row: Row) -> Row:
@@ -49,6 +51,9 @@ def as_it_stands(row: Row) -> Row:
 
 def _no_candidates(_: Row) -> tuple[Sequence[str], Sequence[str]]:
     return (), ()
+
+
+Finish = Callable[[Sequence[tuple[Row, Reply]]], Sequence[Mapping[str, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +73,16 @@ class Task:
     """Whether an answer is generated."""
     candidates: Callable[[Row], tuple[Sequence[str], Sequence[str]]] = _no_candidates
     """Right and wrong answers whose likelihoods are asked for."""
+    window: int = 2048
+    """Tokens of plain text whose likelihood is asked for together; a longer text is looked at in windows behind one another."""
+    finish: Finish | None = None
+    """Further counts of every item, once all are answered: what only a model of the task's own can tell."""
     signature: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions that the numbers depend on."""
 
     def scores(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Of one item alone."""
-        return {metric.name: value(metric, [counts]) for metric in self.metrics}
+        """Of one item alone, as far as it is counted: what `finish` counts comes last."""
+        return {metric.name: value(metric, [counts]) for metric in self.metrics if counts.keys() >= set(metric.counts)}
 
 
 def against_references(

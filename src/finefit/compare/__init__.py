@@ -1,0 +1,1 @@
+"""Several results -> differences with intervals, settings that differ named first."""

@@ -1,0 +1,134 @@
+"""What is compared: checkpoints of runs, with the records that they left. Nothing is judged here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Facts, Plan, Run, Stage, StageResult, read_record
+from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
+from finefit.errors import RunError
+
+FINAL, BEST, BASE = "final", "best", "base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    request: EvalRequest
+    result: EvalResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A side with all that its run directory says of it. A run that only evaluates has neither spec nor plan of its own."""
+
+    name: str
+    run: RunDir
+    where: StageDir
+    checkpoint: str
+    role: str
+    record: Run
+    facts: Facts | None
+    plan: Plan | None
+    stage: Stage | None
+    ended: StageResult | None
+    evaluated: dict[str, Evaluated]
+    unread: dict[str, str]
+    """Tasks whose result cannot be read, and why."""
+
+    @property
+    def seed(self) -> int | None:
+        return None if self.stage is None else self.stage.seed
+
+
+def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tuple[Opened, ...]:
+    """`RUN` or `RUN:CHECKPOINT`; `checkpoint` holds for those that name none, by default the final one. One run alone is its base and its end."""
+    named = [_parsed(target, checkpoint) for target in targets]
+    if len(named) == 1:
+        run, asked = named[0]
+        named = [(run, BASE), (run, asked)]
+    places = [(run, *_resolved(run, asked)) for run, asked in named]
+    names = _names([(run.path, role) for run, _, _, role in places])
+    models = [(run.path.resolve(), name) for run, _, name, _ in places]
+    if again := [shown for at, shown in enumerate(names) if models[at] in models[:at]]:
+        raise RunError(f"{again[0]} is named twice: a model compared with itself differs by nothing", "name two runs, or RUN:base and RUN:final")
+    return tuple(_open(run, where, name, role, shown) for (run, where, name, role), shown in zip(places, names, strict=True))
+
+
+def _parsed(target: str, checkpoint: str | None) -> tuple[RunDir, str | None]:
+    """A folder whose own name has a colon is itself."""
+    if Path(target).is_dir() or ":" not in target:
+        return open_run(Path(target)), checkpoint
+    path, _, named = target.rpartition(":")
+    return open_run(Path(path)), named
+
+
+def _resolved(run: RunDir, asked: str | None) -> tuple[StageDir, str, str]:
+    """The stage, the checkpoint's own name, and what was asked for."""
+    where = run.stages()[-1]
+    if where.eval_stage.exists():
+        return where, *(2 * (_only_one(run, where, asked),))
+    wanted = asked or FINAL
+    name = f"checkpoint-{wanted}" if wanted.isdecimal() else wanted
+    if name == BASE:
+        return where, BASE, BASE
+    if not (where.checkpoints / name).is_dir():
+        there = sorted(path.name for path in where.checkpoints.iterdir() if not path.name.startswith(".")) if where.checkpoints.is_dir() else []
+        raise RunError(f"{run.path} has no checkpoint {wanted}", f"there are {', '.join([BASE, *there])}: name one as {run.path}:{BASE}")
+    return where, (where.checkpoints / name).resolve().name, name
+
+
+def _only_one(run: RunDir, where: StageDir, asked: str | None) -> str:
+    name = read_record(where.eval_stage, EvalStage).name
+    if asked not in (None, FINAL, BASE, name):
+        raise RunError(f"{run.path} was only evaluated and has no checkpoint {asked}", f"name it without one: {run.path}")
+    return name
+
+
+def _names(places: Sequence[tuple[Path, str]]) -> list[str]:
+    """As short as they can be and still differ."""
+    runs, depth = {path.resolve() for path, _ in places}, 1
+    while len({_tail(path, depth) for path in runs}) < len(runs):
+        depth += 1
+    is_one_role = len({role for _, role in places}) == 1 and len(runs) == len(places)
+    return [_tail(path.resolve(), depth) + ("" if is_one_role else f":{role}") for path, role in places]
+
+
+def _tail(path: Path, depth: int) -> str:
+    return "/".join(path.parts[-depth:])
+
+
+def _open(run: RunDir, where: StageDir, checkpoint: str, role: str, name: str) -> Opened:
+    evaluated, unread = _evaluated(where, checkpoint)
+    return Opened(
+        name=name,
+        run=run,
+        where=where,
+        checkpoint=checkpoint,
+        role=role,
+        record=read_record(run.run, Run),
+        facts=read_record(run.facts, Facts) if run.facts.exists() else None,
+        plan=read_record(run.plan, Plan) if run.plan.exists() else None,
+        stage=read_record(where.stage, Stage) if where.stage.exists() else None,
+        ended=read_record(where.result, StageResult) if where.result.exists() else None,
+        evaluated=evaluated,
+        unread=unread,
+    )
+
+
+def _evaluated(where: StageDir, checkpoint: str) -> tuple[dict[str, Evaluated], dict[str, str]]:
+    """By task; all items before a sample, a larger sample before a smaller."""
+    asked = [paths for paths in where.evaluations() if paths.checkpoint == checkpoint and paths.result.exists()]
+    found: dict[str, Evaluated] = {}
+    unread: dict[str, str] = {}
+    for paths in sorted(asked, key=_size, reverse=True):
+        if paths.folder.name in found:
+            continue
+        try:
+            found[paths.folder.name] = Evaluated(request=read_record(paths.request, EvalRequest), result=read_record(paths.result, EvalResult))
+        except RunError as error:  # of another version, or damaged: the side is there, and has no result that can be compared
+            unread[paths.folder.name] = error.problem
+    return found, {task: why for task, why in unread.items() if task not in found}
+
+
+def _size(paths: EvalPaths) -> float:
+    return float("inf") if paths.limit is None else paths.limit

@@ -1,0 +1,252 @@
+"""`finefit eval`: whose answers, to which items, by which tasks; then one evaluation after another."""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from finefit import __version__
+from finefit.artifacts.lock import run_lock
+from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Failure, Room, Run, Subject, read_record, write_record
+from finefit.artifacts.rundir import EvalPaths, RunDir, is_run, newest_with_digest
+from finefit.data.items import item_line, read_items
+from finefit.data.rows import Row
+from finefit.data.tasks import make_task
+from finefit.errors import FinefitError, Resumable, RunError
+from finefit.facts.files import read_file
+from finefit.pipeline.asking import named_evaluations, overlaid
+from finefit.pipeline.bare import FORMS, find_bare, open_bare
+from finefit.pipeline.create import put_in_place, stage_of
+from finefit.pipeline.evaluating import (
+    NO_ITEMS,
+    Device,
+    Items,
+    Rooms,
+    Say,
+    Tick,
+    checkpoints_of,
+    declared_by,
+    evaluate,
+    evaluations_of,
+    prompt_tokens_of,
+    relabelled,
+    request_of,
+    scores_told,
+    subject_of,
+)
+from finefit.pipeline.given import aligned, given_subject, name_of, read_given, write_answers
+from finefit.pipeline.questions import file_facts, prepare_questions, read_questions, require_answerable, without_rows
+from finefit.spec.load import spec_from_json
+from finefit.spec.schema import Data, Evaluation, Full, LmEval, ShapeModel, Source
+
+_NO_ROOM = Room(rows=1, tokens=1)
+"""Where nothing is generated, or it is not known yet."""
+_LONGEST_STEM = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a command says."""
+
+    target: str | None
+    checkpoint: str = "final"
+    tasks: tuple[str, ...] = ()
+    data: str | None = None
+    limit: int | None = None
+    device: Device | None = None
+    base: str | None = None
+    max_new_tokens: int | None = None
+    batch: int | None = None
+    answers: Path | None = None
+    runs: Path = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What came of it: a run directory, and what is to be asked there."""
+
+    run: RunDir
+    requests: tuple[EvalRequest, ...]
+    prompt_tokens: int
+    given: tuple[str, ...] | None = None
+    """The answers to all items, where they were made elsewhere."""
+
+
+def open_work(wish: Wish) -> Work:
+    if wish.target is not None and is_run(Path(wish.target)):
+        return _of_run(RunDir(Path(wish.target)), wish)
+    _require_words(wish)
+    named_evaluations(wish.tasks)  # before anything heavy: a misspelt task is told at once
+    if wish.target is None:
+        return _of_run(_run_of_answers(wish), replace(wish, data=None))
+    assert wish.data is not None
+    run = open_bare(find_bare(wish.target, base=wish.base), wish.data, device=wish.device, runs=wish.runs)
+    return _of_run(run, replace(wish, device=None, data=None, base=None))
+
+
+def _require_words(wish: Wish) -> None:
+    """A run knows its rows and its tasks; a model knows neither."""
+    if wish.target is None and wish.answers is None:
+        raise RunError("nobody is named whose answers are to be scored", f"name {FORMS}; or answers that are there already with --answers FILE")
+    missing = [name for name, value in (("--data FILE", wish.data), ("--task NAME", wish.tasks)) if not value]
+    if missing:
+        who = "answers made elsewhere know" if wish.target is None else f"{wish.target} is no run directory, and a model knows"
+        raise RunError(f"{who} neither rows nor tasks: give {' and '.join(missing)}", f"name {FORMS}; with --data test.jsonl --task rouge, say")
+
+
+# a run directory
+
+
+def _of_run(run: RunDir, wish: Wish) -> Work:
+    if wish.base is not None:
+        raise RunError("--base is for adapters, and a run knows its model", "leave it out")
+    others = None if wish.data is None else _other_items(run, wish.data)
+    chosen = evaluations_of(run, named_evaluations(wish.tasks, declared_by(run)), has_items=others is not None)
+    evaluations = [overlaid(one, limit=wish.limit, max_new_tokens=wish.max_new_tokens, batch=wish.batch) for one in chosen]
+    if others is not None:
+        evaluations = [relabelled(one, others.suffix) for one in evaluations if not isinstance(one.task, LmEval)]
+    tokens = prompt_tokens_of(run) if others is None else others.prompt_tokens
+    if wish.answers is not None:
+        return _with_answers(run, evaluations, wish.answers, others, tokens)
+    names, own = checkpoints_of(run, wish.checkpoint), subject_of(stage_of(run), "base").device
+    requests = [request_of(run, name, one, device=wish.device, items=others) for one in evaluations for name in names]
+    _require_readable(run, requests)
+    return Work(run=run, requests=tuple(_filed(request, own) for request in requests), prompt_tokens=tokens)
+
+
+def _filed(request: EvalRequest, own: str) -> EvalRequest:
+    """Answers from another device are others, and those of the run's own stay."""
+    device = request.subject.device
+    return request if device == own else replace(request, evaluation=relabelled(request.evaluation, device))
+
+
+def _require_readable(run: RunDir, requests: Sequence[EvalRequest]) -> None:
+    """A reference that its task cannot read is told before anything is asked."""
+    by_file = {request.subject.items: request.subject for request in requests if request.subject.items_sha256 != NO_ITEMS}
+    for file, subject in by_file.items():
+        rows = _rows(run, subject)
+        require_answerable(rows, [request.evaluation for request in requests if request.subject.items == file], form=subject.form, base=run.path)
+
+
+def _rows(run: RunDir, subject: Subject) -> list[Row]:
+    return read_items(stage_of(run).verified(subject.items, {subject.items: subject.items_sha256}))
+
+
+def _other_items(run: RunDir, data: str) -> Items:
+    """Prepared with the run's own template, form and lengths, into a file of its own."""
+    where = stage_of(run)
+    if where.eval_stage.exists():
+        raise RunError(f"{run.path.name} belongs to its own rows", "score the model itself with --data, which makes another run directory")
+    spec = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
+    like = spec.model_copy(update={"data": without_rows(spec.data, form_base=run.path)})
+    prepared = prepare_questions(Source(path=data), like, where.tokenizer, base=Path.cwd())
+    digest = hashlib.sha256("".join(fact.sha256 for fact in file_facts(prepared)).encode()).hexdigest()[:8]
+    place = where.prepared(f"items-{digest}.jsonl")
+    temporary = place.with_suffix(".tmp")
+    shutil.copyfile(prepared.path("test.jsonl"), temporary)
+    temporary.replace(place)
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(data).stem)[:_LONGEST_STEM]
+    sha256 = read_file(place, where.path).sha256
+    return Items(file=place.name, sha256=sha256, suffix=f"{stem}-{digest}", prompt_tokens=prepared.record.prompt_tokens or 1)
+
+
+# answers made elsewhere
+
+
+def _with_answers(run: RunDir, evaluations: Sequence[Evaluation], path: Path, others: Items | None, tokens: int) -> Work:
+    subject = subject_of(stage_of(run), "base")
+    if others is not None:
+        subject = replace(subject, items=others.file, items_sha256=others.sha256)
+    answers = aligned(read_given(path, subject.form), _rows(run, subject))
+    subject, name = given_subject(path, subject), name_of(path)
+    requests = tuple(EvalRequest(checkpoint=name, evaluation=one, subject=subject, room=_NO_ROOM) for one in evaluations)
+    _require_readable(run, requests)
+    return Work(run=run, requests=requests, prompt_tokens=tokens, given=tuple(answers))
+
+
+def _run_of_answers(wish: Wish) -> RunDir:
+    """Of rows alone: there is no model, and so neither tokenizer nor template."""
+    assert wish.data is not None
+    assert wish.answers is not None
+    data = Data(train=(Source(path=""),), template="plain")
+    lines = "".join(item_line(row) for row in read_questions(Source(path=wish.data), data, base=Path.cwd()))
+    name = f"eval-{name_of(wish.answers)}"
+    digest = hashlib.sha256(json.dumps([lines, read_file(wish.answers, Path.cwd()).sha256]).encode()).hexdigest()
+    return newest_with_digest(wish.runs, name, digest) or _created(wish, name, lines, digest)
+
+
+def _created(wish: Wish, name: str, lines: str, digest: str) -> RunDir:
+    assert wish.answers is not None
+    wish.runs.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".staging-{name}-", dir=wish.runs))
+    try:
+        run = RunDir(staging)
+        where = run.stage(1, "eval")
+        for folder in (where.path / "data", run.log.parent):
+            folder.mkdir(parents=True)
+        run.log.touch()
+        where.prepared("test.jsonl").write_text(lines, encoding="utf-8")
+        stage = EvalStage(name=name_of(wish.answers), subject=_nobody(wish.answers, lines), prompt_tokens=1, num_items=lines.count("\n"))
+        write_record(where.eval_stage, stage)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_record(run.run, Run(name=name, digest=digest, finefit=__version__, created=now, kind="eval", status="prepared"))
+        staging.chmod(0o755)
+        return RunDir(put_in_place(staging, wish.runs, name))
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _nobody(answers: Path, lines: str) -> Subject:
+    return Subject(
+        model=ShapeModel(kind="shape", config={}),
+        model_name=f"answers of {answers.name}",
+        model_fingerprint=read_file(answers, answers.parent).sha256,
+        tuning=Full(kind="full"),
+        device="cpu",
+        precision="fp32",
+        threads=1,
+        seed=0,
+        template="plain",
+        template_sha256=NO_ITEMS,
+        items_sha256=hashlib.sha256(lines.encode()).hexdigest(),
+    )
+
+
+# one after another
+
+
+def carry_out(work: Work, *, tick: Tick, say: Say) -> list[EvalResult]:
+    run, rooms = work.run, Rooms(run=work.run, prompt_tokens=work.prompt_tokens)
+    fill = None if work.given is None else partial(_fill, run, work.given)
+    with run_lock(run.lock) as lock, _recorded(run), scores_told(stage_of(run), say):
+        size = rooms.find if fill is None else None
+        return [evaluate(run, request, base=run.path, lock=lock, tick=tick, size=size, fill=fill) for request in work.requests]
+
+
+def _fill(run: RunDir, given: Sequence[str], request: EvalRequest, paths: EvalPaths) -> None:
+    task = make_task(request.evaluation, form=request.subject.form, base=paths.folder, run=run.path)
+    write_answers(task, request, paths, given, _rows(run, request.subject))
+
+
+@contextmanager
+def _recorded(run: RunDir) -> Iterator[None]:
+    """A run that only evaluates stands where its last command left it; that of a training does not change."""
+    record = read_record(run.run, Run)
+    if record.kind == "train":
+        yield
+        return
+    write_record(run.run, replace(record, status="running", failure=None))
+    try:
+        yield
+    except FinefitError as error:
+        is_resumable = error.exit_code == Resumable.exit_code
+        write_record(run.run, replace(record, status="stopped" if is_resumable else "failed", failure=Failure.of(error)))
+        raise
+    write_record(run.run, replace(record, status="finished", failure=None))

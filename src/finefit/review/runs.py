@@ -1,0 +1,174 @@
+"""Stacks from runs: the answers of one evaluation, or those of two, paired by what was asked."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, read_record
+from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
+from finefit.errors import RunError
+from finefit.facts.files import read_file
+from finefit.review.stack import Said, Sheet, Stack
+
+FINAL = "final"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A run and which of its checkpoints is meant."""
+
+    run: RunDir
+    checkpoint: str | None
+    """As the user gave it; None: the final one."""
+
+    @classmethod
+    def parse(cls, target: str, checkpoint: str | None = None) -> "Named":
+        """`runs/a-1` or `runs/a-1:checkpoint-40`; a folder whose own name has a colon is itself."""
+        if Path(target).is_dir() or ":" not in target:
+            return cls(run=open_run(Path(target)), checkpoint=checkpoint)
+        path, _, named = target.rpartition(":")
+        return cls(run=open_run(Path(path)), checkpoint=named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    where: StageDir
+    paths: EvalPaths
+
+    @property
+    def task(self) -> str:
+        return self.paths.folder.name
+
+
+def stack_of_runs(named: Sequence[Named], *, task: str | None = None, name: str | None = None) -> Stack:
+    """`task`: by default the first that all of them have a result for."""
+    scored = [_with_results(one.run) for one in named]
+    chosen = task or _first_common(named, scored)
+    taken = [_taken(one, [s for s in found if s.task == chosen], chosen) for one, found in zip(named, scored, strict=True)]
+    models = _labels([(one.run.path.resolve(), s.paths.checkpoint) for one, s in zip(named, taken, strict=True)])
+    _require_two(models)
+    answered = [_items(s) for s in taken]
+    common = [key for key in answered[0] if all(key in items for items in answered)]
+    if not common:
+        raise RunError(f"{' and '.join(models)} have no item of {chosen} in common", "review runs that were evaluated on the same rows")
+    messages = _messages(taken[0])
+    sheets = tuple(_sheet(key, [items[key] for items in answered], messages) for key in common)
+    if not any(chain.from_iterable(sheet.answers for sheet in sheets)):
+        raise RunError(f"the task {chosen} asked for no answers, so there is nothing to judge", "name another with --task")
+    unpaired = sum(len(items) for items in answered) - len(answered) * len(common)
+    return Stack(name=name or _slug(".vs.".join(models), chosen), task=chosen, models=models, sheets=sheets, unpaired=unpaired)
+
+
+def _with_results(run: RunDir) -> list[_Scored]:
+    """Of the last stage first, and all items before a sample of them."""
+    found = [_Scored(where=where, paths=paths) for where in reversed(run.stages()) for paths in where.evaluations() if paths.result.exists()]
+    return sorted(found, key=lambda scored: -(scored.paths.limit or float("inf")))
+
+
+def _first_common(named: Sequence[Named], scored: Sequence[Sequence[_Scored]]) -> str:
+    tasks = [dict.fromkeys(s.task for s in sorted(found, key=lambda s: s.paths.request.stat().st_mtime_ns)) for found in scored]
+    for task in tasks[0]:
+        if all(task in others for others in tasks):
+            return task
+    each = "; ".join(f"{one.run.path} has {', '.join(has) or 'none'}" for one, has in zip(named, tasks, strict=True))
+    raise RunError(f"there is no task that was evaluated everywhere: {each}", f"answer held-out rows with `finefit eval {named[0].run.path}`")
+
+
+def _taken(named: Named, scored: Sequence[_Scored], task: str) -> _Scored:
+    wanted = _checkpoint(named, scored)
+    for one in scored:
+        if one.paths.checkpoint == wanted:
+            return one
+    there = ", ".join(dict.fromkeys(s.paths.checkpoint for s in scored)) or "none"
+    raise RunError(
+        f"{named.run.path} has no result of {task} for {wanted}; there is {there}",
+        f"make it with `finefit eval {named.run.path} --task {task} --checkpoint {named.checkpoint or FINAL}`, or name another",
+    )
+
+
+def _checkpoint(named: Named, scored: Sequence[_Scored]) -> str:
+    """`final` and `best` become the checkpoint that they name; a model that was never trained has only one."""
+    asked = named.checkpoint or FINAL
+    for where in reversed(named.run.stages()):
+        if (where.checkpoints / asked).is_dir():
+            return (where.checkpoints / asked).resolve().name
+    there = {s.paths.checkpoint for s in scored}
+    if named.checkpoint is None and len(there) == 1:
+        return there.pop()
+    return f"checkpoint-{asked}" if asked.isdecimal() else asked
+
+
+def _labels(places: Sequence[tuple[Path, str]]) -> tuple[str, ...]:
+    """As short as they can be and still differ."""
+    depth = 1
+    runs = [path for path, _ in places]
+    while len({_tail(path, depth) for path in runs}) < len(set(runs)):
+        depth += 1
+    return tuple(f"{_tail(path, depth)}:{checkpoint}" for path, checkpoint in places)
+
+
+def _tail(path: Path, depth: int) -> str:
+    return "/".join(path.parts[-depth:])
+
+
+def _require_two(models: Sequence[str]) -> None:
+    if len(set(models)) < len(models):
+        raise RunError(f"both sides are {models[0]}", "name two runs, or two checkpoints of one: RUN:base RUN:final")
+
+
+def _slug(*parts: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", ".".join(reversed(parts))).strip(".-")[:120]
+
+
+def _items(scored: _Scored) -> dict[str, EvalItem]:
+    """By key; the same item once more in one file keeps its place among its equals."""
+    seen: Counter[str] = Counter()
+    found: dict[str, EvalItem] = {}
+    for item in read_record(scored.paths.result, EvalResult).items:
+        seen[item.key] += 1
+        found[item.key if seen[item.key] == 1 else f"{item.key}-{seen[item.key]}"] = item
+    return found
+
+
+def _messages(scored: _Scored) -> dict[int, list[dict[str, Any]]]:
+    """Of the rows as they were before a template made text of them; none where the rows are not there as they were."""
+    subject = read_record(scored.paths.request, EvalRequest).subject
+    path = scored.where.prepared(subject.items)
+    if not path.exists() or read_file(path, scored.where.path).sha256 != subject.items_sha256:
+        return {}
+    with path.open(encoding="utf-8") as file:
+        return {at: json.loads(line)["messages"][:-1] for at, line in enumerate(file)}
+
+
+def _sheet(key: str, items: Sequence[EvalItem], messages: dict[int, list[dict[str, Any]]]) -> Sheet:
+    first = items[0]
+    return Sheet(
+        key=key,
+        prompt=_prompt(first.prompt, messages.get(first.item, [])),
+        answers=tuple(item.answer for item in items),
+        reference=first.reference,
+        place=first.place,
+    )
+
+
+def _prompt(asked: str, messages: Sequence[dict[str, Any]]) -> tuple[Said, ...]:
+    """The messages where they are what was asked, else the text that the model was given: it may have been cut, or built by a task."""
+    if messages and _are_in(asked, (message["content"] for message in messages)) and not any(message.get("tool_calls") for message in messages):
+        return tuple(Said(role=message["role"], text=message["content"]) for message in messages)
+    return (Said(role="", text=asked),)
+
+
+def _are_in(text: str, parts: Iterable[str]) -> bool:
+    """One behind the other."""
+    at = 0
+    for part in parts:
+        at = text.find(part.strip(), at)
+        if at < 0:
+            return False
+        at += len(part.strip())
+    return True

@@ -1,0 +1,122 @@
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rouge_score.rouge_scorer import RougeScorer
+
+from finefit.data.tasks import NoResult, Reply, Task, make_task
+from finefit.data.tasks.words import sentences, words
+from finefit.spec.schema import Evaluation
+from tests.data.task_rows import make_row, metrics_of
+
+KINDS = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+PAIRS = [
+    ("The court dismissed the appeal. Costs were ordered.", "The appeal was dismissed by the court.\nCosts follow the event."),
+    ("Running runners ran quickly; 3.5 miles!", "A runner runs 3.5 miles"),
+    ("nothing in common", "whole other words"),
+    ("the the the the", "the cat"),
+    ("A b c.\nD e f.", "D e f.\nA b c."),
+]
+ASCII = st.text(st.characters(max_codepoint=127))
+
+
+def _rouge(**settings: object) -> Task:
+    return make_task(Evaluation.model_validate({"task": {"kind": "rouge", **settings}}))
+
+
+@pytest.mark.parametrize("stemmer", [True, False])
+@pytest.mark.parametrize("tokenizer", ["unicode", "rouge"])
+def test_rouge_of_english_is_the_mean_that_rouge_score_gives(tokenizer: str, stemmer: bool) -> None:
+    task, scorer = _rouge(tokenizer=tokenizer, stemmer=stemmer, sentences="lines"), RougeScorer(KINDS, use_stemmer=stemmer)
+    scored = [scorer.score(reference, answer) for answer, reference in PAIRS]
+    expected = {kind: sum(one[kind].fmeasure for one in scored) / len(PAIRS) for kind in KINDS}
+    assert metrics_of(task, [make_row(reference) for _, reference in PAIRS], [answer for answer, _ in PAIRS]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_split_sentences_are_what_rouge_score_gives_for_one_sentence_on_each_line() -> None:
+    answer, reference = "One two three. Four five six.", "Four five six. One two three."
+    expected = RougeScorer(["rougeLsum"], use_stemmer=True).score("Four five six.\nOne two three.", "One two three.\nFour five six.")["rougeLsum"]
+    assert metrics_of(_rouge(), [make_row(reference)], [answer])["rougeLsum"] == pytest.approx(expected.fmeasure) == 1.0
+    assert metrics_of(_rouge(sentences="lines"), [make_row(reference)], [answer])["rougeLsum"] == pytest.approx(0.5)
+
+
+@given(ASCII, st.booleans())
+@example("His gas was the ties' 3rd, running_on", True)
+def test_words_of_ascii_text_are_those_of_rouge_score(text: str, stemmer: bool) -> None:
+    assert words(text, stemmer=stemmer) == RougeScorer(["rouge1"], use_stemmer=stemmer)._tokenizer.tokenize(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Tôi đang ăn cơm.", ["tôi", "đang", "ăn", "cơm"]),
+        ("To\u0302i", ["tôi"]),
+        ("今天，天气好", ["今", "天", "天", "气", "好"]),
+        ("GPT写代码 2x", ["gpt", "写", "代", "码", "2x"]),
+        ("นี่ดี", ["นี่", "ดี"]),
+        ("नमस्ते दुनिया", ["नमस्ते", "दुनिया"]),
+        ("Ünïcode_naïve", ["ünïcode", "naïve"]),
+    ],
+)
+def test_words_keep_the_letters_of_every_script(text: str, expected: list[str]) -> None:
+    assert words(text) == expected
+
+
+@pytest.mark.parametrize("text", ["Tôi đang ăn cơm", "今天天气好"])
+def test_an_equal_answer_in_any_script_scores_one_and_rouge_scores_tokenizer_would_not_see_it(text: str) -> None:
+    assert metrics_of(_rouge(), [make_row(text)], [text]) == dict.fromkeys(KINDS, 1.0)
+    half = text[: len(text) // 2]
+    assert 0 < metrics_of(_rouge(), [make_row(text)], [half])["rouge1"] < 1
+
+
+def test_a_reference_that_the_tokenizer_sees_nothing_of_is_refused_with_the_way_out() -> None:
+    with pytest.raises(NoResult, match="tokenizer: unicode"):
+        _rouge(tokenizer="rouge").require(make_row("今天天气好"))
+    with pytest.raises(NoResult, match="no word is left"):
+        _rouge().require(make_row("!?"))
+    _rouge().require(make_row("今天天气好"))
+
+
+def test_the_nearest_of_several_references_counts() -> None:
+    row = make_row("first words here", "quite another text")
+    reading = _rouge().read(Reply(text="quite another text"), row)
+    assert reading.reference == "quite another text"
+    assert reading.counts["rouge1"] == 1.0
+
+
+@pytest.mark.parametrize("answer", ["", "  \n", "...", "!!!"])
+def test_an_answer_without_a_word_halves_the_mean_of_two(answer: str) -> None:
+    rows = [make_row("one two three"), make_row("one two three")]
+    assert metrics_of(_rouge(), rows, ["one two three", answer]) == dict.fromkeys(KINDS, 0.5)
+    with pytest.raises(NoResult):
+        _rouge().read(Reply(text=answer), rows[0])
+
+
+def test_the_signature_names_what_the_numbers_depend_on() -> None:
+    ours, theirs = _rouge().signature, _rouge(tokenizer="rouge", stemmer=False, sentences="lines").signature
+    assert {key for key in ours if ours[key] != theirs[key]} == {"tokenizer", "stemmer", "sentences"}
+    assert ours["rouge"].startswith("rouge-score 0.")
+
+
+def test_qmsum_is_rouge() -> None:
+    task = make_task(Evaluation.model_validate({"task": "qmsum"}))
+    assert task.name == "qmsum"
+    rows, answers = [make_row(reference) for _, reference in PAIRS], [answer for answer, _ in PAIRS]
+    assert metrics_of(task, rows, answers) == metrics_of(_rouge(), rows, answers)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('He said "No." Then he left!\n\nWhy? …', ['He said "No."', "Then he left!", "Why?", "…"]),
+        ("Version 3.5 is out", ["Version 3.5 is out"]),
+        ("好。走吧！「是。」对", ["好。", "走吧！", "「是。」", "对"]),
+        (" \n ", []),
+    ],
+)
+def test_sentences_end_at_lines_and_full_stops(text: str, expected: list[str]) -> None:
+    assert sentences(text) == expected
+
+
+@given(st.text())
+def test_no_character_but_space_is_lost_between_sentences(text: str) -> None:
+    assert "".join("".join(sentences(text)).split()) == "".join(text.split())

@@ -1,0 +1,169 @@
+"""lm-evaluation-harness through its own package: its samples become items, and what is no mean of them is said to be none."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finefit.artifacts.records import EvalRequest, Room, write_record
+from finefit.artifacts.rundir import StageDir
+from finefit.errors import RunError
+from finefit.evaluate import harness
+from finefit.evaluate.harness import Told, command_of, make_result, read_output
+from finefit.facts.model import read_model_folder
+from finefit.spec.schema import Evaluation, FolderModel
+from tests.conftest import make_model_folder, make_tokenizer
+from tests.evals import SUBJECT
+
+SETTINGS = {"task": {"kind": "lm_eval", "tasks": ["sums"], "shots": 2}, "limit": 4}
+
+
+def make_request(**subject: Any) -> EvalRequest:
+    evaluation = Evaluation.model_validate_json(json.dumps(SETTINGS | subject.pop("settings", {})))
+    from dataclasses import replace
+
+    return EvalRequest(checkpoint="base", evaluation=evaluation, subject=replace(SUBJECT, **subject), room=Room(rows=2, tokens=4096))
+
+
+def sample(doc: int, *, how: str = "none", **values: Any) -> dict[str, Any]:
+    asked = {"gen_args_0": {"arg_0": f"question {doc}", "arg_1": {"until": ["\n"]}}}
+    about = {"doc_id": doc, "arguments": asked, "target": "3", "filtered_resps": [f"answer {doc}"], "doc_hash": f"{doc:064x}", "filter": how}
+    return about | values
+
+
+def test_a_metric_of_zeros_and_ones_is_a_rate_with_its_interval_from_the_samples() -> None:
+    told = Told(
+        results={"sums": {"alias": "sums", "acc,none": 0.75, "acc_stderr,none": 0.2}},
+        samples={"sums": [sample(at, acc=float(at > 0)) for at in range(4)]},
+        available=90,
+    )
+    result = make_result(make_request(), told)
+    (metric,) = result.definitions
+    assert (metric.aggregate, metric.unit, result.n, result.available, result.warnings) == ("rate", "share", 4, 90, ())
+    score = result.metrics["acc"]
+    assert score.value == 0.75
+    assert score.low == pytest.approx(0.3006, abs=1e-3)  # Wilson's, not 1.96 standard errors
+    first = result.items[0]
+    assert (first.prompt, first.answer, first.reference, first.scores) == ("question 0", "answer 0", "3", {"acc": 0.0})
+
+
+def test_several_tasks_and_filters_count_each_their_own_samples() -> None:
+    told = Told(
+        results={"a": {"acc,none": 0.5}, "b": {"exact_match,strict": 1.0, "exact_match,loose": 0.0}},
+        samples={
+            "a": [sample(0, acc=1.0), sample(1, acc=0.0)],
+            "b": [sample(0, how="strict", exact_match=1.0), sample(0, how="loose", exact_match=0.0)],
+        },
+        available=3,
+    )
+    result = make_result(make_request(), told)
+    assert {name: score.value for name, score in result.metrics.items()} == {"a.acc": 0.5, "b.exact_match_strict": 1.0, "b.exact_match_loose": 0.0}
+    assert (result.n, [item.place for item in result.items]) == (3, ["a:0", "a:1", "b:0"])
+    assert all(item.counts.keys() == result.items[0].counts.keys() for item in result.items)
+
+
+def test_what_is_no_mean_of_its_samples_stands_as_it_was_reported_and_says_so() -> None:
+    told = Told(
+        results={"wiki": {"perplexity,none": 12.5, "perplexity_stderr,none": 0.5, "bleu,none": 7.0, "bleu_stderr,none": "N/A"}},
+        samples={"wiki": [sample(0, perplexity=[-3.0, 2])]},
+        available=1,
+        better={"wiki": {"perplexity": False}},
+    )
+    result = make_result(make_request(), told)
+    assert result.definitions == ()
+    assert result.metrics["perplexity"].low == pytest.approx(11.52)
+    assert result.metrics["perplexity"].high == pytest.approx(13.48)
+    assert (result.metrics["bleu"].low, result.metrics["bleu"].high) == (7.0, 7.0)
+    assert "1.96 x the standard error that lm-eval reports" in result.warnings[0]
+    assert "it has no interval" in result.warnings[1]
+
+
+def test_a_figure_that_its_samples_do_not_average_to_is_taken_as_reported() -> None:
+    told = Told(results={"t": {"mcc,none": 0.3}}, samples={"t": [sample(0, mcc=1.0), sample(1, mcc=0.0)]}, available=2)
+    result = make_result(make_request(), told)
+    assert (result.definitions, result.metrics["mcc"].value) == ((), 0.3)
+    assert "mcc is no mean of samples" in result.warnings[0]
+
+
+def test_what_should_be_low_is_better_when_it_is_lower() -> None:
+    told = Told(
+        results={"t": {"loss,none": 2.0}}, samples={"t": [sample(0, loss=1.0), sample(1, loss=3.0)]}, available=2, better={"t": {"loss": False}}
+    )
+    (metric,) = make_result(make_request(), told).definitions
+    assert (metric.better, metric.unit) == ("lower", "number")
+
+
+def test_the_output_folder_is_read_and_an_empty_one_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="left no results"):
+        read_output(tmp_path)
+    (tmp_path / "model").mkdir()
+    counts = {"sums": {"original": 7, "effective": 1}}
+    (tmp_path / "model" / "results_2026.json").write_text(json.dumps({"results": {"sums": {"acc,none": 1.0}}, "n-samples": counts}))
+    (tmp_path / "model" / "samples_sums_2026.jsonl").write_text(json.dumps(sample(0, acc=1.0)) + "\n")
+    told = read_output(tmp_path)
+    assert (told.available, len(told.samples["sums"])) == (7, 1)
+
+
+def _stage(tmp_path: Path) -> tuple[StageDir, EvalRequest]:
+    folder = make_model_folder(tmp_path / "model")
+    where = StageDir(tmp_path / "run" / "stages" / "1-eval")
+    make_tokenizer().save_pretrained(where.tokenizer)
+    fingerprint = read_model_folder(folder).fingerprint
+    settings = {"task": {"kind": "lm_eval", "tasks": ["finefit_sums"], "folder": "tasks"}, "limit": None}
+    return where, make_request(model=FolderModel(kind="folder", path="../model"), model_fingerprint=fingerprint, settings=settings)
+
+
+def test_the_command_names_model_precision_tasks_and_everything_that_was_asked(tmp_path: Path) -> None:
+    where, request = _stage(tmp_path)
+    words = command_of(where, request, tmp_path / "evals", tmp_path / "out")
+    arguments = dict(pair.split("=", 1) for pair in words[words.index("--model_args") + 1].split(","))
+    assert arguments == {"tokenizer": str(where.tokenizer), "dtype": "float32", "pretrained": str(tmp_path / "model")}
+    assert words[words.index("--tasks") + 1] == "finefit_sums"
+    assert words[words.index("--include_path") + 1] == str(tmp_path / "evals" / "tasks")
+    assert "--apply_chat_template" in words
+    assert "--log_samples" in words
+    assert "--limit" not in words
+    (tmp_path / "run" / "adapter").mkdir()
+    (tmp_path / "run" / "adapter" / "adapter_model.safetensors").touch()
+    from dataclasses import replace
+
+    adapted = replace(request, subject=replace(request.subject, weights="adapter"))
+    assert f"peft={tmp_path / 'run' / 'adapter'}" in " ".join(command_of(where, adapted, tmp_path, tmp_path))
+
+
+def test_a_model_that_has_changed_is_refused(tmp_path: Path) -> None:
+    where, request = _stage(tmp_path)
+    make_model_folder(tmp_path / "model", seed=5)
+    with pytest.raises(RunError, match="has changed since"):
+        command_of(where, request, tmp_path, tmp_path)
+
+
+def test_without_the_package_the_user_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, request = _stage(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(RunError, match="lm_eval needs lm-eval, which is not installed") as caught:
+        harness.evaluate(where, request, tmp_path)
+    assert caught.value.remedy == "pip install 'finefit[lm-eval]'"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_the_real_package_scores_a_task_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    where, request = _stage(tmp_path)
+    paths = where.evaluation("lm_eval", "base")
+    (paths.folder / "tasks").mkdir(parents=True)
+    (paths.folder / "tasks" / "rows.jsonl").write_text('{"question": "add 1 and 2", "answer": "3"}\n{"question": "add 2 and 2", "answer": "4"}\n')
+    (paths.folder / "tasks" / "sums.yaml").write_text(
+        "task: finefit_sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
+        'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
+        'generation_kwargs: {until: ["\\n"], max_gen_toks: 4}\n'
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\nmetadata: {version: 1.0}\n"
+    )
+    write_record(paths.request, request)
+    result = harness.evaluate(where, request, paths.folder)
+    assert (result.n, result.available, list(result.metrics)) == (2, 2, ["exact_match"])
+    assert result.items[0].prompt == "<|user|>add 1 and 2<|end|>\n<|assistant|>"
+    assert result.signature["tasks"] == "finefit_sums v1.0"

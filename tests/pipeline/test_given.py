@@ -1,0 +1,111 @@
+"""Answers made elsewhere: each beside the item that it answers, and every item with one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finefit.data.items import key_of
+from finefit.data.rows import Message, Row
+from finefit.errors import DataError
+from finefit.pipeline.given import Given, aligned, name_of, read_given, write_answers
+from tests.conftest import write_jsonl
+from tests.evals import make_request
+
+
+def _row(number: int, question: str, answer: str = "1", system: str = "") -> Row:
+    given = (*((Message("system", system),) if system else ()), Message("user", question))
+    return Row(source="test.jsonl", number=number, messages=(*given, Message("assistant", answer)))
+
+
+ROWS = [_row(1, "add 1 and 2"), _row(2, "add 3\n  and 4", system="You add."), _row(3, "add 1 and 2", answer="3")]
+
+
+def _given(**answers: str) -> list[Given]:
+    return [Given(place=f"theirs.jsonl:{at}", answers_to=asked.replace("_", " "), text=text) for at, (asked, text) in enumerate(answers.items(), 1)]
+
+
+def test_answers_are_put_beside_their_items_whatever_their_order() -> None:
+    found = [Given(place="a:1", answers_to=text, text=str(at)) for at, text in enumerate(["add 3 and 4", "add 1 and 2", "add 1 and 2"])]
+    assert aligned(found, ROWS) == ["1", "0", "2"]
+
+
+@pytest.mark.parametrize("name", [lambda row: row.place, lambda row: str(row.number), key_of])
+def test_an_item_can_be_named_by_its_place_its_number_and_its_key(name: Any) -> None:
+    assert aligned([Given(place="a:1", answers_to=name(row), text=str(row.number)) for row in reversed(ROWS)], ROWS) == ["1", "2", "3"]
+
+
+def test_the_whole_prompt_names_an_item_too() -> None:
+    given = [Given(place="a:1", answers_to="You add.\n\nadd 3 and 4", text="7")]
+    assert aligned(given, ROWS[1:2]) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"add_3_and_4": "7", "1": "3"}, "test.jsonl:3 has no answer"),
+        ({"add_3_and_4": "7", "1": "3", "3": "3", "2": "7"}, "theirs.jsonl:4 answers test.jsonl:2 once more: theirs.jsonl:1 did"),
+        ({"add_9_and_9": "18"}, "theirs.jsonl:1 answers `add 9 and 9`, which is none of the 3 items"),
+        ({}, "test.jsonl:1 has no answer, and 2 more"),
+    ],
+)
+def test_a_missing_a_doubled_and_a_foreign_answer_are_errors_that_name_it(given: dict[str, str], problem: str) -> None:
+    with pytest.raises(DataError) as caught:
+        aligned(_given(**given), ROWS)
+    assert problem in caught.value.problem
+    assert caught.value.remedy
+
+
+def test_answers_are_read_from_json_lines_and_tables(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "add 1 and 2", "answer": "3"}])
+    (tmp_path / "b.csv").write_text('id,response\n2,"{""sum"": 7}"\n')
+    assert [(one.answers_to, one.text) for one in read_given(tmp_path / "a.jsonl", None)] == [("add 1 and 2", "3")]
+    assert [(one.answers_to, one.text, one.place) for one in read_given(tmp_path / "b.csv", None)] == [("2", '{"sum": 7}', "b.csv:1")]
+
+
+def test_graphs_answer_the_sentences_above_them(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.amr"
+    path.write_text("# ::snt The boy sleeps.\n(s / sleep-01 :ARG0 (b / boy))\n\n# ::snt It rains.\n(r / rain-01)\n")
+    found = read_given(path, None)
+    assert [one.answers_to for one in found] == ["The boy sleeps.", "It rains."]
+    assert found[1].text.strip() == "(r / rain-01)"
+
+
+@pytest.mark.parametrize("record", [{"prompt": "add"}, {"answer": "3"}, {"prompt": "add", "answer": 3}])
+def test_a_record_without_answer_or_question_is_named(tmp_path: Path, record: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:1 has"):
+        read_given(write_jsonl(tmp_path / "a.jsonl", [record]), None)
+
+
+def test_other_answers_of_the_same_file_name_are_filed_apart(tmp_path: Path) -> None:
+    path = tmp_path / "their answers.jsonl"
+    path.write_text("a")
+    first = name_of(path)
+    path.write_text("b")
+    assert first.startswith("their-answers-")
+    assert name_of(path) != first
+
+
+def test_a_task_that_asks_for_likelihoods_cannot_be_scored_from_answers(tmp_path: Path) -> None:
+    from finefit.artifacts.rundir import EvalPaths
+    from finefit.data.tasks import make_task
+
+    request = make_request("theirs", task="perplexity")
+    with pytest.raises(DataError, match="asks how likely"):
+        write_answers(make_task(request.evaluation), request, EvalPaths(tmp_path, "theirs", None), ["x"] * 3, ROWS)
+
+
+def test_given_answers_become_items_with_their_scores(tmp_path: Path) -> None:
+    from finefit.artifacts.rundir import EvalPaths
+    from finefit.data.tasks import make_task
+
+    request, paths = make_request("theirs", task="exact_match"), EvalPaths(tmp_path / "exact_match", "theirs", None)
+    write_answers(make_task(request.evaluation), request, paths, ["1", "", "4"], ROWS)
+    items = [json.loads(line) for line in paths.items.read_text().splitlines()]
+    assert [(item["item"], item["scores"]["exact"], item["failure"]) for item in items] == [
+        (0, 1.0, None),
+        (1, 0.0, "the answer is empty"),
+        (2, 0.0, None),
+    ]
+    assert items[1]["prompt"] == "You add.\n\nadd 3\n  and 4"

@@ -1,0 +1,70 @@
+"""Task files of a user's own count by content, and a run keeps its own copy of each."""
+
+from pathlib import Path
+
+import pytest
+
+from finefit.errors import SpecError
+from finefit.pipeline.taskfiles import keep_task_files, kept_paths, take_task_file, task_sha256
+from finefit.spec.load import parse_spec
+from finefit.spec.schema import Evaluation, LmEval, OwnTask
+from tests.conftest import SPEC
+
+OWN = Evaluation.model_validate({"task": {"kind": "python", "path": "mine.py"}})
+HARNESS = Evaluation.model_validate_json('{"task": {"kind": "lm_eval", "tasks": ["x"], "folder": "own"}}')
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "mine.py").write_text("METRICS = {}\n")
+    (tmp_path / "own" / "x.yaml").write_text("task: x\n")
+    return tmp_path
+
+
+def test_the_digest_is_of_the_content_wherever_the_file_lies(folder: Path) -> None:
+    first = task_sha256(OWN, folder)
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "mine.py").write_text("METRICS = {}\n")
+    assert task_sha256(OWN, folder / "deeper") == first
+    (folder / "mine.py").write_text("METRICS = {'a': 'mean'}\n")
+    assert task_sha256(OWN, folder) != first
+    assert task_sha256(Evaluation.model_validate({"task": "rouge"}), folder) is None
+
+
+def test_any_file_of_a_folder_counts(folder: Path) -> None:
+    first = task_sha256(HARNESS, folder)
+    (folder / "own" / "rows.jsonl").write_text("{}\n")
+    assert task_sha256(HARNESS, folder) != first
+
+
+def test_a_file_that_is_not_there_is_the_users_mistake(folder: Path) -> None:
+    (folder / "mine.py").unlink()
+    with pytest.raises(SpecError, match=r"evaluate mine: .*mine\.py is not there"):
+        task_sha256(OWN, folder)
+
+
+def test_a_request_has_the_file_beside_it(folder: Path) -> None:
+    taken = take_task_file(OWN, folder, folder / "evals" / "mine")
+    assert isinstance(taken.task, OwnTask)
+    assert (taken.task.path, taken.label) == ("task.py", "mine")
+    assert (folder / "evals" / "mine" / "task.py").read_text() == "METRICS = {}\n"
+    assert take_task_file(taken, folder / "evals" / "mine", folder / "evals" / "mine") == taken
+    harness = take_task_file(HARNESS, folder, folder / "evals" / "lm_eval")
+    assert isinstance(harness.task, LmEval)
+    assert (folder / "evals" / "lm_eval" / str(harness.task.folder) / "x.yaml").exists()
+
+
+def test_a_run_keeps_copies_and_goes_on_with_them_while_its_spec_names_the_same_files(folder: Path) -> None:
+    own = "evaluate: [{task: {kind: python, path: mine.py}, max_new_tokens: 8}]"
+    spec = parse_spec(SPEC.replace("evaluate: [{task: json_match, max_new_tokens: 8}]", own), where="spec.yaml")
+    kept = keep_task_files(spec, folder, folder / "run")
+    assert (folder / "run" / "tasks" / "mine.py").exists()
+    (evaluation,) = kept.evaluate
+    assert isinstance(evaluation.task, OwnTask)
+    assert evaluation.task.path == "tasks/mine.py"
+    assert kept_paths(spec.evaluate, kept.evaluate) == kept.evaluate
+    (longer,) = kept_paths((spec.evaluate[0].model_copy(update={"max_new_tokens": 9}),), kept.evaluate)
+    assert (longer.max_new_tokens, longer.task) == (9, evaluation.task)
+    (other,) = kept_paths((Evaluation.model_validate({"task": "rouge", "name": "mine"}),), kept.evaluate)
+    assert other.task.kind == "rouge"

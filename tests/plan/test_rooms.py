@@ -1,0 +1,112 @@
+"""How much an evaluation may hold at once."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from finefit.plan.rooms import held_bytes, make_rooms, scene_for_answers
+from finefit.plan.target import Target
+from finefit.rehearse.generation import generate
+from finefit.spec.schema import Evaluation, Full
+from tests.rehearse.conftest import make_config
+
+CARD = Target(
+    name="small",
+    device="cuda",
+    capability=(8, 9),
+    precision="bf16",
+    budget_bytes=4 << 30,
+    count=1,
+    rates=None,
+    host_bytes_per_second=1e10,
+    price_per_hour=None,
+    context_bytes=500 << 20,
+    margin=0.0125,
+    margin_bytes=80 << 20,
+    notes=(),
+)
+CONFIG = make_config(layers=4)
+
+
+def evaluation(task: Any = "rouge", **more: Any) -> Evaluation:
+    return Evaluation.model_validate({"task": task, "max_new_tokens": 64, **more})
+
+
+def room(target: Target = CARD, *, prompt_tokens: int = 512, devices: int = 1, config: dict[str, Any] = CONFIG, **more: Any) -> Any:
+    asked = evaluation(**more)
+    scene = scene_for_answers(config, Full(kind="full"), target)
+    return make_rooms(scene, target, [asked], prompt_tokens=prompt_tokens, devices=devices)[asked.label]
+
+
+def test_the_room_fits_and_twice_as_many_rows_would_not() -> None:
+    tight = replace(CARD, budget_bytes=int(1.1 * 2**30))
+    found = room(tight)
+    assert held_bytes(tight, found.reserved_bytes) <= tight.budget_bytes
+    rows = found.tokens // (512 + 64)
+    assert 1 < rows < 64
+    twice = generate(scene_for_answers(CONFIG, Full(kind="full"), tight), rows=2 * rows, prompt_tokens=512, new_tokens=64)
+    assert held_bytes(tight, twice.reserved_bytes) > tight.budget_bytes
+
+
+def test_shorter_prompts_are_answered_by_more_rows_within_the_same_tokens() -> None:
+    found = room()
+    assert (found.rows, found.tokens) == (256, 64 * (512 + 64))
+    longest = found.tokens // found.rows - 64
+    corner = generate(scene_for_answers(CONFIG, Full(kind="full"), CARD), rows=256, prompt_tokens=longest, new_tokens=64)
+    assert found.reserved_bytes >= 0.97 * corner.reserved_bytes  # the allocator beyond what is allocated is taken to be as for the longest
+
+
+def test_a_batch_that_is_asked_for_is_taken_as_it_is() -> None:
+    tight = replace(CARD, budget_bytes=1 << 30)
+    found = room(tight, batch=48)
+    assert (found.rows, found.tokens) == (48, 48 * (512 + 64))
+    assert held_bytes(tight, found.reserved_bytes) > tight.budget_bytes
+
+
+def test_a_processor_answers_at_most_sixteen_at_a_time() -> None:
+    cpu = replace(CARD, device="cpu", capability=(0, 0), precision="fp32", margin_bytes=0)
+    assert room(cpu).rows == 16
+
+
+def test_a_long_prompt_passes_the_mlp_in_pieces_only_where_it_must() -> None:
+    wide = make_config(layers=4, intermediate_size=16384)
+    assert room(replace(CARD, budget_bytes=8 << 30), prompt_tokens=32768, config=wide).mlp_tiles == 1
+    tight = room(replace(CARD, budget_bytes=4 << 30), prompt_tokens=32768, config=wide)
+    assert tight.mlp_tiles > 1
+    assert held_bytes(CARD, tight.reserved_bytes) <= 4 << 30
+
+
+def test_a_copy_that_fits_on_no_card_is_spread_over_them() -> None:
+    small = replace(CARD, budget_bytes=760 << 20)
+    whole = room(small, prompt_tokens=8192)
+    assert not whole.is_spread
+    assert held_bytes(small, whole.reserved_bytes) > small.budget_bytes
+    spread = room(small, prompt_tokens=8192, devices=4)
+    assert (spread.is_spread, spread.devices) == (True, 4)
+    assert held_bytes(small, spread.reserved_bytes) <= small.budget_bytes
+
+
+def test_items_are_shared_over_cards_where_a_copy_fits_on_each() -> None:
+    found = room(devices=4)
+    assert (found.is_spread, found.devices, found.rows) == (False, 4, 256)
+
+
+def test_tasks_that_only_read_are_sized_by_what_reading_takes() -> None:
+    tight = replace(CARD, budget_bytes=int(1.1 * 2**30))
+    assert room(tight, task="perplexity").tokens >= room(tight).tokens
+
+
+def test_tasks_of_the_harness_leave_the_rooms_of_others_alone() -> None:
+    asked = [evaluation({"kind": "lm_eval", "tasks": ["x"]}), evaluation()]
+    rooms = make_rooms(scene_for_answers(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1)
+    assert rooms["lm_eval"].reserved_bytes is None
+    assert rooms["rouge"].reserved_bytes is not None
+
+
+@pytest.mark.parametrize("rates", [None, "usual"])
+def test_seconds_are_foretold_where_the_rates_are_known(rates: str | None) -> None:
+    from finefit.plan.look import _USUAL
+
+    found = room(replace(CARD, rates=_USUAL if rates else None))
+    assert (found.batch_seconds is not None) is (rates is not None)

@@ -1,0 +1,138 @@
+"""What is judged: items of one or two runs, paired by what was asked, or rows of a file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finefit.errors import DataError, RunError
+from finefit.review.elsewhere import stack_of_rows
+from finefit.review.runs import Named, stack_of_runs
+from tests.reviews import make_items, make_run
+
+
+def _named(*targets: Path | str, checkpoint: str | None = None) -> list[Named]:
+    return [Named.parse(str(target), checkpoint) for target in targets]
+
+
+def test_one_run_gives_the_answers_of_its_final_checkpoint(tmp_path: Path) -> None:
+    results = {"base": make_items(3, "base"), "checkpoint-4": make_items(3, "four"), "checkpoint-8": make_items(3, "eight")}
+    make_run(tmp_path / "a-1", results, final="checkpoint-8")
+    stack = stack_of_runs(_named(tmp_path / "a-1"))
+    assert stack.models == ("a-1:checkpoint-8",)
+    assert [sheet.answers for sheet in stack.sheets] == [("eight 0",), ("eight 1",), ("eight 2",)]
+    assert stack.name == "json_match.a-1-checkpoint-8"
+
+
+@pytest.mark.parametrize(
+    ("target", "checkpoint", "answer"),
+    [
+        ("a-1:checkpoint-4", None, "four 0"),
+        ("a-1:base", None, "base 0"),
+        ("a-1", "4", "four 0"),
+        ("a-1", "base", "base 0"),
+        ("a-1:final", None, "eight 0"),
+    ],
+)
+def test_a_checkpoint_can_be_named(tmp_path: Path, target: str, checkpoint: str | None, answer: str) -> None:
+    results = {"base": make_items(3, "base"), "checkpoint-4": make_items(3, "four"), "checkpoint-8": make_items(3, "eight")}
+    make_run(tmp_path / "a-1", results, final="checkpoint-8")
+    assert stack_of_runs(_named(f"{tmp_path}/{target}", checkpoint=checkpoint)).sheets[0].answers == (answer,)
+
+
+def test_a_run_that_was_never_trained_has_one_model(tmp_path: Path) -> None:
+    make_run(tmp_path / "a-1", {"base": make_items(2)})
+    assert stack_of_runs(_named(tmp_path / "a-1")).models == ("a-1:base",)
+
+
+def test_items_are_paired_by_what_was_asked_and_the_others_are_counted(tmp_path: Path) -> None:
+    make_run(tmp_path / "a-1", {"base": make_items(5, "a")})
+    shifted = tuple(replace(item, item=at) for at, item in enumerate(reversed(make_items(5, "b", first=2))))
+    make_run(tmp_path / "b-1", {"base": shifted})
+    stack = stack_of_runs(_named(tmp_path / "a-1", tmp_path / "b-1"))
+    assert [sheet.answers for sheet in stack.sheets] == [("a 2", "b 2"), ("a 3", "b 3"), ("a 4", "b 4")]
+    assert stack.unpaired == 4
+
+
+def test_the_same_item_twice_is_two_sheets(tmp_path: Path) -> None:
+    for name in ("a-1", "b-1"):
+        items = make_items(2, name)
+        make_run(tmp_path / name, {"base": (*items, replace(items[0], item=2, answer=f"{name} again"))})
+    stack = stack_of_runs(_named(tmp_path / "a-1", tmp_path / "b-1"))
+    assert [sheet.answers for sheet in stack.sheets] == [("a-1 0", "b-1 0"), ("a-1 1", "b-1 1"), ("a-1 again", "b-1 again")]
+    assert len({sheet.key for sheet in stack.sheets}) == len({sheet.handle for sheet in stack.sheets}) == 3
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        make_run(tmp_path / folder / "runs" / "a-1", {"base": make_items(1, folder)})
+    stack = stack_of_runs(_named(tmp_path / "x/runs/a-1", tmp_path / "y/runs/a-1"))
+    assert stack.models == ("x/runs/a-1:base", "y/runs/a-1:base")
+
+
+def test_a_prompt_is_shown_as_messages_where_they_are_what_was_asked(tmp_path: Path) -> None:
+    items = make_items(2)
+    make_run(tmp_path / "a-1", {"base": (items[0], replace(items[1], prompt="<|user|>cut ... away<|end|>"))})
+    first, second = stack_of_runs(_named(tmp_path / "a-1")).sheets
+    assert [(said.role, said.text) for said in first.prompt] == [("user", "prompt 0")]
+    assert [(said.role, said.text) for said in second.prompt] == [("", "<|user|>cut ... away<|end|>")]
+
+
+def test_rows_that_have_changed_are_not_taken_for_what_was_asked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-1", {"base": make_items(1)})
+    path = run.stage(1, "sft").prepared("test.jsonl")
+    path.write_text(path.read_text() + "\n")
+    assert stack_of_runs(_named(tmp_path / "a-1")).sheets[0].prompt[0].text == make_items(1)[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("results", "targets", "more", "message"),
+    [
+        ({"a-1": {"base": make_items(1)}}, ["a-1", "a-1"], {}, "both sides are a-1:base"),
+        ({"a-1": {"base": make_items(1)}, "b-1": {"base": make_items(1, first=1)}}, ["a-1", "b-1"], {}, "have no item of json_match in common"),
+        ({"a-1": {"base": make_items(1)}}, ["a-1:checkpoint-3"], {}, "has no result of json_match for checkpoint-3; there is base"),
+        ({"a-1": {"base": make_items(1)}}, ["a-1"], {"task": "rouge"}, "has no result of rouge"),
+        ({"a-1": {}, "b-1": {"base": make_items(1)}}, ["a-1", "b-1"], {}, "a-1 has none; .*b-1 has json_match"),
+        ({"a-1": {"base": [replace(make_items(1)[0], answer="")]}}, ["a-1"], {}, "asked for no answers"),
+    ],
+)
+def test_what_cannot_be_judged_is_told(tmp_path: Path, results: dict[str, Any], targets: list[str], more: dict[str, Any], message: str) -> None:
+    for name, by_checkpoint in results.items():
+        make_run(tmp_path / name, by_checkpoint)
+    with pytest.raises(RunError, match=message):
+        stack_of_runs(_named(*(f"{tmp_path}/{target}" for target in targets)), **more)
+
+
+def _rows(*rows: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"made.csv:{at + 2}", row) for at, row in enumerate(rows)]
+
+
+def test_rows_of_a_file_are_a_stack_of_one_or_of_two() -> None:
+    one = stack_of_rows(_rows({"prompt": "q", "answer": "a", "reference": "r", "source": "doc 7", "id": "x"}), file="made.csv", name="made")
+    assert one.models == ("made.csv:answer",)
+    assert (one.sheets[0].key, one.sheets[0].place, one.sheets[0].reference) == ("x", "doc 7", "r")
+    two = stack_of_rows(_rows({"prompt": "q", "answer_a": "a", "answer_b": None}), file="made.csv", name="made")
+    assert two.sheets[0].answers == ("a", "")
+    assert two.sheets[0].reference is None
+
+
+def test_an_id_of_the_users_own_is_not_what_the_page_calls_the_sheet() -> None:
+    stack = stack_of_rows(_rows({"prompt": "q", "answer": "a", "id": "base-model-17"}), file="made.csv", name="made")
+    assert "base" not in stack.sheets[0].handle
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "holds no rows"),
+        ([{"prompt": "q", "text": "a"}], "no column answer; its columns are prompt, text"),
+        ([{"prompt": "q", "answer": "a"}, {"prompt": " ", "answer": "a"}], "made.csv:3 has no prompt"),
+        ([{"prompt": "q", "answer": "a"}, {"prompt": "p"}], "made.csv:3 has no answer"),
+        ([{"prompt": 7, "answer": "a"}], "neither text nor messages"),
+        ([{"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": "b"}], "made.csv:3 is the same item as made.csv:2"),
+    ],
+)
+def test_rows_that_cannot_be_judged_are_named(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        stack_of_rows(_rows(*rows), file="made.csv", name="made")

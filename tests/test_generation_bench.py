@@ -1,0 +1,27 @@
+"""The benchmark of generation in its small form: it runs without a card, and both sides give the same answers."""
+
+import json
+from pathlib import Path
+
+from bench.generation import SMALL, errors, measure
+
+
+def test_the_benchmark_of_generation_runs_on_a_cpu(tmp_path: Path) -> None:
+    measure(tmp_path / "out.json", SMALL)
+    found = json.loads((tmp_path / "out.json").read_text())
+    batched, long = found["batched"], found["long"]
+    assert (batched["answers_equal_to_transformers"], batched["answers_equal_between_batches"]) == (1.0, 1.0)
+    for side in ("finefit", "finefit_planned", "transformers"):
+        assert batched[side]["new_tokens_per_second"] > 0
+        assert batched[side]["warnings"] == []
+    assert batched["finefit"]["foretold_bytes"] > 100_000
+    assert (long["prompt_tokens"], long["new_tokens"]) == (300, 8)
+    assert found["long_in_tiles"]["foretold_bytes"] < long["foretold_bytes"]
+
+
+def test_an_error_is_what_a_forecast_has_above_the_truth() -> None:
+    found = {
+        "batched": {"finefit": {"foretold_bytes": 110, "reserved_bytes": 100}, "speedup": 1.0},
+        "long": {"foretold_bytes": 95, "reserved_bytes": 100},
+    }
+    assert errors(found) == {"batched/finefit": 0.1, "long": -0.05}

@@ -1,0 +1,334 @@
+"""The page's server: it answers our own page on this machine and nobody else, and no answer of it names a model before the results are asked for."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from finefit.errors import DiskFull
+from finefit.review.session import Session
+from finefit.review.stack import Stack
+from finefit.review.verdicts import Entry, Revealed, Verdict
+from finefit.web.guard import MAX_BODY_BYTES, Guard, Token
+from finefit.web.review import review_app
+from finefit.web.serve import bound, is_loopback, names_of
+from tests.reviews import MODELS, OPENED, in_memory, make_single, make_stack, on_disk, side_of
+
+HOST = "127.0.0.1:8000"
+ORIGIN = {"Origin": f"http://{HOST}"}
+APIS = ("begin", "turn", "verdict", "undo", "results", "login")
+
+
+class Client:
+    """Requests to the application itself, one after the other, with a browser's cookies."""
+
+    def __init__(self, runner: asyncio.Runner, http: httpx.AsyncClient) -> None:
+        self._runner = runner
+        self._http = http
+
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return self._runner.run(self._http.request(method, path, **more))
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return self.request("GET", path, **more)
+
+    def post(self, path: str, **more: Any) -> httpx.Response:
+        return self.request("POST", path, **more)
+
+
+@contextmanager
+def _client(session: Session, *, token: Token | None = None, rater: str | None = None) -> Iterator[Client]:
+    app = Guard(review_app(session, rater=rater, token=token), hosts=[HOST, "localhost:8000"], token=token)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url=f"http://{HOST}")
+    with asyncio.Runner() as runner:
+        yield Client(runner, http)
+        runner.run(http.aclose())
+
+
+@pytest.fixture
+def written() -> list[Entry]:
+    return [OPENED]
+
+
+@pytest.fixture
+def client(written: list[Entry]) -> Iterator[Client]:
+    with _client(Session(make_stack(), [OPENED], written.append)) as client:
+        yield client
+
+
+def _post(client: Client, name: str, status: int = 200, **body: Any) -> Any:
+    response = client.post(f"/api/{name}", json=body, headers=ORIGIN)
+    assert response.status_code == status, response.text
+    return response.json() if response.content else None
+
+
+def _judge(client: Client, press: str, status: int = 200, *, rater: str = "ann", **more: Any) -> Any:
+    turn = _post(client, "turn", rater=rater)
+    return _post(client, "verdict", status, **{"rater": rater, "sheet": turn["face"]["handle"], "press": press, "reasons": [[], []]} | more)
+
+
+def test_a_verdict_is_kept_and_answered_with_the_next_sheet(client: Client, written: list[Entry]) -> None:
+    first = _post(client, "turn", rater="ann")
+    side = side_of(first["face"]["answers"], MODELS[1])
+    reasons = [["fabricated"], []] if side == 2 else [[], ["fabricated"]]
+    after = _judge(client, str(side), reasons=reasons, note="clear")
+    verdict = written[-1]
+    assert isinstance(verdict, Verdict)
+    assert (verdict.choice, verdict.reasons, verdict.note) == ("second", (("fabricated",), ()), "clear")
+    assert (after["judged"], after["total"]) == (1, 6)
+    assert after["face"]["handle"] != first["face"]["handle"]
+
+
+def test_the_same_verdict_sent_twice_is_kept_once(client: Client, written: list[Entry]) -> None:
+    sheet = _post(client, "turn", rater="ann")["face"]["handle"]
+    body = {"rater": "ann", "sheet": sheet, "press": "1", "reasons": [[], []]}
+    after = _post(client, "verdict", **body)
+    assert _post(client, "verdict", 409, **body) == after
+    assert len(written) == 2
+
+
+def test_undo_gives_the_sheet_back(client: Client) -> None:
+    sheet = _post(client, "turn", rater="ann")["face"]["handle"]
+    _judge(client, "tie")
+    assert _post(client, "undo", rater="ann")["face"]["handle"] == sheet
+    assert _post(client, "undo", 422, rater="ann") == {"error": "there is no verdict to take back"}
+
+
+def test_no_answer_names_a_model_until_the_results_are_asked_for() -> None:
+    stack = make_stack()
+    secret = Stack(name="secret-name", task="secret-task", models=("secret-run-1", "secret-run-2"), sheets=stack.sheets)
+    session, written = in_memory(secret)
+    with _client(session) as client:
+        said = [client.get(path).text for path in ("/", "/review.js", "/review.css")]
+        said += [json.dumps(_post(client, "begin")), json.dumps(_judge(client, "1")), json.dumps(_post(client, "undo", rater="ann"))]
+        said.append(client.get("/secret", headers=ORIGIN).text)
+        assert not any("secret-" in text for text in said)
+        assert not any(isinstance(entry, Revealed) for entry in written)
+        found = _post(client, "results", rater="ann", is_sure=True)
+    assert found["models"] == ["secret-run-1", "secret-run-2"]
+    assert [entry.open for entry in written if isinstance(entry, Revealed)] == [6]
+
+
+@pytest.mark.parametrize("body", [{"rater": "ann"}, {"rater": "ann", "is_sure": False}])
+def test_results_need_a_word_of_their_own(client: Client, written: list[Entry], body: dict[str, Any]) -> None:
+    _post(client, "results", 400, **body)
+    assert written == [OPENED]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1", "127.0.0.1:8001", "localhost", "[::1]:8000", "127.0.0.1:8000.evil.example", ""]
+)
+@pytest.mark.parametrize("path", ["/", "/review.js", "/api/turn"])
+def test_a_foreign_host_is_refused(client: Client, host: str, path: str) -> None:
+    response = client.get(path, headers={"Host": host})
+    assert response.status_code == 421
+    assert client.post("/api/turn", json={"rater": "ann"}, headers={"Host": host, "Origin": f"http://{host}"}).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "origin", [None, "null", "http://evil.example", "https://127.0.0.1:8000", "http://127.0.0.1", "http://127.0.0.1:8001", "http://localhost:8000"]
+)
+@pytest.mark.parametrize("name", APIS)
+def test_a_post_without_our_own_origin_is_refused(client: Client, written: list[Entry], origin: str | None, name: str) -> None:
+    headers = {} if origin is None else {"Origin": origin}
+    assert client.post(f"/api/{name}", json={"rater": "ann"}, headers=headers).status_code == 403
+    assert written == [OPENED]
+
+
+def test_both_names_of_this_machine_may_be_used(client: Client) -> None:
+    headers = {"Host": "localhost:8000", "Origin": "http://localhost:8000"}
+    assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_a_form_is_no_request(client: Client, kind: str) -> None:
+    """Another site's form cannot send JSON without asking first."""
+    response = client.post("/api/turn", content=b'{"rater": "ann"}', headers={**ORIGIN, "Content-Type": kind})
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_browser_that_says_another_site_asks_is_believed(client: Client, site: str) -> None:
+    assert client.get("/", headers={"Sec-Fetch-Site": site}).status_code == 403
+    assert client.get("/", headers={"Sec-Fetch-Site": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
+def test_other_methods_are_refused_without_a_word_to_other_origins(client: Client, method: str) -> None:
+    response = client.request(method, "/api/turn", headers=ORIGIN)
+    assert response.status_code == 405
+    assert not any(name.startswith("access-control") for name in response.headers)
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_nothing_is_asked_for_by_get(client: Client, name: str) -> None:
+    assert client.get(f"/api/{name}").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/pages/review.html",
+        "/review.py",
+        "/review.js/..%2fguard.py",
+        "/static/../guard.py",
+        "//etc/passwd",
+    ],
+)
+def test_another_path_is_not_there(client: Client, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+async def _pieces(*pieces: bytes) -> AsyncIterator[bytes]:
+    """Sent without saying how long they are."""
+    for piece in pieces:
+        yield piece
+
+
+def test_a_long_body_is_refused_and_one_at_the_limit_is_read(client: Client) -> None:
+    long = b'{"rater": "' + b"x" * MAX_BODY_BYTES + b'"}'
+    headers = {**ORIGIN, "Content-Type": "application/json"}
+    assert client.post("/api/turn", content=long, headers=headers).status_code == 413
+    assert client.post("/api/turn", content=_pieces(long[:40000], long[40000:]), headers=headers).status_code == 413
+    fits = b'{"rater": "ann"}'.ljust(MAX_BODY_BYTES)
+    assert client.post("/api/turn", content=fits, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 50_000, b'{"rater": 7}', b'{"rater": "ann", "more": 1}', b"null"])
+@pytest.mark.parametrize("name", ["turn", "verdict", "undo", "results", "login"])
+def test_what_the_page_does_not_send_is_no_fault_of_ours(client: Client, written: list[Entry], body: bytes, name: str) -> None:
+    response = client.post(f"/api/{name}", content=body, headers={**ORIGIN, "Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert written == [OPENED]
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({"press": "3"}, 400),
+        ({"reasons": [["rude"], []]}, 422),
+        ({"reasons": [[]]}, 422),
+        ({"note": "x" * 5000}, 400),
+        ({"rater": " "}, 422),
+        ({"sheet": "other"}, 409),
+    ],
+)
+def test_a_decision_that_means_nothing_is_refused(client: Client, written: list[Entry], more: dict[str, Any], status: int) -> None:
+    sheet = _post(client, "turn", rater="ann")["face"]["handle"]
+    _post(client, "verdict", status, **{"rater": "ann", "sheet": sheet, "press": "1", "reasons": [[], []]} | more)
+    assert written == [OPENED]
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("GET", "/review.js"), ("GET", "/nothing"), ("POST", "/api/begin"), ("PUT", "/")])
+def test_every_answer_forbids_framing_sniffing_keeping_and_foreign_scripts(client: Client, method: str, path: str) -> None:
+    headers = client.request(method, path, headers=ORIGIN | {"Content-Type": "application/json"}, content=b"{}").headers
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert "unsafe" not in headers["content-security-policy"]
+    assert (headers["x-content-type-options"], headers["cache-control"], headers["referrer-policy"]) == ("nosniff", "no-store", "no-referrer")
+
+
+def test_the_page_asks_for_nothing_from_elsewhere_and_has_no_script_of_its_own(client: Client) -> None:
+    page = client.get("/").text
+    assert page.count("<script") == 1
+    assert "style=" not in page
+    for path in ("/", "/review.js", "/review.css"):
+        text = client.get(path).text
+        assert "http://" not in text
+        assert "https://" not in text
+        assert "innerHTML" not in text
+
+
+def test_a_verdict_that_was_not_kept_is_told() -> None:
+    def no_room(_: Entry) -> None:
+        raise DiskFull("the disk is full", "free some space")
+
+    with _client(Session(make_stack(), [OPENED], no_room)) as client:
+        assert "not kept: the disk is full" in _judge(client, "1", 507)["error"]
+        assert _post(client, "turn", rater="ann")["judged"] == 0
+
+
+def test_two_raters_judge_on_one_server(tmp_path: Path) -> None:
+    with on_disk(make_single(4), tmp_path) as session, _client(session) as client:
+        for rater, presses in {"ann": "1122", "bob": "1121"}.items():
+            for press in presses:
+                _judge(client, press, rater=rater, reasons=[[]])
+        found = _post(client, "results", rater="ann", is_sure=True)
+    assert [line["rater"] for line in found["raters"]] == ["ann", "bob"]
+    assert found["agreement"][0]["n"] == 4
+    assert found["faults"][0]["bad"]["n"] == 4
+
+
+TOKEN = Token(secret="a-token-of-some-length")
+
+
+def test_with_a_token_nothing_is_answered_before_it_was_given() -> None:
+    session, written = in_memory(make_stack())
+    with _client(session, token=TOKEN) as client:
+        for name in APIS:
+            if name != "login":
+                _refused_by_token(client, name)
+        assert client.get("/").status_code == 200
+        _post(client, "login", 401, token="a-token-of-some-lengtH")
+        _refused_by_token(client, "turn")
+        response = client.post("/api/login", json={"token": TOKEN.secret}, headers=ORIGIN)
+        assert response.status_code == 204
+        cookie = response.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert TOKEN.secret not in cookie
+        assert _post(client, "turn", rater="ann")["total"] == 6
+    assert written == [OPENED]
+
+
+def _refused_by_token(client: Client, name: str) -> None:
+    assert client.post(f"/api/{name}", json={"rater": "ann"}, headers=ORIGIN).status_code == 401
+
+
+@pytest.mark.parametrize("cookie", ["finefit=wrong", "finefit=", "other=1", "finefit=\xe9", '"', TOKEN.secret, f"finefit={TOKEN.secret}"])
+def test_another_cookie_is_no_token(cookie: str) -> None:
+    with _client(in_memory(make_stack())[0], token=TOKEN) as client:
+        headers: dict[str, Any] = {**ORIGIN, "Cookie": cookie.encode("latin-1")}
+        assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 401
+
+
+def test_a_token_shows_itself_to_nobody() -> None:
+    assert TOKEN.secret not in repr(TOKEN)
+    assert TOKEN.session not in repr(TOKEN)
+    assert Token(secret="x").session != Token(secret="x").session
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.1.2.3", True), ("0.0.0.0", False), ("192.168.0.4", False), ("box", False)],
+)
+def test_loopback_is_known(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
+
+
+def test_names_are_exact_and_those_of_this_machine_where_it_listens_everywhere() -> None:
+    assert names_of("127.0.0.1", 81) == ["127.0.0.1:81", "localhost:81"]
+    assert names_of("::1", 81) == ["[::1]:81", "localhost:81"]
+    assert names_of("192.168.0.4", 81) == ["192.168.0.4:81"]
+    everywhere = names_of("0.0.0.0", 81)
+    assert {"127.0.0.1:81", "localhost:81"} <= set(everywhere)
+    assert not any(name.startswith("0.0.0.0") for name in everywhere)
+
+
+def test_a_port_that_is_taken_is_the_users_to_change() -> None:
+    from finefit.errors import UserError
+
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port} cannot be listened on"), bound("127.0.0.1", port):
+            pass
