@@ -96,6 +96,7 @@ def test_the_lock_of_a_killed_process_is_taken_at_once(tmp_path: Path) -> None:
         json.dumps({"version": 1, "pid": dead_pid(), "host": socket.gethostname()}),
         json.dumps({"version": 1, "pid": 1, "host": "elsewhere"}),
     ],
+    ids=["nothing", "torn", "a list", "a dead process", "another machine"],
 )
 def test_a_stale_lock_file_is_recognised_whatever_it_says(tmp_path: Path, left: str) -> None:
     lock = tmp_path / "run.lock"

@@ -78,6 +78,16 @@ def test_the_board_has_checkpoints_in_order_with_loss_interval_n_and_coverage_an
     assert "less is better" in _shown(boards([_result("base", 9.0, PERPLEXITY), _result("checkpoint-9", 4.0, PERPLEXITY)], run))
 
 
+@pytest.mark.parametrize("width", [80, 110, 300])
+def test_no_figure_is_cut_off_however_narrow_the_terminal(run: RunDir, width: int) -> None:
+    metrics = {f"metric_{at}": Score(value=at / 10 + 0.0123, low=at / 10, high=at / 10 + 0.05) for at in range(9)}
+    shown = _shown(boards([make_result("base", metrics=metrics), make_result("checkpoint-1234", metrics=metrics)], run), width=width)
+    assert max(map(len, shown.splitlines())) <= width
+    assert all(f"metric_{at}" in shown and f"{at / 10 + 0.0123:.3g}" in shown for at in range(1, 9))
+    assert shown.count("…") == 0
+    assert (shown.count("checkpoint-1234") == 1) is (width == 300)
+
+
 def test_every_task_has_a_board_of_its_own(run: RunDir) -> None:
     results = in_order([_result("base", 0.1, task="rouge"), _result("base", 0.1, task="bleu")])
     assert [result.task for result in results] == ["bleu", "rouge"]
