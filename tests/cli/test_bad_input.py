@@ -210,7 +210,7 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
         (("run", "sepc.yaml"), "sepc.yaml: there is no such file", "did you mean `spec.yaml`?"),
         (("run", "spec.yaml", "--set", "nonsense"), "--set nonsense: this is no override", "write key.path=value"),
         (("run", "."), ". is no run directory", "runs lie under"),
-        (("eval", "nowhere"), "nowhere is no run directory", "runs lie under"),
+        (("eval", "nowhere"), "nowhere is no run directory", "name a run directory, a folder with a model"),
         (("watch", "model"), "model is no run directory", "runs lie under"),
         (("recipes", "dmeo"), "there is no recipe dmeo", ""),
     ],
@@ -231,7 +231,7 @@ def test_a_mistake_in_the_arguments_is_told_with_its_remedy(finefit: Finefit, ar
     [
         (("--checkpoint", "7"), "tiny-1 has no checkpoint 7", "there are base, final, best, checkpoint-9, checkpoint-12"),
         (("--checkpoint", "../data"), "tiny-1 has no checkpoint ../data", "there are base"),
-        (("--task", "rouge"), "there is no task rouge", "there are exact_match, json_match"),
+        (("--task", "rogue"), "there is no task rogue", "there are exact_match, json_match"),
     ],
 )
 def test_eval_of_what_is_not_there_says_what_is(finished: Path, finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str) -> None:

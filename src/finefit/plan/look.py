@@ -9,12 +9,12 @@ from finefit.rehearse.clock import Rates, phase_seconds
 from finefit.rehearse.depth import layer_kinds, rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config
 from finefit.rehearse.shard import Sharding, sharded
-from finefit.spec.schema import Full
+from finefit.spec.schema import Full, Lora
 
 _USUAL = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
 
 FUSED_AGAIN = 0.025
-"""Share of the reserved memory that is added where layers with fused kernels are computed again."""
+"""Share of the reserved memory that is added where whole weights are trained in layers with fused kernels that are computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,9 @@ class Looker:
 
 
 def holes(reserved: int, rehearsed: Rehearsed, scene: Scene) -> int:
-    """What the allocator may hold beside its forecast. A layer's input on its way to the host and back may leave a hole of its size; layers with
-    fused kernels that are computed again took up to 3.1 % more than foretold (docs/memory.md), though what they allocate was foretold to the byte."""
+    """What the allocator may hold beside its forecast. A layer's input on its way to the host and back may leave a hole of its size; whole weights
+    in layers with fused kernels that are computed again took 3.1 % more than foretold (docs/memory.md), though what they allocate was foretold."""
     levers = scene.levers
-    again = int(reserved * FUSED_AGAIN) if levers.kernels == "fused" and levers.recompute and scene.device == "cuda" else 0
+    is_again = levers.kernels == "fused" and levers.recompute and not isinstance(scene.tuning, Lora) and scene.device == "cuda"
+    again = int(reserved * FUSED_AGAIN) if is_again else 0
     return again + (rehearsed.trace.host_bytes // levers.recompute if levers.offload and levers.recompute else 0)

@@ -1,10 +1,9 @@
 """The checkpoint board: checkpoints x metrics with their intervals, the best of them marked, validation loss and coverage beside."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +11,7 @@ from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import EvalItem, EvalResult, EvalStage, Score, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import RunError
+from finefit.report.fitted import Fitted
 from finefit.report.units import finite, three_digits
 from finefit.stats.metrics import Metric
 
@@ -87,48 +87,28 @@ def _title(where: StageDir) -> str:
 
 def _board(results: Sequence[EvalResult], by: str | None, losses: dict[int, float], whose: str) -> Iterator[RenderableType]:
     best, name = best_of(results, by), own_metric(results[0], by)
-    yield Board(results=results, best=best, by=name, losses=losses, title=f"{results[0].task}{whose}, 95 % intervals")
+    title = f"{results[0].task}{whose}, 95 % intervals"
+    yield Fitted(
+        columns=list(results[0].metrics), table=lambda names, is_first: _table(results, best, name, losses, names, title if is_first else "")
+    )
     if best is not None:
         yield Text(f"* best by {name}" + (", of which less is better" if metric_of(best, name).better == "lower" else ""), style="dim")
     for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         yield Text(f"note: {warning}", style="yellow")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Board:
-    """One table, or where the terminal is too narrow for all metrics, several below one another: no figure is ever cut off."""
-
-    results: Sequence[EvalResult]
-    best: EvalResult | None
-    by: str
-    losses: dict[int, float]
-    title: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left, title = list(self.results[0].metrics), self.title
-        while left:
-            count = next((n for n in range(len(left), 1, -1) if self._width(console, left[:n]) <= options.max_width), 1)
-            yield self._table(left[:count], title)
-            left, title = left[count:], ""
-
-    def _width(self, console: Console, names: Sequence[str]) -> int:
-        return console.measure(self._table(names, ""), options=console.options.update(max_width=10_000)).maximum
-
-    def _table(self, names: Sequence[str], title: str) -> Table:
-        table = Table(title=title or None, title_justify="left")
-        table.add_column("checkpoint", no_wrap=True)
-        with_loss = any(_step(result.checkpoint) in self.losses for result in self.results)
-        for column in (*(["validation\nloss"] if with_loss else []), *names, "n", "coverage"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for result in self.results:
-            step, is_best = _step(result.checkpoint), result is self.best
-            loss = [f"{self.losses[step]:.4f}" if step in self.losses else ""] if with_loss else []
-            scores = [self._score(result, name, is_best=is_best) for name in names]
-            table.add_row(f"{result.checkpoint} *" if is_best else result.checkpoint, *loss, *scores, shown_n(result), f"{result.coverage:.0%}")
-        return table
-
-    def _score(self, result: EvalResult, name: str, *, is_best: bool) -> Text:
-        return Text(shown_score(metric_of(result, name), result.metrics[name]), style="bold" if is_best and name == self.by else "")
+def _table(results: Sequence[EvalResult], best: EvalResult | None, by: str, losses: dict[int, float], names: Sequence[str], title: str) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("checkpoint", no_wrap=True)
+    with_loss = any(_step(result.checkpoint) in losses for result in results)
+    for column in (*(["validation\nloss"] if with_loss else []), *names, "n", "coverage"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        step, is_best = _step(result.checkpoint), result is best
+        loss = [f"{losses[step]:.4f}" if step in losses else ""] if with_loss else []
+        scores = [Text(shown_score(metric_of(result, m), result.metrics[m]), style="bold" if is_best and m == by else "") for m in names]
+        table.add_row(f"{result.checkpoint} *" if is_best else result.checkpoint, *loss, *scores, shown_n(result), f"{result.coverage:.0%}")
+    return table
 
 
 def validation_losses(where: StageDir) -> dict[int, float]:

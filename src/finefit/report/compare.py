@@ -1,6 +1,6 @@
 """A comparison in the terminal: settings that differ first, then scores, differences, items, and what was foretold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -25,6 +25,7 @@ from finefit.report.compare_words import (
     spread_words,
     visible,
 )
+from finefit.report.fitted import Fitted
 from finefit.stats.metrics import Metric
 
 _MOST_CHARACTERS = 240
@@ -74,29 +75,33 @@ def _value(text: str) -> Text:
     return Text(shortened(visible(text), _MOST_OF_A_VALUE))
 
 
-def _scores(comparison: Comparison, task: TaskComparison) -> Table:
-    table = Table(title=_plain(f"task {task.task}, 95 % intervals", style="italic"), title_justify="left")
+def _scores(comparison: Comparison, task: TaskComparison) -> RenderableType:
+    return Fitted(columns=task.metrics, table=lambda metrics, is_first: _scored(comparison, task, metrics, is_first=is_first))
+
+
+def _scored(comparison: Comparison, task: TaskComparison, metrics: Sequence[Metric], *, is_first: bool) -> Table:
+    table = Table(title=_plain(f"task {task.task}, 95 % intervals", style="italic") if is_first else None, title_justify="left")
     table.add_column("model", no_wrap=True)
-    for column in ("n", "coverage", *(metric.name for metric in task.metrics)):
+    for column in ("n", "coverage", *(metric.name for metric in metrics)):
         table.add_column(column, justify="right", no_wrap=True)
     for group, spreads in zip(comparison.groups, task.spreads, strict=True):
         for at in group.sides:
-            table.add_row(_plain(comparison.sides[at].name), *_cells(task, at))
+            table.add_row(_plain(comparison.sides[at].name), *_cells(task, metrics, at))
         if len(group.sides) > 1:
-            means = (Text(spread_words(metric, spreads[metric.name]), style="bold") for metric in task.metrics)
+            means = (Text(spread_words(metric, spreads[metric.name]), style="bold") for metric in metrics)
             table.add_row(Text("mean over seeds", style="bold"), "", "", *means)
             table.add_section()
     return table
 
 
-def _cells(task: TaskComparison, at: int) -> Iterator[Text]:
+def _cells(task: TaskComparison, metrics: Sequence[Metric], at: int) -> Iterator[Text]:
     scored = task.scored[at]
     if scored is None:
-        yield from (Text(MISSING, style="yellow") for _ in range(2 + len(task.metrics)))
+        yield from (Text(MISSING, style="yellow") for _ in range(2 + len(metrics)))
         return
     yield Text(f"{scored.n:,}" if scored.n == scored.available else f"{scored.n:,} of {scored.available:,}")
     yield Text(f"{scored.coverage:.0%}")
-    for metric in task.metrics:
+    for metric in metrics:
         cell = scored.metrics.get(metric.name)
         yield (
             Text(MISSING, style="yellow")
