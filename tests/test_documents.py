@@ -36,9 +36,7 @@ def test_the_committed_forecasts_meet_their_goals_but_for_those_that_the_documen
     assert sum(errors["reserved_bytes"].values()) / len(rows) < 0.005
     assert {name for name, error in errors["reserved_bytes"].items() if error >= 0.02} == SHORT
     assert max(errors["reserved_bytes"].values()) < 0.035
-    assert {name for name, error in peaks.items() if error < 0} == {
-        "llama-3.1-8b-8L-r16-nf4-4x2048-re8-chunk1024-fused"
-    }  # see there
+    assert {name for name, error in peaks.items() if error < 0} == {"llama-3.1-8b-8L-r16-nf4-4x2048-re8-chunk1024-fused"}  # see there
     assert sum(peaks.values()) / len(peaks) < 0.02
     assert all(row["capped"]["fits"] for row in rows if row["capped"])
     assert sum(bool(row["capped"]) for row in rows) >= 56

@@ -22,7 +22,8 @@ to the spec file. Any value can be overridden on the command line: `--set optimi
 number such as `262,144` is an error with its line; all errors are told at once.
 
 A file may stand on another: `base: base.yaml` at its top takes over what that file says, as if it were written here. Mappings are merged
-key by key; a mapping whose `kind` differs, a list and any other value replace what stands below; `null` takes a value away.
+key by key; a mapping of another `kind` with keys of its own (`tuning`, `model`), a list and any other value replace what stands below;
+`null` takes a value away. `kind` of `optimizer` and `schedule` chooses no other keys: there it is one value among others.
 
 | key | value | default | |
 |---|---|---|---|

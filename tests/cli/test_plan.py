@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.records import Suggestion
 from tests.cli.conftest import Finefit, process, rewrite
+from tests.forecasts import make_forecast
 
 CARD = ("--card", "RTX 4090")
 KEYS = {
@@ -155,6 +157,30 @@ def test_a_suggestion_that_is_not_there_leaves_the_spec_alone(shape: Path, finef
     assert answer.code == 2
     assert "--apply 1 to --apply" in answer.err
     assert shape.read_text(encoding="utf-8") == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("own", "change", "problem"),
+    [
+        ("", "evaluate.0.batch=auto", "evaluate stands in shape.yaml"),
+        ("tuning: {kind: full}\n", "tuning={kind: lora, rank: 64}", "would mean something else in child.yaml, above its base"),
+    ],
+)
+def test_a_suggestion_that_cannot_stand_above_a_base_is_not_written(
+    own: str, change: str, problem: str, shape: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list is replaced as a whole; a LoRA above another keeps what that one says."""
+    rewrite(shape, ("rank: 8", "rank: 8, alpha: 3"), ("max_tokens", "test: {path: nowhere.jsonl}, max_tokens"))
+    with shape.open("a", encoding="utf-8") as file:
+        file.write("evaluate: [{task: rouge, batch: 4096}]\n")
+    child = shape.with_name("child.yaml")
+    child.write_text(f"base: shape.yaml\nname: a\n{own}", encoding="utf-8")
+    suggestion = Suggestion(changes=(change,), saves_bytes=1, peak_bytes=1, fits=True, is_exact=True, price="")
+    monkeypatch.setattr("finefit.pipeline.forecasting.forecast", lambda *_: (make_forecast(suggestions=(suggestion,)),))
+    before = child.read_text(encoding="utf-8")
+    answer = finefit("plan", child.name, *TOO_SMALL, "--apply", "1")
+    assert (answer.code, child.read_text(encoding="utf-8")) == (2, before)
+    assert problem in answer.err
 
 
 def test_nothing_is_applied_to_a_plan_that_fits(folder: Path, finefit: Finefit) -> None:

@@ -19,6 +19,7 @@ from finefit.facts.files import finefit_cache
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.resume import amend, follow
 from finefit.spec.load import load_spec
+from finefit.spec.schema import FolderModel, OwnTask, Summary
 from tests.cli.conftest import STAGE, Finefit, files_with_times, rewrite
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 from tests.pipeline.conftest import prepared
@@ -225,6 +226,51 @@ def test_who_is_told_of_a_run_may_change_and_is_recorded(finished: Path, finefit
     assert answer.out.startswith("trackers: [] -> [{'kind': 'tensorboard'}]\n")
     assert [tracker.kind for tracker in read_record(finished / RUN / STAGE / "stage.json", Stage).trackers] == ["tensorboard"]
     assert _plan(finished / RUN)["trackers"] == {"value": [{"kind": "tensorboard"}], "source": "amended after step 12"}
+
+
+OWN = """\
+METRICS = {"right": "rate"}
+
+
+def extract(answer):
+    return answer
+
+
+def score(found, reference):
+    return {"right": found == reference}
+"""
+
+
+def _own(path: str) -> str:
+    return f"evaluate=[{{task: {{kind: python, path: {path}}}}}]"
+
+
+def test_another_task_file_that_is_given_now_takes_the_place_of_the_runs_copy(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project.parent
+    monkeypatch.chdir(folder)
+    (folder / "new").mkdir()
+    (folder / "mine.py").write_text(OWN)
+    (folder / "new" / "mine.py").write_text(f"# other\n{OWN}")
+    run = prepared(project, _own("mine.py"))
+    assert amend(run, (_own("mine.py"),)) == []
+    (line,) = amend(run, (_own("new/mine.py"),))
+    assert "new/mine.py" in line
+    (evaluation,) = read_record(stage_of(run).stage, Stage).evaluate
+    assert isinstance(evaluation.task, OwnTask)
+    assert (run.path / evaluation.task.path).read_text().startswith("# other\n")
+    assert (evaluation.task.path, amend(run, ())) == ("tasks/mine.py", [])
+    with pytest.raises(SpecError, match=r"gone/mine\.py is not there"):
+        amend(run, (_own("gone/mine.py"),))
+
+
+def test_another_model_that_a_task_judges_with_is_taken_when_it_is_given_now(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.parent)
+    run = prepared(project, "evaluate=[{task: {kind: summary, nli: {kind: folder, path: model}}}]")
+    amend(run, ("evaluate.0.task.nli.path=better",))
+    amend(run, ("evaluate.0.max_new_tokens=9",))
+    (evaluation,) = read_record(stage_of(run).stage, Stage).evaluate
+    assert isinstance(evaluation.task, Summary)
+    assert (evaluation.task.nli, evaluation.max_new_tokens) == (FolderModel(kind="folder", path="../../better"), 9)
 
 
 def test_a_run_that_was_for_a_scheduler_goes_on_here_when_asked_to(finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,21 @@ def test_two_groups_of_seeds_are_compared_per_seed_and_item(tmp_path: Path) -> N
     assert not found.is_one_variable  # three seeds against two
 
 
+def test_other_seeds_are_no_partners_of_each_other(tmp_path: Path) -> None:
+    runs = [_seeded(tmp_path, 4, seed, hits) for seed, hits in ((1, HITS), (2, MISSES))]
+    runs += [_seeded(tmp_path, 8, seed, hits) for seed, hits in ((3, HITS), (4, (1,) * 10))]
+    found = compare(runs)
+    (pairing,) = found.tasks[0].pairings
+    assert (pairing.seeds, pairing.changes[0].by_seed, pairing.left_out) == ((), {}, ())
+    assert pairing.changes[0].value == pytest.approx(0.25)
+    assert "exact_match: no seed in common, so runs are compared as groups and not seed by seed" in found.warnings
+
+
+def test_one_run_of_each_needs_no_common_seed(tmp_path: Path) -> None:
+    found = compare([_seeded(tmp_path, 4, 1, HITS), _seeded(tmp_path, 8, 2, MISSES)])
+    assert not any("seed" in warning for warning in found.warnings)
+
+
 def test_balanced_seeds_are_no_second_variable(tmp_path: Path) -> None:
     runs = [_seeded(tmp_path, rank, seed, HITS if rank == 4 else MISSES) for rank in (4, 8) for seed in (1, 2)]
     found = compare(runs)
@@ -276,6 +291,8 @@ def test_a_folder_that_is_no_run_and_a_checkpoint_that_is_not_there_are_refused(
     error = _refused(run.path, f"{run.path}:40")
     assert (error.problem, "base, checkpoint-6, final" in error.remedy) == (f"{run.path} has no checkpoint 40", True)
     bare = make_bare(tmp_path / "m-1", HITS)
+    write_result(bare.stages()[0], "theirs-52b1cf00", MISSES)
+    assert compare([str(bare.path), f"{bare.path}:theirs-52b1cf00"]).sides[1].checkpoint == "theirs-52b1cf00"
     assert "has no checkpoint 3" in _refused(run.path, f"{bare.path}:3").problem
 
 

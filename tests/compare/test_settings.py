@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.records import Levers
+from finefit.artifacts.rundir import RunDir
 from finefit.compare.comparing import compare
-from finefit.compare.records import Comparison
-from tests.runs import FILE, MACHINE, make_bare, make_run
+from finefit.compare.records import ABSENT, Comparison
+from finefit.errors import RunError
+from finefit.spec.schema import ShapeModel
+from tests.runs import FILE, MACHINE, make_bare, make_run, write_result
 
 HITS = (1, 0, 1, 1, 0, 1, 1, 0, 1, 1)
 MISSES = (1, 0, 0, 1, 0, 0, 1, 0, 1, 0)
@@ -90,6 +93,56 @@ def test_what_cannot_change_a_score_stands_apart(tmp_path: Path, second: dict[st
 )
 def test_what_can_change_a_score_is_named(tmp_path: Path, second: dict[str, Any], key: str) -> None:
     assert _keys(_compared(tmp_path, {}, second))[0] == [key]
+
+
+def _with_best(run: RunDir, step: int, hits: tuple[int, ...], **evaluation: Any) -> str:
+    where = run.stages()[0]
+    (where.checkpoints / f"checkpoint-{step}").mkdir(exist_ok=True)
+    (where.checkpoints / "best").symlink_to(f"checkpoint-{step}")
+    write_result(where, f"checkpoint-{step}", hits, **evaluation)
+    return f"{run.path}:best"
+
+
+def test_how_often_is_saved_can_change_which_checkpoint_is_the_best(tmp_path: Path) -> None:
+    one = _with_best(make_run(tmp_path / "a-1"), 6, HITS)
+    other = _with_best(make_run(tmp_path / "b-1", overrides=["save.every=2 steps", "save.keep=9"]), 4, MISSES)
+    found = compare([one, other])
+    assert _keys(found) == (["save.every"], ["save.keep"])
+    assert found.verdict == "one setting differs: save.every"
+    assert found.warnings[:2] == ("the best of a-1 is checkpoint-6", "the best of b-1 is checkpoint-4")
+
+
+def test_seeds_whose_best_checkpoints_are_of_other_steps_are_one_group(tmp_path: Path) -> None:
+    runs = [_with_best(make_run(tmp_path / f"s-{seed}", overrides=[f"seed={seed}"]), 2 * seed, HITS, seed=seed) for seed in (2, 3)]
+    assert [group.sides for group in compare(runs).groups] == [(0, 1)]
+
+
+def test_a_task_that_a_third_run_lacks_does_not_differ_between_those_that_have_it(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, results={"checkpoint-6": HITS}) for name in ("a-1", "b-1", "c-1")]
+    for run, tokens in zip(runs[:2], (8, 8), strict=True):
+        write_result(run.stages()[0], "checkpoint-6", HITS, task="rouge", settings={"max_new_tokens": tokens})
+    targets = [str(run.path) for run in runs]
+    found = compare(targets)
+    assert not found.differing
+    assert any(warning.startswith("c-1 has no result of rouge") for warning in found.warnings)
+    write_result(runs[1].stages()[0], "checkpoint-6", HITS, task="rouge", settings={"max_new_tokens": 9})
+    (row,) = compare(targets).differing
+    assert (row.key, row.values) == ("rouge.max_new_tokens", (8, 9, ABSENT))
+
+
+def test_answers_made_elsewhere_have_no_settings_of_the_run_that_scored_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a-1", overrides=["tuning.rank=16"], results={"checkpoint-6": HITS})
+    made: dict[str, Any] = {"model": ShapeModel(kind="shape", config={}), "model_name": "answers of theirs.jsonl", "model_fingerprint": "9" * 64}
+    write_result(run.stages()[0], "theirs-52b1cf00", MISSES, **made)
+    other = make_run(tmp_path / "b-1", results={"checkpoint-6": HITS}, machine=replace(MACHINE, versions={"torch": "2.12.0", "rich": "14.0"}))
+    found = compare([str(other.path), f"{run.path}:theirs-52b1cf00"])
+    assert [side.name for side in found.sides] == ["b-1:final", "a-1:theirs-52b1cf00"]
+    assert (found.sides[1].checkpoint, found.sides[1].seed) == ("theirs-52b1cf00", None)
+    assert _keys(found)[0] == ["checkpoint", "model"]
+    assert [curve.side for curve in found.curves] == [0]
+    with pytest.raises(RunError) as caught:
+        compare([str(other.path), f"{run.path}:ours"])
+    assert "base, checkpoint-6, final, theirs-52b1cf00" in caught.value.remedy
 
 
 def test_other_items_are_a_setting_too(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from finefit.data.items import key_of, read_items
 from finefit.data.prepared import prepare
 from finefit.data.render import open_renderer
 from finefit.data.store import Examples
+from finefit.data.tasks import Reply, make_task
 from finefit.preflight.data import repairs_are_told
-from finefit.spec.schema import Data, Spec
-from tests.conftest import make_tokenizer
+from finefit.spec.schema import Data, Evaluation, Spec
+from tests.conftest import make_tokenizer, write_jsonl
 from tests.preflight.test_data_checks import SPEC
 
 TRAIN = """\
@@ -98,6 +99,17 @@ def test_a_repair_is_written_into_the_ledger_and_told(tmp_path: Path, tokenizer:
     assert "train.txt:2 c / con is c2 now" in "".join(finding.problem for finding in told)
 
 
+def test_an_item_whose_gold_was_repaired_is_scored_as_if_it_were_repaired_now(tmp_path: Path, tokenizer: Path) -> None:
+    """So that a run's own evaluation and one of the same answers from a file agree."""
+    copied = Reply(text="(n / ngủ :agent(n / người))")
+    built, raw = (read_items(prepared(tmp_path, tokenizer, **task)[1] / "test.jsonl")[1] for task in ({"repair_gold": True}, {}))
+    task = make_task(Evaluation.model_validate({"task": {"kind": "amr", "repair_gold": True}}))
+    now, before = task.read(copied, raw), task.read(copied, built)
+    assert before.counts == now.counts
+    assert before.counts["matched"] == before.counts["gold"] == 4.0
+    assert before.extracted["gold_repairs"] == now.extracted["gold_repairs"] == ["n / người is n2 now, since n was defined before"]
+
+
 def test_an_item_is_the_same_item_whatever_it_was_built_into(tmp_path: Path, tokenizer: Path) -> None:
     methods = ("baseline", "mtup2", "mtup4")
     built = [read_items(prepared(tmp_path, tokenizer, method=method, repair_gold=True)[1] / "test.jsonl") for method in methods]
@@ -106,6 +118,21 @@ def test_an_item_is_the_same_item_whatever_it_was_built_into(tmp_path: Path, tok
     plain = [key_of(row) for row in read_items(prepared(tmp_path, tokenizer)[1] / "test.jsonl")]
     assert keys == [plain] * len(methods)
     assert len(set(plain)) == 2
+
+
+def test_a_pair_is_the_same_item_with_and_without_a_form(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "form.py").write_text("def build(prompt, answer):\n    return prompt.upper(), f'= {answer}'\n")
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "two and two", "chosen": "4", "rejected": "5"}])
+    items = {}
+    for name, task in {"plain": None, "built": {"kind": "python", "path": "form.py"}}.items():
+        (tmp_path / name).mkdir()
+        data = Data.model_validate(
+            {"train": [{"path": "pairs.jsonl"}], "test": {"path": "pairs.jsonl"}, "task": task, "overlap": "warn"}, strict=False
+        )
+        prepare(data, base=tmp_path, tokenizer=tokenizer, seed=0, folder=tmp_path / name, pairs=True)
+        (items[name],) = read_items(tmp_path / name / "test.jsonl")
+    assert (items["built"].prompt[-1].content, items["built"].answer, items["built"].wrong) == ("TWO AND TWO", "= 4", ("= 5",))
+    assert key_of(items["built"]) == key_of(items["plain"])
 
 
 def test_without_a_task_rows_stay_as_they_are_read(tmp_path: Path, tokenizer: Path) -> None:

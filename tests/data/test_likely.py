@@ -7,7 +7,8 @@ from finefit.data.items import as_item, item_line, read_items
 from finefit.data.prepared import prepare
 from finefit.data.rows import Message, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_task
-from finefit.errors import DataError
+from finefit.errors import DataError, RunError
+from finefit.evaluate.score import score_item
 from finefit.spec.schema import Data, Evaluation, Source
 from finefit.stats.metrics import value
 from tests.conftest import make_tokenizer, write_jsonl
@@ -56,6 +57,23 @@ def test_perplexity_is_over_all_tokens_and_no_mean_of_items() -> None:
     assert value(task.metrics[0], counts) == pytest.approx(math.exp(4 / 10))
     assert task.candidates(make_row("trained on", "another")) == (("trained on",), ())
     assert task.metrics[0].better == "lower"
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_probabilities_that_are_not_finite_are_the_worst_result(logprob: float, is_right: bool) -> None:
+    row, odd, even = make_row("right", wrong=("a",)), make_likelihood(logprob), make_likelihood(-1.0)
+    reply = Reply(text="right", right=(odd if is_right else even,), wrong=(even if is_right else odd,))
+    for kind, metric, worst in (("hallucination", "preferred_wrong", 1.0), ("truthfulqa", "mc1", 0.0)):
+        item = score_item(_task(kind), 0, row, prompt="", reply=reply)
+        assert (item.counts[metric], item.failure, item.candidates) == (worst, "the model's probabilities are not finite", ())
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_perplexity_is_refused_where_a_probability_is_not_finite(logprob: float) -> None:
+    """An item that counts no tokens would be left out, and the worst model get the better score."""
+    with pytest.raises(RunError, match=r"perplexity is not defined: the model's log-probability of t\.jsonl:1 is (nan|-inf)"):
+        score_item(_task("perplexity"), 0, make_row("a"), prompt="", reply=Reply(right=(make_likelihood(logprob),)))
 
 
 def test_only_perplexity_takes_plain_text() -> None:

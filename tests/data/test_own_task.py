@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from finefit.data.rows import Message, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_build, make_task
-from finefit.data.tasks.own import own_file
 from finefit.errors import SpecError
 from finefit.spec.schema import Evaluation, OwnTask
 from tests.data.task_rows import make_likelihood, make_row, metrics_of
@@ -62,7 +62,37 @@ def test_nothing_is_left_beside_the_file_and_two_files_of_one_name_do_not_meet(t
 def test_build_makes_prompt_and_answer_of_rows(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE)
     built = make_build(OwnTask(kind="python", path="sums.py"), base=tmp_path)(make_row("4", "four", prompt="2+2"))
-    assert (built.prompt[-1].content, built.answer, built.references) == ("How much is 2+2?", "It is 4.", ("It is 4.", "four"))
+    assert (built.prompt[-1].content, built.answer, built.references) == ("How much is 2+2?", "It is 4.", ("It is 4.", "It is four."))
+
+
+def _pair(chosen: tuple[str, ...], rejected: tuple[str, ...]) -> Row:
+    said = tuple(Message("assistant" if at % 2 == 0 else "user", text) for at, text in enumerate(chosen))
+    return Row(
+        source="p", number=1, messages=(Message("user", "2+2"), *said), num_given=1, rejected=tuple(Message("assistant", text) for text in rejected)
+    )
+
+
+def test_wrong_and_rejected_answers_are_built_as_the_right_one_is(tmp_path: Path) -> None:
+    """Or what tells them apart would be the form."""
+    _own(tmp_path, WHOLE)
+    build = make_build(OwnTask(kind="python", path="sums.py"), base=tmp_path)
+    assert build(make_row("4", wrong=("5", "6"))).wrong == ("It is 5.", "It is 6.")
+    pair = build(_pair(("4",), ("5",)))
+    assert (pair.prompt[-1].content, pair.answer, pair.rejected) == ("How much is 2+2?", "It is 4.", (Message("assistant", "It is 5."),))
+    assert (pair.kind, pair.num_given) == ("pair", 1)
+
+
+def test_a_row_whose_answers_have_no_one_prompt_cannot_be_built(tmp_path: Path) -> None:
+    _own(tmp_path, WHOLE.replace("How much is {prompt}?", "{prompt}, in {len(answer)} letters"))
+    build = make_build(OwnTask(kind="python", path="sums.py"), base=tmp_path)
+    assert build(make_row("4", "5", prompt="2+2")).prompt[-1].content == "2+2, in 1 letters"
+    with pytest.raises(NoResult, match=r"sums\.py builds another prompt for each"):
+        build(make_row("4", wrong=("five",)))
+    for chosen, rejected in ((("4", "sure?", "yes"), ("5",)), (("4",), ("5", "6"))):
+        with pytest.raises(NoResult, match="more than their last answer"):
+            build(_pair(chosen, rejected))
+    with pytest.raises(NoResult, match="no prompt that could be built"):
+        build(Row(source="t", number=1, text="plain"))
 
 
 def test_a_file_may_do_no_more_than_build(tmp_path: Path) -> None:
@@ -82,19 +112,14 @@ def test_a_task_may_weigh_given_answers_instead(tmp_path: Path) -> None:
     assert not task.generates
     assert task.candidates(row) == (("y",), ("n",))
     assert task.read(Reply(right=(make_likelihood(-1.0),), wrong=(make_likelihood(-2.0),)), row).counts == {"prefers_right": 1.0}
+    with pytest.raises(NoResult, match="probabilities are not finite"):
+        task.read(Reply(right=(make_likelihood(-1.0),), wrong=(make_likelihood(float("-inf")),)), row)
 
 
-def test_beside_a_request_the_file_is_found_under_the_name_of_its_copy(tmp_path: Path) -> None:
-    evaluation = Evaluation.model_validate({"task": {"kind": "python", "path": "../tasks/sums.py"}})
-    spec, request = tmp_path / "spec", tmp_path / "runs" / "evals"
-    for folder in (spec, tmp_path / "tasks", request):
-        folder.mkdir(parents=True)
-    (tmp_path / "tasks" / "sums.py").write_text(WHOLE)
-    found = own_file(evaluation, spec)
-    assert found is not None
-    (request / "task.py").write_bytes(found.read_bytes())
-    assert make_task(evaluation, base=request).name == "sums"
-    assert own_file(Evaluation.model_validate({"task": "rouge"}), spec) is None
+def test_another_file_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(WHOLE)
+    with pytest.raises(SpecError, match=r"there is no file sums\.py"):
+        make_task(Evaluation.model_validate({"task": {"kind": "python", "path": "sums.py"}}), base=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,16 @@ def test_the_nearest_of_several_references_counts() -> None:
     assert reading.counts["rouge1"] == 1.0
 
 
+def test_of_several_references_each_kind_takes_the_best_as_rouge_score_does() -> None:
+    """One reference has the words, the other their order."""
+    references, answer = ["d c b a e", "a b c x y z w v"], "a b c d e"
+    reading = _rouge(sentences="lines").read(Reply(text=answer), make_row(*references))
+    expected = {kind: found.fmeasure for kind, found in RougeScorer(KINDS, use_stemmer=True).score_multi(references, answer).items()}
+    assert reading.counts == pytest.approx(expected, abs=1e-12)
+    assert reading.reference == references[0]
+    assert all(reading.counts[kind] > _rouge().read(Reply(text=answer), make_row(references[0])).counts[kind] for kind in ("rouge2", "rougeL"))
+
+
 @pytest.mark.parametrize("answer", ["", "  \n", "...", "!!!"])
 def test_an_answer_without_a_word_halves_the_mean_of_two(answer: str) -> None:
     rows = [make_row("one two three"), make_row("one two three")]

@@ -78,7 +78,8 @@ def test_an_empty_answer_is_a_failure_of_the_answer_and_not_of_the_choices() -> 
 
 
 def test_an_item_without_likelihoods_counts_as_nothing_found() -> None:
-    assert set(counts_of(_task(), ROW, Reply(text="Nothing happens")).values()) == {0.0}
+    for scorer in ("rouge", "bleu"):
+        assert set(counts_of(_task(scorer=scorer), ROW, Reply(text="Nothing happens")).values()) == {0.0}
 
 
 def test_bleurt_that_is_not_installed_is_said_when_the_task_is_made() -> None:
@@ -116,6 +117,9 @@ def test_bleurt_scores_every_reference_where_it_is_installed(bleurt: Path) -> No
     large = _task(bleurt, scorer="bleurt", checkpoint="large")
     assert large.read(_reply([-1.0], [-2.0], answer), ROW).counts["bleurt_max"] == -2.0
     assert large.signature["scorer"] == "BLEURT 0.0.2, large"
+    of_nothing = {"bleurt_acc": 0.0, "bleurt_diff": -3.0, "bleurt_max": -16.0}  # not 0, which is more than the answer above has
+    assert _task(scorer="bleurt").read(_reply([-1.0], [-2.0], " "), ROW).counts == {**counts, **of_nothing}
+    assert counts_of(_task(scorer="bleurt"), ROW, Reply(text=answer)) == {"mc1": 0.0, "mc2": 0.0} | of_nothing
     assert {metric.unit for metric in large.metrics if metric.name == "bleurt_max"} == {"number"}
     with pytest.raises(SpecError, match="checkpoint absent is no folder"):
         _task(bleurt, scorer="bleurt", checkpoint="absent")

@@ -2,6 +2,12 @@
 
 import importlib.util
 import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from finefit.spec.schema import Evaluation, FolderModel
 from tests.conftest import make_model_folder, make_tokenizer
 from tests.evals import SUBJECT
 
+TIME = "2026-01-31T09-08-07.123456"
 SETTINGS = {"task": {"kind": "lm_eval", "tasks": ["sums"], "shots": 2}, "limit": 4}
 
 
@@ -41,7 +48,11 @@ def test_a_metric_of_zeros_and_ones_is_a_rate_with_its_interval_from_the_samples
     )
     result = make_result(make_request(), told)
     (metric,) = result.definitions
-    assert (metric.aggregate, metric.unit, result.n, result.available, result.warnings) == ("rate", "share", 4, 90, ())
+    assert (metric.aggregate, metric.unit, result.n, result.available, result.coverage) == ("rate", "share", 4, 90, 1.0)
+    assert result.warnings == (
+        "4 of 90 items: lm-eval takes the first 4 of each task, which is no random sample",
+        "4 items: the intervals may be too narrow",
+    )
     score = result.metrics["acc"]
     assert score.value == 0.75
     assert score.low == pytest.approx(0.3006, abs=1e-3)  # Wilson's, not 1.96 standard errors
@@ -75,16 +86,28 @@ def test_what_is_no_mean_of_its_samples_stands_as_it_was_reported_and_says_so() 
     assert result.definitions == ()
     assert result.metrics["perplexity"].low == pytest.approx(11.52)
     assert result.metrics["perplexity"].high == pytest.approx(13.48)
-    assert (result.metrics["bleu"].low, result.metrics["bleu"].high) == (7.0, 7.0)
-    assert "1.96 x the standard error that lm-eval reports" in result.warnings[0]
-    assert "it has no interval" in result.warnings[1]
+    assert (result.metrics["bleu"].low, result.metrics["bleu"].high) == (-math.inf, math.inf)
+    assert result.warnings[0] == "1 item: nothing is known of the spread"
+    assert "1.96 x the standard error that lm-eval reports" in result.warnings[1]
+    assert "it has no interval" in result.warnings[2]
+
+
+def test_figures_without_samples_cover_nothing() -> None:
+    result = make_result(make_request(), Told(results={"t": {"acc,none": 0.3}}, samples={}, available=0))
+    assert (result.n, result.coverage, len(result.warnings)) == (0, 0.0, 1)
+
+
+def test_each_of_several_tasks_says_that_it_has_few_samples() -> None:
+    samples = {"a": [sample(at, acc=1.0) for at in range(40)], "b": [sample(at, acc=1.0) for at in range(9)]}
+    result = make_result(make_request(settings={"limit": None}), Told(results={t: {"acc,none": 1.0} for t in "ab"}, samples=samples, available=49))
+    assert result.warnings == ("b: 9 items: the intervals may be too narrow",)
 
 
 def test_a_figure_that_its_samples_do_not_average_to_is_taken_as_reported() -> None:
     told = Told(results={"t": {"mcc,none": 0.3}}, samples={"t": [sample(0, mcc=1.0), sample(1, mcc=0.0)]}, available=2)
     result = make_result(make_request(), told)
     assert (result.definitions, result.metrics["mcc"].value) == ((), 0.3)
-    assert "mcc is no mean of samples" in result.warnings[0]
+    assert "mcc is no mean of samples" in result.warnings[-1]
 
 
 def test_what_should_be_low_is_better_when_it_is_lower() -> None:
@@ -100,10 +123,47 @@ def test_the_output_folder_is_read_and_an_empty_one_is_an_error(tmp_path: Path) 
         read_output(tmp_path)
     (tmp_path / "model").mkdir()
     counts = {"sums": {"original": 7, "effective": 1}}
-    (tmp_path / "model" / "results_2026.json").write_text(json.dumps({"results": {"sums": {"acc,none": 1.0}}, "n-samples": counts}))
-    (tmp_path / "model" / "samples_sums_2026.jsonl").write_text(json.dumps(sample(0, acc=1.0)) + "\n")
+    (tmp_path / "model" / f"results_{TIME}.json").write_text(json.dumps({"results": {"sums": {"acc,none": 1.0}}, "n-samples": counts}))
+    (tmp_path / "model" / f"samples_sums_{TIME}.jsonl").write_text(json.dumps(sample(0, acc=1.0)) + "\n")
     told = read_output(tmp_path)
     assert (told.available, len(told.samples["sums"])) == (7, 1)
+
+
+def test_samples_are_those_of_the_task_itself_and_a_group_has_none(tmp_path: Path) -> None:
+    results = {name: {"acc,none": 0.5} for name in ("sums", "sums_cot", "arithmetic", "arithmetic_hard")}
+    (tmp_path / f"results_{TIME}.json").write_text(json.dumps({"results": results}))
+    for name, docs in (("sums", 1), ("sums_cot", 2), ("arithmetic_hard", 3)):
+        (tmp_path / f"samples_{name}_{TIME}.jsonl").write_text("".join(json.dumps(sample(at, acc=1.0)) + "\n" for at in range(docs)))
+    told = read_output(tmp_path)
+    assert {name: len(lines) for name, lines in told.samples.items()} == {"sums": 1, "sums_cot": 2, "arithmetic_hard": 3}
+    assert told.available == 6
+
+
+def test_lm_eval_ends_with_the_process_that_started_it_when_that_is_killed(tmp_path: Path) -> None:
+    """Any module of its name will do: what it computes does not matter here."""
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__main__.py").write_text("import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(300)\n")
+    command = [sys.executable, "-P", "-m", "finefit.evaluate.harness_child", "--tasks", "x"]
+    code = f"from pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command!r}, cwd=Path())\n"
+    told, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=told, text=True, env=environment, cwd=tmp_path) as parent:
+        assert parent.stdout is not None
+        number, *arguments = parent.stdout.readline().split()
+        parent.kill()
+    assert arguments == ["--tasks", "x"]
+    for _ in range(200):
+        if not _is_alive(int(number)):
+            return
+        time.sleep(0.1)
+    os.kill(int(number), signal.SIGKILL)
+    pytest.fail("lm-eval went on")
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _stage(tmp_path: Path) -> tuple[StageDir, EvalRequest]:

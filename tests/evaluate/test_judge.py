@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from finefit.artifacts.records import EvalItem
 from finefit.data.tasks import NoResult, Reply, Task, make_task
 from finefit.data.tasks.judged import asked, mark_in
 from finefit.errors import Resumable, RunError, SpecError
-from finefit.evaluate.judge import Patience, judge_items
+from finefit.evaluate.judge import Patience, judge_items, marks_made_fit
 from finefit.evaluate.score import score_item, summarise
 from finefit.spec.schema import Evaluation, Judge
 from tests.data.task_rows import make_row
@@ -117,6 +118,17 @@ def test_every_answer_gets_its_mark_and_the_mean_is_over_all_items(tmp_path: Pat
     assert result.metrics["judge"].value == 0.5
     assert result.metrics["judge_marked"].value == pytest.approx(2 / 3)
     assert result.metrics["exact"].value == 0.0
+
+
+def test_answers_of_before_a_judge_was_asked_for_are_judged_and_lose_their_marks_after_one(tmp_path: Path) -> None:
+    plain, answers = make_task(Evaluation(task={"kind": "exact_match"})), ["worth 5", " "]  # type: ignore[arg-type]
+    with address(marking) as state:
+        task = _task(judge := _judge(state))
+        before = [marks_made_fit(task, item) for item in _items(plain, answers)]
+        items = judge_items(task, before, judge, verdicts=tmp_path / "verdicts.jsonl", patience=QUICK)
+    assert before == _items(task, answers)
+    assert summarise(task, "base", items, available=2, seconds=1.0).metrics["judge"].value == 0.5
+    assert [marks_made_fit(plain, item) for item in _items(task, answers)] == _items(plain, answers)
 
 
 def test_the_judge_is_asked_once_for_each_answer_and_greedily(tmp_path: Path) -> None:
@@ -239,6 +251,41 @@ def test_a_secret_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     with address(marking) as state, pytest.raises(RunError, match="JUDGE_KEY, which is not set"):
         _judged(state, ["worth 2"], tmp_path, key="JUDGE_KEY")
     assert state.asked == []
+
+
+def test_the_end_of_a_line_is_no_part_of_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", " s3cret-s3cret\r\n")
+    with address(marking) as state:
+        _judged(state, ["worth 4"], tmp_path, key="JUDGE_KEY")
+    assert state.headers[0]["authorization"] == "Bearer s3cret-s3cret"
+
+
+@pytest.mark.parametrize("secret", ["s3cret\ns3cret", "s3cret\x7f", "s3cret-đ"])
+def test_a_secret_that_cannot_be_sent_is_told_by_its_variable_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("JUDGE_KEY", secret)
+    with address(marking) as state, pytest.raises(RunError, match="JUDGE_KEY, which holds characters that no header can carry") as error:
+        _judged(state, ["worth 2"], tmp_path, key="JUDGE_KEY")
+    assert "s3cret" not in str(error.value) + error.value.remedy
+    assert state.asked == []
+
+
+def test_a_secret_stays_out_of_what_the_connection_complains_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of a protocol's failure quote what was sent, here a status line that is none."""
+
+    class Echo(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(b"no status but s3cret-s3cret\r\n\r\n")
+
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-s3cret")
+    with ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            with pytest.raises(Resumable, match=r"cannot be reached: RemoteProtocolError .*but \*\*\*") as error:
+                _judged(Address(f"http://127.0.0.1:{server.server_address[1]}/v1"), ["worth 2"], tmp_path, key="JUDGE_KEY")
+        finally:
+            server.shutdown()
+    assert "s3cret" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def test_a_python_file_is_a_task_of_ones_own(tmp_path: Path) -> None:
         (["rogue"], "there is no task rogue", "exact_match, json_match, rouge"),
         (["{kind: rouge, stemer: false}"], "task.rouge.stemer", "docs/spec.md"),
         (["{kind: rouge"], "--task {kind: rouge", "quote it"),
+        (["tasks/v1.2.py"], "'v1.2' is no name; give name: with letters, digits, `_` and `-`", "docs/spec.md"),
+        (["{name: v1.2, task: rouge}"], '"v1.2" is no name; use letters, digits, `_` and `-`', "docs/spec.md"),
         (["nowhere.yaml"], "there is no such file", "json_match"),
         (["rouge", "{kind: rouge, stemmer: false}"], "two tasks are called rouge", "a name each"),
     ],

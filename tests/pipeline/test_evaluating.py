@@ -1,6 +1,7 @@
 """What an evaluation asks, what is asked anew, where scores are filed, and who is told of them; the processes are played."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,14 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import EvalRequest, Room, Stage, read_record, write_record
+from finefit.artifacts.records import EvalRequest, Room, Run, Stage, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
-from finefit.errors import RunError, SpecError
+from finefit.errors import Interrupted, RunError, SpecError
 from finefit.pipeline import evaluating
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.evaluating import Rooms, at_the_end, evaluate, evaluations_of, note_scores, relabelled, request_of, scores_told
 from finefit.pipeline.scoring import Wish, carry_out, open_work
-from finefit.spec.schema import Evaluation, Tracker
+from finefit.spec.schema import Evaluation, Judge, Tracker
 from tests.conftest import make_rows, write_jsonl
 from tests.evals import make_item, make_result
 
@@ -112,6 +113,77 @@ def test_a_record_of_another_version_is_scored_anew(run: RunDir, launched: Launc
     assert len(launched) == 2
 
 
+def test_what_other_packages_answered_is_asked_anew(run: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    _score(run, _ask(run))
+    assert launched[0].made_with.keys() == {"finefit", "torch", "transformers", "peft"}
+    monkeypatch.setattr(evaluating, "made_with", lambda: launched[0].made_with | {"transformers": "9.9"})
+    _score(run, _ask(run))
+    _score(run, _ask(run))
+    assert [request.made_with["transformers"] == "9.9" for request in launched] == [False, True]
+
+
+def test_a_short_trial_leaves_the_full_record_alone(trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluating, "rooms_here", lambda _, __, asked, ___: {asked[0].label: Room(rows=2, tokens=99)})
+    carry_out(open_work(Wish(target=str(trained.path))), tick=lambda: None, say=lambda _: None)
+    paths = stage_of(trained).evaluation("json_match", "checkpoint-12")
+    paths.items.write_text("{}\n")
+    before = (paths.result.read_bytes(), paths.request.read_bytes())
+    trial = Wish(target=str(trained.path), limit=1, max_new_tokens=5)
+    for _ in range(2):
+        carry_out(open_work(trial), tick=lambda: None, say=lambda _: None)
+    assert (paths.result.read_bytes(), paths.request.read_bytes(), paths.items.read_text()) == (*before, "{}\n")
+    first, second = launched  # the trial once
+    assert (first.evaluation.label, second.evaluation.limit, second.evaluation.max_new_tokens) == ("json_match", 1, 5)
+    assert re.fullmatch(r"json_match-with-[0-9a-f]{8}", second.evaluation.label)
+
+
+def test_settings_of_a_task_that_no_spec_names_are_apart_from_those_that_are_scored(run: RunDir, launched: Launched) -> None:
+    def label(task: str) -> str:
+        (request,) = open_work(Wish(target=str(run.path), checkpoint="base", tasks=(task,))).requests
+        return request.evaluation.label
+
+    _score(run, open_work(Wish(target=str(run.path), checkpoint="base", tasks=("rouge",))).requests[0])
+    other = label("{kind: rouge, stemmer: false}")
+    assert (label("rouge"), label("{task: rouge, limit: 3, batch: 2}"), other.startswith("rouge-with-")) == ("rouge", "rouge", True)
+    again = label(f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}")
+    _score(run, open_work(Wish(target=str(run.path), checkpoint="base", tasks=("{kind: rouge, stemmer: false}",))).requests[0])
+    assert (again, len(launched)) == (other, 2)
+    third = label(f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}")
+    assert (third.count("-with-"), third != other) == (1, True)
+
+
+def test_what_was_asked_otherwise_is_kept_until_all_items_are_scored_anew(run: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    _score(run, _ask(run))
+    paths, play = stage_of(run).evaluation("json_match", "base"), vars(evaluating)["launch"]
+    paths.items.write_text("{}\n")
+    old = paths.result.read_bytes()
+
+    def kept() -> list[str]:
+        return sorted(path.name for path in paths.earlier.rglob("*.json*"))
+
+    monkeypatch.setattr(evaluating, "launch", lambda *_, **__: 3)
+    with pytest.raises(Interrupted):
+        _score(run, _ask(run, max_new_tokens=9))
+    assert kept() == ["base.items.jsonl", "base.json", "base.request.json"]
+    assert next(paths.earlier.rglob("base.json")).read_bytes() == old
+    assert (paths.items.exists(), paths.result.exists()) == (False, False)
+    monkeypatch.setattr(evaluating, "launch", play)
+    _score(run, _ask(run, max_new_tokens=9, limit=1))
+    assert "base.json" in kept()
+    _score(run, _ask(run, max_new_tokens=9))
+    assert (kept(), paths.earlier.exists(), len(launched)) == ([], False, 3)
+
+
+def test_another_judge_is_asked_about_the_answers_that_are_there(run: RunDir, launched: Launched) -> None:
+    _score(run, _ask(run))
+    paths = stage_of(run).evaluation("json_match", "base")
+    paths.items.write_text("{}\n")
+    judge = Judge(url="http://localhost:1/v1", model="judge")
+    for _ in range(2):
+        _score(run, _ask(run, judge=judge))
+    assert (len(launched), launched[1].evaluation.judge, paths.items.read_text()) == (2, judge, "{}\n")
+
+
 def test_a_task_file_is_copied_beside_the_request_and_another_content_is_asked_anew(run: RunDir, launched: Launched) -> None:
     own = Evaluation.model_validate({"task": {"kind": "python", "path": str(run.path / "mine.py")}})
     for content, times in (("A = 1\n", 1), ("A = 1\n", 1), ("A = 2\n", 2)):
@@ -168,6 +240,90 @@ def test_a_run_without_test_rows_says_how_to_name_some(run: RunDir) -> None:
     with pytest.raises(RunError, match="has no test rows to answer for json_match") as caught:
         evaluations_of(run)
     assert "--data FILE" in caught.value.remedy
+
+
+def test_tasks_that_bring_their_own_items_are_refused_with_other_rows(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "other.jsonl", make_rows(3, seed=9))
+    harness = "{kind: lm_eval, tasks: [arc_easy]}"
+    with pytest.raises(RunError, match="lm_eval brings its own items") as caught:
+        open_work(Wish(target=str(run.path), data="other.jsonl", checkpoint="base", tasks=("json_match", harness)))
+    assert caught.value.remedy.startswith("leave --data out")
+    both = (Evaluation.model_validate({"task": "json_match"}), Evaluation.model_validate({"task": {"kind": "lm_eval", "tasks": ["arc_easy"]}}))
+    _stage(run, evaluate=both)
+    (request,) = open_work(Wish(target=str(run.path), data="other.jsonl", checkpoint="base")).requests
+    assert request.evaluation.label.startswith("json_match-on-other-")
+    _stage(run, evaluate=both[1:])
+    with pytest.raises(RunError, match="lm_eval brings its own items"):
+        open_work(Wish(target=str(run.path), data="other.jsonl", checkpoint="base"))
+
+
+def _answers_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Wish:
+    monkeypatch.chdir(folder)
+    rows = make_rows(3, seed=9)
+    write_jsonl(folder / "rows.jsonl", rows)
+    write_jsonl(folder / "checkpoint-500.jsonl", [{"id": at, "answer": "{}"} for at in range(1, 4)])
+    return Wish(target=None, data="rows.jsonl", tasks=("json_match",), answers=folder / "checkpoint-500.jsonl", runs=folder / "runs")
+
+
+def test_answers_made_elsewhere_may_be_called_as_a_checkpoint_is(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = open_work(_answers_alone(tmp_path, monkeypatch))
+    carry_out(work, tick=lambda: None, say=lambda _: None)
+    assert launched[0].checkpoint.startswith("checkpoint-500-")
+    assert json.loads(stage_of(work.run).evals.read_text())["step"] == 0
+    assert read_record(work.run.run, Run).status == "finished"
+
+
+def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_work(wish := _answers_alone(tmp_path, monkeypatch)).run
+    carry_out(open_work(wish), tick=lambda: None, say=lambda _: None)
+    carry_out(open_work(Wish(target=str(run.path))), tick=lambda: None, say=lambda _: None)
+    with pytest.raises(RunError, match=r"checkpoint-500-.* holds answers made elsewhere") as caught:
+        carry_out(open_work(Wish(target=str(run.path), tasks=("rouge",))), tick=lambda: None, say=lambda _: None)
+    assert (caught.value.remedy, len(launched)) == ("give --answers FILE again", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"), [(ValueError("odd"), "failed", "FinefitError"), (KeyboardInterrupt(), "stopped", "Interrupted")]
+)
+def test_a_run_that_only_evaluates_is_not_left_running_by_any_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str, kind: str
+) -> None:
+    def launch(*_: Any, **__: Any) -> int:
+        raise error
+
+    work = open_work(_answers_alone(tmp_path, monkeypatch))
+    monkeypatch.setattr(evaluating, "launch", launch)
+    with pytest.raises(type(error)):
+        carry_out(work, tick=lambda: None, say=lambda _: None)
+    record = read_record(work.run.run, Run)
+    assert record.failure is not None
+    assert (record.status, record.failure.kind) == (status, kind)
+
+
+def test_scores_are_noted_when_a_later_checkpoint_fails_and_told_then(trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+
+    class Heard:
+        def __init__(self, *_: object, lines: Path, offset: int) -> None:
+            told.append([json.loads(line)["checkpoint"] for line in lines.read_bytes()[offset:].splitlines()])
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    play = vars(evaluating)["launch"]
+    monkeypatch.setattr(evaluating, "Tracking", Heard)
+    monkeypatch.setattr(evaluating, "launch", lambda module, path, **more: 3 if path.name.startswith("checkpoint") else play(module, path, **more))
+    _stage(trained, trackers=(Tracker(kind="trackio"),))
+    with pytest.raises(Interrupted):
+        at_the_end(trained, lock=0, tick=lambda: None, say=lambda _: None)
+    assert told == [["base"]]
+    stage_of(trained).evals.unlink()  # as a kill between record and line leaves it
+    monkeypatch.setattr(evaluating, "launch", play)
+    for _ in range(2):
+        at_the_end(trained, lock=0, tick=lambda: None, say=lambda _: None)
+    assert (told, len(launched)) == ([["base"], ["base", "checkpoint-12"]], 2)
 
 
 def _told(run: RunDir, say: Callable[[str], None]) -> None:

@@ -68,3 +68,17 @@ def test_a_run_keeps_copies_and_goes_on_with_them_while_its_spec_names_the_same_
     assert (longer.max_new_tokens, longer.task) == (9, evaluation.task)
     (other,) = kept_paths((Evaluation.model_validate({"task": "rouge", "name": "mine"}),), kept.evaluate)
     assert other.task.kind == "rouge"
+
+
+@pytest.mark.parametrize("label", ["form", "data", "task"])
+def test_what_rows_are_built_with_is_kept_apart_from_every_task(folder: Path, label: str) -> None:
+    (folder / "prompts.py").write_text("def build(prompt, answer): return prompt, answer\n")
+    own = f"evaluate: [{{task: {{kind: python, path: mine.py}}, name: {label}}}]"
+    text = SPEC.replace("evaluate: [{task: json_match, max_new_tokens: 8}]", own)
+    spec = parse_spec(text, where="spec.yaml", overrides=["data.task={kind: python, path: prompts.py}"])
+    kept = keep_task_files(spec, folder, folder / "run")
+    form, task = kept.data.task, kept.evaluate[0].task
+    assert isinstance(form, OwnTask)
+    assert isinstance(task, OwnTask)
+    assert (folder / "run" / form.path).read_text() == (folder / "prompts.py").read_text()
+    assert (folder / "run" / task.path).read_text() == (folder / "mine.py").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from finefit.plan.rooms import held_bytes, make_rooms, scene_for_answers
 from finefit.plan.target import Target
-from finefit.rehearse.generation import generate
+from finefit.rehearse.generation import generate, read_through
 from finefit.spec.schema import Evaluation, Full
 from tests.rehearse.conftest import make_config
 
@@ -95,6 +95,22 @@ def test_items_are_shared_over_cards_where_a_copy_fits_on_each() -> None:
 def test_tasks_that_only_read_are_sized_by_what_reading_takes() -> None:
     tight = replace(CARD, budget_bytes=int(1.1 * 2**30))
     assert room(tight, task="perplexity").tokens >= room(tight).tokens
+
+
+def test_a_window_of_plain_text_that_is_longer_than_any_prompt_is_rehearsed() -> None:
+    asked = [evaluation({"kind": "perplexity", "window": window}, name=name, batch=2) for name, window in (("short", 512), ("long", 8192))]
+    rooms = make_rooms(scene_for_answers(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1)
+    window = read_through(scene_for_answers(CONFIG, Full(kind="full"), CARD), rows=1, tokens=8192, counted=8191)
+    assert rooms["long"].reserved_bytes == window.reserved_bytes
+    assert rooms["short"].reserved_bytes < window.reserved_bytes  # type: ignore[operator]
+    assert rooms["long"].tokens == rooms["short"].tokens
+
+
+def test_a_long_window_passes_the_mlp_in_pieces_where_it_must() -> None:
+    wide, task = make_config(layers=4, intermediate_size=16384), {"kind": "perplexity", "window": 65536}
+    found = room(replace(CARD, budget_bytes=4 << 30), config=wide, task=task)
+    assert found.mlp_tiles > 1
+    assert held_bytes(CARD, found.reserved_bytes) <= 4 << 30
 
 
 def test_tasks_of_the_harness_leave_the_rooms_of_others_alone() -> None:

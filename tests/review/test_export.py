@@ -110,6 +110,17 @@ def test_what_is_no_pair_is_counted_by_its_reason() -> None:
     }
 
 
+def test_a_prompt_that_a_template_has_made_is_in_no_pair(tmp_path: Path) -> None:
+    stack = make_stack(2)
+    rendered = replace(stack.sheets[0], prompt=(Said(role="", text="<|user|>question 0<|end|>"),), is_rendered=True)
+    stack = replace(stack, sheets=(rendered, stack.sheets[1]))
+    entries: list[Entry] = [OPENED, make_verdict(stack, 1, 0, "first"), make_verdict(stack, 2, 1, "first")]
+    pairs = export_pairs(tmp_path / "pairs.jsonl", stack, entries)
+    assert "<|user|>" not in (tmp_path / "pairs.jsonl").read_text()
+    assert len(pairs.rows) == 1
+    assert pairs.left_out == {"with a prompt that is only known as its template made it": 1}
+
+
 def test_of_one_model_the_reference_is_preferred_to_a_bad_answer() -> None:
     stack = make_single(3)
     without = Sheet(key="item-2", prompt=stack.sheets[2].prompt, answers=stack.sheets[2].answers)

@@ -55,6 +55,16 @@ def test_items_are_paired_by_what_was_asked_and_the_others_are_counted(tmp_path:
     assert stack.unpaired == 4
 
 
+def test_references_say_nothing_of_the_order_of_runs(tmp_path: Path) -> None:
+    """Each run's item has the reference nearest to its own answer."""
+    for name, references in {"a-1": ("[9]", "[7]"), "b-1": ("[8]", "[7]")}.items():
+        items = zip(make_items(2, name), references, strict=True)
+        make_run(tmp_path / name, {"base": tuple(replace(item, reference=reference) for item, reference in items)})
+    for order in (("a-1", "b-1"), ("b-1", "a-1")):
+        sheets = stack_of_runs(_named(*(tmp_path / name for name in order))).sheets
+        assert [sheet.reference for sheet in sheets] == ["[8]\n\nor\n\n[9]", "[7]"]
+
+
 def test_the_same_item_twice_is_two_sheets(tmp_path: Path) -> None:
     for name in ("a-1", "b-1"):
         items = make_items(2, name)
@@ -77,6 +87,7 @@ def test_a_prompt_is_shown_as_messages_where_they_are_what_was_asked(tmp_path: P
     first, second = stack_of_runs(_named(tmp_path / "a-1")).sheets
     assert [(said.role, said.text) for said in first.prompt] == [("user", "prompt 0")]
     assert [(said.role, said.text) for said in second.prompt] == [("", "<|user|>cut ... away<|end|>")]
+    assert [first.is_rendered, second.is_rendered] == [False, True]
 
 
 def test_rows_that_have_changed_are_not_taken_for_what_was_asked(tmp_path: Path) -> None:

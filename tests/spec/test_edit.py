@@ -2,6 +2,7 @@
 
 import pytest
 
+from finefit.errors import SpecError
 from finefit.spec.edit import changed_text
 from finefit.spec.load import parse_spec
 
@@ -65,3 +66,13 @@ def test_an_item_of_a_list_is_changed_in_its_place() -> None:
     assert changed_text(text, ["evaluate.0.batch=1", "evaluate.1.batch=2"]) == (
         "evaluate:\n- {task: exact_match, batch: 1} # all of them\n- task: json_match\n  batch: 2\n"
     )
+
+
+def test_an_item_of_a_list_is_changed_where_it_stands() -> None:
+    text = TEXT + "evaluate: [{task: rouge, batch: 8}]\n"
+    assert changed_text(text, ["evaluate.0.batch=auto"]) == text.replace("batch: 8", "batch: auto")
+
+
+def test_an_item_of_a_list_that_stands_in_the_base_is_not_written_beside_it() -> None:
+    with pytest.raises(SpecError, match=r"evaluate stands in base\.yaml, so evaluate\.0\.batch=auto cannot be written here"):
+        changed_text("base: base.yaml\nname: a\n", ["levers.micro_batch=4", "evaluate.0.batch=auto"])

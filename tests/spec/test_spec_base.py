@@ -62,6 +62,13 @@ def test_a_mapping_that_names_no_kind_is_of_the_kind_below(folder: Path) -> None
     assert load_spec(child(folder, "base: base.yaml\nname: a\ntuning: {rank: 8}\n")).tuning == Lora(kind="lora", rank=8, alpha=256)
 
 
+def test_a_kind_that_chooses_no_other_keys_is_one_value_among_others(folder: Path) -> None:
+    (folder / "base.yaml").write_text(BASE.replace("{lr: 1e-5}", "{kind: adamw, lr: 1e-5}") + "schedule: {kind: cosine, epochs: 5, warmup: 0.1}\n")
+    spec = load_spec(child(folder, "base: base.yaml\nname: a\nschedule: {kind: linear}\noptimizer: {kind: adamw_8bit}\n"))
+    assert (spec.schedule.kind, spec.schedule.epochs, spec.schedule.warmup) == ("linear", 5, 0.1)
+    assert (spec.optimizer.kind, spec.optimizer.lr) == ("adamw_8bit", 1e-5)
+
+
 def test_a_list_replaces_the_list(folder: Path) -> None:
     assert [source.path for source in load_spec(child(folder, "base: base.yaml\nname: a\ndata: {train: [{path: x}]}\n")).data.train] == ["x"]
 

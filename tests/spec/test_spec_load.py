@@ -221,7 +221,20 @@ def test_a_number_for_a_name_gets_quotes() -> None:
 
 
 def test_a_name_that_is_no_folder_name_is_refused() -> None:
-    assert complaint(GOOD.replace("medical", "a/b")).startswith('run.yaml:1 name: "a/b" is no name; use letters, digits')
+    assert complaint(GOOD.replace("medical", "a/b")).startswith('run.yaml:1 name: "a/b" is no name; use letters, digits, `.`, `_` and `-`')
+
+
+def test_the_name_of_an_evaluation_has_no_dot() -> None:
+    said = complaint(GOOD + "evaluate: [{task: rouge, name: v1.2}]\n")
+    assert said == 'run.yaml:11 evaluate.0.name: "v1.2" is no name; use letters, digits, `_` and `-`, 64 at most, a letter or digit first'
+
+
+@pytest.mark.parametrize("file", ["v1.2.py", "my task.py", "_u.py", "đo.py", f"{'x' * 65}.py"])
+def test_a_task_file_that_cannot_give_its_name_needs_one(file: str) -> None:
+    own = f'evaluate: [{{task: {{kind: python, path: "tasks/{file}"}}}}]\n'
+    said = complaint(GOOD + own)
+    assert said.startswith(f"run.yaml:11 evaluate.0: a task is called as its file is, and '{file.removesuffix('.py')}' is no name; give name: with")
+    assert parsed(GOOD + own.replace("}}]", "}, name: mine}]")).evaluate[0].label == "mine"
 
 
 def test_a_union_that_no_member_takes_is_told_once() -> None:

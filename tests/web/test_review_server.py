@@ -268,7 +268,7 @@ def test_two_raters_judge_on_one_server(tmp_path: Path) -> None:
     assert found["faults"][0]["bad"]["n"] == 4
 
 
-TOKEN = Token(secret="a-token-of-some-length")
+TOKEN = Token(secret="a-token-of-some-length", port=8000)
 
 
 def test_with_a_token_nothing_is_answered_before_it_was_given() -> None:
@@ -294,17 +294,35 @@ def _refused_by_token(client: Client, name: str) -> None:
     assert client.post(f"/api/{name}", json={"rater": "ann"}, headers=ORIGIN).status_code == 401
 
 
-@pytest.mark.parametrize("cookie", ["finefit=wrong", "finefit=", "other=1", "finefit=\xe9", '"', TOKEN.secret, f"finefit={TOKEN.secret}"])
+@pytest.mark.parametrize(
+    "cookie",
+    [
+        *("finefit-8000=wrong", "finefit-8000=", "finefit-8000", "other=1", "finefit-8000=\xe9", '"', TOKEN.secret, f"finefit-8000={TOKEN.secret}"),
+        *(f"finefit-8001={TOKEN.session}", f"other={TOKEN.session}", f"finefit-8000={TOKEN.session}x"),
+    ],
+)
 def test_another_cookie_is_no_token(cookie: str) -> None:
     with _client(in_memory(make_stack())[0], token=TOKEN) as client:
         headers: dict[str, Any] = {**ORIGIN, "Cookie": cookie.encode("latin-1")}
         assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 401
 
 
+@pytest.mark.parametrize("others", ["", 'a={"b": 1, "c": [2]}; ', "odd name=1; ", "=; ;; ", "finefit-8000=of-an-earlier-start; ", "\xe9=\xe9; "])
+def test_a_cookie_is_found_among_odd_ones_of_other_programs(others: str) -> None:
+    with _client(in_memory(make_stack())[0], token=TOKEN) as client:
+        headers: dict[str, Any] = {**ORIGIN, "Cookie": f"{others}{TOKEN.cookie.partition(';')[0]}; last=1".encode("latin-1")}
+        assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 200
+
+
+def test_two_reviews_on_one_machine_keep_a_cookie_each() -> None:
+    first, second = (Token(secret="x", port=port).cookie.partition("=")[0] for port in (8000, 8001))
+    assert first != second
+
+
 def test_a_token_shows_itself_to_nobody() -> None:
     assert TOKEN.secret not in repr(TOKEN)
     assert TOKEN.session not in repr(TOKEN)
-    assert Token(secret="x").session != Token(secret="x").session
+    assert Token(secret="x", port=1).session != Token(secret="x", port=1).session
 
 
 @pytest.mark.parametrize(
@@ -319,6 +337,7 @@ def test_names_are_exact_and_those_of_this_machine_where_it_listens_everywhere()
     assert names_of("127.0.0.1", 81) == ["127.0.0.1:81", "localhost:81"]
     assert names_of("::1", 81) == ["[::1]:81", "localhost:81"]
     assert names_of("192.168.0.4", 81) == ["192.168.0.4:81"]
+    assert names_of("::1", 80) == ["[::1]", "localhost", "[::1]:80", "localhost:80"]  # a browser leaves this port away
     everywhere = names_of("0.0.0.0", 81)
     assert {"127.0.0.1:81", "localhost:81"} <= set(everywhere)
     assert not any(name.startswith("0.0.0.0") for name in everywhere)

@@ -13,24 +13,30 @@ from finefit.errors import RunError
 from finefit.facts.files import free_bytes
 
 MANIFEST = "finefit_manifest.json"
-_NAME = re.compile(r"^checkpoint-(\d+)$")
+_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 _STAGING = ".staging-"
 _DOOMED = ".removing-"
 _BLOCK = 1 << 20
 
 
 def step_of(checkpoint: Path) -> int:
-    match = _NAME.match(checkpoint.name)
-    if match is None:
+    step = step_named(checkpoint.name)
+    if step is None:
         raise RunError(f"{checkpoint.name} is no checkpoint name", "checkpoints are called checkpoint-<step>")
-    return int(match[1])
+    return step
+
+
+def step_named(name: str) -> int | None:
+    """None for what no checkpoint is called: the base, and answers made elsewhere, whatever their file is called."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Visible checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if _NAME.match(p.name) and p.is_dir()), key=step_of)
+    return sorted((p for p in folder.iterdir() if step_named(p.name) is not None and p.is_dir()), key=step_of)
 
 
 def write_checkpoint(

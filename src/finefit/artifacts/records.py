@@ -548,6 +548,8 @@ class EvalRequest:
     room: Room
     task_sha256: str | None = None
     """Of a task file of the user's own, which lies beside the request."""
+    made_with: dict[str, str] = field(default_factory=dict)
+    """Versions of finefit and of the packages that an answer depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

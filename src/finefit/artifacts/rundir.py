@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -193,9 +194,32 @@ class EvalPaths:
         """Every file of items that there is, however many processes wrote them."""
         return [path for path in (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl"))) if path.exists()]
 
+    def _files(self) -> tuple[Path, ...]:
+        """The request last: what a kill leaves half done is found by it."""
+        return (self.result, self.failure, *self.answered(), self.warnings, self.verdicts, self.request)
+
     def forget(self) -> None:
-        for path in (self.result, self.failure, *self.answered(), self.warnings, self.verdicts, self.request):
+        for path in self._files():
             path.unlink(missing_ok=True)
+
+    @property
+    def earlier(self) -> Path:
+        """What was asked otherwise, out of sight until all items are scored anew."""
+        return self.folder / f".earlier-{self.checkpoint}"
+
+    def set_aside(self) -> None:
+        self._move(self._files())
+
+    def set_result_aside(self) -> None:
+        """The answers stay."""
+        self._move((self.result,))
+
+    def _move(self, files: Iterable[Path]) -> None:
+        place = self.earlier / str(time.time_ns())
+        place.mkdir(parents=True)
+        for path in files:
+            if path.exists():
+                path.rename(place / path.name)
 
 
 def _eval_paths(request: Path) -> EvalPaths:

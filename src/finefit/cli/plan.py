@@ -103,6 +103,7 @@ def _apply(target: Path, forecast: "Forecast", number: int, *, as_json: bool) ->
     from finefit.artifacts.atomic import write_text
     from finefit.report.plan import in_order
     from finefit.spec.edit import changed_text
+    from finefit.spec.load import load_spec, parse_spec
 
     suggestions = in_order(forecast.suggestions)
     if not suggestions:
@@ -110,5 +111,8 @@ def _apply(target: Path, forecast: "Forecast", number: int, *, as_json: bool) ->
     if number > len(suggestions):
         raise UserError(f"there are {len(suggestions)} suggestions, not {number}", f"--apply 1 to --apply {len(suggestions)}")
     changes = suggestions[number - 1].changes
-    write_text(target, changed_text(target.read_text(encoding="utf-8-sig"), changes))
+    text = changed_text(target.read_text(encoding="utf-8-sig"), changes)
+    if parse_spec(text, where=str(target)) != load_spec(target, changes):
+        raise UserError(f"{', '.join(changes)} would mean something else in {target}, above its base", "change the base, or write the keys by hand")
+    write_text(target, text)
     open_console(as_json=as_json).print(f"{target} now says {', '.join(changes)}", soft_wrap=True)

@@ -168,9 +168,10 @@ def _on_page(session: "Session", rater: str | None, console: "Console", *, host:
 
     known = None if rater is None else _known(rater)
     given = _given_token()
-    token = Token(secret=given or secrets.token_urlsafe(24)) if asks_token or not is_loopback(host) else None
     with bound(host, port) as listening:
-        names = names_of(host, listening.getsockname()[1])
+        port = listening.getsockname()[1]
+        token = Token(secret=given or secrets.token_urlsafe(24), port=port) if asks_token or not is_loopback(host) else None
+        names = names_of(host, port)
         address = f"http://{names[0]}/" + (f"#token={token.secret}" if token and not given else "")
         app = Guard(review_app(session, rater=known, token=token), hosts=names, token=token)
 

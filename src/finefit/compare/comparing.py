@@ -11,7 +11,7 @@ from finefit.compare.effort import curves_of, foretold_of
 from finefit.compare.pairing import Paired, changes_of, counts_of, is_counted, item_change, metrics_of, pair, rewording
 from finefit.compare.records import Cell, Change, Comparison, Group, ItemChange, Pairing, Scored, Setting, Side, TaskComparison
 from finefit.compare.settings import alike_but_for_seeds, differing, is_covered
-from finefit.compare.sides import Opened, open_sides
+from finefit.compare.sides import BEST, Opened, open_sides
 from finefit.errors import RunError
 from finefit.stats import Interval, cautions, holm, interval_of, paired, spread
 from finefit.stats.metrics import Metric, Numbers, combined, table
@@ -42,7 +42,7 @@ def compare(
         tasks=_corrected(tasks),
         foretold=foretold_of(sides),
         curves=curves_of(sides),
-        warnings=(*warnings, *_warnings(sides, tasks)),
+        warnings=(*warnings, *_warnings(sides, groups, tasks)),
     )
 
 
@@ -139,7 +139,7 @@ def _pairings(
         chosen, left_out = _same_seeds(sides, [[at for at in groups[g] if results[at] is not None] for g in (0, second)])
         both = [[result for at in group if (result := results[at]) is not None] for group in chosen]
         if all(both):
-            seeds = tuple(seed for at in chosen[0] if (seed := sides[at].seed) is not None) if len(chosen[0]) > 1 else ()
+            seeds = _paired_seeds(sides, chosen)
             yield _pairing((0, second), both, metrics, seeds=seeds, left_out=tuple(sides[at].name for at in left_out), show=show)
 
 
@@ -152,6 +152,12 @@ def _same_seeds(sides: Sequence[Opened], groups: Sequence[Sequence[int]]) -> tup
         return [list(group) for group in groups], []
     chosen = [[next(at for at in group if sides[at].seed == seed) for seed in common] for group in groups]
     return chosen, [at for group, kept in zip(groups, chosen, strict=True) for at in group if at not in kept]
+
+
+def _paired_seeds(sides: Sequence[Opened], chosen: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Where every run has a partner of its own seed at the same place."""
+    first, second = ([sides[at].seed for at in group] for group in chosen)
+    return tuple(seed for seed in first if seed is not None) if first == second and len(first) > 1 else ()
 
 
 def _pairing(
@@ -199,7 +205,7 @@ def _change(metric: Metric, items: Paired, seeds: Sequence[int]) -> Change:
         high=_end(found.high),
         p=found.p,
         corrected_p=found.p,
-        by_seed={seed: _of_seed(metric, items, at) for at, seed in enumerate(seeds)} if len(items.first) == len(items.second) else {},
+        by_seed={seed: _of_seed(metric, items, at) for at, seed in enumerate(seeds)},
     )
 
 
@@ -259,8 +265,10 @@ def _verdict(
     return f"these runs differ in {count}{besides}: a difference in score is not the effect of any one of them", False, warnings
 
 
-def _warnings(sides: Sequence[Opened], tasks: Sequence[TaskComparison]) -> Iterable[str]:
+def _warnings(sides: Sequence[Opened], groups: Sequence[Sequence[int]], tasks: Sequence[TaskComparison]) -> Iterable[str]:
     for side in sides:
+        if side.role == BEST:
+            yield f"the best of {side.name} is {side.checkpoint}"
         if side.record.status != "finished":
             yield f"{side.name} is not finished: it is {side.record.status}"
     for task in tasks:
@@ -271,7 +279,15 @@ def _warnings(sides: Sequence[Opened], tasks: Sequence[TaskComparison]) -> Itera
                 yield f"{task.task}: {pairing.n} items are paired; {pairing.only_first} only the first has, {pairing.only_second} only the other"
             if pairing.left_out:
                 yield f"{task.task}: {', '.join(pairing.left_out)} has no partner of the same seed and is left out of the difference"
+            if _has_no_common_seed(sides, [[at for at in groups[g] if task.scored[at]] for g in (pairing.first, pairing.second)]):
+                yield f"{task.task}: no seed in common, so runs are compared as groups and not seed by seed"
             if not pairing.changes:
                 yield f"{task.task}: {'no metric is computed alike in both' if pairing.n else 'no item is in both records, so nothing is paired'}"
         smallest = min((pairing.n for pairing in task.pairings if pairing.n), default=None)
         yield from () if smallest is None else (f"{task.task}: {words}" for words in cautions(smallest))
+
+
+def _has_no_common_seed(sides: Sequence[Opened], groups: Sequence[Sequence[int]]) -> bool:
+    """Of groups of which one at least has several seeds; where nothing was trained there is none to share."""
+    first, second = ({sides[at].seed for at in group} - {None} for group in groups)
+    return bool(first and second) and max(len(first), len(second)) > 1 and not first & second

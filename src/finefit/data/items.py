@@ -35,6 +35,7 @@ def item_line(row: Row) -> str:
         "wrong": row.wrong,
         "text": row.text,
         "key": row.key,
+        "repairs": row.repairs,
     }
     return json.dumps(item, ensure_ascii=False) + "\n"
 
@@ -55,4 +56,5 @@ def read_items(path: Path) -> list[Row]:
 
 def _row(item: dict[str, Any]) -> Row:
     messages = tuple(Message(**m | {"tool_calls": tuple(ToolCall(**call) for call in m["tool_calls"])}) for m in item.pop("messages"))
-    return as_item(Row(messages=messages, references=tuple(item.pop("references")), wrong=tuple(item.pop("wrong")), **item))
+    lists: dict[str, Any] = {name: tuple(item.pop(name, ())) for name in ("references", "wrong", "repairs")}
+    return as_item(Row(messages=messages, **lists, **item))

@@ -114,7 +114,7 @@ def _open_all(data: Data, base: Path, *, pairs: bool) -> dict[str, list[Reading]
 def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:
     """It stays the same item as before, whatever it is built into."""
     try:
-        return replace(build(row), key=key_of(row))
+        return replace(build(row), key=key_of(as_item(row)))
     except NoResult as reason:
         return BadRow(row.source, row.number, str(reason), row.part)
 

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from finefit.model.adapter_files import WEIGHTS as ADAPTER
 from finefit.model.load import base_bits, starting_adapter
 from finefit.model.locate import locate_start
 from finefit.spec.schema import LmEval
+from finefit.stats import cautions
 from finefit.stats.metrics import Metric
 
 log = logging.getLogger("finefit")
@@ -58,7 +60,16 @@ def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path
     subject, settings, task = request.subject, request.evaluation, request.evaluation.task
     assert isinstance(task, LmEval)
     model = {"tokenizer": str(where.tokenizer), "dtype": _DTYPES[subject.precision]} | _weights(where, request)
-    words = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", ",".join(f"{k}={v}" for k, v in model.items())]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "finefit.evaluate.harness_child",
+        "--model",
+        "hf",
+        "--model_args",
+        ",".join(f"{k}={v}" for k, v in model.items()),
+    ]
     words += ["--tasks", ",".join(task.tasks), "--device", subject.device, "--batch_size", str(request.room.rows), "--seed", str(subject.seed)]
     words += ["--output_path", str(output), "--log_samples"]
     words += ["--num_fewshot", str(task.shots)] if task.shots is not None else []
@@ -116,7 +127,7 @@ def read_output(folder: Path) -> Told:
     if not found:
         raise RunError("lm-eval left no results", "see logs/run.log")
     document = json.loads(found[-1].read_bytes())
-    samples = {task: _lines(path) for task in document["results"] for path in sorted(folder.rglob(f"samples_{task}_*.jsonl"))[-1:]}
+    samples = {task: _lines(path) for task in document["results"] for path in _files_of(folder, task)[-1:]}
     counts = document.get("n-samples", {})
     return Told(
         results=document["results"],
@@ -125,6 +136,12 @@ def read_output(folder: Path) -> Told:
         better=document.get("higher_is_better", {}),
         versions=document.get("versions", {}),
     )
+
+
+def _files_of(folder: Path, task: str) -> list[Path]:
+    """The time behind its name tells a task from one whose name goes on. A group of tasks has none: its tasks have."""
+    name = re.compile(rf"samples_{re.escape(task)}_\d{{4}}-\d\d-\d\dT.*\.jsonl")
+    return sorted(path for path in folder.rglob("samples_*.jsonl") if name.fullmatch(path.name))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -175,11 +192,11 @@ def make_result(request: EvalRequest, told: Told) -> EvalResult:
         checkpoint=request.checkpoint,
         n=len(items),
         available=told.available,
-        coverage=1.0,
+        coverage=1.0 if items else 0.0,
         metrics=metrics | {figure.name: _as_reported(figure) for figure in others},
         definitions=definitions,
         signature=_signature(request, told),
-        warnings=tuple(map(_reported_words, others)),
+        warnings=(*_sample_words(request, told, len(items)), *_few_words(told), *map(_reported_words, others)),
         seconds=0.0,
         items=tuple(items),
     )
@@ -252,8 +269,21 @@ def _metric(figure: _Figure, told: Told, items: list[EvalItem]) -> Metric:
 
 
 def _as_reported(figure: _Figure) -> Score:
-    error = _NORMAL * (figure.error or 0.0)
+    """Where no standard error is known, its interval has no ends."""
+    error = math.inf if figure.error is None else _NORMAL * figure.error
     return Score(value=figure.value, low=figure.value - error, high=figure.value + error)
+
+
+def _sample_words(request: EvalRequest, told: Told, n: int) -> Iterator[str]:
+    if (limit := request.evaluation.limit) is not None and n < told.available:
+        yield f"{n} of {told.available} items: lm-eval takes the first {limit} of each task, which is no random sample"
+
+
+def _few_words(told: Told) -> Iterator[str]:
+    """Of each task with its own samples."""
+    counts = {task: len({line["doc_id"] for line in lines}) for task, lines in told.samples.items()}
+    for task, n in counts.items():
+        yield from (words if len(counts) == 1 else f"{task}: {words}" for words in (cautions(n) if n else ()))
 
 
 def _reported_words(figure: _Figure) -> str:

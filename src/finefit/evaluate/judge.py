@@ -18,7 +18,7 @@ import httpx
 from finefit.artifacts.journal import Journal, read_lines
 from finefit.artifacts.records import EvalItem
 from finefit.data.tasks import Task
-from finefit.data.tasks.judged import asked, counts_of_mark, mark_in
+from finefit.data.tasks.judged import NOT_MARKED, asked, counts_of_mark, mark_in
 from finefit.errors import Resumable, RunError
 from finefit.spec.schema import Judge
 
@@ -54,6 +54,16 @@ def judge_items(
     return [_judged(task, item, known[keys[item.item]]) if item.item in keys else item for item in items]
 
 
+def marks_made_fit(task: Task, item: EvalItem) -> EvalItem:
+    """An answer outlives a change of mind about judges: one that was written down with, or without, counts what the task counts now."""
+    known = {name for metric in task.metrics for name in metric.counts}
+    foreign, missing = (NOT_MARKED.keys() - known) & item.counts.keys(), (NOT_MARKED.keys() & known) - item.counts.keys()
+    if not foreign and not missing:
+        return item
+    counts = {name: count for name, count in item.counts.items() if name not in foreign} | {name: NOT_MARKED[name] for name in sorted(missing)}
+    return replace(item, counts=counts, scores=task.scores(counts))
+
+
 def _judged(task: Task, item: EvalItem, verdict: str) -> EvalItem:
     counts = item.counts | counts_of_mark(mark_in(verdict))
     return replace(item, counts=counts, scores=task.scores(counts), verdict=verdict)
@@ -80,7 +90,7 @@ class _Line:
             try:
                 response = self._post(question)
             except httpx.TransportError as error:
-                problem = f"cannot be reached: {type(error).__name__} {error}"
+                problem = f"cannot be reached: {type(error).__name__} {self._shown(str(error))}"
                 continue
             if response.status_code in (408, 429) or response.status_code >= 500:
                 problem = f"answers {response.status_code}: {self._shown(response.text)}"
@@ -139,8 +149,14 @@ def _open(judge: Judge, seed: int, patience: Patience) -> Iterator[_Line]:
 def _secret(judge: Judge) -> str | None:
     if judge.key is None:
         return None
-    if not (secret := os.environ.get(judge.key, "")):
+    secret = os.environ.get(judge.key, "").strip()  # read from a file it often ends with the line
+    if not secret:
         raise RunError(f"judge.key names the environment variable {judge.key}, which is not set", f"export {judge.key}=...; {_KEPT}")
+    if not (secret.isascii() and secret.isprintable()):
+        raise RunError(
+            f"judge.key names the environment variable {judge.key}, which holds characters that no header can carry: only printable ASCII can",
+            f"export {judge.key}=... with the secret alone; {_KEPT}",
+        )
     return secret
 
 

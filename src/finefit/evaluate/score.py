@@ -1,12 +1,13 @@
 """Items -> one record. All items count; one without a result counts as nothing found; every score has its interval and its n."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from finefit.artifacts.records import Candidate, EvalItem, EvalResult, Score
 from finefit.data.items import key_of
 from finefit.data.rows import Row
-from finefit.data.tasks import Likelihood, NoResult, Reply, Task
+from finefit.data.tasks import Likelihood, NoResult, Reading, Reply, Task
 from finefit.errors import DataError
 from finefit.stats import cautions, interval_of
 from finefit.stats.metrics import Metric, table
@@ -17,12 +18,11 @@ def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_
         task.require(row)
     except NoResult as reason:
         raise DataError(f"{row.place} has a reference that the task {task.name} cannot read: {reason}") from None
-    extracted, counts, reference, failure = None, task.nothing(row), None, None
     try:
         reading = task.read(reply, row)
-        extracted, counts, reference, failure = reading.extracted, reading.counts, reading.reference, reading.failure
     except NoResult as reason:
-        failure = str(reason)
+        reading = Reading(extracted=None, counts=task.nothing(row), failure=str(reason))
+    failure = reading.failure
     if failure is not None and is_cut:
         failure += f" (cut at {new_tokens} tokens)"
     return EvalItem(
@@ -30,19 +30,24 @@ def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_
         key=key_of(row),
         place=row.place,
         prompt=prompt,
-        reference=row.answer if reference is None else reference,
+        reference=row.answer if reading.reference is None else reading.reference,
         answer=reply.text,
-        extracted=extracted,
-        counts=dict(counts),
-        scores=task.scores(counts),
+        extracted=reading.extracted,
+        counts=dict(reading.counts),
+        scores=task.scores(reading.counts),
         failure=failure,
-        candidates=tuple(
-            Candidate(text=found.text, is_right=is_right, logprob=found.logprob, tokens=found.tokens)
-            for is_right, found in [*((True, one) for one in reply.right), *((False, one) for one in reply.wrong)]
-        ),
+        candidates=_candidates(reply),
         new_tokens=new_tokens,
         is_cut=is_cut,
     )
+
+
+def _candidates(reply: Reply) -> tuple[Candidate, ...]:
+    """None where one of them is not finite, which no record can hold: the item's failure says so then."""
+    found = [*((True, one) for one in reply.right), *((False, one) for one in reply.wrong)]
+    if not all(math.isfinite(one.logprob) for _, one in found):
+        return ()
+    return tuple(Candidate(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens) for is_right, one in found)
 
 
 def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem]:

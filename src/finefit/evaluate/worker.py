@@ -18,7 +18,6 @@ from types import FrameType
 
 import torch
 
-from finefit import __version__
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, write_record
@@ -27,15 +26,13 @@ from finefit.data.rows import Row
 from finefit.data.tasks import Task, make_task
 from finefit.errors import FinefitError, Interrupted
 from finefit.evaluate.answering import Taken, Work, answer, answered, read_work
-from finefit.evaluate.judge import judge_items
+from finefit.evaluate.judge import judge_items, marks_made_fit
 from finefit.evaluate.score import finished, summarise
 from finefit.evaluate.sharing import ALONE, Part, companions, read_part
-from finefit.facts.machine import read_version
+from finefit.evaluate.versions import made_with
 from finefit.model.load import quiet
 
 log = logging.getLogger("finefit")
-_DECIDING = ("torch", "transformers", "peft")
-"""Packages that an answer depends on, whatever the task."""
 
 
 def evaluate(work: Work) -> EvalResult:
@@ -59,7 +56,7 @@ def evaluate(work: Work) -> EvalResult:
 def _scored(work: Work, task: Task, rows: Sequence[Row], chosen: Sequence[int]) -> list[EvalItem]:
     """With all that is counted once every item is answered: by the task itself, and by a judge where one is asked."""
     done, judge = answered(work.paths), work.request.evaluation.judge
-    items = finished(task, [(rows[at], done[at]) for at in chosen])
+    items = finished(task, [(rows[at], marks_made_fit(task, done[at])) for at in chosen])
     return items if judge is None else judge_items(task, items, judge, verdicts=work.paths.verdicts, seed=work.request.subject.seed)
 
 
@@ -98,9 +95,8 @@ def _answer_all(work: Work, task: Task, rows: Sequence[Row], chosen: list[int]) 
 
 
 def _signature(request: EvalRequest) -> dict[str, str]:
-    versions = {name: str(read_version(name)) for name in _DECIDING}
     how = {"decoding": f"greedy, at most {request.evaluation.max_new_tokens} new tokens", "precision": request.subject.precision}
-    return {"finefit": __version__} | versions | how
+    return made_with() | how
 
 
 def _stop(number: int, _: FrameType | None) -> None:

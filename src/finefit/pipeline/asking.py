@@ -56,7 +56,7 @@ def _validated(value: Any, where: str) -> Evaluation:
     try:
         return Evaluation.model_validate_json(json.dumps(value))
     except ValidationError as error:
-        if isinstance(value["task"], str):
+        if isinstance(value["task"], str) and value["task"] not in task_kinds():
             raise SpecError(f"there is no task {value['task']}", f"there are {', '.join(task_kinds())}; or a .yaml or .py file of your own") from None
         found = [detail | {"loc": ("evaluate", 0, *detail["loc"])} for detail in error.errors()]  # where a spec has it
         faults = [replace(fault, path=fault.path[2:]) for fault in schema_faults(found, {(): (1, f"--task {where}")})]

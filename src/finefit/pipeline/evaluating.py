@@ -1,16 +1,19 @@
 """An evaluation: a request, a process that answers it, a result. What is scored already is not scored again; a killed one goes on at its next
 item."""
 
+import json
+import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints
-from finefit.artifacts.journal import Journal
+from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints, step_named
+from finefit.artifacts.journal import Journal, read_lines
 from finefit.artifacts.records import (
     EvalFailure,
     EvalItem,
@@ -27,6 +30,7 @@ from finefit.artifacts.records import (
 )
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir
 from finefit.errors import FinefitError, Interrupted, RunError
+from finefit.evaluate.versions import made_with
 from finefit.facts.files import read_file
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.forecasting import rooms_here
@@ -45,6 +49,8 @@ ALIASES = ("final", "best")
 NO_ITEMS = sha256(b"").hexdigest()
 """Of the items of a run that has none; tasks of lm-eval bring their own."""
 _SAMPLES = 3
+_APART = re.compile(r"-with-[0-9a-f]{8}$")
+_LONGEST_LABEL = 64
 _LONGEST_PROMPT = 4096
 """Of a run that was planned without a forecast."""
 
@@ -66,14 +72,14 @@ def evaluate(
     """Answers a request in a process of its own. `base`: where the path of a task file of the user's own starts. `size` finds the room for it, `fill`
     writes down what is answered already."""
     where, evaluation = stage_of(run), request.evaluation
-    request = replace(request, task_sha256=task_sha256(evaluation, base))
+    request = replace(request, task_sha256=task_sha256(evaluation, base), made_with=made_with())
     paths = where.evaluation(evaluation.label, request.checkpoint, evaluation.limit)
-    forget_others(where, paths, request)
-    if not paths.result.exists():
+    if not _is_scored(paths, request):
         paths.folder.mkdir(parents=True, exist_ok=True)
         request = replace(request, evaluation=take_task_file(evaluation, base, paths.folder))
         if size is not None:
             request = replace(request, room=size(request))
+        _set_others_aside(where, paths, request)
         if fill is not None:
             fill(request, paths)
         write_record(paths.request, request)  # also when it is the old one: its time says which evaluation is in hand
@@ -81,18 +87,32 @@ def evaluate(
         code = launch(module, paths.request, log=run.log, lock=lock, tick=tick)
         if not paths.result.exists():
             raise _no_result(paths.failure, code, run.log)
-        note_scores(where, read_record(paths.result, EvalResult))
-    return read_record(paths.result, EvalResult)
+    result = read_record(paths.result, EvalResult)
+    if evaluation.limit is None and paths.earlier.exists():
+        shutil.rmtree(paths.earlier)
+    if not _is_noted(where, result):
+        note_scores(where, result)
+    return result
 
 
 def note_scores(where: StageDir, result: EvalResult) -> None:
-    """For the trackers, which are fed from lines: scores with their intervals, and a few answers."""
+    """For the trackers, which are fed from lines."""
+    with Journal(where.evals) as journal:
+        journal.write(**_noted(result))
+
+
+def _is_noted(where: StageDir, result: EvalResult) -> bool:
+    """A command that was killed may have left a record alone."""
+    wanted = json.dumps(_noted(result))  # as text, for what is not finite is not equal to itself
+    return any(json.dumps(line) == wanted for line in read_lines(where.evals))
+
+
+def _noted(result: EvalResult) -> dict[str, Any]:
+    """Scores with their intervals, and a few answers."""
     scores = {f"{result.task}/{name}{end}": value for name, s in result.metrics.items() for end, value in _ends(s)}
     samples = [{"prompt": item.prompt, "answer": item.answer, "reference": item.reference, "scores": item.scores} for item in spaced(result.items)]
-    step = int(result.checkpoint.rpartition("-")[2]) if result.checkpoint.startswith("checkpoint-") else 0
-    about = {"event": "scored", "step": step, "checkpoint": result.checkpoint, "task": result.task}
-    with Journal(where.evals) as journal:
-        journal.write(**about, **scores, **{f"{result.task}/coverage": result.coverage}, samples=samples)
+    about = {"event": "scored", "step": step_named(result.checkpoint) or 0, "checkpoint": result.checkpoint, "task": result.task}
+    return {**about, **scores, f"{result.task}/coverage": result.coverage, "samples": samples}
 
 
 def _ends(score: Score) -> tuple[tuple[str, float], ...]:
@@ -106,9 +126,16 @@ def spaced(items: Sequence[EvalItem], most: int = _SAMPLES) -> list[EvalItem]:
 
 @contextmanager
 def scores_told(where: StageDir, say: Say) -> Iterator[None]:
-    """What is scored in the `with` block reaches the trackers of the run after it, each in a process of its own; the scores are safe here."""
+    """What is scored in the `with` block reaches the trackers of the run after it, however it ends, each in a process of its own; the scores are
+    safe here."""
     before = where.evals.stat().st_size if where.evals.exists() else 0
-    yield
+    try:
+        yield
+    finally:
+        _tell_from(where, before, say)
+
+
+def _tell_from(where: StageDir, before: int, say: Say) -> None:
     trackers = read_record(where.stage, Stage).trackers if where.stage.exists() else ()
     if trackers and where.evals.exists() and where.evals.stat().st_size > before:
         with Tracking(where, trackers, partial(_not_told, say), lines=where.evals, offset=before):
@@ -119,19 +146,23 @@ def _not_told(say: Say, *, tracker: str, found: str, **_: object) -> None:
     say(f"{tracker} did not get all scores: {found}; they are whole in the run directory")
 
 
-def forget_others(where: StageDir, paths: EvalPaths, request: EvalRequest) -> None:
-    """What was asked in another way, or recorded by another version, is asked anew."""
-    for earlier in where.evaluations():
-        is_same_model = (earlier.folder, earlier.checkpoint) == (paths.folder, request.checkpoint)
-        if is_same_model and not (_asks_the_same(earlier.request, request) and _is_readable(earlier.result)):
-            earlier.forget()
-
-
-def _asks_the_same(path: Path, request: EvalRequest) -> bool:
-    try:
-        return _asks(read_record(path, EvalRequest)) == _asks(request)
-    except RunError:  # of another version
+def _is_scored(paths: EvalPaths, request: EvalRequest) -> bool:
+    earlier = _readable(paths.request) if paths.request.exists() and paths.result.exists() else None
+    if earlier is None or not _is_readable(paths.result):
         return False
+    return (_asks(earlier), earlier.evaluation.judge) == (_asks(request), request.evaluation.judge)
+
+
+def _set_others_aside(where: StageDir, paths: EvalPaths, request: EvalRequest) -> None:
+    """What was asked in another way, or recorded by another version, is asked anew; where only the judge is another, its answers are taken."""
+    for earlier in where.evaluations():
+        if (earlier.folder, earlier.checkpoint) != (paths.folder, request.checkpoint):
+            continue
+        asked = _readable(earlier.request)
+        if asked is None or _asks(asked) != _asks(request) or not _is_readable(earlier.result):
+            earlier.set_aside()
+        elif earlier.limit == paths.limit and earlier.result.exists():
+            earlier.set_result_aside()
 
 
 def _is_readable(result: Path) -> bool:
@@ -142,11 +173,15 @@ def _is_readable(result: Path) -> bool:
         return False
 
 
-def _asks(request: EvalRequest) -> tuple[Evaluation, Subject, str | None]:
-    """What decides an answer: a sample of the items asks them the same way as all of them, and so do fewer at a time. A task file counts by its
-    content."""
-    same = {"limit": None, "base": True, "batch": "auto", "checkpoints": "final", "name": None}
-    return without_paths(request.evaluation).model_copy(update=same), request.subject, request.task_sha256
+def _asks(request: EvalRequest) -> tuple[Evaluation, Subject, str | None, dict[str, str]]:
+    """What decides an answer. A task file counts by its content."""
+    return _deciding(request.evaluation), request.subject, request.task_sha256, request.made_with
+
+
+def _deciding(evaluation: Evaluation) -> Evaluation:
+    """A sample of the items asks them the same way as all of them, and so do fewer at a time; a judge reads what is answered."""
+    same = {"limit": None, "base": True, "batch": "auto", "checkpoints": "final", "name": None, "judge": None}
+    return without_paths(evaluation).model_copy(update=same)
 
 
 def _no_result(failure: Path, code: int, log: Path) -> FinefitError:
@@ -317,5 +352,27 @@ def _score_all(run: RunDir, lock: int, tick: Tick) -> None:
 
 def relabelled(evaluation: Evaluation, *suffixes: str) -> Evaluation:
     """The same evaluation of other rows, or on another device, is filed apart: nothing of the run's own scores is overwritten."""
-    end = "".join(f"-on-{suffix}" for suffix in suffixes)
-    return evaluation.model_copy(update={"name": f"{evaluation.label[: 64 - len(end)]}{end}"})
+    return _ending(evaluation, evaluation.label, "".join(f"-on-{suffix}" for suffix in suffixes))
+
+
+def filed_apart(run: RunDir, evaluation: Evaluation) -> Evaluation:
+    """Settings that decide answers, and are others than those of the spec, or of what is scored already, under the same label: a trial overwrites
+    nothing."""
+    known, settings = _settings_of(run, evaluation.label), _deciding(evaluation)
+    if not known or settings in known:
+        return evaluation
+    digest = sha256(settings.model_dump_json().encode()).hexdigest()[:8]
+    return _ending(evaluation, _APART.sub("", evaluation.label), f"-with-{digest}")
+
+
+def _ending(evaluation: Evaluation, label: str, end: str) -> Evaluation:
+    return evaluation.model_copy(update={"name": f"{label[: _LONGEST_LABEL - len(end)]}{end}"})
+
+
+def _settings_of(run: RunDir, label: str) -> list[Evaluation]:
+    where = stage_of(run)
+    declared = read_record(where.stage, Stage).evaluate if where.stage.exists() else ()
+    if named := [_deciding(evaluation) for evaluation in declared if evaluation.label == label]:
+        return named
+    requests = [_readable(paths.request) for paths in where.evaluations() if paths.folder.name == label]
+    return [_deciding(request.evaluation) for request in requests if request is not None]

@@ -1,15 +1,17 @@
 """Answers that were made elsewhere: put beside the items that they answer, by content, and scored without any model.
 
+What names an item names no other: an answer beside the wrong question would be a wrong score that nobody sees.
 Every item has exactly one answer. One that is missing, doubled or for another question is an error that names it: answers left out would be
 questions that nobody asked."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import EvalItem, EvalRequest, Subject
 from finefit.artifacts.rundir import EvalPaths
@@ -34,9 +36,15 @@ _SHOWN = 60
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     place: str
-    answers_to: str
-    """A prompt, or an id: the place of a row (`test.jsonl:3`), its number, or an item's key."""
     text: str
+    id: str = ""
+    """An item's key, the place of a row (`test.jsonl:3`), or its number."""
+    prompt: str = ""
+    """Whole, or its last message."""
+
+    @property
+    def answers_to(self) -> str:
+        return self.id or self.prompt
 
 
 def read_given(path: Path, form: Form | None) -> list[Given]:
@@ -47,7 +55,7 @@ def read_given(path: Path, form: Form | None) -> list[Given]:
     if is_amr(file):
         method = form.method if isinstance(form, AmrForm) else None
         blocks = read_graphs(path)
-        return [Given(place=b.place, answers_to=prompt_of(b.sentence, method) if method else b.sentence, text=b.graph) for b in blocks]
+        return [Given(place=b.place, prompt=prompt_of(b.sentence, method) if method else b.sentence, text=b.graph) for b in blocks]
     return [_given(record) for record in read_records(file)]
 
 
@@ -56,22 +64,19 @@ def _given(record: Record | BadRow) -> Given:
         raise DataError(f"{record.place} {record.reason}", "mend the file: an answer left out is a question that nobody asked")
     place, value = f"{record.source}:{record.number}", dict(record.value)
     answer = next((value[name] for name in _ANSWERS if name in value), None)
-    asked = next((value[name] for name in ("id", *_PROMPTS) if value.get(name) not in (None, "")), None)
-    if not isinstance(answer, str) or asked is None:
+    names = [next((str(value[name]) for name in names if value.get(name) not in (None, "")), "") for names in (("id",), _PROMPTS)]
+    if not isinstance(answer, str) or not any(names):
         there = ", ".join(value) or "nothing"
         raise DataError(f"{place} has {there}: an answer as text and what it answers are needed", "name the columns answer, and prompt or id")
-    return Given(place=place, answers_to=str(asked), text=answer)
+    return Given(place=place, id=names[0], prompt=names[1], text=answer)
 
 
 def aligned(given: Iterable[Given], rows: Sequence[Row]) -> list[str]:
-    """The answer to each row. Rows with the same prompt are answered in their order."""
-    places = _places(rows)
+    """The answer to each row. Rows of the same content are answered in their order."""
+    names = _Names.of(rows)
     found: dict[int, Given] = {}
     for one in given:
-        asked = places.get(_plain(one.answers_to))
-        if not asked:
-            problem = f"{one.place} answers `{_cut(one.answers_to)}`, which is none of the {len(rows):,} items"
-            raise DataError(problem, "take the answers to these rows")
+        asked = names.asked(one)
         at = next((at for at in asked if at not in found), asked[-1])
         if at in found:
             raise DataError(f"{one.place} answers {rows[at].place} once more: {found[at].place} did", "keep one answer for every item")
@@ -82,16 +87,50 @@ def aligned(given: Iterable[Given], rows: Sequence[Row]) -> list[str]:
     return [found[at].text for at in range(len(rows))]
 
 
-def _places(rows: Sequence[Row]) -> dict[str, list[int]]:
-    """Rows by all that may name them; what is ambiguous for rows of different content names none."""
-    found: defaultdict[str, list[int]] = defaultdict(list)
-    for at, row in enumerate(rows):
-        last = row.prompt[-1].content if row.prompt else ""
-        whole = "\n\n".join(message.content for message in row.prompt)
-        for name in dict.fromkeys(_plain(text) for text in (last, whole, row.place, str(row.number), key_of(row))):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """Rows by what may name them. An id is never taken for a prompt, nor a prompt that is a figure for a number."""
+
+    rows: Sequence[Row]
+    keys: Sequence[str]
+    by_id: Mapping[str, Sequence[int]]
+    by_prompt: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "_Names":
+        keys = [key_of(row) for row in rows]
+        ids = _named(keys, [row.place for row in rows], [str(row.number) for row in rows])
+        whole = ["\n\n".join(message.content for message in row.prompt) for row in rows]
+        prompts = _named(whole, [row.prompt[-1].content if row.prompt else "" for row in rows])
+        return cls(rows=rows, keys=keys, by_id=ids, by_prompt=prompts)
+
+    def asked(self, one: Given) -> Sequence[int]:
+        """One row, or several of the same content. An id of the giver's own, which names nothing here, leaves the prompt."""
+        by_id, by_prompt = self.by_id.get(_plain(one.id), ()), self.by_prompt.get(_plain(one.prompt), ())
+        asked = [at for at in by_id if at in by_prompt] if by_id and by_prompt else by_id or by_prompt
+        if not (by_id or by_prompt):
+            problem = f"{one.place} answers `{_cut(one.answers_to)}`, which is none of the {len(self.rows):,} items"
+            raise DataError(problem, "take the answers to these rows")
+        if not asked:
+            here, there = self.rows[by_id[0]].place, self.rows[by_prompt[0]].place
+            raise DataError(f"{one.place} has the id {one.id} of {here} and the prompt of {there}", "name one item: mend the id, or leave it out")
+        if len({self.keys[at] for at in asked}) > 1:
+            first, second, *_ = (self.rows[at].place for at in asked)
+            problem = f"{one.place} answers `{_cut(one.answers_to)}`, which names {first} and {second}, two different items"
+            raise DataError(problem, f"name each by its place: id {first}")
+        return asked
+
+
+def _named(*kinds: Sequence[str]) -> dict[str, list[int]]:
+    """Names in the order of trust: one that is taken is not given to rows of a later kind."""
+    found: dict[str, list[int]] = {}
+    for kind in kinds:
+        here: defaultdict[str, list[int]] = defaultdict(list)
+        for at, name in enumerate(map(_plain, kind)):
             if name:
-                found[name].append(at)
-    return dict(found)
+                here[name].append(at)
+        found = here | found
+    return found
 
 
 def _plain(text: str) -> str:
@@ -120,7 +159,8 @@ def given_subject(path: Path, like: Subject) -> Subject:
 def name_of(path: Path) -> str:
     """By which their scores are filed: other answers of the same file name are others."""
     kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in path.stem).strip("-")
-    return f"{kept[:40] or 'answers'}-{read_file(path, path.parent).sha256[:8]}"
+    name = f"{kept[:40] or 'answers'}-{read_file(path, path.parent).sha256[:8]}"
+    return name if step_named(name) is None else f"answers-{name}"  # of `checkpoint.jsonl`, where the digest has no letter
 
 
 def write_answers(task: Task, request: EvalRequest, paths: EvalPaths, answers: Sequence[str], rows: Sequence[Row]) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from finefit.artifacts.records import Preparation
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
-from finefit.data.tasks import NoResult, make_build
-from finefit.data.tasks.task import as_it_stands
 from finefit.errors import DataError
 from finefit.facts.files import FileFact
 from finefit.pipeline.data import PreparedData, prepare_data
@@ -32,17 +30,13 @@ def _require_usable(record: Preparation, data: Data, path: str) -> None:
         raise DataError(f"{path} holds no row that could be asked", "rows need a prompt and an answer; docs/data.md has the shapes that are known")
 
 
-def read_questions(source: Source, data: Data, *, base: Path) -> list[Row]:
+def read_questions(source: Source, *, base: Path) -> list[Row]:
     """Without a tokenizer, for answers that are there already."""
-    build = make_build(data.task, base=base) if data.task is not None else as_it_stands
     rows = []
     for row in open_source(source.path, source.fields, base, split="test").rows():
         if isinstance(row, BadRow):
             raise DataError(f"{row.place} {row.reason}", "mend or remove this row")
-        try:
-            rows.append(build(row))
-        except NoResult as reason:
-            raise DataError(f"{row.place} {reason}", "mend or remove this row") from None
+        rows.append(row)
     return rows
 
 

@@ -17,17 +17,19 @@ from finefit.model.locate import Located, locate, with_adapter
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.data import source_files
 from finefit.pipeline.inputs import UNDIGESTED, between, engine_sha256, relocate
-from finefit.pipeline.taskfiles import kept_paths
+from finefit.pipeline.taskfiles import keep_task_files, kept_paths, path_of, task_sha256
 from finefit.plan.engine import nodes_of
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import DeepSpeed, Engine, FolderModel, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
+from finefit.spec.schema import DeepSpeed, Engine, Evaluation, FolderModel, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
 from finefit.step.engines.zero_config import FILE as DEEPSPEED_JSON
 from finefit.step.schedule import learning_rate
 
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate", "launcher.", "trackers")
 """Keys that leave the steps already done as they were."""
 _PATHS = ("model.path", "model.revision", "tuning.adapter", "engine.config", "data.train", "data.validation.path", "data.test.path")
+_TASK_PATHS = ("path", "folder", "nli", "checkpoint")
+"""Of a task, what may name a file or a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     if before == after:
         return []
     with run_lock(run.lock):
-        return _take_over(run, record, asked, after, changes, overrides)
+        return _take_over(run, record, asked, keep_task_files(after, run.path, run.path), changes, overrides)
 
 
 def follow(run: RunDir, spec: Spec) -> list[str]:
@@ -102,10 +104,19 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
     engine = fresh.engine if is_given("engine.config") else _same_config(asked.engine, before.engine)
     if isinstance(asked.data.task, OwnTask) and isinstance(before.data.task, OwnTask):
         data["task"] = before.data.task  # the run has a copy, which its rows were built with
-    evaluate = kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate)
+    kept = kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate)
+    given = [any(is_given(f"evaluate.{at}.task.{key}") for key in _TASK_PATHS) for at in range(len(kept))]
+    evaluate = tuple(_named_now(now, known, run) if is_now else known for now, known, is_now in zip(fresh.evaluate, kept, given, strict=True))
     return asked.model_copy(
         update={"data": asked.data.model_copy(update=data), "model": model, "tuning": tuning, "engine": engine, "evaluate": evaluate}
     )
+
+
+def _named_now(fresh: Evaluation, kept: Evaluation, run: Path) -> Evaluation:
+    """A task as it is given now, unless the run has a copy of the same file."""
+    now = task_sha256(fresh, run)
+    is_same = now is not None and path_of(kept.task) != path_of(fresh.task) and now == task_sha256(kept, run)
+    return kept if is_same else fresh
 
 
 def _same_config(asked: Engine, before: Engine) -> Engine:

@@ -18,7 +18,7 @@ from finefit.artifacts.rundir import EvalPaths, RunDir, is_run, newest_with_dige
 from finefit.data.items import item_line, read_items
 from finefit.data.rows import Row
 from finefit.data.tasks import make_task
-from finefit.errors import FinefitError, Resumable, RunError
+from finefit.errors import FinefitError, Interrupted, Resumable, RunError
 from finefit.facts.files import read_file
 from finefit.pipeline.asking import named_evaluations, overlaid
 from finefit.pipeline.bare import FORMS, find_bare, open_bare
@@ -34,6 +34,7 @@ from finefit.pipeline.evaluating import (
     declared_by,
     evaluate,
     evaluations_of,
+    filed_apart,
     prompt_tokens_of,
     relabelled,
     request_of,
@@ -43,7 +44,7 @@ from finefit.pipeline.evaluating import (
 from finefit.pipeline.given import aligned, given_subject, name_of, read_given, write_answers
 from finefit.pipeline.questions import file_facts, prepare_questions, read_questions, require_answerable, without_rows
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import Data, Evaluation, Full, LmEval, ShapeModel, Source
+from finefit.spec.schema import Evaluation, Full, LmEval, ShapeModel, Source
 
 _NO_ROOM = Room(rows=1, tokens=1)
 """Where nothing is generated, or it is not known yet."""
@@ -108,22 +109,37 @@ def _of_run(run: RunDir, wish: Wish) -> Work:
         raise RunError("--base is for adapters, and a run knows its model", "leave it out")
     others = None if wish.data is None else _other_items(run, wish.data)
     chosen = evaluations_of(run, named_evaluations(wish.tasks, declared_by(run)), has_items=others is not None)
-    evaluations = [overlaid(one, limit=wish.limit, max_new_tokens=wish.max_new_tokens, batch=wish.batch) for one in chosen]
+    evaluations = [overlaid(one, limit=wish.limit, max_new_tokens=wish.max_new_tokens, batch=wish.batch) for one in _on_rows(chosen, wish)]
     if others is not None:
-        evaluations = [relabelled(one, others.suffix) for one in evaluations if not isinstance(one.task, LmEval)]
+        evaluations = [relabelled(one, others.suffix) for one in evaluations]
     tokens = prompt_tokens_of(run) if others is None else others.prompt_tokens
     if wish.answers is not None:
         return _with_answers(run, evaluations, wish.answers, others, tokens)
     names, own = checkpoints_of(run, wish.checkpoint), subject_of(stage_of(run), "base").device
     requests = [request_of(run, name, one, device=wish.device, items=others) for one in evaluations for name in names]
     _require_readable(run, requests)
-    return Work(run=run, requests=tuple(_filed(request, own) for request in requests), prompt_tokens=tokens)
+    return Work(run=run, requests=_filed(run, requests, own), prompt_tokens=tokens)
 
 
-def _filed(request: EvalRequest, own: str) -> EvalRequest:
-    """Answers from another device are others, and those of the run's own stay."""
-    device = request.subject.device
-    return request if device == own else replace(request, evaluation=relabelled(request.evaluation, device))
+def _on_rows(chosen: list[Evaluation], wish: Wish) -> list[Evaluation]:
+    """Where rows or answers are given: what the spec asks of lm-eval is none of theirs; named by hand it is a mistake."""
+    given = "--data" if wish.data is not None else "--answers"
+    bringing = [one.label for one in chosen if isinstance(one.task, LmEval)]
+    if not bringing or (wish.data is None and wish.answers is None):
+        return chosen
+    if wish.tasks or len(bringing) == len(chosen):
+        raise RunError(f"lm_eval brings its own items, so {given} is nothing to {', '.join(bringing)}", f"leave {given} out, or name another task")
+    return [one for one in chosen if one.label not in bringing]
+
+
+def _filed(run: RunDir, requests: Sequence[EvalRequest], own: str) -> tuple[EvalRequest, ...]:
+    """Answers from another device, or by other settings, are others, and those of the run's own stay."""
+    found: dict[tuple[str, str], EvalRequest] = {}
+    for request in requests:
+        device, one = request.subject.device, request.evaluation
+        one = filed_apart(run, one if device == own else relabelled(one, device))
+        found[one.label, request.checkpoint] = replace(request, evaluation=one)
+    return tuple(found.values())
 
 
 def _require_readable(run: RunDir, requests: Sequence[EvalRequest]) -> None:
@@ -165,17 +181,16 @@ def _with_answers(run: RunDir, evaluations: Sequence[Evaluation], path: Path, ot
         subject = replace(subject, items=others.file, items_sha256=others.sha256)
     answers = aligned(read_given(path, subject.form), _rows(run, subject))
     subject, name = given_subject(path, subject), name_of(path)
-    requests = tuple(EvalRequest(checkpoint=name, evaluation=one, subject=subject, room=_NO_ROOM) for one in evaluations)
+    requests = [EvalRequest(checkpoint=name, evaluation=one, subject=subject, room=_NO_ROOM) for one in evaluations]
     _require_readable(run, requests)
-    return Work(run=run, requests=requests, prompt_tokens=tokens, given=tuple(answers))
+    return Work(run=run, requests=_filed(run, requests, subject.device), prompt_tokens=tokens, given=tuple(answers))
 
 
 def _run_of_answers(wish: Wish) -> RunDir:
     """Of rows alone: there is no model, and so neither tokenizer nor template."""
     assert wish.data is not None
     assert wish.answers is not None
-    data = Data(train=(Source(path=""),), template="plain")
-    lines = "".join(item_line(row) for row in read_questions(Source(path=wish.data), data, base=Path.cwd()))
+    lines = "".join(item_line(row) for row in read_questions(Source(path=wish.data), base=Path.cwd()))
     name = f"eval-{name_of(wish.answers)}"
     digest = hashlib.sha256(json.dumps([lines, read_file(wish.answers, Path.cwd()).sha256]).encode()).hexdigest()
     return newest_with_digest(wish.runs, name, digest) or _created(wish, name, lines, digest)
@@ -226,8 +241,18 @@ def carry_out(work: Work, *, tick: Tick, say: Say) -> list[EvalResult]:
     run, rooms = work.run, Rooms(run=work.run, prompt_tokens=work.prompt_tokens)
     fill = None if work.given is None else partial(_fill, run, work.given)
     with run_lock(run.lock) as lock, _recorded(run), scores_told(stage_of(run), say):
-        size = rooms.find if fill is None else None
+        size = None if fill is not None else partial(_no_model, run) if _holds_answers(run) else rooms.find
         return [evaluate(run, request, base=run.path, lock=lock, tick=tick, size=size, fill=fill) for request in work.requests]
+
+
+def _holds_answers(run: RunDir) -> bool:
+    where = stage_of(run)
+    return where.eval_stage.exists() and isinstance(read_record(where.eval_stage, EvalStage).subject.model, ShapeModel)
+
+
+def _no_model(run: RunDir, request: EvalRequest) -> Room:
+    """What is scored already is shown, and nothing is asked for room then."""
+    raise RunError(f"{run.path.name} holds answers made elsewhere, and no model for {request.evaluation.label} to ask", "give --answers FILE again")
 
 
 def _fill(run: RunDir, given: Sequence[str], request: EvalRequest, paths: EvalPaths) -> None:
@@ -245,8 +270,17 @@ def _recorded(run: RunDir) -> Iterator[None]:
     write_record(run.run, replace(record, status="running", failure=None))
     try:
         yield
-    except FinefitError as error:
-        is_resumable = error.exit_code == Resumable.exit_code
-        write_record(run.run, replace(record, status="stopped" if is_resumable else "failed", failure=Failure.of(error)))
+    except BaseException as error:
+        failure = _failure_of(error)
+        write_record(run.run, replace(record, status="stopped" if failure.exit_code == Resumable.exit_code else "failed", failure=failure))
         raise
     write_record(run.run, replace(record, status="finished", failure=None))
+
+
+def _failure_of(error: BaseException) -> Failure:
+    match error:
+        case FinefitError():
+            return Failure.of(error)
+        case KeyboardInterrupt():
+            return Failure.of(Interrupted("interrupted", "give the same command again"))
+    return Failure.of(FinefitError(f"a fault of finefit: {type(error).__name__}: {error}", "please report it"))

@@ -12,6 +12,8 @@ from finefit.spec.schema import Evaluation, FolderModel, LmEval, OwnTask, Spec, 
 TASK_FILE = "task.py"
 TASK_FOLDER = "tasks"
 _LARGEST_BYTES = 1 << 30
+_FORM = "tasks/data.task.py"
+"""No evaluation is called so: a name has no dot."""
 
 
 def path_of(task: object) -> str | None:
@@ -61,8 +63,8 @@ def keep_task_files(spec: Spec, base: Path, run: Path) -> Spec:
         evaluations.append(_taken(evaluation, base, run, place))
     data, form = spec.data, spec.data.task
     if isinstance(form, OwnTask):
-        _copy(base / form.path, run / "tasks/form.py")
-        data = data.model_copy(update={"task": form.model_copy(update={"path": "tasks/form.py"})})
+        _copy(base / form.path, run / _FORM)
+        data = data.model_copy(update={"task": form.model_copy(update={"path": _FORM})})
     return spec.model_copy(update={"evaluate": tuple(evaluations), "data": data})
 
 

@@ -54,7 +54,8 @@ def make_rooms(scene: Scene, target: Target, evaluations: Iterable[Evaluation], 
     known: dict[tuple[Any, ...], Room] = {}
     rooms = {}
     for evaluation in evaluations:
-        key = (evaluation.batch, evaluation.max_new_tokens, _reads(evaluation), _generates(evaluation), isinstance(evaluation.task, LmEval))
+        reading = _reads(evaluation), _window(evaluation)
+        key = (evaluation.batch, evaluation.max_new_tokens, *reading, _generates(evaluation), isinstance(evaluation.task, LmEval))
         if key not in known:
             known[key] = _room(scene, target, evaluation, prompt_tokens, devices)
         rooms[evaluation.label] = known[key]
@@ -73,6 +74,11 @@ def _generates(evaluation: Evaluation) -> bool:
 def _reads(evaluation: Evaluation) -> bool:
     """Whether likelihoods of given answers are asked for."""
     return isinstance(evaluation.task, Hallucination | Perplexity | TruthfulQa)
+
+
+def _window(evaluation: Evaluation) -> int:
+    """Tokens of plain text that are read together, should the items be that; a prompt may be shorter."""
+    return evaluation.task.window if isinstance(evaluation.task, Perplexity) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +119,15 @@ class _Batches:
         return generate(scene, rows=rows, prompt_tokens=prompt, new_tokens=self.new_tokens, mlp_tiles=tiles, expandable=expandable)
 
     def _read(self, scene: Scene, rows: int, prompt: int, tiles: int) -> Generated:
-        """An answer that is given may be as long as one that is generated."""
-        tokens, counted = prompt + self.new_tokens, self.new_tokens
-        return read_through(scene, rows=rows, tokens=tokens, counted=counted, mlp_tiles=tiles, expandable=self.target.expandable)
+        """An answer that is given may be as long as one that is generated. Of longer windows of plain text, in which every token counts, as many are
+        read as there are tokens for, and one at least."""
+        tokens, window = prompt + self.new_tokens, _window(self.evaluation)
+        shapes = [(rows, tokens, self.new_tokens)]
+        if window > tokens:
+            shapes.append((max(1, rows * tokens // window), window, window - 1))
+        expandable = self.target.expandable
+        found = [read_through(scene, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=expandable) for r, t, counted in shapes]
+        return max(found, key=lambda one: one.reserved_bytes)
 
 
 def _room(scene: Scene, target: Target, evaluation: Evaluation, prompt: int, devices: int) -> Room:
@@ -137,7 +149,7 @@ def _room(scene: Scene, target: Target, evaluation: Evaluation, prompt: int, dev
 
 def _tiles(batches: _Batches, prompt: int) -> int:
     """An MLP is cut only where one long prompt would not fit otherwise, and into no more pieces than that takes."""
-    if prompt <= _LONG_PROMPT or batches.fits(batches.quick(1, prompt, 1)):
+    if max(prompt, _window(batches.evaluation)) <= _LONG_PROMPT or batches.fits(batches.quick(1, prompt, 1)):
         return 1
     return next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])
 

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import EvalItem, EvalResult, EvalStage, Score, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
@@ -20,11 +21,7 @@ _LONGEST = 600
 
 def in_order(results: Iterable[EvalResult]) -> list[EvalResult]:
     """By task, the base first, then by step."""
-    return sorted(results, key=lambda r: (r.task, r.checkpoint != "base", _step(r.checkpoint) or 0, r.checkpoint))
-
-
-def _step(checkpoint: str) -> int | None:
-    return int(checkpoint.rsplit("-", 1)[1]) if checkpoint.startswith("checkpoint-") else None
+    return sorted(results, key=lambda r: (r.task, r.checkpoint != "base", step_named(r.checkpoint) or 0, r.checkpoint))
 
 
 def metric_of(result: EvalResult, name: str) -> Metric:
@@ -100,11 +97,11 @@ def _board(results: Sequence[EvalResult], by: str | None, losses: dict[int, floa
 def _table(results: Sequence[EvalResult], best: EvalResult | None, by: str, losses: dict[int, float], names: Sequence[str], title: str) -> Table:
     table = Table(title=title or None, title_justify="left")
     table.add_column("checkpoint", no_wrap=True)
-    with_loss = any(_step(result.checkpoint) in losses for result in results)
+    with_loss = any(step_named(result.checkpoint) in losses for result in results)
     for column in (*(["validation\nloss"] if with_loss else []), *names, "n", "coverage"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
-        step, is_best = _step(result.checkpoint), result is best
+        step, is_best = step_named(result.checkpoint), result is best
         loss = [f"{losses[step]:.4f}" if step in losses else ""] if with_loss else []
         scores = [Text(shown_score(metric_of(result, m), result.metrics[m]), style="bold" if is_best and m == by else "") for m in names]
         table.add_row(f"{result.checkpoint} *" if is_best else result.checkpoint, *loss, *scores, shown_n(result), f"{result.coverage:.0%}")
@@ -159,7 +156,7 @@ def scores_document(results: Sequence[EvalResult], where: StageDir, *, by: str |
             "coverage": r.coverage,
             "metrics": {name: {"value": s.value, "low": finite(s.low), "high": finite(s.high)} for name, s in r.metrics.items()},
             "best": r is best[r.task],
-            "validation_loss": losses.get(_step(r.checkpoint) or -1),
+            "validation_loss": losses.get(step_named(r.checkpoint) or -1),
             "warnings": list(r.warnings),
         }
         for r in results

@@ -130,6 +130,8 @@ def _pair(sheet: Sheet, choice: str | None) -> tuple[str, str] | str:
             return "raters disagree"
         case _:
             return {"good": "good", "tie": "tie", "skip": "skipped"}[choice]
+    if sheet.is_rendered:
+        return "with a prompt that is only known as its template made it"
     if not chosen.strip() or not rejected.strip():
         return "an empty answer"
     return "both answers are the same" if chosen == rejected else (chosen, rejected)

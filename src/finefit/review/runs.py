@@ -16,6 +16,8 @@ from finefit.facts.files import read_file
 from finefit.review.stack import Said, Sheet, Stack
 
 FINAL = "final"
+_OR = "\n\nor\n\n"
+"""Between references."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,20 +149,27 @@ def _messages(scored: _Scored) -> dict[int, list[dict[str, Any]]]:
 
 def _sheet(key: str, items: Sequence[EvalItem], messages: dict[int, list[dict[str, Any]]]) -> Sheet:
     first = items[0]
+    said = _said(first.prompt, messages.get(first.item, []))
     return Sheet(
         key=key,
-        prompt=_prompt(first.prompt, messages.get(first.item, [])),
+        prompt=said or (Said(role="", text=first.prompt),),
         answers=tuple(item.answer for item in items),
-        reference=first.reference,
+        reference=_reference(items),
         place=first.place,
+        is_rendered=not said,
     )
 
 
-def _prompt(asked: str, messages: Sequence[dict[str, Any]]) -> tuple[Said, ...]:
-    """The messages where they are what was asked, else the text that the model was given: it may have been cut, or built by a task."""
+def _reference(items: Sequence[EvalItem]) -> str:
+    """Each item has the one nearest to its answer: all of them, in an order that says nothing of whose they are."""
+    return _OR.join(sorted({item.reference for item in items}))
+
+
+def _said(asked: str, messages: Sequence[dict[str, Any]]) -> tuple[Said, ...]:
+    """The messages where they are what was asked; none where only the text that the model was given is: it may have been cut."""
     if messages and _are_in(asked, (message["content"] for message in messages)) and not any(message.get("tool_calls") for message in messages):
         return tuple(Said(role=message["role"], text=message["content"]) for message in messages)
-    return (Said(role="", text=asked),)
+    return ()
 
 
 def _are_in(text: str, parts: Iterable[str]) -> bool:

@@ -25,6 +25,8 @@ class Sheet:
     reference: str | None = None
     place: str = ""
     """Where the item comes from; shown, so it says nothing of a model."""
+    is_rendered: bool = False
+    """Whether the prompt is known only as a template made it: a training would put it into a template once more."""
 
     @property
     def digests(self) -> tuple[str, ...]:

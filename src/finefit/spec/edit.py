@@ -9,6 +9,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from finefit.errors import SpecError
 from finefit.spec.reader import scalar
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
@@ -16,7 +17,7 @@ _ODD = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 def changed_text(text: str, changes: Sequence[str]) -> str:
-    """`changes` as `--set` takes them: key.path=value."""
+    """`changes` as `--set` takes them: key.path=value. One of an item in a list that only the base has is refused: a list is replaced as a whole."""
     yaml = YAML(typ="rt")
     yaml.preserve_quotes = True
     yaml.width = 4096
@@ -24,7 +25,10 @@ def changed_text(text: str, changes: Sequence[str]) -> str:
     document = yaml.load(text)
     for change in changes:
         key, value = change.split("=", 1)
-        _set(document, key.split("."), YAML(typ="rt").load(value))
+        path = key.split(".")
+        if (elsewhere := _list_elsewhere(document, path)) is not None:
+            raise SpecError(f"{elsewhere} stands in {document.get('base', 'another file')}, so {change} cannot be written here", "change it there")
+        _set(document, path, YAML(typ="rt").load(value))
     written = io.StringIO()
     yaml.dump(document, written)
     return written.getvalue()
@@ -59,6 +63,15 @@ def _inline(value: Any) -> str:
 def _quoted(text: str) -> str:
     """YAML ends lines where JSON does not."""
     return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def _list_elsewhere(values: Any, path: Sequence[str]) -> str | None:
+    """The key of a list that `path` reaches into and `values` do not hold."""
+    for depth, key in enumerate(path):
+        if key.isdigit() and not isinstance(values, list):
+            return ".".join(path[:depth])
+        values = values[int(key)] if isinstance(values, list) else values.get(key) if isinstance(values, dict) else None
+    return None
 
 
 def _set(values: Any, path: Sequence[str], new: Any) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from finefit.errors import SpecError
 from finefit.spec.edit import dumped
+from finefit.spec.kinds import class_of
 from finefit.spec.reader import Fault, KeyPath, Place, Reader
 from finefit.spec.schema import Spec
 from finefit.spec.wording import NAMED, listed, nearest, schema_faults, shown
@@ -135,7 +136,7 @@ class _Draft:
         if not isinstance(self.values, dict):
             return _Draft(upper.values, upper.places, [*upper.faults, *self.faults], (name, *self.bases))
         places = dict(self.places)
-        values = _merged(self.values, upper.values, (), places)
+        values = _merged(self.values, upper.values, (), places, Spec)
         return _Draft(values, places | upper.places, [*upper.faults, *self.faults], (name, *self.bases))
 
     def set(self, override: str, place: Place) -> None:
@@ -160,18 +161,24 @@ class _Draft:
             self.places.setdefault(path[:depth], place)
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place]) -> dict[str, Any]:
-    """Mappings are merged key by key, one of another kind and everything else is replaced; its places go with it."""
+def _merged(
+    below: dict[str, Any], above: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place], part: type[BaseModel] | None
+) -> dict[str, Any]:
+    """Mappings are merged key by key, one whose kind has other keys and everything else is replaced; its places go with it."""
     merged = dict(below)
     for key, new in above.items():
-        old, here = below.get(key), (*path, key)
-        if isinstance(old, dict) and isinstance(new, dict) and old.get("kind", new.get("kind")) == new.get("kind", old.get("kind")):
-            merged[key] = _merged(old, new, here, places)
+        old, here, inner = below.get(key), (*path, key), class_of(part, key)
+        if isinstance(old, dict) and isinstance(new, dict) and (inner is not None or _are_of_a_kind(old, new)):
+            merged[key] = _merged(old, new, here, places, inner)
         else:
             merged[key] = new
             for known in [known for known in places if known[: len(here)] == here]:
                 del places[known]
     return merged
+
+
+def _are_of_a_kind(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return old.get("kind", new.get("kind")) == new.get("kind", old.get("kind"))
 
 
 def _replaced(old: Any, path: KeyPath, new: Any) -> Any:

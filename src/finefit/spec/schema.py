@@ -3,6 +3,7 @@
 A choice is a union on `kind`, so an option exists only where it means something.
 """
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -95,7 +96,7 @@ class JsonMatch(Part):
 
 
 class Rouge(Part):
-    """ROUGE-1, -2, -L and -Lsum against the nearest reference (rouge-score)."""
+    """ROUGE-1, -2, -L and -Lsum, each against the reference that is nearest by it (rouge-score)."""
 
     kind: Literal["rouge"]
     stemmer: bool = True
@@ -511,10 +512,14 @@ class Tracker(Part):
     """By default the name of the run."""
 
 
+_LABEL = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+"""It becomes the name of folders and files, and what follows a dot in these is not the user's."""
+
+
 class Evaluation(Part):
     task: Task
     """A name, or a mapping with `kind` and the task's own keys."""
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+    name: str | None = Field(None, pattern=_LABEL)
     """Where one kind of task is evaluated in two ways."""
     limit: int | None = Field(None, ge=1)
     """A seeded sample of the test rows instead of all of them."""
@@ -533,6 +538,15 @@ class Evaluation(Part):
         if self.name is not None:
             return self.name
         return PurePath(self.task.path).stem if isinstance(self.task, OwnTask) else self.task.kind
+
+    @model_validator(mode="after")
+    def _can_be_called(self) -> "Evaluation":
+        if not re.fullmatch(_LABEL, self.label):
+            raise ValueError(
+                f"a task is called as its file is, and {self.label!r} is no name; "
+                "give name: with letters, digits, `_` and `-`, 64 at most, a letter or digit first"
+            )
+        return self
 
 
 class Validation(Part):

@@ -65,7 +65,8 @@ def _worded(error: ErrorDetails) -> tuple[KeyPath, str, str]:
             needed = f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
             return path, f"{said} has {len(value)} items", f"give {needed}"
         case "string_pattern_mismatch":  # names are the only ones
-            return path, f"{said} is no name", "use letters, digits, `.`, `_` and `-`, 64 at most, a letter or digit first"
+            marks = "`.`, `_` and `-`" if "." in context["pattern"] else "`_` and `-`"
+            return path, f"{said} is no name", f"use letters, digits, {marks}, 64 at most, a letter or digit first"
         case "value_error":
             problem, _, remedy = str(context["error"]).partition("; ")
             return path, problem, remedy

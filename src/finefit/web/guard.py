@@ -7,14 +7,12 @@ import hmac
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY_BYTES = 64 << 10
-COOKIE = "finefit"
 LOGIN = "/api/login"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
@@ -33,25 +31,30 @@ class Token:
     """Who knows `secret` gets the cookie of this start; the secret itself is never stored in a browser."""
 
     secret: str = field(repr=False)
+    port: int
+    """Cookies know no ports: without it in their name, two reviews on one machine would take each other's away."""
     session: str = field(repr=False, default_factory=lambda: secrets.token_urlsafe(32))
 
     def opens(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.secret.encode())
 
     def knows(self, cookies: str) -> bool:
-        try:
-            found = SimpleCookie(cookies).get(COOKIE)
-        except CookieError:
-            return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self.session.encode())
+        """Other programs on this machine may have set odd ones, behind which the standard library's reader finds nothing more."""
+        pairs = [pair.partition("=") for pair in cookies.split(";")]
+        given = [value.strip() for name, _, value in pairs if name.strip() == self._name]
+        return any(hmac.compare_digest(value.encode(), self.session.encode()) for value in given)
 
     @property
     def cookie(self) -> str:
-        return f"{COOKIE}={self.session}; HttpOnly; SameSite=Strict; Path=/"
+        return f"{self._name}={self.session}; HttpOnly; SameSite=Strict; Path=/"
+
+    @property
+    def _name(self) -> str:
+        return f"finefit-{self.port}"
 
 
 class Guard:
-    """ASGI around an application. `hosts`: every name with port that it may be called by."""
+    """ASGI around an application. `hosts`: every name, as a browser writes it with the port, that it may be called by."""
 
     def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: Token | None = None) -> None:
         self._app = app

@@ -12,6 +12,7 @@ from finefit.errors import UserError
 from finefit.web.guard import Guard
 
 LOOPBACK = "127.0.0.1"
+_HTTP = 80
 
 
 def is_loopback(host: str) -> bool:
@@ -40,14 +41,19 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 def names_of(host: str, port: int) -> list[str]:
     """By which a browser may call us, the one to show first. Listening everywhere, those are all of this machine's addresses and its name."""
+    names = [_written(name) for name in _reached_by(host)]
+    bare = names if port == _HTTP else []  # a browser leaves this port away
+    return bare + [f"{name}:{port}" for name in names]
+
+
+def _reached_by(host: str) -> list[str]:
     if host in ("0.0.0.0", "::"):
         machine = socket.gethostname()
         found = [
             address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses if _is_address(address.address)
         ]
-        return [f"{_written(name)}:{port}" for name in dict.fromkeys([machine, *found, "localhost"])]
-    local = ["localhost"] if is_loopback(host) else []
-    return [f"{_written(name)}:{port}" for name in dict.fromkeys([host, *local])]
+        return list(dict.fromkeys([machine, *found, "localhost"]))
+    return list(dict.fromkeys([host, *(["localhost"] if is_loopback(host) else [])]))
 
 
 def _is_address(text: str) -> bool:

@@ -149,6 +149,7 @@ def test_building_spells_concepts_one_way_or_leaves_them() -> None:
 def test_a_repair_is_told_in_the_row_and_without_it_the_row_cannot_be_built() -> None:
     assert build(a_row(TWICE), repair_gold=True).repairs == ("c / con is c2 now, since c was defined before",)
     assert build(a_row()).repairs == ()
+    assert build(a_row(references=(GOLD, TWICE)), repair_gold=True).repairs == ("c / con is c2 now, since c was defined before",)
     with pytest.raises(NoResult, match="defines c twice"):
         build(a_row(TWICE))
 

@@ -1,8 +1,11 @@
 """Tasks that generate nothing: how likely given answers are to the model."""
 
+import math
+
 from finefit.data.rows import Row
 from finefit.data.tasks.references import require_right, require_wrong, right_answers, wrong_answers
 from finefit.data.tasks.task import Likelihood, NoResult, Reading, Reply, Task
+from finefit.errors import RunError
 from finefit.spec.schema import Perplexity
 from finefit.stats.metrics import Metric, mean
 
@@ -17,11 +20,18 @@ def asked_for(reply: Reply, *, wrong: bool) -> None:
         raise NoResult("its answers could not be weighed")
 
 
+def require_finite(reply: Reply) -> None:
+    """Weights that have diverged prefer nothing: there is no order among such numbers."""
+    if not all(math.isfinite(found.logprob) for found in (*reply.right, *reply.wrong)):
+        raise NoResult("the model's probabilities are not finite")
+
+
 def hallucination(name: str) -> Task:
     """Per token, for a fabricated answer is as a rule longer or shorter than the right one, and the longer of two texts is always less likely."""
 
     def read(reply: Reply, _: Row) -> Reading:
         asked_for(reply, wrong=True)
+        require_finite(reply)
         right, worst = per_token(reply.right[0]), max(reply.wrong, key=per_token)
         counts = {"preferred_wrong": float(per_token(worst) >= right), "margin": right - per_token(worst)}
         return Reading(extracted={"right": right, "wrong": per_token(worst), "most_likely_wrong": worst.text}, counts=counts)
@@ -47,9 +57,14 @@ def hallucination(name: str) -> Task:
 def perplexity(name: str, settings: Perplexity) -> Task:
     """Of the answer that is trained on: exp of the validation loss, were the rows the same."""
 
-    def read(reply: Reply, _: Row) -> Reading:
+    def read(reply: Reply, row: Row) -> Reading:
         asked_for(reply, wrong=False)
         nats, tokens = -sum(found.logprob for found in reply.right), sum(found.tokens for found in reply.right)
+        if not math.isfinite(nats):  # without this item the others would be all that counts
+            raise RunError(
+                f"perplexity is not defined: the model's log-probability of {row.place} is {-nats}",
+                "its weights may have diverged: evaluate another checkpoint, or leave perplexity out of evaluate",
+            )
         return Reading(extracted=None, counts={"nats": nats, "tokens": float(tokens)})
 
     return Task(

@@ -15,21 +15,15 @@ from types import ModuleType
 from typing import Any
 
 from finefit.data.rows import Row
+from finefit.data.tasks.likely import require_finite
 from finefit.data.tasks.references import require_right, right_answers, wrong_answers
 from finefit.data.tasks.task import Likelihood, NoResult, Reading, Reply, Task, against_references
 from finefit.errors import SpecError
-from finefit.spec.schema import Evaluation, OwnTask
+from finefit.spec.schema import OwnTask
 from finefit.stats.metrics import Metric, mean, rate
 
-COPY = "task.py"
-"""What the file is called beside a request."""
 _KINDS: Mapping[str, Callable[[str], Metric]] = {"mean": mean, "rate": rate}
 _REMEDY = "docs/evaluation.md has an example"
-
-
-def own_file(evaluation: Evaluation, base: Path) -> Path | None:
-    """The file of the user's own that an evaluation needs; it is copied beside the request as task.py."""
-    return _file(evaluation.task, base) if isinstance(evaluation.task, OwnTask) else None
 
 
 def own_task(name: str, settings: OwnTask, base: Path | None) -> Task:
@@ -50,10 +44,7 @@ def own_form(settings: OwnTask, base: Path | None) -> Callable[[Row], Row]:
 
 
 def _file(settings: OwnTask, base: Path) -> Path:
-    """Beside a request it lies under a name of its own."""
-    named, copied = base / settings.path, base / COPY
-    if not named.is_file() and copied.is_file():
-        return copied
+    named = base / settings.path
     if not named.is_file():
         raise SpecError(f"task: there is no file {settings.path}", "its path is relative to the spec file")
     return named
@@ -106,14 +97,30 @@ class _Own:
         return True
 
     def built(self, row: Row) -> Row:
-        made = self.call("build", row.prompt[-1].content if row.prompt else "", row.answer)
-        if not (isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(text, str) for text in made)):
-            raise self.fault(f"has a build that gave {_shown(made)}; give a pair of texts, prompt and answer")
+        """All that is answered to the prompt is built as the answer is: what differs between right and wrong ones is what the row says."""
         if not row.prompt:
             raise NoResult("it has no prompt that could be built")
-        asked, answer = replace(row.prompt[-1], content=made[0]), replace(row.messages[-1], content=made[1])
-        references = tuple(made[1] if text == row.answer else text for text in row.references)
-        return replace(row, messages=(*row.prompt[:-1], asked, answer), references=references)
+        if row.rejected and (len(row.rejected) != 1 or len(row.messages) != row.num_given + 1):
+            raise NoResult("is a pair whose sides differ in more than their last answer, so there is no one prompt that could be built")
+        texts = (row.answer, *row.references, *row.wrong, *(message.content for message in row.rejected))
+        made = {text: self._made(row.prompt[-1].content, text) for text in dict.fromkeys(texts)}
+        if len({prompt for prompt, _ in made.values()}) > 1:
+            raise NoResult(f"has several answers, and {self.path.name} builds another prompt for each; give one that does not depend on the answer")
+        built = {text: answer for text, (_, answer) in made.items()}
+        asked = replace(row.prompt[-1], content=made[row.answer][0])
+        return replace(
+            row,
+            messages=(*row.prompt[:-1], asked, replace(row.messages[-1], content=built[row.answer])),
+            rejected=tuple(replace(message, content=built[message.content]) for message in row.rejected),
+            references=tuple(built[text] for text in row.references),
+            wrong=tuple(built[text] for text in row.wrong),
+        )
+
+    def _made(self, prompt: str, answer: str) -> tuple[str, str]:
+        made = self.call("build", prompt, answer)
+        if not (isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(text, str) for text in made)):
+            raise self.fault(f"has a build that gave {_shown(made)}; give a pair of texts, prompt and answer")
+        return made[0], made[1]
 
     def values(self, function: str, given: Any, metrics: Sequence[Metric]) -> dict[str, float]:
         """Each named metric once, and a number from 0 to 1."""
@@ -185,6 +192,7 @@ def _generated(name: str, file: _Own, metrics: tuple[Metric, ...]) -> Task:
 
 def _weighed(name: str, file: _Own, metrics: tuple[Metric, ...]) -> Task:
     def read(reply: Reply, _: Row) -> Reading:
+        require_finite(reply)
         given = file.call("weigh", _plain(reply.right), _plain(reply.wrong))
         return Reading(extracted=None, counts=file.values("weigh", given, metrics))
 

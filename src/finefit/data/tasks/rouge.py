@@ -1,4 +1,4 @@
-"""ROUGE of an answer against the nearest of its references, by rouge-score."""
+"""ROUGE of an answer against its references, by rouge-score: of each kind the highest that one of them gives."""
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -74,5 +74,6 @@ def rouge(name: str, settings: Rouge) -> Task:
         metrics=tuple(mean(kind) for kind in KINDS),
         extract=worded(settings),
         compare=comparison(settings),
-        signature=rouge_signature(settings),
+        best_of_each=True,
+        signature=rouge_signature(settings) | {"references": "of each kind the highest F"},
     )

@@ -1,4 +1,4 @@
-"""A task builds the prompt and the target of a row, and reads the result from a reply. Training and evaluation go through the same one."""
+"""A task reads the result from a reply, and counts what was found in it against what was to be found."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,10 +45,6 @@ class Reading:
     """Why a part of it holds no result, where the rest counts all the same."""
 
 
-def as_it_stands(row: Row) -> Row:
-    return row
-
-
 def _no_candidates(_: Row) -> tuple[Sequence[str], Sequence[str]]:
     return (), ()
 
@@ -67,8 +63,6 @@ class Task:
     """The counts of an item in which nothing was found: it still counts with all that was to be found."""
     require: Callable[[Row], None]
     """Raises NoResult where a row cannot be an item: its reference cannot be read, or what the task compares is missing."""
-    build: Callable[[Row], Row] = as_it_stands
-    """Prompt and target from a row as it was read; raises NoResult where that cannot be done."""
     generates: bool = True
     """Whether an answer is generated."""
     candidates: Callable[[Row], tuple[Sequence[str], Sequence[str]]] = _no_candidates
@@ -92,11 +86,13 @@ def against_references(
     extract: Callable[[str], Any],
     compare: Callable[[Any, Any], Mapping[str, float]],
     nothing: Callable[[Any], Mapping[str, float]] | None = None,
+    best_of_each: bool = False,
     **more: Any,
 ) -> Task:
     """Extracts the same from answer and references, and counts what the nearest reference gives; of equals, the one trained on.
 
-    `nothing`: the counts of a reference that nothing was found for; by default all zero."""
+    `nothing`: the counts of a reference that nothing was found for; by default all zero. `best_of_each`: every count is the highest that any
+    reference gives, instead of all being those of the nearest."""
     names = tuple(dict.fromkeys(count for metric in metrics for count in metric.counts))
 
     def references(row: Row) -> dict[str, Any]:
@@ -115,7 +111,8 @@ def against_references(
         found, wanted = extract(reply.text), references(row)
         counted = {text: compare(found, reference) for text, reference in wanted.items()}
         nearest = max(counted, key=lambda text: [value(metric, [counted[text]]) for metric in metrics])
-        return Reading(extracted=found, counts=counted[nearest], reference=nearest)
+        best = {count: max(given[count] for given in counted.values()) for count in names} if best_of_each else counted[nearest]
+        return Reading(extracted=found, counts=best, reference=nearest)
 
     def counts_of_nothing(row: Row) -> Mapping[str, float]:
         return dict.fromkeys(names, 0.0) if nothing is None else nothing(next(iter(references(row).values())))

@@ -33,14 +33,15 @@ _MENDED = (
 
 
 def build_row(form: AmrForm, row: Row) -> Row:
-    """A sentence and its graph -> what is asked and answered by the form's method. A repair of the graph is told in the row."""
+    """A sentence and its graph -> what is asked and answered by the form's method. A repair of a graph is told in the row."""
     if len(row.messages) < 2 or row.messages[-2].role != "user" or row.kind != "chat":
         raise NoResult("is no sentence with a graph, which data.task amr builds its rows from")
     asked = replace(row.messages[-2], content=prompt_of(row.messages[-2].content.strip(), form.method))
-    answer, repairs = _target(row.answer, form)
-    others = tuple(_target(text, form)[0] for text in row.references)
+    built = [_target(text, form) for text in (row.answer, *row.references)]
+    (answer, _), *others = built
+    repairs = tuple(dict.fromkeys(repair for _, found in built for repair in found))
     told = (*row.messages[:-2], asked, Message("assistant", answer))
-    return replace(row, messages=told, references=others, repairs=repairs)
+    return replace(row, messages=told, references=tuple(text for text, _ in others), repairs=repairs)
 
 
 def _target(text: str, form: AmrForm) -> tuple[str, tuple[str, ...]]:
@@ -84,7 +85,7 @@ class _Scorer:
     def read(self, reply: Reply, row: Row) -> Reading:
         """Never raises NoResult: an answer without a graph still has the gold that it was held against."""
         golds = self._golds(row)
-        own, after = self._found(reply.text, is_repaired=any(repairs for _, repairs in golds))
+        own, after = self._found(reply.text, is_repaired=bool(row.repairs) or any(repairs for _, repairs in golds))
         scored = [(self._match(own.root, gold), self._match(after.root, gold), gold, repairs) for gold, repairs in golds]
         before, later, gold, repairs = max(scored, key=lambda found: (found[0].f1, found[1].f1))
         counts = _counts(before) | {"parsable": float(own.root is not None), "root": _same_root(own.root, gold)}
@@ -93,8 +94,8 @@ class _Scorer:
             counts |= {f"{name}_mended": count for name, count in _counts(later).items() if name != "gold"}
             counts |= {"parsable_mended": float(after.root is not None)}
             extracted |= {"mended": _written(after.root), "mends": list(after.mends)}
-        if repairs:
-            extracted |= {"gold_repairs": list(repairs)}
+        if told := repairs or row.repairs:  # now, or when the row was built
+            extracted |= {"gold_repairs": list(told)}
         return Reading(extracted=extracted, counts=counts, reference=write(gold), failure=own.failure)
 
     def _found(self, answer: str, *, is_repaired: bool) -> tuple[_Found, _Found]:
