@@ -3,10 +3,12 @@
 import json
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,8 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(_number) is signal.SIG_IGN:  # under nohup or in a shell's background job; our children would inherit it
         signal.signal(_number, _usual)
 
+# rouge-score brings absl, whose handler closes what stderr was when it was imported, a capture of pytest's, once submitit sets up its logging
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
 settings.load_profile("unhurried")
 
