@@ -4,6 +4,7 @@ streams, signals and imports do. One run is finished once; each test gets a copy
 import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,12 @@ def finefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Answer(code, said.out, said.err)
 
     return call
+
+
+def processor_seconds() -> float:
+    """Of all processes that were waited for: what they took, however busy the machine is."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def environment() -> dict[str, str]:
