@@ -265,7 +265,7 @@ class Rooms:
 
 
 def _needs(evaluation: Evaluation) -> tuple[object, ...]:
-    return evaluation.label, evaluation.batch, evaluation.max_new_tokens, evaluation.task.kind
+    return evaluation.label, evaluation.batch, evaluation.max_new_tokens, evaluation.task
 
 
 def prompt_tokens_of(run: RunDir) -> int:
