@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+import tty
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from finefit.cli.judging import _Terminal
 from finefit.data.read import open_source
 from finefit.data.rows import Row
 from finefit.report.review import harmless, show_sheet
@@ -198,6 +200,20 @@ def _terminal(*arguments: str, cwd: Path) -> Iterator[Terminal]:
             child.kill()
         child.wait()
         os.close(ours)
+
+
+def test_what_is_typed_before_a_note_is_asked_for_is_the_note_and_then_keys() -> None:
+    ours, theirs = pty.openpty()
+    usual = termios.tcgetattr(theirs)
+    tty.setcbreak(theirs, termios.TCSADRAIN)
+    keys = _Terminal(theirs, usual)
+    try:
+        os.write(ours, b"made up\n1")
+        assert keys.line() == "made up"
+        assert keys.key() == "1"
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_single_keys_judge_in_a_terminal_and_the_same_command_goes_on(runs: Path) -> None:

@@ -20,6 +20,7 @@ from finefit.review.verdicts import Reason
 _PRESSES: dict[str, Press] = {"1": "1", "2": "2", "t": "tie", "0": "tie", "s": "skip"}
 _REASONS: dict[str, Reason] = {key: reason for reason, key in REASON_KEYS.items()}
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|.)?", re.DOTALL)
+_END_OF_LINE = re.compile(r"\r\n?|\n")
 _CTRL_D = "\x04"
 _QUITS = frozenset({"q", _CTRL_D, ""})
 
@@ -141,14 +142,16 @@ class _Terminal:
         return key
 
     def line(self) -> str:
-        ahead, end, self._ahead = self._ahead.partition("\n")
-        if end:
-            return ahead
+        """Past the buffer of `sys.stdin`, where what follows the line would be out of sight."""
         termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._usual)
         try:
-            return ahead + sys.stdin.readline()
+            while not _END_OF_LINE.search(self._ahead) and (typed := os.read(self._descriptor, 1024)):
+                self._ahead += self._decode(typed)
         finally:
             tty.setcbreak(self._descriptor, termios.TCSADRAIN)
+        line, *rest = _END_OF_LINE.split(self._ahead, maxsplit=1)
+        self._ahead = "".join(rest)
+        return line
 
 
 @contextmanager
