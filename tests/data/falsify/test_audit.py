@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finefit.data.falsify.audit import Auc, Sides, _area, _fold, audit
+from finefit.data.falsify.audit import Sides, _area, _fold, audit
 
 MEASURES = {"characters": len}
 VOCABULARY = [f"w{number}" for number in range(40)]
@@ -25,14 +25,14 @@ def test_sides_drawn_alike_cannot_be_told_apart() -> None:
     assert found.words.worst < 0.6
     assert found.length["characters"].worst < 0.6
     assert found.warnings == ()
-    assert found.longer + found.shorter <= found.pairs == 400
+    assert sum(size.longer + size.shorter for size in found.sizes) <= found.pairs == 400
 
 
 def test_a_wrong_side_that_is_always_longer_is_told_by_its_length() -> None:
     found = audit(_sides(200, more=3), MEASURES)
     assert found is not None
     assert found.length["characters"].within == 1
-    assert found.longer == 200
+    assert sum(size.longer for size in found.sizes) == 200
     assert "the sides of the 200 pairs can be told by their number of characters (AUC 1.00, at most 0.6" in found.warnings[0]
 
 
@@ -63,12 +63,38 @@ def test_what_only_one_row_teaches_is_not_asked_of_that_row() -> None:
     assert found.words.within == 0.5
 
 
-def test_an_auc_that_misleads_is_as_bad_as_one_that_leads() -> None:
-    assert Auc(within=0.5, across=0.2).worst == Auc(within=0.8, across=0.5).worst == 0.8
+def test_always_shorter_is_as_telling_as_always_longer() -> None:
+    sides = _sides(200, more=3)
+    found = [audit(some, MEASURES) for some in (sides, [Sides(row=side.row, chosen=side.rejected, rejected=side.chosen) for side in sides])]
+    assert found[0]
+    assert found[1]
+    assert found[0].length == found[1].length
+
+
+def test_words_that_mislead_from_one_row_to_another_are_no_warning() -> None:
+    """Each word is taken from one row and put into another."""
+    sides = [Sides(row=str(row), chosen=f"w{row}", rejected=f"w{(row + 1) % 100}") for row in range(100)]
+    found = audit(sides, MEASURES)
+    assert found is not None
+    assert found.words.within < 0.5
+    assert found.warnings == ()
 
 
 def test_rows_fall_into_all_folds() -> None:
     assert {_fold(str(row)) for row in range(200)} == {0, 1, 2, 3, 4}
+
+
+def test_differences_are_counted_by_size_and_sign() -> None:
+    lengths = [(5, 5), (5, 6), (5, 4), (5, 7), (5, 8), (5, 9), (5, 10), (20, 4)]
+    found = audit([Sides(row=str(at), chosen="x" * one, rejected="x" * other) for at, (one, other) in enumerate(lengths)], MEASURES)
+    assert found is not None
+    assert [(size.up_to, size.longer, size.shorter) for size in found.sizes] == [(1, 1, 1), (2, 1, 0), (4, 2, 0), (8, 1, 0), (16, 0, 1)]
+
+
+def test_a_few_pairs_are_called_too_few() -> None:
+    found = audit(_sides(29, more=3), MEASURES)
+    assert found is not None
+    assert found.warnings == ("29 pairs are too few to say whether their sides can be told by length or words; 30 or more are needed",)
 
 
 def test_nothing_is_told_of_no_pairs() -> None:

@@ -40,8 +40,8 @@ def test_what_has_no_weight_decides_nothing() -> None:
 
 
 def test_lengths_count_by_sign_and_by_size() -> None:
-    assert length_counts("12345678", "1234", LENGTHS) == {("characters", 0): -1.0, ("characters", 3): -1.0}
-    assert length_counts("1", "123456", LENGTHS) == {("characters", 0): 1.0, ("characters", 3): 1.0}
+    assert length_counts("12345678", "1234", LENGTHS) == {("characters", 0): -1.0, ("characters", 4): -1.0}
+    assert length_counts("1", "123456", LENGTHS) == {("characters", 0): 1.0, ("characters", 8): 1.0}
     assert length_counts("ab", "cd", LENGTHS) == {}
 
 

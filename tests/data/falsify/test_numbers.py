@@ -42,6 +42,11 @@ def test_a_number_stays_as_round_as_it_is(number: str, seed: int) -> None:
         assert len(change.after) - len(change.after.rstrip("0,")) == len(number) - len(number.rstrip("0,"))
 
 
+def test_a_last_five_stays_one() -> None:
+    changed = _changes("There were 45 of them.")
+    assert changed == {f"There were {tens}5 of them." for tens in (1, 2, 3, 5, 6, 7, 8, 9)}
+
+
 def test_nearly_every_number_can_be_changed() -> None:
     assert all(_change(f"There were {number} of them.") for number in range(1, 1000) if number not in (100,))
 
@@ -58,6 +63,11 @@ def test_a_year_stays_a_year(year: int, seed: int) -> None:
 def test_a_share_stays_at_most_a_hundred_percent(share: int, seed: int) -> None:
     change = _change(f"In {share}% it worked.", seed)
     assert change is None or 0 < int(change.after) < 100
+
+
+def test_all_is_not_more_than_all() -> None:
+    assert _changes("In 100% it worked.") == set()
+    assert _changes("It was 140% of that.") != set()
 
 
 @pytest.mark.parametrize("written", ["p<0.05", "P = 0.032", "p-value of 0.8", "p ≤ .001"])

@@ -49,7 +49,7 @@ def test_among_equal_scores_those_are_taken_that_keep_lengths_even() -> None:
     rows = {f"a:{row}": _samples((f"middle {row:03}", 1.0), (f"longermuch {row:03}", 0.0), (f"mi {row:03}", 0.0)) for row in range(100)}
     found = from_scored(rows, seed=0)
     assert found.audit is not None
-    assert (found.audit.longer, found.audit.shorter) == (50, 50)
+    assert [(size.longer, size.shorter) for size in found.audit.sizes] == [(50, 50)]
     assert from_scored(dict(reversed(rows.items())), seed=0).pairs[::-1] == found.pairs
 
 

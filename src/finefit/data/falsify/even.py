@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from finefit.data.falsify.audit import Measure
+from finefit.data.falsify.audit import Measure, size_of
 from finefit.data.falsify.balance import Counts, balance
 from finefit.data.falsify.falsified import Falsified, RuleName
 from finefit.data.falsify.options import seeded
@@ -55,7 +55,7 @@ def length_counts(answer: str, text: str, lengths: Mapping[str, Measure]) -> Cou
     for name, measure in lengths.items():
         difference = measure(text) - measure(answer)
         if difference:
-            counts[name, 0] = counts[name, abs(difference).bit_length()] = math.copysign(1.0, difference)
+            counts[name, 0] = counts[name, size_of(difference)] = math.copysign(1.0, difference)
     return counts
 
 

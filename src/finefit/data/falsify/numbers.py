@@ -10,14 +10,12 @@ from finefit.data.falsify.corpus import Context
 from finefit.data.falsify.falsified import Falsified
 from finefit.data.falsify.words import Words
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\.\d+|\d+)"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+)"
 _NUMBER = re.compile(rf"(?<![\w.,/:\[#])(?<![^\W\d][-–]){_DIGITS}(?![.,:/]\d)(?!\d)")
 _RANGE = re.compile(rf"(?P<low>{_DIGITS})(?P<sign>\s?%)?\s?(?:-|–|to)\s?(?P<high>{_DIGITS})")
 _BEHIND = re.compile(r"(?P<percent>\s?%)|-?(?P<unit>[A-Za-z]+)")
 _FOLLOWS = re.compile(r"\s?%?\s*([A-Za-z]+)")
-_PROBABILITY = re.compile(r"\bp(?:[- ]?value)?s?\s?(?:of|was|is)?\s?[<>=≤≥]?\s?$", re.IGNORECASE)
 _DATE = re.compile(r"\d+[-/]\d+[-/]\d+")
-_LOOK_BACK = 24
 _TRIES = 60
 _YEARS = range(1900, 2051)
 _LEAST_CHANGE = 0.15
@@ -31,7 +29,7 @@ class Number:
     at: int
     least: float
     most: float
-    """A new value stays between these: a share is at most 100, a probability at most 1, and the ends of a range stay in their order."""
+    """A new value stays between these: a share is at most 100, and the ends of a range stay in their order."""
     is_year: bool
 
     @property
@@ -79,8 +77,6 @@ def _number(text: str, found: re.Match[str], ranges: dict[int, tuple[float, floa
     is_percent = bool(behind and behind["percent"])
     if is_percent and value <= 100:
         most = min(most, 100.0)
-    if value < 1 and _PROBABILITY.search(text, max(0, found.start() - _LOOK_BACK), found.start()):
-        most = min(most, 1.0)
     is_year = value in _YEARS and found[0].isdecimal() and not is_percent and not unit
     return Number(found[0], found.start(), least, most, is_year)
 
@@ -101,7 +97,7 @@ def _value(text: str) -> float:
 
 
 def _redrawn(text: str, chance: random.Random) -> str:
-    """Other digits between the leading and the trailing zeros; a last 5 stays one, for rounded numbers are part of how a text looks."""
+    """Other digits between the leading and the trailing zeros, so that a probability stays below 1; a last 5 stays one, as in rounded numbers."""
     digits = [at for at, letter in enumerate(text) if letter.isdigit()]
     telling = [at for at in digits if text[at] != "0"] or digits[-1:]
     first, last = telling[0], telling[-1]
