@@ -57,13 +57,14 @@ def test_rules_come_in_their_shares() -> None:
 
 
 def test_no_word_stands_on_one_side_much_more_often_than_a_coin_would_have_it() -> None:
-    options = {str(row): [_change(row, "negation", "is", "is not"), _change(row, "negation", "is not", "is")] for row in range(400)}
+    denied = [(verb, f"{verb} not") for verb in ("is", "was", "are")]
+    options = {str(row): [_change(row, "negation", *change) for change in (*denied, ("is not", "is"))] for row in range(400)}
     leanings = []
-    for seed in range(20):
+    for seed in range(10):
         taken = take_evenly(options, shares={"negation": 1.0}, per_row=1, lengths={}, seed=seed)
-        leanings.append(sum(1 if change.after == "is not" else -1 for changes in taken.values() for change in changes))
+        leanings.append(sum(1 if change.after.endswith("not") else -1 for changes in taken.values() for change in changes))
     assert max(map(abs, leanings)) <= 4 * 20
-    assert len(set(leanings)) > 5
+    assert len(set(leanings)) > 4
 
 
 def test_several_pairs_of_a_row_are_made_by_different_rules() -> None:
