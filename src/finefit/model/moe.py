@@ -1,0 +1,313 @@
+"""Trained copies of one dense model -> a mixture of experts that plain transformers loads, or their average.
+
+Experts may differ from the base in their MLPs alone. Every tensor of the base is mapped or the build fails, and files are written layer by
+layer, so memory holds one layer of the experts and no model.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from finefit.artifacts.atomic import full_disk_named
+from finefit.errors import ModelError
+from finefit.facts.model import INDEX, TEXT_FILES, find_weight_files, read_config
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
+
+Router = Callable[[int], Tensor]
+"""The router's weight in a layer, experts x hidden."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How a dense architecture is written as a mixture of experts."""
+
+    model_type: str
+    architecture: str
+    router: str
+    expert: str
+    """Name of an expert's tensor, with {at} and {part} in braces."""
+    parts: Mapping[str, str]
+    """What the parts of an MLP are called there."""
+    num_experts: str
+    """The config's key."""
+    has_shared: bool = False
+    dropped: tuple[str, ...] = ()
+    """Keys of the dense config that must be off, since the mixture has no place for what they say."""
+
+
+_NAMED = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    router="block_sparse_moe.gate.weight",
+    expert="block_sparse_moe.experts.{at}.{part}.weight",
+    parts={"gate": "w1", "up": "w3", "down": "w2"},
+    num_experts="num_local_experts",
+    dropped=("attention_bias", "mlp_bias"),
+)
+FAMILIES: dict[str, Family] = {
+    "llama": _MIXTRAL,
+    "mistral": _MIXTRAL,
+    "qwen2": Family(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        router="mlp.gate.weight",
+        expert="mlp.experts.{at}.{part}.weight",
+        parts=_NAMED,
+        num_experts="num_experts",
+        has_shared=True,
+    ),
+    "qwen3": Family(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        router="mlp.gate.weight",
+        expert="mlp.experts.{at}.{part}.weight",
+        parts=_NAMED,
+        num_experts="num_experts",
+    ),
+}
+
+
+class Weights:
+    """The tensors of a model folder, read one at a time."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self._file_of: dict[str, Any] = {}
+        for name in find_weight_files(folder):
+            file = stack.enter_context(safe_open(folder / name, framework="pt"))
+            self._file_of |= dict.fromkeys(file.keys(), file)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self._file_of[name].get_slice(name).get_shape()
+        return shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    experts: tuple[str, ...]
+    """Those that became one, in their order."""
+    collapsed: dict[str, str]
+    """Copies of another expert, and of which."""
+    parameters: int
+
+
+def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Literal["none", "base"] = "none") -> dict[str, Any]:
+    """The mixture's config.json, from that of its base: what a stage that trains it is planned with, before it exists."""
+    family = _family(dense)
+    if shared == "base" and not family.has_shared:
+        raise ModelError(f"{family.model_type} has no shared expert", "set shared: none, or take a base of the qwen2 family")
+    if not 1 <= top_k <= num_experts:
+        raise ModelError(f"top_k {top_k} of {num_experts} experts", f"give 1 to {num_experts}")
+    if on := [key for key in family.dropped if dense.get(key)]:
+        raise ModelError(f"the base has {', '.join(on)}, for which {family.model_type} has no tensors", "take another base")
+    left_out = {"model_type", "architectures", "auto_map", "_name_or_path", *family.dropped, "pretraining_tp"}
+    config = {key: value for key, value in dense.items() if key not in left_out}
+    config |= {"model_type": family.model_type, "architectures": [family.architecture], family.num_experts: num_experts, "num_experts_per_tok": top_k}
+    if family.model_type == "mixtral":
+        return config | {"sliding_window": dense.get("sliding_window"), "head_dim": _head_dim(dense)}
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": dense["intermediate_size"]}
+    if family.has_shared:
+        # without one it is a single neuron of zeros, which no gradient moves: the architecture cannot do without
+        config |= {"shared_expert_intermediate_size": dense["intermediate_size"] if shared == "base" else 1, "qkv_bias": True}
+    return config
+
+
+def _head_dim(dense: Mapping[str, Any]) -> int:
+    return int(dense.get("head_dim") or dense["hidden_size"] // dense["num_attention_heads"])
+
+
+def _family(dense: Mapping[str, Any]) -> Family:
+    kind = dense.get("model_type")
+    if kind not in FAMILIES:
+        raise ModelError(f"a model of type {kind} has no mixture-of-experts twin that is known here", f"take one of {', '.join(FAMILIES)}")
+    return FAMILIES[kind]
+
+
+def build_moe(
+    base: Path,
+    experts: Mapping[str, Path],
+    out: Path,
+    *,
+    top_k: int,
+    shared: Literal["none", "base"] = "none",
+    copies: Literal["refuse", "collapse"] = "refuse",
+    router: Router | None = None,
+    seed: int = 0,
+) -> Built:
+    """Fills the empty folder `out`. `router`: by default small random numbers, which say nothing of who knows what."""
+    dense = read_config(base)
+    with ExitStack() as stack:
+        opened = {name: Weights(folder, stack) for name, folder in experts.items()}
+        source = Weights(base, stack)
+        _require_same_tensors(source, opened)
+        collapsed = _copies(source, opened)
+        if collapsed and copies == "refuse":
+            told = ", ".join(f"{name} of {other}" for name, other in collapsed.items())
+            raise ModelError(f"experts are copies: {told}; they would take memory and add nothing", "leave them out, or set copies: collapse")
+        chosen = {name: weights for name, weights in opened.items() if name not in collapsed}
+        config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared)
+        make = router or _random_router(len(chosen), dense, seed)
+        mixture = _Mixture(family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make)
+        parameters = _write(out, config, mixture.layers())
+    _copy_texts(base, out)
+    return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters)
+
+
+def average(base: Path, experts: Mapping[str, Path], out: Path) -> Built:
+    """A dense model whose MLPs are the mean of the experts': of the base's architecture, of its size."""
+    with ExitStack() as stack:
+        opened, source = {name: Weights(folder, stack) for name, folder in experts.items()}, Weights(base, stack)
+        _require_same_tensors(source, opened)
+
+        def layers() -> Iterator[dict[str, Tensor]]:
+            for names in _by_layer(source.names):
+                yield {name: _mean([w[name] for w in opened.values()]) if _MLP.fullmatch(name) else source[name] for name in names}
+
+        parameters = _write(out, read_config(base), layers())
+    _copy_texts(base, out)
+    return Built(experts=tuple(experts), collapsed={}, parameters=parameters)
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.float() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mixture:
+    family: Family
+    base: Weights
+    experts: tuple[Weights, ...]
+    shared: Literal["none", "base"]
+    router: Router
+
+    def layers(self) -> Iterator[dict[str, Tensor]]:
+        for names in _by_layer(self.base.names):
+            tensors: dict[str, Tensor] = {}
+            for name in names:
+                tensors |= self._mapped(name)
+            if layer := _LAYER.match(names[0]):
+                tensors |= self._routers(layer[0].rstrip("."), int(layer[1]), like=self.base[names[0]])
+            yield tensors
+
+    def _mapped(self, name: str) -> dict[str, Tensor]:
+        match = _MLP.fullmatch(name)
+        if match is None:
+            return {name: self.base[name]}
+        prefix, part = match[1], match[2]
+        is_halved = self.shared == "base" and part == "down"  # the other half comes from the shared expert, whose gate is open by half
+        found = {
+            f"{prefix}.{self.family.expert.format(at=at, part=self.family.parts[part])}": weights[name] / 2 if is_halved else weights[name]
+            for at, weights in enumerate(self.experts)
+        }
+        if self.family.has_shared:
+            whole = self.base[name]
+            one = whole[:, :1] if part == "down" else whole[:1]
+            found[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = whole if self.shared == "base" else torch.zeros_like(one)
+        return found
+
+    def _routers(self, prefix: str, layer: int, *, like: Tensor) -> dict[str, Tensor]:
+        weight = self.router(layer)
+        hidden = self.base.shape(f"{prefix}.input_layernorm.weight")[0]
+        if tuple(weight.shape) != (len(self.experts), hidden):
+            raise ModelError(
+                f"the router of layer {layer} is {tuple(weight.shape)}, and there are {len(self.experts)} experts of {hidden} hidden values"
+            )
+        routers = {f"{prefix}.{self.family.router}": weight.to(like.dtype).contiguous()}
+        if self.family.has_shared:
+            routers[f"{prefix}.mlp.shared_expert_gate.weight"] = torch.zeros(1, hidden, dtype=like.dtype)
+        return routers
+
+
+def _random_router(num_experts: int, dense: Mapping[str, Any], seed: int) -> Router:
+    def router(layer: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 100_003 + layer)
+        return torch.randn(num_experts, dense["hidden_size"], generator=generator) * float(dense.get("initializer_range", 0.02))
+
+    return router
+
+
+def _by_layer(names: set[str]) -> list[list[str]]:
+    """What lies outside of the layers first, then layer by layer."""
+    groups: dict[int, list[str]] = {}
+    for name in sorted(names):
+        match = _LAYER.match(name)
+        groups.setdefault(int(match[1]) if match else -1, []).append(name)
+    return [groups[at] for at in sorted(groups)]
+
+
+def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None:
+    """An expert has the base's tensors, in their shapes, and outside of its MLPs their values."""
+    if unknown := sorted(name for name in base.names if ".mlp." in name and not _MLP.fullmatch(name)):
+        raise ModelError(f"the base's {unknown[0]} is no part of an MLP that is known here", "take a dense base of another architecture")
+    for expert, weights in experts.items():
+        if odd := sorted(weights.names ^ base.names):
+            raise ModelError(f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}", "train it from this base")
+        for name in sorted(base.names):
+            if weights.shape(name) != base.shape(name):
+                raise ModelError(f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}", "train it from this base")
+        for name in sorted(base.names):
+            if not _MLP.fullmatch(name) and not torch.equal(weights[name], base[name]):
+                raise ModelError(
+                    f"expert {expert} has moved {name}, which is no MLP: a mixture has one of it, and would lose what it learnt there",
+                    "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
+                )
+
+
+def _copies(base: Weights, experts: Mapping[str, Weights]) -> dict[str, str]:
+    first: dict[str, str] = {}
+    names = sorted(name for name in base.names if _MLP.fullmatch(name))
+    copies: dict[str, str] = {}
+    for expert, weights in experts.items():
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(weights[name].contiguous().view(torch.uint8).numpy().data)
+        if (found := first.setdefault(digest.hexdigest(), expert)) != expert:
+            copies[expert] = found
+    return copies
+
+
+def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tensor]]) -> int:
+    """One file for each layer, an index, the config. Returns how many parameters there are."""
+    place: dict[str, str] = {}
+    sizes = num_bytes = 0
+    for at, tensors in enumerate(layers):
+        name = f"model-{at:05d}.safetensors"
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        with full_disk_named(out / name, size):
+            save_file(tensors, out / name, metadata={"format": "pt"})
+        if twice := place.keys() & tensors.keys():
+            raise ModelError(f"{sorted(twice)[0]} would be written twice", "please report this")
+        place |= dict.fromkeys(tensors, name)
+        sizes, num_bytes = sizes + sum(tensor.numel() for tensor in tensors.values()), num_bytes + size
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(place.items()))}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return sizes
+
+
+def _copy_texts(base: Path, out: Path) -> None:
+    for name in TEXT_FILES:
+        if name != "config.json" and (base / name).is_file():
+            shutil.copyfile(base / name, out / name)

@@ -1,0 +1,177 @@
+"""Experts become one model that plain transformers loads, and nothing of them is lost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finefit.errors import ModelError
+from finefit.model.moe import average, build_moe, moe_config
+
+torch.set_num_threads(1)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+FAMILIES = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "llama wide heads": {"head_dim": 8},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen2 tied": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+}
+INPUTS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(5))
+
+
+def make_base(folder: Path, family: str) -> Path:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(family.split()[0], **SHAPE | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)  # biases too, which begin at zero
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_expert(base: Path, folder: Path, seed: int, *, part: str = ".mlp.") -> Path:
+    """A copy of the base in which some weights have moved."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def logits(folder: Path) -> Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found: Tensor = model(INPUTS).logits
+    return found
+
+
+def built(tmp_path: Path, base: Path, **experts: Path) -> Path:
+    (tmp_path / "moe").mkdir()
+    build_moe(base, experts, tmp_path / "moe", top_k=2)
+    return tmp_path / "moe"
+
+
+def same_experts(moe: Path) -> None:
+    """Every expert becomes the first one, which is the base: a build refuses copies."""
+    for file in sorted(moe.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in [name for name in tensors if ".experts.0." in name]:
+            for at in (1, 2):
+                tensors[name.replace(".experts.0.", f".experts.{at}.")] = tensors[name].clone()
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("family", "shared"), [*((family, "none") for family in FAMILIES), ("qwen2", "base"), ("qwen2 tied", "base")])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_identical_experts_give_the_logits_of_the_base(tmp_path: Path, family: str, shared: Any, top_k: int) -> None:
+    base = make_base(tmp_path / "base", family)
+    (tmp_path / "moe").mkdir()
+    experts = {"a": base, "b": make_expert(base, tmp_path / "b", 2), "c": make_expert(base, tmp_path / "c", 3)}
+    build_moe(base, experts, tmp_path / "moe", top_k=top_k, shared=shared)
+    assert (logits(tmp_path / "moe") - logits(base)).abs().max() > 1e-2
+    same_experts(tmp_path / "moe")
+    torch.testing.assert_close(logits(tmp_path / "moe"), logits(base), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_router_that_always_takes_one_expert_gives_that_experts_logits(tmp_path: Path, family: str, chosen: int) -> None:
+    base = make_base(tmp_path / "base", family)
+    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
+    (tmp_path / "moe").mkdir()
+    build_moe(base, experts, tmp_path / "moe", top_k=1, router=lambda _: torch.zeros(2, 16))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    for layer in model.model.layers:  # a router has no bias: what it is asked is replaced by what it shall answer
+        layer.mlp.gate.register_forward_hook(lambda *_: (None, torch.ones(40, 1), torch.full((40, 1), chosen)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(INPUTS).logits, logits(experts["ab"[chosen]]), atol=1e-5, rtol=1e-5)
+
+
+def test_copies_of_an_expert_are_refused_or_collapsed_with_a_word(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    one, other = make_expert(base, tmp_path / "one", 2), make_expert(base, tmp_path / "other", 3)
+    experts = {"one": one, "again": one, "other": other}
+    (tmp_path / "moe").mkdir()
+    with pytest.raises(ModelError, match="experts are copies: again of one"):
+        build_moe(base, experts, tmp_path / "moe", top_k=2)
+    assert not list((tmp_path / "moe").iterdir())
+    found = build_moe(base, experts, tmp_path / "moe", top_k=2, copies="collapse")
+    assert (found.experts, found.collapsed) == (("one", "other"), {"again": "one"})
+    assert json.loads((tmp_path / "moe" / "config.json").read_text())["num_local_experts"] == 2
+
+
+@pytest.mark.parametrize("part", ["q_proj", "post_attention_layernorm", "embed_tokens"])
+def test_an_expert_that_has_moved_outside_of_its_mlps_is_refused_by_name(tmp_path: Path, part: str) -> None:
+    base = make_base(tmp_path / "base", "qwen2")
+    with pytest.raises(ModelError, match=rf"expert odd has moved model\..*{part}"):
+        built(tmp_path, base, odd=make_expert(base, tmp_path / "odd", 2, part=part), fine=make_expert(base, tmp_path / "fine", 3))
+
+
+def test_an_expert_of_another_base_is_refused(tmp_path: Path) -> None:
+    base, wide = make_base(tmp_path / "base", "llama"), make_base(tmp_path / "wide", "llama wide heads")
+    with pytest.raises(ModelError, match=r"expert odd has .*_proj.weight as"):
+        built(tmp_path, base, odd=wide)
+    biased = make_base(tmp_path / "biased", "qwen2")
+    with pytest.raises(ModelError, match="do not have the same tensors"):
+        build_moe(base, {"odd": biased}, tmp_path / "moe", top_k=1)
+
+
+def test_the_average_is_the_mean_of_the_experts_in_the_bases_architecture(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen2")
+    experts = {name: make_expert(base, tmp_path / name, seed) for name, seed in (("a", 2), ("b", 3), ("c", 4))}
+    (tmp_path / "mean").mkdir()
+    average(base, experts, tmp_path / "mean")
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in experts.values()]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "mean")
+    assert type(found) is type(models[0])
+    for name, parameter in found.named_parameters():
+        expected = torch.stack([dict(model.named_parameters())[name] for model in models]).mean(0)
+        torch.testing.assert_close(parameter, expected)
+
+
+def test_the_config_of_a_mixture_is_known_before_it_is_built(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen3")
+    moe = built(tmp_path, base, a=make_expert(base, tmp_path / "a", 2), b=make_expert(base, tmp_path / "b", 3))
+    foretold = moe_config(json.loads((base / "config.json").read_text()), num_experts=2, top_k=2)
+    assert json.loads((moe / "config.json").read_text()) == foretold
+    config = AutoConfig.for_model(**foretold)
+    with torch.device("meta"):
+        planned: nn.Module = AutoModelForCausalLM.from_config(config)
+    real = AutoModelForCausalLM.from_pretrained(moe)
+    assert {name: p.shape for name, p in planned.named_parameters()} == {name: p.shape for name, p in real.named_parameters()}
+
+
+def test_what_a_mixture_has_no_place_for_is_refused() -> None:
+    dense = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 4, "mlp_bias": True}
+    with pytest.raises(ModelError, match="the base has mlp_bias"):
+        moe_config(dense, num_experts=2, top_k=1)
+    with pytest.raises(ModelError, match="mixtral has no shared expert"):
+        moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=1, shared="base")
+    with pytest.raises(ModelError, match="top_k 3 of 2 experts"):
+        moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=3)
+    with pytest.raises(ModelError, match="a model of type gpt2 has no mixture-of-experts twin"):
+        moe_config({"model_type": "gpt2"}, num_experts=2, top_k=1)
