@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "llama wide heads": {"head_dim": 8},
@@ -40,7 +40,7 @@ INPUTS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(5
 
 def make_base(folder: Path, family: str) -> Path:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(family.split()[0], **SHAPE | FAMILIES[family])
+    config = AutoConfig.for_model(family.split()[0], **(SHAPE | FAMILIES[family]))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,6 +12,7 @@ from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.every import Every
 from finefit.spec.schema import AdamW, Engine, Evaluation, Form, Model, Objective, OnNan, Save, Single, Tracker, Tuning
+from finefit.spec.stages import AnyStage
 from finefit.stats.metrics import Metric
 
 STRICT = ConfigDict(extra="forbid")
@@ -345,8 +346,8 @@ class Run:
     digest: str
     finefit: str
     created: str
-    kind: Literal["train", "eval"] = "train"
-    """`eval`: nothing was trained here; a model or answers made elsewhere are scored."""
+    kind: Literal["train", "eval", "pipeline"] = "train"
+    """`eval`: nothing was trained here; a model or answers made elsewhere are scored. `pipeline`: its stages are runs, or folders with an output."""
     status: Literal["prepared", "running", "finished", "stopped", "failed"]
     overrides: tuple[str, ...] = ()
     amendments: tuple[Amendment, ...] = ()
@@ -648,6 +649,93 @@ class EvalResult:
     """Reserved on a card, resident on a CPU; None where nothing was left to answer."""
     foretold_bytes: int | None = None
     items: tuple[EvalItem, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WiredModel:
+    """A model with everything known that a spec leaves to another stage."""
+
+    __pydantic_config__ = STRICT
+    model: Model
+    """A folder's path is absolute."""
+    adapter: str | None = None
+    """A folder with one that is laid over the model; absolute."""
+    gate: str | None = None
+    """A folder with a gate, where the model is the choice among its experts; absolute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """All that the process of a stage is told which trains nothing itself."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    name: str
+    pipeline: str
+    seed: int
+    device: Literal["cpu", "cuda"]
+    precision: Literal["bf16", "fp16", "fp32"]
+    base: str
+    """Where the relative paths of the stage start; absolute. What was stage:// is absolute already."""
+    stage: AnyStage
+    models: dict[str, WiredModel] = field(default_factory=dict)
+    """By where they stand in the stage: `base`, `experts.law`, `models.sft`, `model`, `method.model`."""
+    scores: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a comparison: for each entry of `of`, the run directories (with :checkpoint) that it means; absolute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a stage held. On a card: used on the whole card, by whomever; on a CPU: resident in the stage's own processes."""
+
+    __pydantic_config__ = STRICT
+    device: Literal["cpu", "cuda"]
+    before_bytes: int
+    loaded_bytes: int | None
+    peak_bytes: int | None
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Written last, when a stage has made what it is for. It lies in the stage's folder as done.json."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    name: str
+    kind: str
+    key: str
+    """Of the stage's spec, the content of its inputs and the version of finefit: equal keys make equal outputs."""
+    inputs: dict[str, str]
+    """What it stood on, by name: a digest each, so that it can be said what has changed."""
+    output_digest: str
+    """Of what it has made; part of the keys of the stages that stand on it."""
+    finefit: str
+    seconds: float
+    memory: StageMemory | None
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What the stage tells of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    __pydantic_config__ = STRICT
+    name: str
+    kind: str
+    place: str
+    """Of the stage's folder, relative to the run directory; one that another run has made lies there."""
+    status: Literal["waiting", "running", "done", "failed", "stopped"]
+    reason: str = ""
+    """Why it runs, or why it need not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineState:
+    """Where the stages of a run stand, in their order: stages.json."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    stages: tuple[StageState, ...]
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ def _validated(value: Any, where: str) -> Evaluation:
     except ValidationError as error:
         if isinstance(value["task"], str) and value["task"] not in task_kinds():
             raise SpecError(f"there is no task {value['task']}", f"there are {', '.join(task_kinds())}; or a .yaml or .py file of your own") from None
-        found = [detail | {"loc": ("evaluate", 0, *detail["loc"])} for detail in error.errors()]  # where a spec has it
-        faults = [replace(fault, path=fault.path[2:]) for fault in schema_faults(found, {(): (1, f"--task {where}")})]
+        faults = schema_faults(error.errors(), {(): (1, f"--task {where}")}, Evaluation)
         raise SpecError("\n".join(map(str, faults)), "docs/spec.md has the tasks and their keys") from None
 
 

@@ -1,11 +1,12 @@
-"""A spec file, its `base` and `--set` overrides -> Spec; all that is wrong is told at once, with its line, its value and what is accepted."""
+"""A spec file, its `base` and `--set` overrides -> Spec, or Pipeline where it has stages; all that is wrong is told at once, with its line, its
+value and what is accepted."""
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,25 +15,42 @@ from finefit.spec.edit import dumped
 from finefit.spec.kinds import class_of
 from finefit.spec.reader import Fault, KeyPath, Place, Reader
 from finefit.spec.schema import Spec
+from finefit.spec.stages import Pipeline, TrainStage
 from finefit.spec.wording import NAMED, listed, nearest, schema_faults, shown
 
 _LINES_OF_A_FILE = 10_000_000
 _AFTER_ALL_FILES = 1_000_000_000
+S = TypeVar("S", bound=BaseModel)
 _OVERRIDE = re.compile(r"([\w-]{1,64}(?:\.[\w-]{1,64})*)=(.*)", re.ASCII | re.DOTALL)
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
+    """Of one training; several are refused with a word."""
     return parse_spec(_text(path), where=str(path), overrides=overrides)
 
 
+def load_any(path: Path, overrides: Sequence[str] = ()) -> Spec | Pipeline:
+    return parse_any(_text(path), where=str(path), overrides=overrides)
+
+
 def parse_spec(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec:
+    found = parse_any(text, where=where, overrides=overrides)
+    if isinstance(found, Pipeline):
+        raise SpecError(f"{where} has stages ({', '.join(found.stages)}), and one training is meant here", "name a spec without `stages`")
+    return found
+
+
+def parse_any(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec | Pipeline:
     """`where` names the text in messages, usually its path; a `base` is looked for beside it."""
     draft = _read(text, Path(where))
     for number, override in enumerate(overrides):
         draft.set(override, (_AFTER_ALL_FILES + number, f"--set {override}"))
     if not isinstance(draft.values, dict):
         raise _spec_error(draft.faults)
-    return _validated(json.dumps(draft.values), draft.places, draft.faults)
+    if "stages" not in draft.values:
+        return _validated(json.dumps(draft.values), draft.places, draft.faults, Spec)
+    draft.spread_defaults()
+    return _validated(json.dumps(draft.values), draft.places, draft.faults, Pipeline)
 
 
 def whole_text(path: Path) -> str:
@@ -101,10 +119,14 @@ def _resolved(path: Path) -> Path:
 
 def spec_from_json(document: str) -> Spec:
     """Reads what `spec_to_json` wrote."""
-    return _validated(document, {(): (1, "spec.json")}, [])
+    return _validated(document, {(): (1, "spec.json")}, [], Spec)
 
 
-def spec_to_json(spec: Spec) -> str:
+def pipeline_from_json(document: str) -> Pipeline:
+    return _validated(document, {(): (1, "spec.json")}, [], Pipeline)
+
+
+def spec_to_json(spec: Spec | Pipeline) -> str:
     """Keys stand in the order of the schema and defaults are written out: equal specs give equal text."""
     return spec.model_dump_json(by_alias=True, indent=2)
 
@@ -136,8 +158,21 @@ class _Draft:
         if not isinstance(self.values, dict):
             return _Draft(upper.values, upper.places, [*upper.faults, *self.faults], (name, *self.bases))
         places = dict(self.places)
-        values = _merged(self.values, upper.values, (), places, Spec)
+        values = _merged(self.values, upper.values, (), places, Pipeline if "stages" in upper.values or "stages" in self.values else Spec)
         return _Draft(values, places | upper.places, [*upper.faults, *self.faults], (name, *self.bases))
+
+    def spread_defaults(self) -> None:
+        """Under every stage that trains, and then gone."""
+        below, stages = self.values.get("defaults"), self.values["stages"]
+        if not isinstance(below, dict) or not isinstance(stages, dict):
+            return
+        for name, stage in stages.items():
+            if isinstance(stage, dict) and stage.get("kind") == "train":
+                here: KeyPath = ("stages", name)
+                places = {(*here, *path[1:]): at for path, at in self.places.items() if path[:1] == ("defaults",) and len(path) > 1}
+                self.values["stages"] = stages = stages | {name: _merged(below, stage, here, places, TrainStage)}
+                self.places = places | self.places
+        self.values = {key: value for key, value in self.values.items() if key != "defaults"}
 
     def set(self, override: str, place: Place) -> None:
         match = _OVERRIDE.fullmatch(override)
@@ -194,12 +229,12 @@ def _replaced(old: Any, path: KeyPath, new: Any) -> Any:
     return base | {str(key): _replaced(base.get(str(key)), rest, new)}
 
 
-def _validated(document: str, places: Mapping[KeyPath, Place], faults: Sequence[Fault]) -> Spec:
+def _validated(document: str, places: Mapping[KeyPath, Place], faults: Sequence[Fault], root: type[S]) -> S:
     """Through JSON, because strict models take a list for a tuple only there."""
     try:
-        spec = Spec.model_validate_json(document)
+        spec = root.model_validate_json(document)
     except ValidationError as error:
-        raise _spec_error([*faults, *schema_faults(error.errors(include_url=False), places)]) from error
+        raise _spec_error([*faults, *schema_faults(error.errors(include_url=False), places, root)]) from error
     if faults:
         raise _spec_error(faults)
     return spec

@@ -5,7 +5,7 @@ A choice is a union on `kind`, so an option exists only where it means something
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -274,7 +274,7 @@ class Fields(Part):
 class Source(Part):
     path: str
     """A file (JSON, JSONL, CSV, TSV, Parquet, Arrow, text; also .gz), a folder, a glob, or `hf://datasets/owner/name[@revision][/files]`;
-    relative to the spec file."""
+    relative to the spec file. Among stages also `stage://NAME/file`, what a stage has made."""
     fields: Fields = Fields()
     """Only where the shape of the records is not recognised, or another one is meant."""
     weight: float = Field(1.0, gt=0, le=1000)
@@ -360,7 +360,15 @@ class Dpo(Part):
     that training goes on from; `cached` (and always for tuning without an adapter): computed once for all rows before the first step."""
 
 
-Objective = Annotated[Sft | Dpo, Field(discriminator="kind")]
+class Router(Part):
+    """The language-model loss of a mixture of experts, and what keeps its router from sending every token to the same ones."""
+
+    kind: Literal["router"]
+    balance: float = Field(0.01, ge=0)
+    """Weight of the balance of each row's tokens over the experts; computed row by row, so that the micro-batch does not change it."""
+
+
+Objective = Annotated[Sft | Dpo | Router, Field(discriminator="kind")]
 
 
 class AdamW(Part):
@@ -554,7 +562,9 @@ class Validation(Part):
     """Besides every save, which always validates: the best is chosen among the saved."""
 
 
-class Spec(Part):
+class Common(Part):
+    """What is said once, of one stage or of many."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Names the run directory: runs/<name>-<n>."""
     seed: int = Field(42, ge=0, lt=2**32)
@@ -567,7 +577,12 @@ class Spec(Part):
     """`auto` is bf16 on a card that has it, fp16 with loss scaling on an older one, fp32 on a CPU."""
     deterministic: bool = False
     """Bit-identical resume on a card too, at some speed; a CPU always has it."""
-    model: Model
+    trackers: tuple[Tracker, ...] = ()
+
+
+class Training(Part):
+    """What is trained and how, whatever model it starts from."""
+
     tuning: Tuning
     data: Data
     objective: Objective = Sft(kind="sft")
@@ -577,9 +592,6 @@ class Spec(Part):
     """Rows per optimizer step. The planner never changes it."""
     levers: Levers | Literal["auto"] = "auto"
     engine: Engine = AutoEngine(kind="auto")
-    launcher: Launcher = LocalLauncher(kind="local")
-    """Where the processes are started: here, or by a SLURM scheduler (needs submitit)."""
-    trackers: tuple[Tracker, ...] = ()
     save: Save = Save()
     validation: Validation = Field(default=Validation(), alias="validate")
     on_nan: OnNan = NanStop(kind="stop")
@@ -588,10 +600,8 @@ class Spec(Part):
     """Tasks that every finished run is scored on, in a process of its own."""
 
     @model_validator(mode="after")
-    def _one_name_each(self) -> "Spec":
-        labels = [evaluation.label for evaluation in self.evaluate]
-        if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"evaluate has two evaluations called {', '.join(twice)}; give them a name each")
+    def _one_name_each(self) -> Self:
+        require_labels(self.evaluate)
         return self
 
     def max_prompt_tokens(self) -> int | None:
@@ -600,3 +610,21 @@ class Spec(Part):
             return None
         answer = max((evaluation.max_new_tokens for evaluation in self.evaluate), default=0)
         return self.data.max_tokens - min(answer, self.data.max_tokens // 2)
+
+
+def require_labels(evaluations: tuple[Evaluation, ...]) -> None:
+    labels = [evaluation.label for evaluation in evaluations]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"evaluate has two evaluations called {', '.join(twice)}; give them a name each")
+
+
+class _Started(Common):
+    """The keys of a spec that stand between those of all stages and those of a training."""
+
+    model: Model
+    launcher: Launcher = LocalLauncher(kind="local")
+    """Where the processes are started: here, or by a SLURM scheduler (needs submitit)."""
+
+
+class Spec(Training, _Started):
+    """One stage. Several are a `Pipeline` (`spec/stages.py`)."""

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from finefit.spec.reader import Fault, KeyPath, Place, scalar
-from finefit.spec.schema import Spec
 
 _GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}([,' ][0-9]{3})+|[-+]?[0-9]+(_[0-9]+)+")
 _WANTED = {int: "a whole number", float: "a number", str: "text", bool: "`true` or `false`", tuple: "a list", dict: "a mapping"}
@@ -28,11 +27,11 @@ _BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_
 _GIVES_WAY = {"literal_error", "too_short"}  # a union complains for every member, a list of bad items about its length too
 
 
-def schema_faults(errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place]) -> Iterable[Fault]:
-    """One fault for each key, so a union that was missed by all its members is told once."""
+def schema_faults(errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place], root: type[BaseModel]) -> Iterable[Fault]:
+    """One fault for each key of `root`, so a union that was missed by all its members is told once."""
     found: dict[KeyPath, Fault] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _GIVES_WAY):
-        path, problem, remedy = _worded(error)
+        path, problem, remedy = _worded(error, root)
         is_told = path in found or (error["type"] in _GIVES_WAY and any(known[: len(path)] == path for known in found))
         if not is_told:
             known = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in places)
@@ -40,16 +39,16 @@ def schema_faults(errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place
     return found.values()
 
 
-def _worded(error: ErrorDetails) -> tuple[KeyPath, str, str]:
+def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, str]:
     """Where, what is wrong, what is accepted."""
-    path, declared = _declared(error["loc"])
+    path, declared = _declared(error["loc"], root)
     value, context = error["input"], error.get("ctx", {})
     said, wanted = shown(value), _wanted(declared)
     match error["type"]:
         case "missing":
             return path, "missing", f"give {wanted}"
         case "extra_forbidden":
-            keys = list(_fields(_declared(error["loc"][:-1], chosen=True)[1]))
+            keys = list(_fields(_declared(error["loc"][:-1], root, chosen=True)[1]))
             if str(path[-1]).isdigit():  # `{max_tokens: 262,144}` is two entries to YAML
                 return path, "there is no such key", "was a number cut by its comma? write it without, as in 262144"
             return path, "there is no such key", nearest(str(path[-1]), keys) or f"the keys here are {listed(keys)}"
@@ -94,11 +93,11 @@ def _mended(value: Any, kind: str) -> str:
     return f": write {value}" if fits else ""
 
 
-def _declared(loc: Sequence[str | int], *, chosen: bool = False) -> tuple[KeyPath, Any]:
+def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool = False) -> tuple[KeyPath, Any]:
     """The key path of pydantic's `loc`, which names members of unions too, and the type declared there (or its member `chosen`)."""
     path: KeyPath = ()
-    declared: Any = Spec
-    at: Any = Spec
+    declared: Any = root
+    at: Any = root
     for part in loc:
         if members := _members(at):
             is_literal = str(part).startswith("literal[")
@@ -106,9 +105,15 @@ def _declared(loc: Sequence[str | int], *, chosen: bool = False) -> tuple[KeyPat
             at = next(iter(by_kind or [member for member in members if (get_origin(member) is Literal) == is_literal]), None)
         else:
             path = (*path, part)
-            declared = _fields(at).get(str(part)) if _fields(at) else next(iter(get_args(at)), None)
+            declared = _fields(at).get(str(part)) if _fields(at) else _inner(at)
             at = _bare(declared)
     return path, at if chosen else declared
+
+
+def _inner(annotation: Any) -> Any:
+    """What a list holds, or a mapping under any name."""
+    arguments = get_args(annotation)
+    return (arguments[-1] if get_origin(annotation) is dict else arguments[0]) if arguments else None
 
 
 def _bare(annotation: Any) -> Any:
@@ -132,6 +137,7 @@ def _fields(annotation: Any) -> dict[str, Any]:
 
 def _choices(annotation: Any) -> list[str]:
     """The words of a literal, the kinds of a model, all of those in a union."""
+    annotation = annotation if get_origin(annotation) is Literal else _bare(annotation)
     if members := _members(annotation):
         return [choice for member in members for choice in _choices(member)]
     return [str(choice) for choice in get_args(_fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None))]

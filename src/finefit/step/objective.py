@@ -7,6 +7,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
+from finefit.errors import SpecError
 from finefit.model.adapter import as_reference, freeze_reference
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.dpo import Dpo, Reference, from_batch, paired_of, sequence_sums
@@ -20,6 +21,8 @@ def make_objective(asked: schema.Objective, tuning: schema.Tuning, model: nn.Mod
             return sft
         case schema.Dpo(beta=beta):
             return Dpo(beta=beta, reference=from_batch if is_cached(asked, tuning) else starting(model, forward))
+        case schema.Router():
+            raise SpecError("objective.kind: router is not offered yet")
 
 
 def keep_start(asked: schema.Objective, tuning: schema.Tuning, model: nn.Module) -> None:
