@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from finefit.spec.every import Interval
-from finefit.spec.schema import Spec
+from finefit.spec.schema import Common, Spec, Training
+from finefit.spec.stages import Pipeline, TrainStage
 
 HEAD = """# The spec
 Written from the schema by `python tools/make_spec_reference.py docs/spec.md`; a test holds the two together. Paths are relative
@@ -24,6 +25,15 @@ number such as `262,144` is an error with its line; all errors are told at once.
 A file may stand on another: `base: base.yaml` at its top takes over what that file says, as if it were written here. Mappings are merged
 key by key; a mapping of another `kind` with keys of its own (`tuning`, `model`), a list and any other value replace what stands below;
 `null` takes a value away. `kind` of `optimizer` and `schedule` chooses no other keys: there it is one value among others.
+
+| key | value | default | |
+|---|---|---|---|
+"""
+STAGES = """
+## Stages
+A spec with the key `stages` holds several stages, each with a name; what stands above them is said once for all: {common}.
+Where a stage names the model of another one, or a path is `stage://NAME/file`, it stands on that stage, and waits for it. A circle, a stage that
+is not there and two stages with one folder are refused when the spec is read.
 
 | key | value | default | |
 |---|---|---|---|
@@ -39,17 +49,26 @@ WORDS: dict[Any, str] = {
 
 
 def reference() -> str:
-    return HEAD + "".join(f"| `{key}` | {kind} | {default} | {text} |\n" for key, kind, default, text in rows(Spec, told={}))
+    told: dict[type[BaseModel], str] = {}
+    common = ", ".join(f"`{name}`" for name in Common.model_fields)
+    return HEAD + _table(Spec, told) + STAGES.format(common=common) + _table(Pipeline, told, left_out=frozenset(Common.model_fields))
+
+
+def _table(model: type[BaseModel], told: dict[type[BaseModel], str], *, left_out: frozenset[str] = frozenset()) -> str:
+    """`told` is added to: what one table has said, the next one leaves out."""
+    lines = (line for line in rows(model, told=told) if line[0] not in left_out)
+    return "".join(f"| `{key}` | {kind} | {default} | {text} |\n" for key, kind, default, text in lines)
 
 
 def rows(model: type[BaseModel], prefix: str = "", *, told: dict[type[BaseModel], str]) -> Iterator[tuple[str, str, str, str]]:
     """`told`: where the keys of a model stand already; they are not repeated."""
     for name, field in model.model_fields.items():
-        if name == "kind" and _tag(model):  # said beside the key of the whole
+        is_said = name == "kind" and _tag(model)  # beside the key of the whole
+        if is_said or (model is TrainStage and name in Training.model_fields):  # as the first table has it
             continue
         key = f"{prefix}{field.alias or name}"
         models = [(inner, f"{key}{label}") for inner, label in _models(field.annotation)]
-        same = [f"The keys are those of `{told[inner]}`." for inner, _ in models if inner in told]
+        same = dict.fromkeys(f"The keys are those of `{told[inner].partition(' (')[0]}`." for inner, _ in models if inner in told)
         words = [_text(field), *(" ".join(inner.__doc__.split()) for inner, _ in models if inner.__doc__ and inner not in told), *same]
         yield key, _kind(field.annotation, field), _default(field), " ".join(filter(None, words)).replace("|", "\\|")
         for inner, place in models:
@@ -65,6 +84,8 @@ def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:
         return [(bare, "")]
     if get_origin(bare) is tuple:
         return [(model, f"[n]{label}") for model, label in _models(get_args(bare)[0])]
+    if get_origin(bare) is dict:
+        return [(model, f".NAME{label}") for model, label in _models(get_args(bare)[1])]
     members = [_bare(member) for member in _members(bare)]
     return [(m, f" ({_tag(m)})" if _tag(m) else "") for m in members if isinstance(m, type) and issubclass(m, BaseModel) and m is not Interval]
 
@@ -83,6 +104,8 @@ def _kind(annotation: Any, field: FieldInfo | None = None) -> str:
         return "`200 steps`, `epoch` or `15 minutes`"
     if get_origin(bare) is tuple:
         return f"list of {_kind(get_args(bare)[0])}" if get_args(bare)[-1] is Ellipsis else f"list of {len(get_args(bare))} numbers"
+    if get_origin(bare) is dict and bare not in WORDS:
+        return f"mapping of {_kind(get_args(bare)[1])}"
     if members := _members(bare):
         return " or ".join(_kind(member) for member in members)
     if isinstance(bare, type) and issubclass(bare, BaseModel):
