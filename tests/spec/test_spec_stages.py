@@ -108,7 +108,7 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
         (
             "stage://pairs/train.jsonl",
             "stage://pears/train.jsonl",
-            "stage dpo stands on stage pears, which is not there; the stages are dpo, sft, pairs",
+            "stage dpo stands on stage pears, which is not there; the stages are dpo, sft",
         ),
         ('of: ["scores:sft", dpo]', "of: [pairs]", "stage table wants the scores of stage pairs, and make_pairs makes none"),
         ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo wants the model of stage pairs, and make_pairs makes none"),
