@@ -126,6 +126,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen2-0.5b-of-2": {
+        "model_type": "qwen2_moe",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "moe_intermediate_size": 4864,
+        "shared_expert_intermediate_size": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
 }
 KIND = find_kind("NVIDIA H200", None)
 assert KIND is not None
@@ -336,7 +364,8 @@ def predict() -> list[dict[str, Any]]:
 # on the card
 
 
-def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> dict[str, Any]:
+def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6, adjust: Callable[[nn.Module], None] = lambda _: None) -> dict[str, Any]:
+    """`adjust` may change the model before it is trained."""
     from finefit.step.forward import autocast_for, bind, keeps_casts
     from finefit.step.levers import pull
     from finefit.step.liger import kernels_here
@@ -349,6 +378,7 @@ def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6) -> di
     scene = case.scene
     torch.manual_seed(0)
     model = build(scene)
+    adjust(model)
     is_fused = case.kernels == "fused"
     kernels = kernels_here("cuda") if is_fused else None
     pull(model, scene.levers, kernels=kernels)
@@ -418,6 +448,7 @@ def build(scene: Scene) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     from finefit.model.attention import choose_attention
+    from finefit.model.experts import choose_experts
     from finefit.model.load import base_bits, make_trainable, weight_dtype
 
     config = read_config(scene.config)
@@ -426,6 +457,7 @@ def build(scene: Scene) -> nn.Module:
             config,
             dtype=weight_dtype(scene.precision, scene.tuning),
             attn_implementation=choose_attention("cuda", torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing),
+            experts_implementation=choose_experts(),
         )
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     if base_bits(scene.tuning) == 8:

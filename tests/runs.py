@@ -127,14 +127,16 @@ def make_run(
     return run
 
 
-def make_bare(folder: Path, scores: Sequence[float], *, weights: str | None = None, manifest: str | None = None) -> RunDir:
+def make_bare(
+    folder: Path, scores: Sequence[float], *, weights: str | None = None, manifest: str | None = None, name: str = "model", **evaluation: Any
+) -> RunDir:
     """A model that was only evaluated."""
     run, where = RunDir(folder), RunDir(folder).stage(1, "eval")
     where.path.mkdir(parents=True)
     subject = replace(SUBJECT, weights=weights, manifest_sha256=manifest)
-    write_record(where.eval_stage, EvalStage(name="model", subject=subject, prompt_tokens=9, num_items=len(scores)))
+    write_record(where.eval_stage, EvalStage(name=name, subject=subject, prompt_tokens=9, num_items=len(scores)))
     write_record(run.run, Run(name="eval-m", digest="2" * 64, finefit="0.5", created="2026-01-01T00:00:00+00:00", kind="eval", status="finished"))
-    write_result(where, "model", scores, weights=weights, manifest_sha256=manifest)
+    write_result(where, name, scores, weights=weights, manifest_sha256=manifest, **evaluation)
     return run
 
 

@@ -11,7 +11,7 @@ from finefit.artifacts.records import Room
 from finefit.errors import Resumable
 from finefit.evaluate.answers import Answer, answers
 from finefit.evaluate.batches import first_batch, in_batches
-from finefit.evaluate.decoding import greedy
+from finefit.evaluate.decoding import decode
 from tests.conftest import make_model
 from tests.evaluate.conftest import MESSAGES, RENDERER, ROOM, never
 
@@ -74,9 +74,9 @@ def test_rows_stand_alone_where_the_longest_would_turn_the_positions_of_all(max_
 
     def seen(model: nn.Module, prompts: Sequence[Sequence[int]], **how: Any) -> list[list[int]]:
         sizes.append(len(prompts))
-        return greedy(model, prompts, **how)
+        return decode(model, prompts, **how)
 
-    monkeypatch.setattr("finefit.evaluate.answers.greedy", seen)
+    monkeypatch.setattr("finefit.evaluate.answers.decode", seen)
     list(answers(model, RENDERER, PROMPTS, max_new_tokens=max_new_tokens, room=WIDE, device="cpu", warn=never))
     assert set(sizes) == {most}
 

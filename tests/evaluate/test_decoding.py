@@ -1,7 +1,7 @@
 """Our own decoding gives the tokens of transformers' `generate`, row by row, whatever rows stand beside each other, and meets no mask where none is
 needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,9 +81,9 @@ def test_rows_that_have_ended_leave_and_the_others_go_on_as_if_nothing_had_happe
     sizes: list[int] = []
     follow = decoding.follow
 
-    def seen(model: nn.Module, context: decoding.Context, tokens_B: Tensor) -> Tensor:
+    def seen(model: nn.Module, context: decoding.Context, tokens_B: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
         sizes.append(len(tokens_B))
-        return follow(model, context, tokens_B)
+        return follow(model, context, tokens_B, pick)
 
     monkeypatch.setattr(decoding, "follow", seen)
     assert greedy(model, prompts, max_new_tokens=24, stops=MANY, pad=0, device="cpu") == long

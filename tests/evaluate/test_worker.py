@@ -22,7 +22,7 @@ from finefit.errors import DataError, Resumable, WorkerDied
 from finefit.evaluate import replies as replies_module
 from finefit.evaluate import sharing, worker
 from finefit.evaluate.answering import Work, read_work
-from finefit.evaluate.decoding import greedy
+from finefit.evaluate.decoding import decode
 from finefit.evaluate.likelihood import examples_of, logprobs
 from finefit.evaluate.sharing import Part, companions, read_part
 from finefit.evaluate.worker import answer_part, evaluate, sample
@@ -183,9 +183,9 @@ def test_memory_that_ran_out_is_in_the_record_and_stays_there(tmp_path: Path, ta
     def short(model: torch.nn.Module, prompts: Sequence[Sequence[int]], **how: Any) -> list[list[int]]:
         if len(prompts) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return greedy(model, prompts, **how)
+        return decode(model, prompts, **how)
 
-    monkeypatch.setattr("finefit.evaluate.answers.greedy", short)
+    monkeypatch.setattr("finefit.evaluate.answers.decode", short)
     asked = make_work(tmp_path / "short", talker_folder)
     result = evaluate(asked)
     assert _words(result) == _words(plain)

@@ -71,7 +71,7 @@ def logits(folder: Path) -> Tensor:
 
 def built(tmp_path: Path, base: Path, **experts: Path) -> Path:
     (tmp_path / "moe").mkdir()
-    build_moe(base, experts, tmp_path / "moe", top_k=2)
+    build_moe(base, experts, tmp_path / "moe", top_k=min(2, len(experts)))
     return tmp_path / "moe"
 
 
@@ -131,6 +131,17 @@ def test_an_expert_that_has_moved_outside_of_its_mlps_is_refused_by_name(tmp_pat
         built(tmp_path, base, odd=make_expert(base, tmp_path / "odd", 2, part=part), fine=make_expert(base, tmp_path / "fine", 3))
 
 
+def test_a_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen2 tied")
+    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
+    tensors = load_file(base / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    stored = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    moe = built(tmp_path, base, **experts)
+    assert logits(moe).shape == (2, 20, 64)
+
+
 def test_an_expert_of_another_base_is_refused(tmp_path: Path) -> None:
     base, wide = make_base(tmp_path / "base", "llama"), make_base(tmp_path / "wide", "llama wide heads")
     with pytest.raises(ModelError, match=r"expert odd has .*_proj.weight as"):
@@ -157,7 +168,7 @@ def test_the_config_of_a_mixture_is_known_before_it_is_built(tmp_path: Path) -> 
     base = make_base(tmp_path / "base", "qwen3")
     moe = built(tmp_path, base, a=make_expert(base, tmp_path / "a", 2), b=make_expert(base, tmp_path / "b", 3))
     foretold = moe_config(json.loads((base / "config.json").read_text()), num_experts=2, top_k=2)
-    assert json.loads((moe / "config.json").read_text()) == foretold
+    assert json.loads((moe / "config.json").read_text()) == foretold | {"expert_names": ["a", "b"]}
     config = AutoConfig.for_model(**foretold)
     with torch.device("meta"):
         planned: nn.Module = AutoModelForCausalLM.from_config(config)

@@ -6,8 +6,8 @@ import pytest
 
 from finefit.pipeline.forecasting import forecast, lengths_of
 from finefit.pipeline.recipes import Recipe, all_recipes
-from finefit.spec.load import load_spec
-from finefit.spec.schema import EmbeddedModel, ShapeModel, Single
+from finefit.spec.load import load_any, load_spec
+from finefit.spec.schema import EmbeddedModel, ShapeModel, Single, Spec
 
 QWEN3_4B = {
     "model_type": "qwen3",
@@ -46,7 +46,8 @@ QWEN2_5_7B = {
 HUB = {"Qwen/Qwen3-4B-Instruct-2507": QWEN3_4B, "Qwen/Qwen2.5-7B-Instruct": QWEN2_5_7B}
 """config.json of the models that recipes take from the hub, in outline."""
 RECIPES = {recipe.name: recipe for recipe in all_recipes()}
-EMBEDDED = [recipe for recipe in RECIPES.values() if isinstance(load_spec(recipe.spec).model, EmbeddedModel)]
+EMBEDDED = [recipe for recipe in RECIPES.values() if isinstance(spec := load_any(recipe.spec), Spec) and isinstance(spec.model, EmbeddedModel)]
+"""Of one training; what has stages is planned by its stages."""
 
 
 @pytest.mark.real_model

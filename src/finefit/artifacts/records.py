@@ -13,6 +13,7 @@ from finefit.facts.machine import Machine
 from finefit.spec.every import Every
 from finefit.spec.schema import AdamW, Engine, Evaluation, Form, Model, Objective, OnNan, Save, Single, Tracker, Tuning
 from finefit.spec.stages import AnyStage
+from finefit.stats.intervals import Interval
 from finefit.stats.metrics import Metric
 
 STRICT = ConfigDict(extra="forbid")
@@ -165,6 +166,14 @@ class Room:
     is_spread: bool = False
     batch_seconds: float | None = None
     """Of as many of the longest prompts with the longest answers as there is room for, foretold; None where the rates are not known."""
+    held_bytes: int | None = None
+    """What the device must hold for it: reserved + context + margin."""
+    budget_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Where nothing is foretold, nothing speaks against it."""
+        return self.held_bytes is None or self.budget_bytes is None or self.held_bytes <= self.budget_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +230,8 @@ class Forecast:
     """Never `auto`: what it came to; why stands among the reasons."""
     rooms: dict[str, Room] = field(default_factory=dict)
     """What generation may hold at once in each evaluation, by its label."""
+    active_parameters: int | None = None
+    """That a token meets in a mixture of experts; None where it meets all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +241,40 @@ class Plan:
     stages: dict[str, dict[str, Resolved]]
     forecasts: dict[str, Forecast] = field(default_factory=dict)
     """By stage, on the card that it runs on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Of a model that need not exist yet, in parameters."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    parameters: int
+    outside: int
+    """Embeddings, head and what else belongs to no layer."""
+    largest_layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutlook:
+    """What a stage of a pipeline will take and leave, before it runs."""
+
+    __pydantic_config__ = STRICT
+    kind: str
+    fits: tuple[bool, ...]
+    """On each card."""
+    parameters: int | None = None
+    """Of the model that it trains or makes; None where there is none."""
+    trainable_parameters: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int = 0
+    seconds: float | None = None
+    """On the first card; None where it is not known."""
+    forecasts: tuple[Forecast, ...] = ()
+    """Of a training, on each card."""
+    rooms: tuple[dict[str, dict[str, Room]], ...] = ()
+    """Of an evaluation, on each card: by model, by label."""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -611,6 +656,8 @@ class EvalItem:
     """The answer reached max_new_tokens before its end."""
     verdict: str | None = None
     """A judge's words."""
+    answered_by: str | None = None
+    """Which of several models, where a gate chose among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -697,6 +744,30 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """How the process of such a stage ended. `failure` is None when it has made what it is for."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    summary: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    """The most that the process held: device memory on a card, resident memory on a CPU."""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What a stage stands on, written when its work begins: begun.json."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    inputs: dict[str, str]
+    """A digest each, by name: `spec`, the files and models that it names, `finefit`."""
+    document: dict[str, Any]
+    """The stage's spec without paths, so that it can be said which keys have changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """Written last, when a stage has made what it is for. It lies in the stage's folder as done.json."""
 
@@ -736,6 +807,56 @@ class PipelineState:
     __pydantic_config__ = STRICT
     version: Literal[1] = 1
     stages: tuple[StageState, ...]
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Digests of all files and models from outside, when the run began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceGate:
+    """Which expert answers a prompt, by its tokens alone: gate.json, beside the table of scores in gate.safetensors."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    experts: tuple[str, ...]
+    """In the order of the table's columns."""
+    template_sha256: str
+    """What the prompts were rendered with that it was trained on."""
+    trained: dict[str, int]
+    """Prompts of each expert."""
+    held: dict[str, int]
+    accuracy: Interval
+    """Over all held-out prompts."""
+    confusion: dict[str, dict[str, int]]
+    """Held-out prompts by whose they are, then by whom the gate chose."""
+    telling: dict[str, tuple[str, ...]]
+    """The tokens that speak most for each expert in its own training prompts."""
+    shared_prompts: int
+    """Different prompts that stand in the rows of several experts: no choice is right for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRouting:
+    """Where the tokens of one data set go: by layer, for each expert a share."""
+
+    __pydantic_config__ = STRICT
+    rows: int
+    tokens: int
+    first: tuple[tuple[float, ...], ...]
+    """Of the tokens, those whose first choice it is."""
+    weight: tuple[tuple[float, ...], ...]
+    """Of what the experts that answer weigh together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a mixture of experts sends its tokens: routing.json."""
+
+    __pydantic_config__ = STRICT
+    version: Literal[1] = 1
+    experts: tuple[str, ...]
+    """By name where they are known, else by number."""
+    top_k: int
+    sources: dict[str, SourceRouting]
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}

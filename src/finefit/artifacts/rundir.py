@@ -1,6 +1,7 @@
 """Where everything in a run directory lies. Paths are computed, never stored: the directory can be copied anywhere."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,32 @@ class StageDir:
         return self.path / "stage.json"
 
     @property
+    def begun(self) -> Path:
+        """What a stage of a pipeline stands on, written when its work begins."""
+        return self.path / "begun.json"
+
+    @property
+    def done(self) -> Path:
+        """Of a stage of a pipeline: written last."""
+        return self.path / "done.json"
+
+    @property
+    def order(self) -> Path:
+        return self.path / "order.json"
+
+    @property
+    def made(self) -> Path:
+        return self.path / "made.json"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output"
+
+    @property
+    def making_log(self) -> Path:
+        return self.path / "logs" / "making.log"
+
+    @property
     def eval_stage(self) -> Path:
         """In the place of `stage`, where nothing is trained."""
         return self.path / "eval.json"
@@ -47,6 +74,15 @@ class StageDir:
     @property
     def memory(self) -> Path:
         return self.path / "memory.jsonl"
+
+    @property
+    def routing(self) -> Path:
+        """Where the tokens of each data set go, of a mixture whose routers were trained; drawn in `routing_map`."""
+        return self.path / "routing.json"
+
+    @property
+    def routing_map(self) -> Path:
+        return self.path / "routing.svg"
 
     @property
     def result(self) -> Path:
@@ -142,7 +178,17 @@ class RunDir:
         return StageDir(self.path / "stages" / f"{number}-{name}")
 
     def stages(self) -> list[StageDir]:
-        return [StageDir(p) for p in sorted((self.path / "stages").iterdir(), key=lambda p: int(p.name.split("-")[0]))]
+        visible = [p for p in (self.path / "stages").iterdir() if not p.name.startswith(".")]
+        return [StageDir(p) for p in sorted(visible, key=lambda p: int(p.name.split("-")[0]))]
+
+    @property
+    def state(self) -> Path:
+        """Where the stages of a pipeline stand."""
+        return self.path / "stages.json"
+
+    def making(self, number: int, name: str) -> StageDir:
+        """Where a stage is made before it is whole, out of sight."""
+        return StageDir(self.path / "stages" / f".making-{number}-{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +277,45 @@ def is_run(path: Path) -> bool:
     return (path / "run.json").is_file()
 
 
+def is_pipeline(path: Path) -> bool:
+    """Whether this is the directory of a pipeline's run, whose stages are runs or folders of their own."""
+    return is_run(path) and (path / "stages.json").is_file()
+
+
 def open_run(path: Path) -> RunDir:
-    if not is_run(path):
+    """One run: its directory, or `runs/medical-1/sft` for a stage of a pipeline."""
+    found = find_run(path)
+    if not is_run(found) and (inside := [str(path / one.name) for one in sorted(found.glob("*/")) if is_run(one) and not one.name.startswith(".")]):
+        raise RunError(f"{path} is no run directory: it holds {len(inside)} of them, and one is meant here", f"name one of them: {', '.join(inside)}")
+    if not is_run(found):
         raise RunError(f"{path} is no run directory: it holds no run.json", "runs lie under runs/<name>-<n>")
-    return RunDir(path)
+    if is_pipeline(found):
+        names = ", ".join(str(path / name) for name in _places(found))
+        raise RunError(f"{path} is a pipeline, and one run is meant here", f"name one of its stages: {names}")
+    return RunDir(found)
+
+
+def find_run(path: Path) -> Path:
+    """The folder that is meant: `runs/medical-1/sft` is that of a stage, wherever it lies, and `runs/medical-1/scores/base` one within it. Any other
+    path is itself."""
+    if path.exists() and not (is_pipeline(path.parent) and path.name in _places(path.parent)):  # a stage may be called `logs`
+        return path
+    for parent in path.parents:
+        if is_pipeline(parent):
+            stage, *rest = path.relative_to(parent).parts
+            places = _places(parent)
+            if stage not in places:
+                raise RunError(f"{parent} has no stage {stage}", f"its stages are {', '.join(places)}")
+            return Path(os.path.normpath(parent / places[stage])).joinpath(*rest)
+    return path
+
+
+def _places(pipeline: Path) -> dict[str, str]:
+    """Of the stages, by their names, relative to the run directory."""
+    try:
+        return {str(stage["name"]): str(stage["place"]) for stage in json.loads((pipeline / "stages.json").read_bytes())["stages"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{pipeline / 'stages.json'} cannot be read: {error}", "start again with --new") from None
 
 
 def _numbered(root: Path, name: str) -> list[tuple[int, Path]]:

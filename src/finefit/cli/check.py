@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finefit.cli.check_stages import check_stages
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Runs, Set
 
@@ -27,16 +28,20 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Prove what can be known before step 1: what became of every row, that no test row is trained on, that every trained tensor gets a
-    gradient, that memory and disk suffice and the schedule makes sense.
+    gradient, that memory and disk suffice and the schedule makes sense. Of a spec with stages all of them are examined, each as far as what it
+    stands on is there.
 
     Exit code 0: nothing speaks against the run. 1: something does.
     """
     from finefit.report.check import check_document, show_check
     from finefit.report.ledger import show_ledger
-    from finefit.spec.load import load_spec
+    from finefit.spec.load import load_any
+    from finefit.spec.stages import Pipeline
 
     console = open_console(as_json=as_json)
-    spec = load_spec(target, tuple(overrides or ()))
+    spec = load_any(target, tuple(overrides or ()))
+    if isinstance(spec, Pipeline):
+        return check_stages(target, spec, show=show, runs=runs, as_json=as_json)
     base = target.resolve().parent
     with console.status("preparing rows"):
         prepared = _prepared(spec, base)
@@ -58,10 +63,11 @@ def check(
     else:
         if prepared is not None:
             show_ledger(prepared.record, console)
-            _show_examples(spec, base, prepared, show)
+            show_examples(spec, base, prepared, show)
         show_check(findings, foretold, console, efficiency)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
+    return None
 
 
 def _prepared(spec: "Spec", base: Path) -> "PreparedData | None":
@@ -73,16 +79,18 @@ def _prepared(spec: "Spec", base: Path) -> "PreparedData | None":
     return None if tokenizer is None or missing(spec.data, base) else prepare_data(spec, base, tokenizer)
 
 
-def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int) -> None:
+def show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int) -> None:
     if not count or "train.safetensors" not in prepared.record.files:
         return
     from finefit.data.render import open_renderer
     from finefit.data.store import open_examples
-    from finefit.model.locate import locate
+    from finefit.model.locate import outline
     from finefit.report.check import show_example
 
     console = open_console()
-    renderer = open_renderer(locate(spec.model, base).folder, spec.data.template, template_options=spec.data.template_options)
+    tokenizer = outline(spec.model, base).tokenizer
+    assert tokenizer is not None  # else nothing was prepared
+    renderer = open_renderer(tokenizer, spec.data.template, template_options=spec.data.template_options)
     rows = open_examples(prepared.path("train.safetensors"))
     for number in range(1, min(count, len(rows)) + 1):
         for side, example in _sides(rows[number - 1]).items():

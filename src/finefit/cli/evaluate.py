@@ -13,7 +13,10 @@ from finefit.cli.options import AsJson, Runs
 def evaluate(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="RUN_OR_MODEL", help="A run directory; a folder with a model or an adapter; hub:owner/name; embedded:smollm2-135m."),
+        typer.Argument(
+            metavar="RUN_OR_MODEL",
+            help="A run directory, or PIPELINE/STAGE; a folder with a model or an adapter; hub:owner/name; embedded:smollm2-135m.",
+        ),
     ] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: final, best, base, a step number, or all.")] = "final",
     task: Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Set
+from finefit.cli.plan_stages import Wishes, apply_suggestion, plan_stages
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ Cards = Annotated[
     ),
 ]
 Apply = Annotated[int | None, typer.Option("--apply", metavar="N", min=1, help="Write suggestion N into the spec.")]
+InFull = Annotated[str | None, typer.Option("--stage", metavar="STAGE", help="Of several stages: which one to show in full; default: the fullest.")]
 
 
 def plan(
@@ -29,10 +31,12 @@ def plan(
     cards: Cards = None,
     overrides: Set = None,
     apply: Apply = None,
+    stage: InFull = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run one real step on the longest rows of this machine's card and compare.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run needs on a card, without a GPU and without weights: memory, its peak's place, time, and what would make it fit.
+    """Say what a run needs on a card, without a GPU and without weights: memory, its peak's place, time, and what would make it fit. Of a
+    spec with stages every stage is planned, before any of them has run.
 
     Exit code 0: it fits (on one of the cards at least). 1: it does not.
 
@@ -46,18 +50,23 @@ def plan(
     """
     from finefit.facts.cards import parse_card
     from finefit.pipeline.forecasting import forecast, lengths_of
-    from finefit.report.plan import forecast_document
-    from finefit.spec.load import load_spec
+    from finefit.report.plan import forecast_document, in_order
+    from finefit.spec.load import load_any
+    from finefit.spec.stages import Pipeline
 
     console = open_console(as_json=as_json)
-    spec = load_spec(target, tuple(overrides or ()))
+    spec = load_any(target, tuple(overrides or ()))
     if apply is not None and overrides:
         raise UserError("--apply writes into the spec, which --set overrides only for this command", "write the overrides into the spec first")
-    if measure:
-        return _measure(target, tuple(overrides or ()), as_json=as_json)
     asked = tuple(cards or (spec.card,))
     for card in asked:
         parse_card(card)  # a misspelt name is told before anything is read
+    if isinstance(spec, Pipeline):
+        return plan_stages(target, spec, asked, Wishes(apply=apply, stage=stage, measure=measure, as_json=as_json))
+    if stage is not None:
+        raise UserError(f"--stage {stage} is for specs with stages, and {target} has none", "leave it out")
+    if measure:
+        return _measure(target, tuple(overrides or ()), as_json=as_json)
     with console.status("rehearsing"):
         base = target.resolve().parent
         forecasts = forecast(spec, base, asked, lengths_of(spec, base))
@@ -66,7 +75,7 @@ def plan(
     else:
         _show(forecasts, spec.objective.kind)
     if apply is not None:
-        _apply(target, forecasts[0], apply, as_json=as_json)
+        apply_suggestion(target, in_order(forecasts[0].suggestions), apply, fits=forecasts[0].fits, as_json=as_json)
     elif not any(f.fits and not f.gradients.unreached and not f.gradients.frozen for f in forecasts):
         raise typer.Exit(1)
     return None
@@ -97,22 +106,3 @@ def _show(forecasts: "tuple[Forecast, ...]", stage: str) -> None:
         show_cards(forecasts, console, now=datetime.now().astimezone())
     else:
         show_forecast(forecasts[0], console, stage=stage)
-
-
-def _apply(target: Path, forecast: "Forecast", number: int, *, as_json: bool) -> None:
-    from finefit.artifacts.atomic import write_text
-    from finefit.report.plan import in_order
-    from finefit.spec.edit import changed_text
-    from finefit.spec.load import load_spec, parse_spec
-
-    suggestions = in_order(forecast.suggestions)
-    if not suggestions:
-        raise UserError("there is nothing to apply: the plan fits as it is" if forecast.fits else "no change was found that would make it fit")
-    if number > len(suggestions):
-        raise UserError(f"there are {len(suggestions)} suggestions, not {number}", f"--apply 1 to --apply {len(suggestions)}")
-    changes = suggestions[number - 1].changes
-    text = changed_text(target.read_text(encoding="utf-8-sig"), changes)
-    if parse_spec(text, where=str(target)) != load_spec(target, changes):
-        raise UserError(f"{', '.join(changes)} would mean something else in {target}, above its base", "change the base, or write the keys by hand")
-    write_text(target, text)
-    open_console(as_json=as_json).print(f"{target} now says {', '.join(changes)}", soft_wrap=True)

@@ -24,7 +24,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 def review(
-    targets: Annotated[list[str] | None, typer.Argument(metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help="One or two evaluated runs.")] = None,
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help="One or two evaluated runs, or PIPELINE/STAGE.")
+    ] = None,
     answers: Annotated[
         Path | None, typer.Option(help="Answers made elsewhere: CSV or JSONL with prompt and answer, or answer_a and answer_b.")
     ] = None,
@@ -58,6 +60,8 @@ def review(
       finefit review runs/sft-1 runs/dpo-1:checkpoint-40 --rater ann
 
       finefit review runs/sft-1 runs/dpo-1 --results
+
+      finefit review runs/medical-1/sft runs/medical-1/dpo
 
       finefit review --answers answers.csv --terminal
     """

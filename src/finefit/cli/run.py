@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, New, Runs, Set
+from finefit.cli.run_stages import Call, Wish, has_stages, open_place, refuse_changes, refuse_for_one, refuse_ranks, run_stages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,10 +32,14 @@ def run(
     overrides: Set = None,
     new: New = False,
     detach: Annotated[bool, typer.Option("--detach", help="Go on without this terminal; follow with `finefit watch`.")] = False,
+    first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Make this stage again, and all that stand on it.")] = None,
+    only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Carry out this stage alone.")] = None,
+    force: Annotated[list[str] | None, typer.Option("--force", metavar="STAGE", help="Make this stage again; `all` for every one.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell which stages would run, and why.")] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune. The same command again resumes, bit for bit.
+    """Fine-tune. The same command again resumes, bit for bit; of several stages those that are done are not repeated.
 
     Examples:
 
@@ -43,12 +49,29 @@ def run(
 
       finefit run runs/orders-1 --set schedule.epochs=2
 
+      finefit run medical.yaml --dry-run
+
+      finefit run medical.yaml --from dpo
+
       torchrun --nproc-per-node 2 -m finefit run spec.yaml
     """
     from finefit.artifacts.launcher import find_place
     from finefit.artifacts.records import Run, read_record
+    from finefit.artifacts.rundir import find_run
 
-    at = find_place(os.environ)
+    at, target = find_place(os.environ), find_run(target)
+    call = Call(
+        target=target,
+        overrides=tuple(overrides or ()),
+        new=new,
+        runs=runs,
+        as_json=as_json,
+        wish=Wish(first=first, only=only, force=tuple(force or ()), dry_run=dry_run),
+    )
+    if has_stages(call):
+        return _run_stages(call, at, detach=detach)
+    refuse_for_one(call.wish)
+    refuse_changes(call)
     if at is not None and at.size > 1:
         return _as_rank(at, target, tuple(overrides or ()), new=new, detach=detach, runs=runs, as_json=as_json)
     if _is_for_slurm(target, tuple(overrides or ())):
@@ -66,6 +89,15 @@ def run(
         carry_out(place, console)
     _show(place, console, as_json)
     return None
+
+
+def _run_stages(call: Call, at: "Place | None", *, detach: bool) -> None:
+    refuse_ranks(call, at)
+    if not detach or call.wish.dry_run:
+        return run_stages(call)
+    console = open_console(as_json=call.as_json)
+    place = open_place(call, console)
+    return _detach(place, console, call.as_json, call.wish.arguments())
 
 
 def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
@@ -254,14 +286,14 @@ def _other_rank(at: "Place", store: "Store") -> int:
     return code
 
 
-def _detach(place: "RunDir", console: "Console", as_json: bool) -> None:
+def _detach(place: "RunDir", console: "Console", as_json: bool, arguments: Sequence[str] = ()) -> None:
     from finefit.artifacts.lock import run_lock
 
     with run_lock(place.lock):  # one that is being worked on is refused here, not in a log that nobody reads
         pass
     with (place.log.parent / "detached.log").open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "finefit", "run", str(place.path)],
+            [sys.executable, "-P", "-m", "finefit", "run", str(place.path), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from finefit.artifacts.records import EvalResult, Score
+from finefit.artifacts.stages import evaluation_of
 from finefit.compare.effort import curves_of, foretold_of
 from finefit.compare.pairing import Paired, changes_of, counts_of, is_counted, item_change, metrics_of, pair, rewording
 from finefit.compare.records import Cell, Change, Comparison, Group, ItemChange, Pairing, Scored, Setting, Side, TaskComparison
@@ -17,6 +18,8 @@ from finefit.stats import Interval, cautions, holm, interval_of, paired, spread
 from finefit.stats.metrics import Metric, Numbers, combined, table
 
 _EQUAL = 1e-9
+_MODELS = ("model", "checkpoint")
+"""What the models of one evaluation are declared to differ in, by standing there."""
 
 
 def compare(
@@ -30,7 +33,7 @@ def compare(
     pairings = [pairing for one in tasks for pairing in one.pairings]
     if any(pairing.only_first or pairing.only_second for pairing in pairings) and not any(pairing.n for pairing in pairings):
         _refuse_unpaired(sides, tasks)
-    verdict, is_one_variable, warnings = _verdict(can, sides, groups, declared)
+    verdict, is_one_variable, warnings = _verdict(can, sides, groups, declared, _MODELS if _is_one_evaluation(sides) else ())
     return Comparison(
         sides=tuple(_side(side) for side in sides),
         groups=tuple(Group(name=_group_name(sides, group), sides=tuple(group)) for group in groups),
@@ -243,16 +246,23 @@ def _corrected(tasks: Sequence[TaskComparison]) -> tuple[TaskComparison, ...]:
     )
 
 
+def _is_one_evaluation(sides: Sequence[Opened]) -> bool:
+    """A stage that asks several models the same."""
+    places = {evaluation_of(side.run.path) for side in sides}
+    return len(places) == 1 and None not in places and all(side.stage is None for side in sides)
+
+
 def _verdict(
-    can: Sequence[Setting], sides: Sequence[Opened], groups: Sequence[Sequence[int]], declared: Sequence[str]
+    can: Sequence[Setting], sides: Sequence[Opened], groups: Sequence[Sequence[int]], declared: Sequence[str], meant: Sequence[str]
 ) -> tuple[str, bool, tuple[str, ...]]:
-    """What a difference in score can be laid to, whether that is one thing, and what the user should know of the declared ones."""
+    """What a difference in score can be laid to, whether that is one thing, and what the user should know of the declared ones. `meant`: what may
+    differ without a word."""
     seeds = [{sides[at].seed for at in group} for group in groups]
     is_balanced = len(groups) == 1 or (max(len(group) for group in groups) > 1 and all(one == seeds[0] for one in seeds))
     keys = [row.key for row in can if not (row.key == "seed" and is_balanced)]
     idle = [part for part in declared if not any(is_covered(key, [part]) for key in keys)]
     warnings = tuple(f"{part} is declared to differ and does not" for part in idle)
-    others = [key for key in keys if not is_covered(key, declared)]
+    others = [key for key in keys if not is_covered(key, (*declared, *meant))]
     if not keys:
         what = "their seed" if len(groups) == 1 else "chance"
         return f"nothing that can change a score differs but {what}", True, warnings

@@ -13,6 +13,8 @@ from finefit.facts.files import FileFact
 
 About = Literal["checkpoint", "spec", "data", "model", "evaluation", "version", "machine"]
 Settings = dict[str, tuple[About, Any]]
+CHOSEN = "answered_by"
+"""Of a signature: who was chosen among. It is told with the model."""
 _EVALUATION = "evaluation."
 """Of all tasks of a side; settings of one stand under its label."""
 
@@ -221,7 +223,7 @@ def _evaluation(task: str, found: Evaluated) -> Settings:
         "form": form,
     }
     own = dict(flat(found.request.evaluation.model_dump(mode="json", exclude={"name", "batch", "checkpoints", "base", "limit"})))
-    own |= {f"signature.{key}": value for key, value in result.signature.items()}
+    own |= {f"signature.{key}": value for key, value in result.signature.items() if key != CHOSEN}
     own |= {"task_file": (found.request.task_sha256 or ABSENT)[:12], "items": f"{result.n} of {result.available} ({keys[:12]})"}
     own |= {f"metric.{metric.name}": f"{metric.aggregate} of {', '.join(metric.counts)}" for metric in result.definitions}
     return {f"{_EVALUATION}{key}": ("evaluation", value) for key, value in common.items()} | {

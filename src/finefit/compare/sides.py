@@ -6,6 +6,7 @@ from pathlib import Path
 
 from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Facts, Plan, Run, Stage, StageResult, read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
+from finefit.artifacts.stages import short_names
 from finefit.errors import RunError
 from finefit.spec.schema import ShapeModel
 
@@ -53,7 +54,7 @@ def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tupl
         run, asked = named[0]
         named = [(run, BASE), (run, asked)]
     places = [(run, *_resolved(run, asked)) for run, asked in named]
-    names = _names([(run.path, role) for run, _, _, role in places])
+    names = _names([(run.path.resolve(), role, _is_all(where, name)) for run, where, name, role in places])
     models = [(run.path.resolve(), name) for run, _, name, _ in places]
     if again := [shown for at, shown in enumerate(names) if models[at] in models[:at]]:
         raise RunError(f"{again[0]} is named twice: a model compared with itself differs by nothing", "name two runs, or RUN:base and RUN:final")
@@ -102,17 +103,16 @@ def _evaluated_one(run: RunDir, where: StageDir, asked: str | None) -> str:
     return name
 
 
-def _names(places: Sequence[tuple[Path, str]]) -> list[str]:
-    """As short as they can be and still differ."""
-    runs, depth = {path.resolve() for path, _ in places}, 1
-    while len({_tail(path, depth) for path in runs}) < len(runs):
-        depth += 1
-    is_one_role = len({role for _, role in places}) == 1 and len(runs) == len(places)
-    return [_tail(path.resolve(), depth) + ("" if is_one_role else f":{role}") for path, role in places]
+def _is_all(where: StageDir, name: str) -> bool:
+    """The one model of a run that only evaluates, and no answers that were scored beside it."""
+    return where.eval_stage.exists() and read_record(where.eval_stage, EvalStage).name == name
 
 
-def _tail(path: Path, depth: int) -> str:
-    return "/".join(path.parts[-depth:])
+def _names(places: Sequence[tuple[Path, str, bool]]) -> list[str]:
+    """As short as they can be and still differ. `is_all`: it is all that its run is about, and called as that."""
+    shown = short_names([path for path, _, _ in places])
+    is_one_role = len({role for _, role, _ in places}) == 1 and len(shown) == len(places)
+    return [shown[path] + ("" if is_one_role or is_all else f":{role}") for path, role, is_all in places]
 
 
 def _open(run: RunDir, where: StageDir, checkpoint: str, role: str, name: str) -> Opened:

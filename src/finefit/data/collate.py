@@ -103,6 +103,8 @@ def _batch(
         num_tokens=sum(len(e.tokens) for e in examples),
         packed=packed,
         paired=paired,
+        lengths=tuple(len(e.tokens) for e in examples),
+        supervised=tuple(map(len, places)),
     )
 
 

@@ -1,6 +1,6 @@
-"""Greedy answers, batched by the room that the plan found. Prompts come from the renderer that made the training rows."""
+"""Answers, batched by the room that the plan found: the likeliest, or drawn by chance. Prompts come from the renderer that made the training rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -8,7 +8,7 @@ from torch import nn
 from finefit.artifacts.records import Room
 from finefit.data.render import Renderer
 from finefit.evaluate.batches import Warn, in_batches
-from finefit.evaluate.decoding import causal_of, greedy
+from finefit.evaluate.decoding import Choose, causal_of, decode, likeliest
 from finefit.model.attention import turns_by_longest
 
 
@@ -22,14 +22,29 @@ class Answer:
 
 
 def answers(
-    model: nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, room: Room, device: str, warn: Warn
+    model: nn.Module,
+    renderer: Renderer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    room: Room,
+    device: str,
+    warn: Warn,
+    choose: Callable[[Sequence[int]], Choose] = lambda _: likeliest,
 ) -> Iterator[tuple[int, Answer]]:
-    """(index, answer) for every prompt. Which others an answer was generated with makes no difference to it, but for what kernels round."""
+    """(index, answer) for every prompt. Which others an answer was generated with makes no difference to it, but for what kernels round.
+    `choose`: how the tokens of a batch are chosen, by the indices of its prompts."""
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
 
     def compute(chosen: list[int]) -> list[Answer]:
-        written = greedy(
-            model, [prompts[at] for at in chosen], max_new_tokens=max_new_tokens, stops=renderer.stop_tokens, pad=renderer.pad, device=device
+        written = decode(
+            model,
+            [prompts[at] for at in chosen],
+            max_new_tokens=max_new_tokens,
+            stops=renderer.stop_tokens,
+            pad=renderer.pad,
+            device=device,
+            choose=choose(chosen),
         )
         return [_answer(renderer, tokens) for tokens in written]
 

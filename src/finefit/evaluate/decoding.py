@@ -1,13 +1,14 @@
-"""Greedy tokens behind a batch of prompts: all prompts pass the model once, then each step gives every row one token.
+"""Tokens behind a batch of prompts: all prompts pass the model once, then each step gives every row one token, the likeliest unless told otherwise.
 
 Prompts are padded on the right and pass without a mask, as training rows do: attention is causal, so no row sees its padding, and the fast kernels
 stay open. What padding leaves in the cache is masked from then on; prompts of one length, and a single one, never meet a mask. Nothing in `prefill`
 and `follow` is read on the host, so a rehearsal runs the same two.
-B rows, T tokens, S slots of the cache.
+B rows, T tokens, S slots of the cache, V words of the vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import peft
 import torch
@@ -22,6 +23,9 @@ _LOOK_STEPS = {"cpu": 1, "cuda": 8}
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN's, which prepares itself for every new length: each token meets one."""
+
+Choose = Callable[[Tensor, int, Tensor], Tensor]
+"""(rows_B, step, logits_BV) -> tokens_B: the next token of each row; `rows_B` are their numbers among the prompts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,8 +62,12 @@ def prefill(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], *, m
     return context
 
 
-def follow(model: nn.Module, context: Context, tokens_B: Tensor) -> Tensor:
-    """The most likely next token of each row behind these."""
+def _likeliest(logits_BV: Tensor) -> Tensor:
+    return logits_BV.argmax(-1)
+
+
+def follow(model: nn.Module, context: Context, tokens_B: Tensor, pick: Callable[[Tensor], Tensor] = _likeliest) -> Tensor:
+    """The next token of each row behind these, as it is picked from the logits."""
     context.slots += 1
     mask = None if context.is_own_BS is None else context.is_own_BS[:, None, None, : context.slots]
     with sdpa_kernel(_KERNELS):
@@ -72,33 +80,43 @@ def follow(model: nn.Module, context: Context, tokens_B: Tensor) -> Tensor:
             logits_to_keep=1,
         )
     context.positions_B1 = context.positions_B1 + 1
-    following_B: Tensor = output.logits[:, -1].argmax(-1)
-    return following_B
+    return pick(output.logits[:, -1])
 
 
 def greedy(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: Sequence[int], pad: int, device: str
 ) -> list[list[int]]:
     """What follows each prompt, up to and with the first stop token."""
+    return decode(model, prompts, max_new_tokens=max_new_tokens, stops=stops, pad=pad, device=device, choose=likeliest)
+
+
+def likeliest(_rows_B: Tensor, _step: int, logits_BV: Tensor) -> Tensor:
+    return _likeliest(logits_BV)
+
+
+def decode(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: Sequence[int], pad: int, device: str, choose: Choose
+) -> list[list[int]]:
     longest = max(map(len, prompts)) + max_new_tokens
-    decode = _step_by_step if can_pack(causal_of(model).config, longest) is None else _by_transformers
+    write = _step_by_step if can_pack(causal_of(model).config, longest) is None else _by_transformers
     with torch.inference_mode():
-        return decode(model, prompts, max_new_tokens=max_new_tokens, stops=frozenset(stops), pad=pad, device=device)
+        return write(model, prompts, max_new_tokens=max_new_tokens, stops=frozenset(stops), pad=pad, device=device, choose=choose)
 
 
 def _step_by_step(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], pad: int, device: str
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], pad: int, device: str, choose: Choose
 ) -> list[list[int]]:
     """Rows that have ended leave the batch once they are half of it."""
     context = prefill(model, *_padded_right([prompt[:-1] for prompt in prompts], pad, device), max_new_tokens=max_new_tokens)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)
     written: list[list[int]] = [[] for _ in prompts]
     batch = list(range(len(prompts)))
+    rows_B = torch.arange(len(prompts), device=device)
     steps = 0
     while steps < max_new_tokens:
         block = []
-        for _ in range(min(_LOOK_STEPS[device], max_new_tokens - steps)):
-            tokens_B = follow(model, context, tokens_B)
+        for ahead in range(min(_LOOK_STEPS[device], max_new_tokens - steps)):
+            tokens_B = follow(model, context, tokens_B, partial(choose, rows_B, steps + ahead))
             block.append(tokens_B)
         steps += len(block)
         for row, tokens in zip(batch, torch.stack(block, 1).tolist(), strict=True):
@@ -108,20 +126,35 @@ def _step_by_step(
             break
         if 2 * len(going) <= len(batch):
             context.keep(going)
-            tokens_B, batch = tokens_B[torch.tensor(going, device=device)], [batch[at] for at in going]
+            kept = torch.tensor(going, device=device)
+            tokens_B, rows_B, batch = tokens_B[kept], rows_B[kept], [batch[at] for at in going]
     return [ended(tokens, stops) for tokens in written]
 
 
 def _by_transformers(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], pad: int, device: str
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], pad: int, device: str, choose: Choose
 ) -> list[list[int]]:
     """For models that are not known to follow their positions alone: padded on the left, as their own code expects it."""
     width = max(map(len, prompts))
     input_ids_BT = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(stops), pad_token_id=pad, use_cache=True)
-    output_BT = model.generate(input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
+    chosen = [_Chosen(choose, width)]
+    output_BT = model.generate(input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=chosen)  # type: ignore[operator]
     return [ended(tokens, stops) for tokens in output_BT[:, width:].tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A processor of logits that leaves `generate` nothing to choose: all rows stay in its batch, in their order."""
+
+    choose: Choose
+    width: int
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows_B = torch.arange(len(scores), device=scores.device)
+        tokens_B = self.choose(rows_B, input_ids.shape[1] - self.width, scores)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens_B.unsqueeze(1), 0.0)
 
 
 def ended(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:

@@ -23,8 +23,10 @@ from finefit.model.adapter import freeze_reference as freeze_reference
 from finefit.model.adapter import resolve_targets as resolve_targets
 from finefit.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from finefit.model.adapter_files import WEIGHTS as ADAPTER
+from finefit.model.experts import choose_experts, experts_of
 from finefit.model.foreign import with_adapter
 from finefit.model.spread import spread
+from finefit.model.stored import Stored
 from finefit.model.subset import train_only
 from finefit.spec.schema import Full, Lora, Subset, Tuning
 
@@ -50,6 +52,7 @@ def load_base(
             device_map=_device_map(folder, device, dtype, bits, num_cards),
             output_loading_info=True,
             attn_implementation=attention,
+            experts_implementation=choose_experts(),
             quantization_config=_quantisation(bits, dtype),
         )
     except (ValueError, OSError) as error:  # an architecture that transformers does not know, a file that it cannot read
@@ -158,20 +161,21 @@ def restore_weights(model: nn.Module, checkpoint: Path, put: Put = put_whole) ->
     """Puts a trainable model back to what `save_weights` wrote, tensor by tensor. `put`: into a parameter that may be divided over ranks."""
     if isinstance(model, peft.PeftModel):
         wanted = _stored_names(model, dict(model.named_parameters()))
-        stored = load_file(checkpoint / ADAPTER)
-        _same_tensors(stored, wanted, checkpoint)
-        for name, tensor in stored.items():
+        adapter = load_file(checkpoint / ADAPTER)
+        _same_tensors(adapter, wanted, checkpoint)
+        for name, tensor in adapter.items():
             _put(wanted[name], tensor, put)
         return
-    target = model.state_dict(keep_vars=True)
+    stored = Stored(checkpoint)
+    targets = model.state_dict(keep_vars=True)
     restored: set[int] = set()
-    for shard in sorted(checkpoint.glob("model*.safetensors")):
-        for name, tensor in load_file(shard).items():
-            if name not in target or _shape(target[name]) != tensor.shape:
-                raise RunError(f"{checkpoint.name} holds {name}, which this model does not have in that shape")
-            _put(target[name], tensor, put)
-            restored.add(id(target[name]))
-    if missing := sorted(name for name, tensor in target.items() if id(tensor) not in restored):  # a tied tensor is stored under one of its names
+    for name, target in targets.items():
+        if (value := stored.take(model, name, _shape(target))) is not None:
+            _put(target, value, put)
+            restored.add(id(target))
+    if stored.untaken:
+        raise RunError(f"{checkpoint.name} holds {stored.untaken[0]}, which this model does not have in that shape")
+    if missing := sorted(name for name, target in targets.items() if id(target) not in restored):  # a tied tensor is stored under one of its names
         raise RunError(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
 
 
@@ -247,7 +251,13 @@ def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None
         _sort_targets(folder / ADAPTER_CONFIG)
     else:
         assert isinstance(model, PreTrainedModel)
-        model.save_pretrained(folder, state_dict=whole)
+        model.save_pretrained(folder, state_dict=_on_host(model) if whole is None else whole)
+
+
+def _on_host(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Experts are stored one by one, and taking them apart copies them: not on the card, whose memory was planned without that."""
+    is_apart = model.device.type != "cpu" and experts_of(model)
+    return whole_weights(model, lambda parameter: parameter.detach().cpu(), keeps=True) if is_apart else None
 
 
 def _sort_targets(config: Path) -> None:

@@ -81,6 +81,11 @@ def locate(model: Model, base: Path) -> Located:
             raise ModelError("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
 
 
+def commit_of(model: HubModel) -> str:
+    """What its revision means now; no weights are fetched for it."""
+    return _download(model, ("config.json",)).name  # the snapshot's folder is named by its commit
+
+
 def locate_start(model: Model, tuning: Tuning, base: Path) -> Located:
     """What training starts from: the model and, where it goes on from an adapter, that too. The fingerprint is of both."""
     return with_adapter(locate(model, base), tuning, base)

@@ -1,7 +1,7 @@
 """Trained copies of one dense model -> a mixture of experts that plain transformers loads, or their average.
 
 Experts may differ from the base in their MLPs alone. Every tensor of the base is mapped or the build fails, and files are written layer by
-layer, so memory holds one layer of the experts and no model.
+layer, so memory holds one layer of the experts and no model. The config comes last: a folder that a kill left half written is no model.
 """
 
 import hashlib
@@ -19,15 +19,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finefit.artifacts.atomic import full_disk_named
+from finefit.artifacts.atomic import full_disk_named, sync_file, write_text
 from finefit.errors import ModelError
 from finefit.facts.model import INDEX, TEXT_FILES, find_weight_files, read_config
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
 
+_HEAD = "lm_head.weight"
+EXPERT_NAMES = "expert_names"
+"""A key of ours in the mixture's config; transformers keeps it, in checkpoints too."""
+
 Router = Callable[[int], Tensor]
 """The router's weight in a layer, experts x hidden."""
+MakeRouter = Callable[[tuple[str, ...]], Router]
+"""Given the experts in their order, once it is known which of them are copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +87,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class Weights:
-    """The tensors of a model folder, read one at a time."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
+
+class Weights:
+    """The tensors of a model folder, read one at a time. A head that is tied to the embeddings is none of its own, whether it is stored or not."""
+
+    def __init__(self, folder: Path, stack: ExitStack, *, is_tied: bool) -> None:
         self._file_of: dict[str, Any] = {}
         for name in find_weight_files(folder):
             file = stack.enter_context(safe_open(folder / name, framework="pt"))
             self._file_of |= dict.fromkeys(file.keys(), file)
+        if is_tied:
+            self._file_of.pop(_HEAD, None)
 
     @property
     def names(self) -> set[str]:
@@ -103,6 +113,12 @@ class Weights:
         shape: list[int] = self._file_of[name].get_slice(name).get_shape()
         return shape
 
+    def dtypes(self) -> set[torch.dtype]:
+        found = {name: self._file_of[name].get_slice(name).get_dtype() for name in self._file_of}
+        if odd := sorted(name for name, dtype in found.items() if dtype not in _DTYPES):
+            raise ModelError(f"{odd[0]} is stored as {found[odd[0]]}, which cannot be mixed or averaged", "take weights in fp32, fp16 or bf16")
+        return {_DTYPES[dtype] for dtype in found.values()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
@@ -111,6 +127,8 @@ class Built:
     collapsed: dict[str, str]
     """Copies of another expert, and of which."""
     parameters: int
+    dtype: str
+    """Torch's name of what all weights are stored in: nothing that an expert has learnt is rounded away."""
 
 
 def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Literal["none", "base"] = "none") -> dict[str, Any]:
@@ -154,44 +172,65 @@ def build_moe(
     shared: Literal["none", "base"] = "none",
     copies: Literal["refuse", "collapse"] = "refuse",
     router: Router | None = None,
+    start: MakeRouter | None = None,
     seed: int = 0,
 ) -> Built:
-    """Fills the empty folder `out`. `router`: by default small random numbers, which say nothing of who knows what."""
+    """Fills the empty folder `out`. The routers are `router`, or what `start` makes once the experts are known to be fit; by default small random
+    numbers, which say nothing of who knows what."""
     dense = read_config(base)
+    moe_config(dense, num_experts=len(experts), top_k=top_k, shared=shared)  # what cannot be is told before anything is read
     with ExitStack() as stack:
-        opened = {name: Weights(folder, stack) for name, folder in experts.items()}
-        source = Weights(base, stack)
-        _require_same_tensors(source, opened)
+        source, opened = _opened(base, experts, dense, stack)
         collapsed = _copies(source, opened)
         if collapsed and copies == "refuse":
             told = ", ".join(f"{name} of {other}" for name, other in collapsed.items())
             raise ModelError(f"experts are copies: {told}; they would take memory and add nothing", "leave them out, or set copies: collapse")
         chosen = {name: weights for name, weights in opened.items() if name not in collapsed}
-        config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared)
-        make = router or _random_router(len(chosen), dense, seed)
+        config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared) | {EXPERT_NAMES: list(chosen)}
+        make = router or (start(tuple(chosen)) if start else _random_router(len(chosen), dense, seed))
         mixture = _Mixture(family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make)
-        parameters = _write(out, config, mixture.layers())
-    _copy_texts(base, out)
-    return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters)
+        dtype = _widest((source, *chosen.values()))
+        _copy_texts(base, out)
+        parameters = _write(out, config, mixture.layers(), dtype)
+    return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
 def average(base: Path, experts: Mapping[str, Path], out: Path) -> Built:
     """A dense model whose MLPs are the mean of the experts': of the base's architecture, of its size."""
+    dense = read_config(base)
     with ExitStack() as stack:
-        opened, source = {name: Weights(folder, stack) for name, folder in experts.items()}, Weights(base, stack)
-        _require_same_tensors(source, opened)
+        source, opened = _opened(base, experts, dense, stack)
 
         def layers() -> Iterator[dict[str, Tensor]]:
             for names in _by_layer(source.names):
                 yield {name: _mean([w[name] for w in opened.values()]) if _MLP.fullmatch(name) else source[name] for name in names}
 
-        parameters = _write(out, read_config(base), layers())
-    _copy_texts(base, out)
-    return Built(experts=tuple(experts), collapsed={}, parameters=parameters)
+        dtype = _widest((source, *opened.values()))
+        _copy_texts(base, out)
+        parameters = _write(out, dense, layers(), dtype)
+    return Built(experts=tuple(experts), collapsed={}, parameters=parameters, dtype=_name(dtype))
+
+
+def _opened(base: Path, experts: Mapping[str, Path], dense: Mapping[str, Any], stack: ExitStack) -> tuple[Weights, dict[str, Weights]]:
+    is_tied = bool(dense.get("tie_word_embeddings", False))
+    source = Weights(base, stack, is_tied=is_tied)
+    opened = {name: Weights(folder, stack, is_tied=is_tied) for name, folder in experts.items()}
+    _require_same_tensors(source, opened)
+    return source, opened
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.float() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+    return torch.stack([tensor.float() for tensor in tensors]).mean(0)
+
+
+def _widest(several: Sequence[Weights]) -> torch.dtype:
+    """Training keeps trained weights in fp32 over a base in halves."""
+    found = {dtype for weights in several for dtype in weights.dtypes()}
+    return found.pop() if len(found) == 1 else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +247,7 @@ class _Mixture:
             for name in names:
                 tensors |= self._mapped(name)
             if layer := _LAYER.match(names[0]):
-                tensors |= self._routers(layer[0].rstrip("."), int(layer[1]), like=self.base[names[0]])
+                tensors |= self._routers(layer[0].rstrip("."), int(layer[1]))
             yield tensors
 
     def _mapped(self, name: str) -> dict[str, Tensor]:
@@ -227,16 +266,16 @@ class _Mixture:
             found[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = whole if self.shared == "base" else torch.zeros_like(one)
         return found
 
-    def _routers(self, prefix: str, layer: int, *, like: Tensor) -> dict[str, Tensor]:
+    def _routers(self, prefix: str, layer: int) -> dict[str, Tensor]:
         weight = self.router(layer)
         hidden = self.base.shape(f"{prefix}.input_layernorm.weight")[0]
         if tuple(weight.shape) != (len(self.experts), hidden):
             raise ModelError(
                 f"the router of layer {layer} is {tuple(weight.shape)}, and there are {len(self.experts)} experts of {hidden} hidden values"
             )
-        routers = {f"{prefix}.{self.family.router}": weight.to(like.dtype).contiguous()}
+        routers = {f"{prefix}.{self.family.router}": weight}
         if self.family.has_shared:
-            routers[f"{prefix}.mlp.shared_expert_gate.weight"] = torch.zeros(1, hidden, dtype=like.dtype)
+            routers[f"{prefix}.mlp.shared_expert_gate.weight"] = torch.zeros(1, hidden)
         return routers
 
 
@@ -268,7 +307,7 @@ def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None
             if weights.shape(name) != base.shape(name):
                 raise ModelError(f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}", "train it from this base")
         for name in sorted(base.names):
-            if not _MLP.fullmatch(name) and not torch.equal(weights[name], base[name]):
+            if not _MLP.fullmatch(name) and not torch.equal(weights[name].float(), base[name].float()):
                 raise ModelError(
                     f"expert {expert} has moved {name}, which is no MLP: a mixture has one of it, and would lose what it learnt there",
                     "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
@@ -282,28 +321,30 @@ def _copies(base: Weights, experts: Mapping[str, Weights]) -> dict[str, str]:
     for expert, weights in experts.items():
         digest = hashlib.sha256()
         for name in names:
-            digest.update(weights[name].contiguous().view(torch.uint8).numpy().data)
+            digest.update(weights[name].float().contiguous().view(torch.uint8).numpy().data)
         if (found := first.setdefault(digest.hexdigest(), expert)) != expert:
             copies[expert] = found
     return copies
 
 
-def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tensor]]) -> int:
+def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
     """One file for each layer, an index, the config. Returns how many parameters there are."""
     place: dict[str, str] = {}
     sizes = num_bytes = 0
-    for at, tensors in enumerate(layers):
-        name = f"model-{at:05d}.safetensors"
+    for at, found in enumerate(layers):
+        name, tensors = f"model-{at:05d}.safetensors", {key: tensor.to(dtype).contiguous() for key, tensor in found.items()}
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with full_disk_named(out / name, size):
             save_file(tensors, out / name, metadata={"format": "pt"})
+            sync_file(out / name)
         if twice := place.keys() & tensors.keys():
             raise ModelError(f"{sorted(twice)[0]} would be written twice", "please report this")
         place |= dict.fromkeys(tensors, name)
         sizes, num_bytes = sizes + sum(tensor.numel() for tensor in tensors.values()), num_bytes + size
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(place.items()))}
-    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(out / INDEX, json.dumps(index, indent=2) + "\n")
+    stored = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": _name(dtype)}
+    write_text(out / "config.json", json.dumps(stored, indent=2, sort_keys=True) + "\n")
     return sizes
 
 

@@ -50,6 +50,10 @@ class Batch:
     packed: Packed | None = None
     paired: Paired | None = None
     """None where a row is one sequence."""
+    lengths: tuple[int, ...] = ()
+    """Of the sequences, without padding, on the host; for objectives that look at rows one by one."""
+    supervised: tuple[int, ...] = ()
+    """Of each sequence's tokens, in the same way."""
 
     @property
     def num_rows(self) -> int:

@@ -4,6 +4,8 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os.path import relpath
@@ -14,8 +16,9 @@ import torch
 
 from finefit import __version__
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import EvalStage, Facts, Inputs, Run, Stage, Subject, read_record, write_record
+from finefit.artifacts.records import EvalStage, Facts, Inputs, Run, Stage, Subject, WiredModel, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_run, newest_with_digest
+from finefit.artifacts.stages import stage_holding
 from finefit.data.items import read_items
 from finefit.data.render import open_renderer
 from finefit.errors import ModelError, RunError
@@ -26,13 +29,16 @@ from finefit.model.locate import Located, locate
 from finefit.pipeline.create import put_in_place
 from finefit.pipeline.data import PreparedData
 from finefit.pipeline.questions import file_facts, plain_spec, prepare_questions, without_rows
+from finefit.pipeline.taskfiles import keep_form
 from finefit.plan.resolve import precision_on
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import Data, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, Source, Spec, Tuning
+from finefit.spec.schema import Data, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
 
 FORMS = "a run directory, a folder with a model or an adapter, hub:owner/name, or embedded:smollm2-135m"
 NAME = "model"
 """By which the scores of a bare model are filed."""
+STAGING, EARLIER = ".staging-", ".earlier-"
+"""How the names of run directories begin that are not whole yet, or are set aside."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _PLAIN = Data(train=(Source(path=""),), template="plain")
 
@@ -43,6 +49,8 @@ class Bare:
 
     name: str
     """Of its run directory."""
+    filed: str = NAME
+    """By which its scores are filed, in the place of a checkpoint's name."""
     model: Model
     located: Located
     weights: Path | None = None
@@ -111,9 +119,23 @@ def _home_of(folder: Path) -> _Home | None:
     return _Home(run=run, stage=read_record(where.stage, Stage), spec=spec_from_json(RunDir(run).spec_json.read_text(encoding="utf-8")))
 
 
+def wired_bare(name: str, wired: WiredModel, asks: Spec) -> Bare:
+    """A model of a pipeline: asked as its stage says, and not as it was trained."""
+    if wired.adapter is None:
+        found = _whole(wired.model, name, None)
+    else:
+        folder = Path(wired.adapter).resolve()
+        found = _laid_over(folder, wired.model, _home_of(folder), _adapter_config(folder))
+    return replace(found, name=name, filed=name, asks=asks, max_prompt_tokens=asks.max_prompt_tokens())
+
+
 def _adapter(folder: Path, base: str | None) -> Bare:
     home, config = _home_of(folder), _adapter_config(folder)
     model = _model_named(base) if base is not None else _base_of(config, folder, home)
+    return _laid_over(folder, model, home, config)
+
+
+def _laid_over(folder: Path, model: Model, home: _Home | None, config: dict[str, Any]) -> Bare:
     tuning = _tuning(config) if home is None else home.stage.tuning
     if isinstance(tuning, Lora):
         tuning = tuning.model_copy(update={"adapter": None})  # what it went on from is part of it
@@ -191,43 +213,94 @@ def _template(folder: Path) -> Literal["chat", "plain"]:
 # its run directory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A model with the rows that it is to answer, as they are rendered for it."""
+
+    bare: Bare
+    prepared: PreparedData
+    base: Path
+    """Where the paths of the rows start."""
+    device: Literal["cpu", "cuda"]
+    precision: Literal["bf16", "fp16", "fp32"]
+
+    def digest(self) -> str:
+        bare, prepared, data = self.bare, self.prepared, self.bare.asks.data
+        settings = [self.device, self.precision, bare.asks.seed, bare.max_prompt_tokens, *_content(data)]
+        content = [bare.fingerprint, [fact.sha256 for fact in file_facts(prepared)], prepared.record.template_sha256, settings]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _content(data: Data) -> list[Any]:
+    """Of what decides how rows are asked; a file of the user's own counts by what it holds, not by where it lies."""
+    if not isinstance(data.task, OwnTask):
+        return [data.model_dump(mode="json")]
+    form = data.task.model_copy(update={"path": ""})
+    return [data.model_copy(update={"task": form}).model_dump(mode="json"), read_file(Path(data.task.path), Path.cwd()).sha256]
+
+
 def open_bare(bare: Bare, data: str, *, device: Literal["cpu", "cuda"] | None, runs: Path) -> RunDir:
     """The newest run of the same model, rows and settings, by content; or a new one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     prepared = prepare_questions(Source(path=data), bare.asks, bare.tokenizer, base=Path.cwd())
-    settings = [device, precision_on(device), bare.asks.seed, bare.max_prompt_tokens, bare.asks.data.model_dump(mode="json")]
-    content = [bare.fingerprint, [fact.sha256 for fact in file_facts(prepared)], prepared.record.template_sha256, settings]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return newest_with_digest(runs, bare.name, digest) or _created(bare, prepared, device, runs, digest)
+    asked = Asked(bare=bare, prepared=prepared, base=Path.cwd(), device=device, precision=precision_on(device))
+    return newest_with_digest(runs, bare.name, asked.digest()) or create_bare(asked, runs, lambda staging: put_in_place(staging, runs, bare.name))
 
 
-def _created(bare: Bare, prepared: PreparedData, device: Literal["cpu", "cuda"], runs: Path, digest: str) -> RunDir:
-    runs.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".staging-{bare.name}-", dir=runs))
+def open_at(asked: Asked, place: Path) -> RunDir:
+    """The run directory there, where it is of the same model, rows and settings by content; any other is put out of sight."""
+    if digest_at(place) == asked.digest():
+        return RunDir(place)
+    return create_bare(asked, place.parent, lambda staging: put_at(staging, place))
+
+
+def put_at(staging: Path, place: Path) -> Path:
+    """Whatever lies there goes out of sight."""
+    if place.exists():
+        place.rename(place.with_name(f"{EARLIER}{place.name}-{time.time_ns()}"))
+    return staging.rename(place)
+
+
+def digest_at(place: Path) -> str | None:
+    """None where there is no run, or one of another version, or a damaged one."""
     try:
-        run = RunDir(staging)
-        where = run.stage(1, "eval")
-        for folder in (where.path / "data", where.tokenizer, run.log.parent):
-            folder.mkdir(parents=True)
-        run.log.touch()
-        shutil.copyfile(prepared.path("test.jsonl"), where.prepared("test.jsonl"))
-        shutil.copyfile(prepared.path("ledger.jsonl"), where.ledger)
-        _take_tokenizer(where, bare)
-        subject = _subject(bare, prepared, where, device)
-        num_items = len(read_items(where.prepared("test.jsonl")))
-        write_record(where.eval_stage, EvalStage(name=NAME, subject=subject, prompt_tokens=prepared.record.prompt_tokens or 1, num_items=num_items))
-        _record_facts(run, subject, prepared)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_record(run.run, Run(name=bare.name, digest=digest, finefit=__version__, created=now, kind="eval", status="prepared"))
+        return read_record(RunDir(place).run, Run).digest
+    except RunError:
+        return None
+
+
+def create_bare(asked: Asked, parent: Path, put: Callable[[Path], Path]) -> RunDir:
+    """A run directory, filled under a hidden name in `parent`, which `put` then gives its own."""
+    bare = asked.bare
+    parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f"{STAGING}{bare.name}-", dir=parent))
+    try:
+        _fill(RunDir(staging), asked)
         staging.chmod(0o755)
-        return RunDir(put_in_place(staging, runs, bare.name))
+        return RunDir(put(staging))
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _record_facts(run: RunDir, subject: Subject, prepared: PreparedData) -> None:
-    files = tuple(replace(fact, path=_relative(Path.cwd() / fact.path, run.path)) for fact in file_facts(prepared))
+def _fill(run: RunDir, asked: Asked) -> None:
+    where, bare, prepared = run.stage(1, "eval"), asked.bare, asked.prepared
+    for folder in (where.path / "data", where.tokenizer, run.log.parent):
+        folder.mkdir(parents=True)
+    run.log.touch()
+    shutil.copyfile(prepared.path("test.jsonl"), where.prepared("test.jsonl"))
+    shutil.copyfile(prepared.path("ledger.jsonl"), where.ledger)
+    _take_tokenizer(where, bare)
+    subject = _subject(asked, where)
+    num_items = len(read_items(where.prepared("test.jsonl")))
+    write_record(where.eval_stage, EvalStage(name=bare.filed, subject=subject, prompt_tokens=prepared.record.prompt_tokens or 1, num_items=num_items))
+    _record_facts(run, subject, asked)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_record(run.run, Run(name=bare.name, digest=asked.digest(), finefit=__version__, created=now, kind="eval", status="prepared"))
+
+
+def _record_facts(run: RunDir, subject: Subject, asked: Asked) -> None:
+    files = tuple(replace(fact, path=_relative(asked.base / fact.path, run.path)) for fact in file_facts(asked.prepared))
     inputs = Inputs(
         data={"test": (files,)}, model=subject.model_name, model_fingerprint=subject.model_fingerprint, template_sha256=subject.template_sha256
     )
@@ -242,8 +315,8 @@ def _take_tokenizer(where: StageDir, bare: Bare) -> None:
         shutil.copyfile(settings, where.tokenizer / settings.name)
 
 
-def _subject(bare: Bare, prepared: PreparedData, where: StageDir, device: Literal["cpu", "cuda"]) -> Subject:
-    data, model = bare.asks.data, bare.model
+def _subject(asked: Asked, where: StageDir) -> Subject:
+    bare, data, model = asked.bare, asked.bare.asks.data, asked.bare.model
     if isinstance(model, FolderModel):
         model = FolderModel(kind="folder", path=_relative(Path(model.path), where.run))
     manifest = None if bare.weights is None else bare.weights / MANIFEST
@@ -254,22 +327,27 @@ def _subject(bare: Bare, prepared: PreparedData, where: StageDir, device: Litera
         weights=None if bare.weights is None else _relative(bare.weights, where.run),
         manifest_sha256=read_file(manifest, where.path).sha256 if manifest is not None and manifest.is_file() else None,
         tuning=bare.tuning,
-        device=device,
-        precision=precision_on(device),
+        device=asked.device,
+        precision=asked.precision,
         threads=torch.get_num_threads(),
         seed=bare.asks.seed,
         template=data.template,
         template_options=data.template_options,
         template_sha256=open_renderer(where.tokenizer, data.template, template_options=data.template_options).sha256(),
         max_prompt_tokens=bare.max_prompt_tokens,
-        form=data.task,
-        items_sha256=prepared.record.files["test.jsonl"],
+        form=keep_form(data.task, Path.cwd(), where.run),
+        items_sha256=asked.prepared.record.files["test.jsonl"],
     )
 
 
 def _shown_name(bare: Bare) -> str:
-    name = Path(bare.located.name).name if isinstance(bare.model, FolderModel) else bare.located.name
-    return name if bare.weights is None else f"{name} + {bare.weights.name}"
+    """What a stage of a pipeline has made is called as the stage."""
+    name = _called(Path(bare.located.name)) if isinstance(bare.model, FolderModel) else bare.located.name
+    return name if bare.weights is None else f"{name} + {_called(bare.weights)}"
+
+
+def _called(folder: Path) -> str:
+    return stage_holding(folder) or folder.name
 
 
 def _relative(path: Path, run: Path) -> str:

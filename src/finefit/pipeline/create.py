@@ -2,6 +2,8 @@
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,14 +24,27 @@ from finefit.spec.load import spec_to_json
 
 def create_run(opened: Opened, *, spec_text: str, overrides: tuple[str, ...], base: Path, runs: Path) -> RunDir:
     """`base` is where the spec's relative paths start."""
-    runs.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".staging-{opened.spec.name}-", dir=runs))
+    with _staged(opened, spec_text, overrides, base, runs) as staging:
+        return RunDir(put_in_place(staging, runs, opened.spec.name))
+
+
+def create_run_at(place: Path, opened: Opened, *, spec_text: str, base: Path) -> RunDir:
+    """The run of one stage, where its pipeline wants it; nothing is there yet."""
+    with _staged(opened, spec_text, (), base, place.parent) as staging:
+        return RunDir(staging.rename(place))
+
+
+@contextmanager
+def _staged(opened: Opened, spec_text: str, overrides: tuple[str, ...], base: Path, folder: Path) -> Iterator[Path]:
+    """A whole run directory under a hidden name, as deep as it will lie; what is not moved away is gone after a failure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".staging-{opened.spec.name}-", dir=folder))
     try:
         needed_bytes = sum(opened.prepared.path(name).stat().st_size for name in opened.prepared.record.files)
-        with full_disk_named(runs / opened.spec.name, needed_bytes):
+        with full_disk_named(folder / opened.spec.name, needed_bytes):
             _fill(RunDir(staging), opened, spec_text, overrides, base)
         staging.chmod(0o755)
-        return RunDir(put_in_place(staging, runs, opened.spec.name))
+        yield staging
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

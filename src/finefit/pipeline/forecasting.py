@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, Literal
 
 import finefit
 from finefit import errors
@@ -69,13 +70,28 @@ def forecast(
 
 def rooms_here(subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int) -> dict[str, Room]:
     """What evaluations have room for on the device that they get, by what is free there now. `base`: where the path of the model starts."""
+    known, card = outline(subject.model, base), "cpu" if subject.device == "cpu" else "auto"
+    (rooms,) = rooms_on((card,), known.config, subject.tuning, evaluations, precision=subject.precision, prompt_tokens=prompt_tokens)
+    return rooms
+
+
+def rooms_on(
+    cards: tuple[str, ...],
+    config: dict[str, Any],
+    tuning: Tuning,
+    evaluations: tuple[Evaluation, ...],
+    *,
+    precision: Literal["auto", "bf16", "fp16", "fp32"],
+    prompt_tokens: int,
+) -> tuple[dict[str, Room], ...]:
+    """By label, on each card. `config`: the model's, which need not exist yet."""
     asked = tuple(_as_planned(e.model_copy(update={"name": e.label})) for e in evaluations)
     nowhere = Source(path="")
     spec = Spec(
         name="plan",
-        precision=subject.precision,
+        precision=precision,
         model=_UNNAMED,
-        tuning=_anywhere(subject.tuning),
+        tuning=_anywhere(tuning),
         data=Data(train=(nowhere,), test=nowhere),
         optimizer=AdamW(lr=1.0),
         evaluate=asked,
@@ -83,15 +99,14 @@ def rooms_here(subject: Subject, base: Path, evaluations: tuple[Evaluation, ...]
     prompts = Lengths(num_rows=None, longest=2, mean=2.0, supervised=1, mean_supervised=1.0, source="nothing is trained", prompt=prompt_tokens)
     question = Question(
         spec=spec_to_json(spec),
-        config=outline(subject.model, base).config,
-        cards=("cpu" if subject.device == "cpu" else "auto",),
+        config=config,
+        cards=cards,
         lengths=prompts,
         visible=visible_cards(),
         allocator=allocator_setting(os.environ),
         only_rooms=True,
     )
-    (rooms,) = _answered(question).rooms
-    return rooms
+    return _answered(question).rooms
 
 
 def _answered(question: Question) -> Answer:

@@ -14,7 +14,8 @@ from pathlib import Path
 from finefit import __version__
 from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Failure, Room, Run, Subject, read_record, write_record
-from finefit.artifacts.rundir import EvalPaths, RunDir, is_run, newest_with_digest
+from finefit.artifacts.rundir import EvalPaths, RunDir, find_run, is_run, newest_with_digest, open_run
+from finefit.artifacts.stages import models_of
 from finefit.data.items import item_line, read_items
 from finefit.data.rows import Row
 from finefit.data.tasks import make_task
@@ -80,8 +81,8 @@ class Work:
 
 
 def open_work(wish: Wish) -> Work:
-    if wish.target is not None and is_run(Path(wish.target)):
-        return _of_run(RunDir(Path(wish.target)), wish)
+    if wish.target is not None and _names_a_run(Path(wish.target)):
+        return _of_run(open_run(Path(wish.target)), wish)
     _require_words(wish)
     named_evaluations(wish.tasks)  # before anything heavy: a misspelt task is told at once
     if wish.target is None:
@@ -89,6 +90,12 @@ def open_work(wish: Wish) -> Work:
     assert wish.data is not None
     run = open_bare(find_bare(wish.target, base=wish.base), wish.data, device=wish.device, runs=wish.runs)
     return _of_run(run, replace(wish, device=None, data=None, base=None))
+
+
+def _names_a_run(target: Path) -> bool:
+    """By its directory, or as a stage of a pipeline; a folder of several models is refused where it is opened."""
+    found = find_run(target) if ":" not in str(target) or target.is_dir() else target
+    return is_run(found) or bool(models_of(found))
 
 
 def _require_words(wish: Wish) -> None:
@@ -117,7 +124,7 @@ def _of_run(run: RunDir, wish: Wish) -> Work:
         return _with_answers(run, evaluations, wish.answers, others, tokens)
     names, own = checkpoints_of(run, wish.checkpoint), subject_of(stage_of(run), "base").device
     requests = [request_of(run, name, one, device=wish.device, items=others) for one in evaluations for name in names]
-    _require_readable(run, requests)
+    require_readable(run, requests)
     return Work(run=run, requests=_filed(run, requests, own), prompt_tokens=tokens)
 
 
@@ -142,7 +149,7 @@ def _filed(run: RunDir, requests: Sequence[EvalRequest], own: str) -> tuple[Eval
     return tuple(found.values())
 
 
-def _require_readable(run: RunDir, requests: Sequence[EvalRequest]) -> None:
+def require_readable(run: RunDir, requests: Sequence[EvalRequest]) -> None:
     """A reference that its task cannot read is told before anything is asked."""
     by_file = {request.subject.items: request.subject for request in requests if request.subject.items_sha256 != NO_ITEMS}
     for file, subject in by_file.items():
@@ -182,7 +189,7 @@ def _with_answers(run: RunDir, evaluations: Sequence[Evaluation], path: Path, ot
     answers = aligned(read_given(path, subject.form), _rows(run, subject))
     subject, name = given_subject(path, subject), name_of(path)
     requests = [EvalRequest(checkpoint=name, evaluation=one, subject=subject, room=_NO_ROOM) for one in evaluations]
-    _require_readable(run, requests)
+    require_readable(run, requests)
     return Work(run=run, requests=_filed(run, requests, subject.device), prompt_tokens=tokens, given=tuple(answers))
 
 
@@ -240,7 +247,7 @@ def _nobody(answers: Path, lines: str) -> Subject:
 def carry_out(work: Work, *, tick: Tick, say: Say) -> list[EvalResult]:
     run, rooms = work.run, Rooms(run=work.run, prompt_tokens=work.prompt_tokens)
     fill = None if work.given is None else partial(_fill, run, work.given)
-    with run_lock(run.lock) as lock, _recorded(run), scores_told(stage_of(run), say):
+    with run_lock(run.lock) as lock, recorded(run), scores_told(stage_of(run), say):
         size = None if fill is not None else partial(_no_model, run) if _holds_answers(run) else rooms.find
         return [evaluate(run, request, base=run.path, lock=lock, tick=tick, size=size, fill=fill) for request in work.requests]
 
@@ -261,7 +268,7 @@ def _fill(run: RunDir, given: Sequence[str], request: EvalRequest, paths: EvalPa
 
 
 @contextmanager
-def _recorded(run: RunDir) -> Iterator[None]:
+def recorded(run: RunDir) -> Iterator[None]:
     """A run that only evaluates stands where its last command left it; that of a training does not change."""
     record = read_record(run.run, Run)
     if record.kind == "train":

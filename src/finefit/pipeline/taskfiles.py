@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finefit.errors import SpecError
 from finefit.facts.files import read_file
-from finefit.spec.schema import Evaluation, FolderModel, LmEval, OwnTask, Spec, Summary, Task, TruthfulQa
+from finefit.spec.schema import Evaluation, FolderModel, Form, LmEval, OwnTask, Spec, Summary, Task, TruthfulQa
 
 TASK_FILE = "task.py"
 TASK_FOLDER = "tasks"
@@ -61,11 +61,17 @@ def keep_task_files(spec: Spec, base: Path, run: Path) -> Spec:
     for evaluation in spec.evaluate:
         place = f"tasks/{evaluation.label}" + (".py" if isinstance(evaluation.task, OwnTask) else "")
         evaluations.append(_taken(evaluation, base, run, place))
-    data, form = spec.data, spec.data.task
-    if isinstance(form, OwnTask):
-        _copy(base / form.path, run / _FORM)
-        data = data.model_copy(update={"task": form.model_copy(update={"path": _FORM})})
+    form = keep_form(spec.data.task, base, run)
+    data = spec.data if form is spec.data.task else spec.data.model_copy(update={"task": form})
     return spec.model_copy(update={"evaluate": tuple(evaluations), "data": data})
+
+
+def keep_form(form: Form | None, base: Path, run: Path) -> Form | None:
+    """What rows are built with; a file of the user's own is copied into a run directory, and its path starts there."""
+    if not isinstance(form, OwnTask):
+        return form
+    _copy(base / form.path, run / _FORM)
+    return form.model_copy(update={"path": _FORM})
 
 
 def _taken(evaluation: Evaluation, base: Path, folder: Path, place: str) -> Evaluation:

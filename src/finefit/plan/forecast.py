@@ -38,8 +38,9 @@ def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: 
     _require_one_update(spec, lengths, target)
     packing = decide_packing(spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic)
     scene = _scene(spec, config, lengths, target, packing)
-    looker, choice = _chosen(spec, lengths, scene, target, packing, {} if memo is None else memo)
-    return _forecast(spec, lengths, looker, choice)
+    size = survey(scene)
+    looker, choice = _chosen(spec, lengths, scene, target, packing, {} if memo is None else memo, has_experts=size.active is not None)
+    return _forecast(spec, lengths, looker, choice, size)
 
 
 def _require_one_update(spec: Spec, lengths: Lengths, target: Target) -> None:
@@ -102,13 +103,13 @@ def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
 
 
 def _chosen(
-    spec: Spec, lengths: Lengths, scene: Scene, target: Target, packing: tuple[bool, str], memo: dict[str, Rehearsed]
+    spec: Spec, lengths: Lengths, scene: Scene, target: Target, packing: tuple[bool, str], memo: dict[str, Rehearsed], *, has_experts: bool
 ) -> tuple[Looker, Choice]:
     """Where the engine is free to choose, the mildest sharding that fits."""
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
     rows = -(-_rows_per_step(spec, lengths) // target.count)
     for sharding in shardings_of(spec.engine, target.count, can_divide=_can_divide(spec)):
-        looker = Looker(scene=scene, target=target, rows_per_step=rows, sharding=sharding, memo=memo)
+        looker = Looker(scene=scene, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo)
         freedom = freedom_of(
             asked,
             rows=rows,
@@ -116,6 +117,7 @@ def _chosen(
             num_layers=looker.num_layers,
             precision=target.precision,
             device=target.device,
+            has_experts=has_experts,
         )
         if sharding == "zero3":  # gathers weights anew inside what is computed again
             freedom = replace(freedom, keep_attention=freedom.keep_attention[:1], mlp_tiles=freedom.mlp_tiles[:1])
@@ -126,11 +128,10 @@ def _chosen(
     return looker, choice
 
 
-def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> Forecast:
+def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size: Size) -> Forecast:
     look, target = choice.look, looker.target
     trace, answer = look.rehearsed.trace, look.replay
     block = trace.blocks[trace.events[answer.peak_at][0]]
-    size = survey(looker.scene)
     seconds = _usual_seconds(looker, look, lengths) if target.rates else None
     steps = _total_steps(spec, lengths)
     tokens = lengths.mean * looker.scene.sides * _rows_per_step(spec, lengths)
@@ -173,6 +174,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
         disk_bytes=disk,
         parameters=size.parameters,
         trainable_parameters=size.trainable,
+        active_parameters=size.active,
         lengths=lengths,
         gradients=GradientMap(
             trainable=size.trainable_tensors,
@@ -188,6 +190,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice) -> F
             *_sharding_notes(looker, spec),
             *_refusal_notes(spec, engine, look),
             *_tuning_notes(spec, size),
+            *_experts_notes(look, size),
             *_reference_notes(spec, looker, look),
             *_divided_notes(looker, choice),
             *_generation_notes(look, peak),
@@ -331,7 +334,18 @@ def _tuning_notes(spec: Spec, size: Size) -> tuple[str, ...]:
         found.append(f"{size.paged_bytes / 2**30:.2f} GiB of paged moments lie on the card while there is room, else in host memory; counted there")
     if base_bits(spec.tuning) == 8:
         found.append("in 8 bits the input of every adapted layer is kept even where the layer is computed again; columns with outliers come on top")
+    if base_bits(spec.tuning) and size.expert_bytes:
+        size_gib = size.expert_bytes / 2**30
+        found.append(f"the experts ({size_gib:.2f} GiB) are not packed into {base_bits(spec.tuning)} bits: bitsandbytes packs linear layers alone")
     return tuple(found)
+
+
+def _experts_notes(look: Look, size: Size) -> tuple[str, ...]:
+    if size.active is None:
+        return ()
+    tiles = f"; levers.mlp_tiles {look.levers.mlp_tiles} does nothing to them, they are left whole" if look.levers.mlp_tiles > 1 else ""
+    alone = "" if look.rehearsed.kernels.has_grouped else "; no kernel takes them all at once: each has its own products, and the card is waited for"
+    return (f"experts: {size.active:,} of {size.parameters:,} parameters meet a token; memory is the same however tokens are routed{tiles}{alone}",)
 
 
 def _can_divide(spec: Spec) -> bool:

@@ -43,6 +43,7 @@ class Looker:
     rows_per_step: int
     """Of one card."""
     sharding: Sharding = "none"
+    has_experts: bool = False
     memo: dict[str, Rehearsed] = field(default_factory=dict)
     looks: dict[str, Look] = field(default_factory=dict)
 

@@ -14,14 +14,14 @@ from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
 from finefit.spec.every import Interval
-from finefit.spec.schema import AutoEngine, Fields, Lora, Single, Spec
+from finefit.spec.schema import AutoEngine, Common, Fields, Lora, Single, Spec
 from finefit.step.engines.choose import require_possible
 
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
 
 
-def device_of(spec: Spec, machine: Machine) -> str:
+def device_of(spec: Common, machine: Machine) -> str:
     return str(_device(spec, machine, Resolved(value=spec.device, source="spec")).value)
 
 
@@ -122,7 +122,7 @@ def _source(key: str, given: bool, overrides: Collection[str]) -> str:
     return "spec" if given else "default"
 
 
-def _device(spec: Spec, machine: Machine, asked: Resolved) -> Resolved:
+def _device(spec: Common, machine: Machine, asked: Resolved) -> Resolved:
     has_cuda = torch.cuda.is_available()
     match spec.device:
         case "cpu":

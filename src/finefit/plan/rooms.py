@@ -57,9 +57,16 @@ def make_rooms(scene: Scene, target: Target, evaluations: Iterable[Evaluation], 
         reading = _reads(evaluation), _window(evaluation)
         key = (evaluation.batch, evaluation.max_new_tokens, *reading, _generates(evaluation), isinstance(evaluation.task, LmEval))
         if key not in known:
-            known[key] = _room(scene, target, evaluation, prompt_tokens, devices)
+            known[key] = _held(_room(scene, target, evaluation, prompt_tokens, devices), target)
         rooms[evaluation.label] = known[key]
     return rooms
+
+
+def _held(room: Room, target: Target) -> Room:
+    """With what that asks of the device."""
+    if room.reserved_bytes is None:
+        return room
+    return replace(room, held_bytes=held_bytes(target, room.reserved_bytes), budget_bytes=target.budget_bytes)
 
 
 def _generates(evaluation: Evaluation) -> bool:

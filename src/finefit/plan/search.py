@@ -66,15 +66,15 @@ class Choice:
     reasons: dict[str, str]
 
 
-def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: int, precision: str, device: str) -> Freedom:
-    """`rows` of one optimizer step on one card, each with at most `supervised` tokens that have logits."""
+def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: int, precision: str, device: str, has_experts: bool = False) -> Freedom:
+    """`rows` of one optimizer step on one card, each with at most `supervised` tokens that have logits. `has_experts`: MLPs that are left whole."""
     return Freedom(
         micro_batch=_sizes(asked, rows),
         recompute=_depths(num_layers) if asked.recompute == "auto" else ({"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute),),  # type: ignore[arg-type]
         keep_attention=(False, True) if asked.keep_attention == "auto" else (asked.keep_attention,),
         loss_chunk=_chunks(supervised) if asked.loss_chunk == "auto" else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
         offload=((False, True) if device == "cuda" else (False,)) if asked.offload == "auto" else (asked.offload == "inputs",),
-        mlp_tiles=(1, _TILES) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
+        mlp_tiles=((1,) if has_experts else (1, _TILES)) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
         adapter_inputs=("fp32" if precision == "fp32" else "bf16") if asked.adapter_inputs == "auto" else asked.adapter_inputs,
         kernels="fused" if asked.kernels == "auto" else asked.kernels,
         kernels_reason="the same numbers with fewer and larger operations",

@@ -36,6 +36,7 @@ def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
         num_layers=looker.num_layers,
         precision=looker.scene.precision,
         device=looker.target.device,
+        has_experts=looker.has_experts,
     )
     exact = list(_exact(looker, choice, free))
     lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(looker, choice))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
@@ -30,6 +31,15 @@ class Kernels:
     """Of cuBLAS, for each thread that takes a product."""
     widest_head: int = 256
     """That flash attention over rows of any length takes."""
+    has_grouped: bool = True
+    """Whether a product by groups is one kernel; else torch takes one for each group, and waits for the card to learn how large they are."""
+
+    def launches(self, func: Any, args: tuple[Any, ...]) -> int:
+        """Operations that the host dispatches for one that a rehearsal sees."""
+        if func is not GROUPED or self.has_grouped:
+            return 1
+        left, right = args[0], args[1]
+        return int(min(right.shape[0], left.shape[0]) if right.ndim == 3 else args[2].numel())
 
     def hidden_bytes(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Blocks that live only inside the kernel."""
@@ -113,12 +123,13 @@ def kernels_for(device: Literal["cpu", "cuda"], capability: tuple[int, int], pre
         attention_kernel="efficient" if capability < (8, 0) or precision == "fp32" else "cudnn" if (9, 0) <= capability < (12, 0) else "flash",
         workspace_bytes=32 * _MIB if capability >= (9, 0) else 2 * 4 * _MIB + 8 * (16 << 10),
         widest_head=widest_head(capability),
+        has_grouped=precision == "bf16" and (9, 0) <= capability < (12, 0),
     )
 
 
 def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As it is, but for products by groups: on fake tensors torch knows those of bf16 only."""
-    if func is not GROUPED or args[0].dtype is torch.bfloat16:
+    if func is not GROUPED or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
         return func(*args, **kwargs)
     left, right = args[0], args[1]
     if right.ndim == 3:  # tokens by expert times the experts' weights

@@ -163,18 +163,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool) -> None:
         key = (self._instant, self._unit)
-        self.trace.operations[key] = self.trace.operations.get(key, 0) + 1
+        self.trace.operations[key] = self.trace.operations.get(key, 0) + self._kernels.launches(func, args)
         flops = _flops(func, args, kwargs, out)
         if not flops and not func._schema.is_mutable and (not is_new or func._overloadpacket in _WITHOUT_KERNEL):
             return  # a view, or memory that nobody writes yet: no kernel
         if self._instant == "update" and (lists := [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]):
             for tensors in zip(*lists, strict=False):
-                self._add_cost(
-                    Cost(0, 2 * sum(t.numel() * t.element_size() for t in tensors), False), self._unit_of.get(_first_storage(tensors), OUTSIDE)
-                )
+                self._add_cost(Cost(0, 2 * sum(map(_num_bytes, tensors)), False), self._unit_of.get(_first_storage(tensors), OUTSIDE))
             return
         given = list(_tensors(args))
-        num_bytes = sum(t.numel() * t.element_size() for t in (*given, *leaves))
+        num_bytes = _grouped_bytes(args[0], args[1], leaves) if func is GROUPED else sum(map(_num_bytes, (*given, *leaves)))
         is_half = func is _OF_BYTES or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
         self._add_cost(Cost(flops, num_bytes, is_half, _is_attention(self.last[1])), self._unit)
 
@@ -216,6 +214,16 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _grouped_bytes(left: Tensor, right: Tensor, out: list[Tensor]) -> float:
+    """Of many experts no more are read than there are tokens with one: when a token follows, few are."""
+    share = min(1.0, left.shape[0] / right.shape[0]) if right.ndim == 3 else 1.0
+    return _num_bytes(left) + share * _num_bytes(right) + sum(map(_num_bytes, out))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

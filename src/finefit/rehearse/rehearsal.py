@@ -19,6 +19,7 @@ from finefit.artifacts.records import Levers
 from finefit.data.packing import capacity_of
 from finefit.errors import ModelError
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
+from finefit.model.experts import active_parameters, choose_experts, experts_of
 from finefit.model.load import base_bits, make_trainable, weight_dtype
 from finefit.objective.batch import Batch, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
@@ -88,6 +89,10 @@ class Size:
     trainable_bytes: int
     paged_bytes: int = 0
     """Of optimizer state that the driver moves between card and host."""
+    active: int | None = None
+    """Parameters that a token meets, in a mixture of experts; None where it meets all."""
+    expert_bytes: int = 0
+    """Of weights in tensors that hold several experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +145,11 @@ def _size(model: nn.Module, optimizer: AdamW) -> Size:
     trained = _trainable(model).values()
     is_paged, is_eight_bit = optimizer.kind.startswith("paged"), optimizer.kind.endswith("8bit")
     packed = sum(module.in_features * module.out_features - module.weight.numel() for module in model.modules() if isinstance(module, Nf4Linear))
+    of_experts = [p for experts in experts_of(model).values() for p in experts.parameters()]
     return Size(
         parameters=sum(p.numel() for p in model.parameters()) + packed,
+        active=active_parameters(model) + packed if of_experts else None,
+        expert_bytes=sum(p.numel() * p.element_size() for p in of_experts),
         trainable=sum(p.numel() for p in trained),
         trainable_tensors=len(trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -274,6 +282,8 @@ def _batch(scene: Scene) -> Batch:
         num_tokens=sequences * scene.tokens,
         packed=_packed(scene) if scene.levers.packing else None,
         paired=_paired(scene, sequences) if scene.sides > 1 else None,
+        lengths=(scene.tokens,) * sequences,
+        supervised=(scene.supervised,) * sequences,
     )
 
 
@@ -352,8 +362,9 @@ def answers_dtype(precision: str, tuning: Tuning) -> torch.dtype:
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    chosen = {"attn_implementation": attention, "experts_implementation": choose_experts()}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         raise ModelError(f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model") from error
     return model

@@ -17,14 +17,22 @@ _SUPERVISED = "bold green"
 
 def show_check(findings: Sequence[Finding], forecast: Forecast, console: Console, efficiency: Efficiency | None = None) -> None:
     for finding in findings:
-        console.print(f"{finding.level}: {finding.problem}", style=_STYLES[finding.level], soft_wrap=True)
-        if finding.remedy:
-            console.print(f"  {finding.remedy}", soft_wrap=True)
-    for line in _proved(findings, forecast, efficiency):
+        show_finding(finding, console)
+    for line in proved_lines(forecast, efficiency):
         console.print(line, soft_wrap=True)
+    if not any(finding.level == "error" for finding in findings):
+        console.print("nothing speaks against this run")
 
 
-def _proved(findings: Sequence[Finding], forecast: Forecast, efficiency: Efficiency | None) -> list[str]:
+def show_finding(finding: Finding, console: Console, *, of: str | None = None) -> None:
+    """`of`: the stage that it is about, where there are several."""
+    stage = "" if of is None else f"stage {of}: "
+    console.print(f"{finding.level}: {stage}{finding.problem}", style=_STYLES[finding.level], soft_wrap=True)
+    if finding.remedy:
+        console.print(f"  {finding.remedy}", soft_wrap=True)
+
+
+def proved_lines(forecast: Forecast, efficiency: Efficiency | None) -> list[str]:
     gradients = forecast.gradients
     lines = [f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}"] if forecast.fits else []
     if not gradients.unreached:
@@ -32,8 +40,6 @@ def _proved(findings: Sequence[Finding], forecast: Forecast, efficiency: Efficie
     lines.append(f"rows        longest {forecast.lengths.longest:,} tokens ({forecast.lengths.source})")
     if efficiency is not None:
         lines.append(_layout(forecast, efficiency))
-    if not any(finding.level == "error" for finding in findings):
-        lines.append("nothing speaks against this run")
     return lines
 
 

@@ -74,6 +74,17 @@ def _dpo_start(line: Line) -> str:
     return f"before the first step the DPO loss is {found if isinstance(found, str) else f'{found:.6f}'}, and ln 2 is 0.693147"
 
 
+def _routed(line: Line) -> str:
+    """Of each data set, how often each expert is the first choice."""
+    told = [f"{source} to {' / '.join(_shares(shares, line['experts']))}" for source, shares in line["first"].items()]
+    return f"step {line['step']}: first choices of {'held-out' if line['held_out'] else 'trained'} tokens: {'; '.join(told)}"
+
+
+def _shares(shares: list[float], experts: list[str]) -> list[str]:
+    most = sorted(range(len(shares)), key=lambda at: -shares[at])[:_NAMES_TOLD]
+    return [f"{experts[at]} {shares[at]:.0%}" for at in most]
+
+
 _WORDS: dict[str, Callable[[Line], str | None]] = {
     "resumed": lambda line: f"resumed from {line['checkpoint']}",
     "rejected": lambda line: str(line["note"]),
@@ -94,4 +105,5 @@ _WORDS: dict[str, Callable[[Line], str | None]] = {
     "audited": _audited,
     "loss_scale": lambda line: f"step {line['step']} overflowed in fp16 and is made again with loss scale {line['scale']:g}",
     "dpo_start": _dpo_start,
+    "routed": _routed,
 }

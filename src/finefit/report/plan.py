@@ -1,11 +1,8 @@
-"""A forecast in a terminal: whether it fits, what fills the card and when, how long it takes, what would make it fit.
-
-Lines are laid out here and not by rich's tables, so that a file gets plain lines without padding.
-"""
+"""A forecast in a terminal: whether it fits, what fills the card and when, how long it takes, what would make it fit."""
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
@@ -17,15 +14,14 @@ from rich.text import Text
 
 from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Room, Suggestion
+from finefit.report.lines import GAP, GUTTER, hanging, print_lines, section, table, trimmed
 from finefit.report.units import apportion, duration, gib, three_digits
 from finefit.spec.schema import DeepSpeed
 
 INSTANTS = ("load", "batch", "reference", "forward", "loss", "backward", "update", "validation", "generation")
-BAR_CELLS, INSTANT_CELLS, GUTTER, GAP, MAX_NAMES = 100, 14, 12, 2, 8
+BAR_CELLS, INSTANT_CELLS, MAX_NAMES = 100, 14, 8
 FIGURE = 6
 """Characters of a figure in GiB: 141.00."""
-MIN_ROOM = 24
-"""Characters that a column of words needs to be wrapped in."""
 LOOKS = {
     "weights": ("W", "#4c78a8"),
     "activations": ("A", "#f58518"),
@@ -57,19 +53,19 @@ class _Part:
 
 
 def show_forecast(forecast: Forecast, console: Console, *, stage: str) -> None:
-    _print(console, [_verdict(forecast, stage), *_bar(forecast, console), *_legend(forecast, console)])
-    _print(console, [Text(), *_section("allocated\nGiB", _instants(forecast, console)), Text()])
+    print_lines(console, [_verdict(forecast, stage), *_bar(forecast, console), *_legend(forecast, console)])
+    print_lines(console, [Text(), *section("allocated\nGiB", _instants(forecast, console)), Text()])
     for label, lines in _sections(forecast, console):
-        _print(console, _section(label, lines))
+        print_lines(console, section(label, lines))
     if forecast.suggestions:
-        _print(console, [Text(), *_suggestions(forecast, console)])
+        print_lines(console, [Text(), *suggestion_lines(in_order(forecast.suggestions), console, fits=forecast.fits)])
 
 
 def show_cards(forecasts: Sequence[Forecast], console: Console, *, now: datetime) -> None:
     """A row for each card; `now` is when the run would begin."""
     remarks = _remarks(forecasts)
     rows = [_card_row(forecast, remark, now) for forecast, remark in zip(forecasts, remarks, strict=True)]
-    _print(console, _table(console, rows, right=("GiB", "time", "cost"), below=("levers",)))
+    print_lines(console, table(console, rows, right=("GiB", "time", "cost"), below=("levers",)))
 
 
 def in_order(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
@@ -81,13 +77,13 @@ def forecast_document(forecasts: Mapping[str, Sequence[Forecast]]) -> dict[str, 
     """What `--json` prints: of each stage one forecast for each card. The stage that fills its first card most stands at the top."""
     worst = max(forecasts, key=lambda stage: forecasts[stage][0].peak_bytes / forecasts[stage][0].budget_bytes)
     return {
-        **_object(forecasts[worst][0]),
-        "stages": {stage: _object(cards[0]) for stage, cards in forecasts.items()},
-        "cards": [_object(forecast) for forecast in forecasts[worst]],
+        **forecast_object(forecasts[worst][0]),
+        "stages": {stage: forecast_object(cards[0]) for stage, cards in forecasts.items()},
+        "cards": [forecast_object(forecast) for forecast in forecasts[worst]],
     }
 
 
-def _object(forecast: Forecast) -> dict[str, Any]:
+def forecast_object(forecast: Forecast) -> dict[str, Any]:
     found: dict[str, Any] = TypeAdapter(Forecast).dump_python(forecast, mode="json")
     return found | {"suggestions": TypeAdapter(tuple[Suggestion, ...]).dump_python(in_order(forecast.suggestions), mode="json")}
 
@@ -98,7 +94,7 @@ def _object(forecast: Forecast) -> dict[str, Any]:
 def _verdict(forecast: Forecast, stage: str) -> Text:
     budget, peak = forecast.budget_bytes / 2**30, forecast.peak_bytes / 2**30
     digits = next((digits for digits in (1, 2) if min(peak, abs(budget - peak)) >= 10**-digits), 3)
-    card = f"each of {_card(forecast)}" if forecast.devices > 1 else _card(forecast)
+    card = f"each of {card_name(forecast)}" if forecast.devices > 1 else card_name(forecast)
     if forecast.fits:
         spare = round(budget, digits) - round(peak, digits)
         return Text(f"{stage} fits: {peak:.{digits}f} of {budget:.{digits}f} GiB on {card}, {spare:.{digits}f} GiB to spare", style="bold green")
@@ -107,7 +103,7 @@ def _verdict(forecast: Forecast, stage: str) -> Text:
     return Text(f"{stage} does not fit: needs {peak:.{digits}f} GiB, {card} has {budget:.{digits}f}{too_much}", style="bold red")
 
 
-def _card(forecast: Forecast) -> str:
+def card_name(forecast: Forecast) -> str:
     """Without the price that may have been written behind it, with the count."""
     name = forecast.card.partition("@")[0].strip()
     is_counted = re.match(rf"{forecast.devices}\s*[xX×]", name)
@@ -187,7 +183,7 @@ def _legend(forecast: Forecast, console: Console) -> Iterator[Text]:
     yield Text("GiB at the peak", style="dim")
     for row in zip_longest(*columns):
         cells = [_legend_cell(part, hundredths, width, console) for part, width in zip(row, names, strict=True)]
-        yield _trimmed(Text("   ").join(cells))
+        yield trimmed(Text("   ").join(cells))
 
 
 def _legend_cell(part: _Part | None, hundredths: Mapping[_Part, int], width: int, console: Console) -> Text:
@@ -207,9 +203,9 @@ def _instants(forecast: Forecast, console: Console) -> Iterator[Text]:
         if name == forecast.peak_instant:
             yield Text.assemble(row, "  peak", place if len(place) <= room else "", style="bold")
         else:
-            yield _trimmed(row)
+            yield trimmed(row)
     if len(place) > room:
-        yield from _hanging(console, Text(), Text(f"peak{place}", style="bold"), indent=0, width=console.width - GUTTER)
+        yield from hanging(console, Text(), Text(f"peak{place}", style="bold"), indent=0, width=console.width - GUTTER)
 
 
 def _instant_row(name: str, num_bytes: int, most: int, console: Console) -> Text:
@@ -234,7 +230,7 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     width = console.width - GUTTER
 
     def wrapped(*lines: str, style: str = "") -> list[Text]:
-        return [piece for line in lines for piece in _hanging(console, Text(), Text(line, style=style), indent=0, width=width)]
+        return [piece for line in lines for piece in hanging(console, Text(), Text(line, style=style), indent=0, width=width)]
 
     share = forecast.trainable_parameters / max(forecast.parameters, 1)
     yield "time", wrapped(*_time(forecast))
@@ -245,7 +241,7 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     yield "parameters", wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})")
     yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
     if forecast.rooms:
-        yield "evaluation", wrapped(*(_room(label, room) for label, room in forecast.rooms.items()))
+        yield "evaluation", wrapped(*(room_words(label, room) for label, room in forecast.rooms.items()))
     reached, *missing = _gradients(forecast.gradients)
     yield "gradients", wrapped(reached, style="bold red" if missing else "") + wrapped(*missing)
     if forecast.notes:
@@ -254,7 +250,7 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
         yield "certainty", wrapped(f"earlier forecasts on this card were within {_percent(forecast.uncertainty, 1)}")
 
 
-def _room(label: str, room: Room) -> str:
+def room_words(label: str, room: Room) -> str:
     """In a process of its own, after the training."""
     parts = [f"{label}: {room.rows:,} answers at a time" if room.rows > 1 else f"{label}: one answer at a time"]
     parts += [gib(room.reserved_bytes)] if room.reserved_bytes is not None else []
@@ -269,7 +265,7 @@ def _time(forecast: Forecast) -> Iterator[str]:
     steps = [] if forecast.total_steps is None else [f"{forecast.total_steps:,} steps"]
     work = f"{three_digits(forecast.flops_per_step / 1e12)} TFLOP and {forecast.tokens_per_step:,.0f} tokens a step"
     if forecast.step_seconds is None:
-        yield f"no time: the rates of {_card(forecast)} are not known"
+        yield f"no time: the rates of {card_name(forecast)} are not known"
         yield ", ".join((*steps, work))
         return
     rate = "" if forecast.tokens_per_second is None else f" ({forecast.tokens_per_second:,.0f} tokens/s)"
@@ -284,10 +280,10 @@ def _levers(forecast: Forecast, console: Console, width: int) -> Iterator[Text]:
     pulled = {"micro_batch": _micro_batch(forecast), **_pulled(forecast.levers)}
     indent = max(map(len, pulled.values())) + GAP
     for lever, words in pulled.items():
-        yield from _hanging(console, Text(words), Text(forecast.reasons.get(lever, ""), style="dim"), indent=indent, width=width)
+        yield from hanging(console, Text(words), Text(forecast.reasons.get(lever, ""), style="dim"), indent=indent, width=width)
     neutral = [words for lever, words in NEUTRAL.items() if lever not in pulled]
     if neutral:
-        yield from _hanging(console, Text(), Text(", ".join(neutral), style="dim"), indent=0, width=width)
+        yield from hanging(console, Text(), Text(", ".join(neutral), style="dim"), indent=0, width=width)
 
 
 def _engine(forecast: Forecast) -> str:
@@ -361,15 +357,13 @@ def _readable(name: str) -> str:
 # Choices
 
 
-def _suggestions(forecast: Forecast, console: Console) -> Iterator[Text]:
-    suggestions = in_order(forecast.suggestions)
+def suggestion_lines(suggestions: Sequence[Suggestion], console: Console, *, fits: bool) -> Iterator[Text]:
+    """Numbered from 1 as they come; `fits`: whether the plan does as it is."""
     first = next((number for number, suggestion in enumerate(suggestions, start=1) if suggestion.fits), None)
-    yield Text(
-        "changes that " + ("need less memory" if forecast.fits else "make it fit, or bring it nearer" if first else "bring it nearer"), style="bold"
-    )
+    yield Text("changes that " + ("need less memory" if fits else "make it fit, or bring it nearer" if first else "bring it nearer"), style="bold")
     rows = [_suggestion_row(number, suggestion) for number, suggestion in enumerate(suggestions, start=1)]
-    yield from _table(console, rows, right=("GiB", "a step"), below=())
-    if first is not None and not forecast.fits:
+    yield from table(console, rows, right=("GiB", "a step"), below=())
+    if first is not None and not fits:
         yield Text(f"finefit plan SPEC --apply {first} writes {'the first' if first == 1 else f'number {first}'} into the spec")
 
 
@@ -378,14 +372,14 @@ def _suggestion_row(number: int, suggestion: Suggestion) -> dict[str, Text]:
         "#": Text(str(number)),
         "--set": Text("\n".join(suggestion.changes), style="bold"),
         "GiB": Text(f"{suggestion.peak_bytes / 2**30:.2f}"),
-        "fits": _yes_or_no(suggestion.fits),
+        "fits": yes_or_no(suggestion.fits),
         "a step": Text("" if suggestion.step_seconds is None else duration(suggestion.step_seconds)),
         "gradient": Text("exact") if suggestion.is_exact else Text("lossy", style="yellow"),
         "price": Text(suggestion.price, style="dim"),
     }
 
 
-def _yes_or_no(fits: bool) -> Text:
+def yes_or_no(fits: bool) -> Text:
     return Text("yes", style="green") if fits else Text("no", style="red")
 
 
@@ -393,8 +387,8 @@ def _card_row(forecast: Forecast, remark: str, now: datetime) -> dict[str, Text]
     """What does not fit has no time and no cost."""
     levers = ", ".join((f"micro {forecast.levers.micro_batch}", *_short_levers(forecast.levers)))
     return {
-        "card": Text(_card(forecast), style="bold"),
-        "fits": _yes_or_no(forecast.fits),
+        "card": Text(card_name(forecast), style="bold"),
+        "fits": yes_or_no(forecast.fits),
         "GiB": Text(f"{forecast.peak_bytes / 2**30:.1f} of {forecast.budget_bytes / 2**30:.1f}"),
         "levers": Text(levers, style="dim"),
         "time": Text(_card_time(forecast)),
@@ -464,64 +458,3 @@ def _way_to_fit(suggestions: Iterable[Suggestion]) -> str:
         return "no change found that fits"
     best = min(fitting, key=lambda s: (not s.is_exact, math.inf if s.step_seconds is None else s.step_seconds))
     return "fits with " + ", ".join(change.removeprefix("levers.") for change in best.changes)
-
-
-# Lines
-
-
-def _print(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line)
-
-
-def _section(label: str, lines: Iterable[Text]) -> Iterator[Text]:
-    """The label stands in the gutter, in as many lines as it has."""
-    for name, line in zip_longest(label.splitlines(), lines, fillvalue=None):
-        yield _trimmed(Text.assemble((f"{name or '':<{GUTTER}}", "cyan"), line or Text()))
-
-
-def _hanging(console: Console, lead: Text, body: Text, *, indent: int, width: int) -> Iterator[Text]:
-    """`body` in lines that all begin at `indent`, the first behind `lead`; spaces at its own beginning are kept for all of them."""
-    deeper = len(body.plain) - len(body.plain.lstrip())
-    words = body[deeper:] if body.plain.strip() else body
-    for at, line in enumerate(words.wrap(console, max(width - indent - deeper, 16))):
-        left = Text() if at else lead
-        yield _trimmed(Text.assemble(left, " " * (indent + deeper - len(left)), line))
-
-
-def _table(console: Console, rows: Sequence[Mapping[str, Text]], *, right: Collection[str], below: Sequence[str]) -> Iterator[Text]:
-    """Columns without a value are left out. Where a line is too wide, `below` moves under its row, and the words of the last column are wrapped."""
-    *columns, last = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = {name: max(len(name), *(len(line) for row in rows for line in row[name].plain.split("\n"))) for name in (*columns, last)}
-    room = console.width - sum(widths[name] + GAP for name in columns)
-    moved = [name for name in below if name in columns and widths[last] > room]
-    columns = [name for name in columns if name not in moved]
-    room += sum(widths[name] + GAP for name in moved)
-    beside = [len(row[last]) <= room or room >= MIN_ROOM for row in rows]
-    header = [Text(name, style="dim") for name in columns] + [Text(last if any(beside) else "", style="dim")]
-    yield from _table_lines(header, [*columns, last], widths, right)
-    for row, is_beside in zip(rows, beside, strict=True):
-        words = _unpadded(row[last].wrap(console, max(room, 1))) if is_beside else Text()
-        yield from _table_lines([*(row[name] for name in columns), words], [*columns, last], widths, right)
-        for under in filter(None, [row[name] for name in moved] + ([] if is_beside else [row[last]])):
-            yield from _hanging(console, Text(), under, indent=widths[columns[0]] + GAP, width=console.width)
-
-
-def _unpadded(lines: Iterable[Text]) -> Text:
-    return Text("\n").join(_trimmed(line) for line in lines)
-
-
-def _table_lines(row: Iterable[Text], columns: Sequence[str], widths: Mapping[str, int], right: Collection[str]) -> Iterator[Text]:
-    for cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=Text()):
-        line = [_padded(cell, widths[name], name in right) for name, cell in zip(columns, cells, strict=True)]
-        yield _trimmed(Text(" " * GAP).join(line))
-
-
-def _padded(cell: Text, width: int, is_right: bool) -> Text:
-    padding = Text(" " * (width - len(cell)))
-    return padding + cell if is_right else cell + padding
-
-
-def _trimmed(line: Text) -> Text:
-    line.rstrip()
-    return line

@@ -11,6 +11,7 @@ from typing import Any
 
 from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
+from finefit.artifacts.stages import short_names
 from finefit.errors import RunError
 from finefit.facts.files import read_file
 from finefit.review.stack import Said, Sheet, Stack
@@ -106,16 +107,9 @@ def _checkpoint(named: Named, scored: Sequence[_Scored]) -> str:
 
 
 def _labels(places: Sequence[tuple[Path, str]]) -> tuple[str, ...]:
-    """As short as they can be and still differ."""
-    depth = 1
-    runs = [path for path, _ in places]
-    while len({_tail(path, depth) for path in runs}) < len(set(runs)):
-        depth += 1
-    return tuple(f"{_tail(path, depth)}:{checkpoint}" for path, checkpoint in places)
-
-
-def _tail(path: Path, depth: int) -> str:
-    return "/".join(path.parts[-depth:])
+    """As short as they can be and still differ. The model of an evaluation's stage is called as its run is."""
+    shown = short_names([path for path, _ in places])
+    return tuple(shown[path] if path.name == checkpoint else f"{shown[path]}:{checkpoint}" for path, checkpoint in places)
 
 
 def _require_two(models: Sequence[str]) -> None:

@@ -365,7 +365,8 @@ class Router(Part):
 
     kind: Literal["router"]
     balance: float = Field(0.01, ge=0)
-    """Weight of the balance of each row's tokens over the experts; computed row by row, so that the micro-batch does not change it."""
+    """Weight of the balance of each row's tokens over the experts, a mean over the layers: 1 where they are spread evenly, as many as there are
+    experts where all go to one. Computed row by row, so that the micro-batch does not change it; without effect where every expert answers."""
 
 
 Objective = Annotated[Sft | Dpo | Router, Field(discriminator="kind")]
@@ -602,6 +603,12 @@ class Training(Part):
     @model_validator(mode="after")
     def _one_name_each(self) -> Self:
         require_labels(self.evaluate)
+        return self
+
+    @model_validator(mode="after")
+    def _routers_can_be_heard(self) -> Self:
+        if isinstance(self.objective, Router) and isinstance(self.levers, Levers) and self.levers.compile:
+            raise ValueError("levers.compile: true hides what routers say, which objective router is computed from; set levers.compile: false")
         return self
 
     def max_prompt_tokens(self) -> int | None:

@@ -104,7 +104,7 @@ class Verdicts(Part):
 
     kind: Literal["verdicts"]
     of: tuple[str, ...] = Field(min_length=1)
-    """Run directories with reviews, or files that `finefit review --export` wrote; relative to the spec file."""
+    """Run directories with reviews, or files that `finefit review --export-pairs` wrote; relative to the spec file."""
 
 
 class Sampled(Part):
@@ -113,6 +113,7 @@ class Sampled(Part):
     kind: Literal["sampled"]
     model: Input
     task: Task
+    template: Literal["chat", "plain"] = "chat"
     samples: int = Field(4, ge=2)
     temperature: float = Field(0.8, gt=0)
     max_new_tokens: int = Field(256, ge=1)
@@ -132,6 +133,15 @@ class MakePairs(Part):
     """Grounded rows with right answers. Of verdicts there is none to name."""
     validation: Source | None = None
     test: Source | None = None
+
+    @model_validator(mode="after")
+    def _rows_where_they_are_needed(self) -> "MakePairs":
+        named = [key for key in ("train", "validation", "test") if getattr(self, key)]
+        if self.method.kind == "verdicts" and named:
+            raise ValueError(f"{named[0]}: verdicts are about answers that are there already; leave it out, and name the reviews in method.of")
+        if self.method.kind != "verdicts" and not self.train:
+            raise ValueError("train: rows with right answers are needed to make pairs of; name a file")
+        return self
 
 
 class MergeAdapter(Part):
@@ -156,6 +166,8 @@ class CentroidRouter(Part):
     kind: Literal["centroids"]
     data: dict[StageName, Source]
     """Rows for each expert, by its name; usually those that it was trained on."""
+    template: Literal["chat", "plain"] = "chat"
+    """What the rows are rendered with: that of the experts' own training."""
     rows: int = Field(64, ge=1)
     """Looked at of each."""
     max_tokens: int = Field(512, ge=2)
@@ -190,6 +202,19 @@ class BuildMoe(Part):
     """What happens to experts that are equal."""
     router: RouterStart = RandomRouter(kind="random")
 
+    @model_validator(mode="after")
+    def _router_knows_the_experts(self) -> "BuildMoe":
+        router, names = self.router, ", ".join(self.experts)
+        if self.merge == "average" and not isinstance(router, RandomRouter):
+            raise ValueError(f"router: {router.kind}, and an average has no router; leave it out, or set merge: mixture")
+        if self.routing == "top_k" and self.top_k > max(len(self.experts), 2):
+            raise ValueError(f"top_k: {self.top_k} of {len(self.experts)} experts cannot answer; give at most {len(self.experts)}")
+        if isinstance(router, ForcedRouter) and router.expert not in self.experts:
+            raise ValueError(f"router.expert: {router.expert} is none of the experts, which are {names}; name one of them")
+        if isinstance(router, CentroidRouter) and (odd := sorted(router.data.keys() ^ self.experts.keys())):
+            raise ValueError(f"router.data: {', '.join(odd)} is an expert without rows, or rows without an expert; the experts are {names}")
+        return self
+
 
 class Gate(Part):
     """Which expert answers a whole prompt, by the mean of its input embeddings: cheaper than a mixture and no router of one, since it knows nothing
@@ -200,11 +225,21 @@ class Gate(Part):
     """Whose embeddings are taken."""
     experts: dict[StageName, Input] = Field(min_length=2)
     data: dict[StageName, Source]
-    """Rows of each expert."""
+    """Rows of each expert, by its name."""
+    template: Literal["chat", "plain"] = "chat"
+    """What the prompts are rendered with: that of the experts' own training."""
     epochs: int = Field(20, ge=1)
     lr: float = Field(1e-2, gt=0)
     held_out: float = Field(0.3, gt=0, lt=1)
     """A seeded share of the rows, which the accuracy is measured on."""
+
+    @model_validator(mode="after")
+    def _rows_of_every_expert(self) -> "Gate":
+        if odd := sorted(self.experts.keys() ^ self.data.keys()):
+            raise ValueError(f"data: {', '.join(odd)} is an expert without rows, or rows without an expert; name the same in experts and in data")
+        if heavy := sorted(name for name, source in self.data.items() if source.weight > 1):
+            raise ValueError(f"data.{heavy[0]}.weight: experts count alike however many rows they have, so no row is seen twice; leave weight out")
+        return self
 
 
 class PythonStage(Part):
@@ -252,6 +287,8 @@ class Pipeline(Common):
         for name, stage in self.stages.items():
             if isinstance(stage, TrainStage) and isinstance(stage.model, StageModel):
                 _require_same_adapter(name, stage, stage.model.name, self.stages[stage.model.name])
+            if isinstance(stage, BuildMoe):
+                _require_whole_models(name, stage, self.stages)
         return self
 
     def order(self) -> tuple[str, ...]:
@@ -319,6 +356,17 @@ def _require_inputs(name: str, stage: BaseModel, stages: dict[str, Any]) -> None
             makers = (*makers, "gate")
         if kind not in makers:
             raise ValueError(f"stage {name} wants {_WORDS[what]} of stage {needed}, and {kind} makes none; name a stage of kind {', '.join(makers)}")
+
+
+def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) -> None:
+    """Known before an expert is trained, not after."""
+    for asked in (stage.base, *stage.experts.values()):
+        maker = stages[asked.name] if isinstance(asked, StageModel) else None
+        if isinstance(asked, StageModel) and isinstance(maker, TrainStage) and isinstance(maker.tuning, Lora):
+            raise ValueError(
+                f"stage {name} is built of whole models, and stage {asked.name} trains an adapter; put a stage of kind merge_adapter between, "
+                "and let the adapter have targets in the MLPs alone: [gate_proj, up_proj, down_proj]"
+            )
 
 
 def _require_same_adapter(name: str, stage: TrainStage, before: str, other: BaseModel) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import peft
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 
 from finefit.errors import SpecError
 from finefit.model.adapter import as_reference, freeze_reference
+from finefit.model.routers import heard, is_normalised, routers_of, top_k_of
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.dpo import Dpo, Reference, from_batch, paired_of, sequence_sums
+from finefit.objective.router import RouterLoss
 from finefit.objective.sft import sft
 from finefit.spec import schema
 
@@ -21,8 +24,35 @@ def make_objective(asked: schema.Objective, tuning: schema.Tuning, model: nn.Mod
             return sft
         case schema.Dpo(beta=beta):
             return Dpo(beta=beta, reference=from_batch if is_cached(asked, tuning) else starting(model, forward))
-        case schema.Router():
-            raise SpecError("objective.kind: router is not offered yet")
+        case schema.Router(balance=balance):
+            return RouterLoss(balance=balance, listen=partial(heard, trained_routers(model)))
+
+
+def trained_routers(model: nn.Module) -> list[nn.Module]:
+    """The routers of a mixture, where they can be trained; else it is said why not."""
+    routers = routers_of(model)
+    if not routers:
+        raise SpecError(
+            f"objective.kind: router, and {_architecture(model)} has no routers: it is no mixture of experts",
+            "build one with a stage of kind build_moe, or set objective: {kind: sft}",
+        )
+    if all(top_k_of(router) == 1 and is_normalised(router) for router in routers.values()):
+        raise SpecError(
+            "objective.kind: router, and one expert answers each token at full weight: whatever the router says, that weight is one, so the "
+            "language-model loss gives it no gradient",
+            "build the mixture with top_k: 2 or more, or with routing: weighted_sum",
+        )
+    if not any(router.weight.requires_grad for router in routers.values()):
+        name = next(iter(routers)).rsplit(".", 2)
+        raise SpecError(
+            f"objective.kind: router, and tuning trains none of the {len(routers)} routers",
+            f"set tuning: {{kind: subset, trainable: [{'.'.join(name[-2:])}]}}, or train all weights with tuning: {{kind: full}}",
+        )
+    return list(routers.values())
+
+
+def _architecture(model: nn.Module) -> str:
+    return type(model.get_base_model() if isinstance(model, peft.PeftModel) else model).__name__
 
 
 def keep_start(asked: schema.Objective, tuning: schema.Tuning, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ What no gradient reaches stops the run before the first update. An adapter's fac
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ _FLOOR = 1e-12
 """Of the largest norm: what lies below is rounding."""
 _PARTNERS = {"lora_A": "lora_B", "lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B", "lora_embedding_B": "lora_embedding_A"}
 _NAMES_TOLD = 8
+_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Found:
     unreached: tuple[str, ...]
     """Without those of experts, which no row of this step need be routed to."""
     idle: tuple[str, ...]
-    """Of experts that got no row."""
+    """Of experts that got no row. One of several that share a tensor has its number in the tensor's name, and the tensor counts as reached."""
     not_finite: tuple[str, ...]
     waiting: tuple[str, ...]
     """Exactly zero, because the other factor of the adapter is still zero."""
@@ -55,6 +56,7 @@ class Audit:
         self._model, self._engine, self._ranks, self._tell, self._unfuse = model, engine, ranks, tell, unfuse
         self._left, self._last = _LOOKS, 0
         self._heard: dict[str, Tensor] = {}
+        self._by_expert: dict[str, Tensor] = {}
         self._ears: list[RemovableHandle] = []
 
     def hear(self) -> None:
@@ -65,6 +67,7 @@ class Audit:
 
     def _note(self, name: str, gradient: Tensor) -> None:
         self._heard[name] = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        self._by_expert |= _of_experts(name, gradient.detach())
 
     def decide(self, step: int, again: Callable[[], Any], finite: Tensor) -> bool:
         """As a step's `decide`: gradients are there and nothing is updated yet. `again` computes a loss of this step once more, to see which modules
@@ -80,7 +83,7 @@ class Audit:
     def _hear_no_more(self) -> None:
         for ear in self._ears:
             ear.remove()
-        self._ears, self._heard = [], {}
+        self._ears, self._heard, self._by_expert = [], {}, {}
 
     def watched(self, objective: Objective) -> Objective:
         """Stops where the loss itself has no gradient: all of what is trained is unreached then, and backward would not say why."""
@@ -97,16 +100,15 @@ class Audit:
 
     def _look(self, step: int, again: Callable[[], Any], is_finite: bool) -> None:
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        found = judge(trained, self._norms(trained))
+        found = judge(trained, self._norms(trained), resting(self._by_expert))
         if found.unreached:
             self._stop(found, again)
         if not is_finite and step == self._last:  # fp16 tries a step again until its scale fits
             return
         self._last = step
         named = {name: grouped(getattr(found, name)) for name in ("idle", "not_finite", "waiting", "zero", "faint")}
-        self._tell(
-            event="audited", step=step, tensors=found.tensors, reached=found.tensors - len(found.idle), **{k: v for k, v in named.items() if v}
-        )
+        reached = found.tensors - sum(name in trained for name in found.idle)
+        self._tell(event="audited", step=step, tensors=found.tensors, reached=reached, **{k: v for k, v in named.items() if v})
         if self._left == 1 and (found.zero or found.faint):
             log.warning(_quiet(found))
 
@@ -116,6 +118,8 @@ class Audit:
             heard, self._heard = self._heard, {}
             return dict(zip(heard, torch.stack(list(heard.values())).tolist(), strict=True)) if heard else {}
         here = {name: _local(found[0]) for name, p in trained.items() if (found := self._engine.gradients([p]))}
+        whole = {name: gradient for name, gradient in here.items() if gradient.shape == trained[name].shape}  # of a part nobody knows whose it is
+        self._by_expert = {key: norms for name, gradient in whole.items() for key, norms in _of_experts(name, gradient).items()}
         filled = {name: gradient for name, gradient in here.items() if gradient.numel()}
         norms = dict.fromkeys(here, 0.0) | dict(zip(filled, _norms_of(list(filled.values())), strict=True))
         together: dict[str, float] = {}
@@ -140,20 +144,33 @@ class _Watched:
         return self._objective.count(batch)
 
 
-def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> Found:
+def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float], at_rest: Sequence[str] = ()) -> Found:
+    """`at_rest`: experts within tensors that were reached."""
     absent = [name for name in trained if name not in norms]
     largest = max((norm for norm in norms.values() if norm < float("inf")), default=0.0)
     zero = [name for name, norm in norms.items() if norm == 0.0]
     waiting = [name for name in zero if _partner_is_zero(name, trained)]
     return Found(
         tensors=len(trained),
-        unreached=tuple(name for name in absent if ".experts." not in name),
-        idle=tuple(name for name in absent if ".experts." in name),
+        unreached=tuple(name for name in absent if _EXPERTS not in name),
+        idle=(*(name for name in absent if _EXPERTS in name), *at_rest),
         not_finite=tuple(name for name, norm in norms.items() if not norm < float("inf")),
         waiting=tuple(waiting),
         zero=tuple(name for name in zero if name not in set(waiting)),
         faint=tuple(name for name, norm in norms.items() if 0.0 < norm <= _FLOOR * largest),
     )
+
+
+def resting(by_expert: Mapping[str, Tensor]) -> list[str]:
+    """Experts whose gradient is exactly zero while others of the same tensor have one: no token of this step was sent to them."""
+    norms = {name: found.tolist() for name, found in by_expert.items()}
+    numbered = ((name, at, norm) for name, found in norms.items() if any(found) for at, norm in enumerate(found))
+    return [name.replace(_EXPERTS, f"{_EXPERTS}{at}.") for name, at, norm in numbered if norm == 0.0]
+
+
+def _of_experts(name: str, gradient: Tensor) -> dict[str, Tensor]:
+    """The gradient's norm for each expert, where one tensor holds several."""
+    return {name: torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=torch.float32)} if _EXPERTS in name and gradient.ndim == 3 else {}
 
 
 def _partner_is_zero(name: str, trained: Mapping[str, nn.Parameter]) -> bool:

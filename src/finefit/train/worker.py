@@ -45,6 +45,7 @@ from finefit.train.loop import train
 from finefit.train.meeting import PATIENCE, Visitor, introduce, meet, require_alike
 from finefit.train.ranks import ONE_RANK, Ranks, joined, lost_peers, open_store, peers_lost
 from finefit.train.reference import Start, with_reference
+from finefit.train.routing import note_routing
 from finefit.train.saver import Saver, agreed_checkpoint
 from finefit.train.spikes import Spikes
 from finefit.train.stopping import StopRequest
@@ -75,6 +76,7 @@ def _trained(where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, met
     began = time.perf_counter()
     with live.watchdog, live.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
         state = train(live, state)
+    note_routing(live, where, state.step)
     unmoved = require_unmoved(live.frozen, live.model)
     note_memory("end", state.step)
     size = counts(live.model)

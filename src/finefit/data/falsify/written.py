@@ -22,7 +22,7 @@ def pair_record(pair: MadePair | ScoredPair) -> dict[str, Any]:
 def _made(pair: MadePair) -> dict[str, Any]:
     change = pair.change
     return {
-        "prompt": _messages(pair.row.prompt),
+        "prompt": messages_record(pair.row.prompt),
         "chosen": change.answer,
         "rejected": change.text,
         **({"tools": json.loads(pair.row.tools)} if pair.row.tools else {}),
@@ -34,7 +34,7 @@ def _made(pair: MadePair) -> dict[str, Any]:
 
 def _scored(pair: ScoredPair) -> dict[str, Any]:
     return {
-        "prompt": _messages(pair.chosen.prompt),
+        "prompt": messages_record(pair.chosen.prompt),
         "chosen": pair.chosen.answer,
         "rejected": pair.rejected.answer,
         "rule": "scored",
@@ -43,7 +43,7 @@ def _scored(pair: ScoredPair) -> dict[str, Any]:
     }
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_record(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(message) for message in messages]
 
 

@@ -1,0 +1,73 @@
+"""Mixtures of experts: what is foretold against what a card takes, with tokens spread over all experts and with all of them sent to the same few.
+
+python -m bench.moe bench/results/moe.json          on the card, about five minutes
+python -m bench.moe bench/results/moe.json mixtral  only cases whose name has this part
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.memory import FULL, RATES, Case, alone, lora, measure, subset, versions
+from finefit.rehearse.allocator import replay
+from finefit.rehearse.clock import step_seconds
+from finefit.rehearse.depth import rehearse_depth
+
+TWO, LARGE, MANY = "qwen2-0.5b-of-2", "mixtral", "qwen3-moe"
+ROUTERS = subset("mlp.gate")
+CASES: tuple[Case, ...] = (
+    Case(shape=TWO, layers=24, tuning=FULL, rows=4, tokens=1024, loss_chunk=1024),
+    Case(shape=TWO, layers=24, tuning=FULL, rows=8, tokens=1024, recompute=24, loss_chunk=1024, kernels="fused"),
+    Case(shape=TWO, layers=24, tuning=ROUTERS, rows=8, tokens=1024, loss_chunk=1024),
+    Case(shape=TWO, layers=24, tuning=FULL, rows=4, tokens=512, packing=True, loss_chunk=1024),
+    Case(shape=LARGE, layers=2, tuning=FULL, rows=1, tokens=4096, recompute=2, loss_chunk=1024),
+    Case(shape=LARGE, layers=8, tuning=lora(16), rows=2, tokens=2048, recompute=8, loss_chunk=1024),
+    Case(shape=LARGE, layers=4, tuning=lora(16), rows=1, tokens=4096, loss_chunk=1024),
+    Case(shape=LARGE, layers=4, tuning=ROUTERS, rows=2, tokens=2048, recompute=4, loss_chunk=1024),
+    Case(shape=MANY, layers=2, tuning=FULL, rows=1, tokens=4096, recompute=2, loss_chunk=1024),
+    Case(shape=MANY, layers=4, tuning=lora(16), rows=2, tokens=4096, loss_chunk=1024),
+    Case(shape=MANY, layers=4, tuning=lora(16), rows=1, tokens=2048, precision="fp32"),
+)
+
+
+def foretold(case: Case) -> dict[str, Any]:
+    trace = rehearse_depth(case.scene).trace
+    answer = replay(trace.stream())
+    return {"allocated_bytes": answer.allocated_bytes, "reserved_bytes": answer.reserved_bytes, "step_seconds": step_seconds(trace, RATES)}
+
+
+def collapse(model: nn.Module) -> None:
+    """Routers that have nothing to say: every token goes to the first experts."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.zero_()
+
+
+def measured(case: Case, *, is_collapsed: bool) -> dict[str, Any]:
+    return alone(partial(measure, case, adjust=collapse) if is_collapsed else partial(measure, case))
+
+
+def off(found: dict[str, Any], told: dict[str, Any], key: str) -> str:
+    return f"{told[key] / found[key] - 1:+.2%}" if key in found else "failed"
+
+
+def main(out: Path, parts: Sequence[str]) -> None:
+    rows: list[dict[str, Any]] = []
+    for case in (case for case in CASES if not parts or any(part in case.name for part in parts)):
+        told = foretold(case)
+        taken = {name: measured(case, is_collapsed=name == "collapsed") for name in ("even", "collapsed")}
+        rows.append({"config": case.name, "foretold": told, **taken})
+        for name, found in taken.items():
+            words = " ".join(f"{key.removesuffix('_bytes')} {off(found, told, key)}" for key in ("allocated_bytes", "reserved_bytes", "step_seconds"))
+            print(f"{case.name:60} {name:10} {words} {found.get('error', '')}", flush=True)
+        out.write_text(json.dumps({"card": torch.cuda.get_device_name(), "versions": versions(), "cases": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,248 @@
+"""`finefit check` of a pipeline: every stage examined before any of them has run, as far as what it stands on is there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from finefit.artifacts.records import Efficiency, Finding, Forecast, StageOutlook
+from finefit.data.items import read_items
+from finefit.errors import DataError, ModelError, SpecError
+from finefit.facts.files import free_bytes
+from finefit.facts.machine import Machine, read_machine, read_version
+from finefit.model.locate import outline
+from finefit.pipeline.data import PreparedData, missing, prepare_data, present
+from finefit.pipeline.foreseen import origins_of, spec_at
+from finefit.pipeline.outlines import Done, Outlines, copies_in, nothing_done
+from finefit.pipeline.outlooks import asking_spec, look_at, prepared_questions
+from finefit.pipeline.preparation import data_findings, unreadable_references
+from finefit.preflight.data import few_rows_are_lost, prompts_keep_most_of_their_text, rows_can_be_used, rows_fit_the_budget
+from finefit.preflight.findings import LEVELS
+from finefit.preflight.run import OPTIONAL, Preparation, examine
+from finefit.preflight.stages import Named, Whole, examine_stages, of_stage
+from finefit.spec.schema import Data, Sft, Source, Spec
+from finefit.spec.stages import (
+    STAGE_PATH,
+    AnyStage,
+    BuildMoe,
+    CentroidRouter,
+    EvaluateStage,
+    Gate,
+    MakePairs,
+    Pipeline,
+    PythonStage,
+    Rules,
+    TrainStage,
+    Verdicts,
+    needs,
+)
+from finefit.step.engines.zero_config import own_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExaminedStage:
+    """Of a training: what its rows have become, and what it will take."""
+
+    kind: str
+    spec: Spec | None = None
+    prepared: PreparedData | None = None
+    forecast: Forecast | None = None
+    efficiency: Efficiency | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    stages: dict[str, ExaminedStage]
+    findings: tuple[Named, ...]
+    """Errors first, else stage by stage."""
+    disk_bytes: int
+    free_disk_bytes: int
+
+
+def examine_pipeline(pipeline: Pipeline, base: Path, runs: Path, *, done: Done = nothing_done) -> Examined:
+    """On the device that a run gets here. `runs`: where the run directory will lie."""
+    machine, free = read_machine(), free_bytes(runs)
+    outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
+    stages: dict[str, ExaminedStage] = {}
+    outlooks: dict[str, StageOutlook] = {}
+    findings: list[Named] = []
+    for name, stage in ((name, pipeline.stages[name]) for name in pipeline.order()):
+        stages[name] = ExaminedStage(kind=stage.kind)
+        try:
+            outlooks[name] = look_at(outlines, name, None)
+            if isinstance(stage, TrainStage):
+                stages[name] = _training(outlines, name, outlooks[name].forecasts[0])
+                findings += ((name, of_stage(name, found)) for found in _of_training(outlines, stages[name], name, machine))
+            if isinstance(stage, EvaluateStage):
+                findings += ((name, found) for found in _of_evaluation(outlines, stage, name))
+        except (DataError, ModelError, SpecError) as error:  # the user's, and those of the other stages are told too
+            problem = error.problem.removeprefix(f"stage {name}: ")
+            findings.append((name, Finding(level="error", problem=problem, remedy=error.remedy)))
+    whole = Whole(
+        pipeline=pipeline,
+        outlooks=outlooks,
+        free_disk_bytes=free,
+        host_memory_bytes=machine.memory_bytes,
+        missing=dict(_missing(outlines)),
+        to_come=dict(_to_come(outlines)),
+        copies={name: copies_in(stage) for name, stage in pipeline.stages.items() if isinstance(stage, BuildMoe)},
+    )
+    disk = sum(one.disk_bytes for one in outlooks.values())
+    return Examined(stages=stages, findings=_in_order([*findings, *examine_stages(whole)], pipeline), disk_bytes=disk, free_disk_bytes=free)
+
+
+def _in_order(findings: list[Named], pipeline: Pipeline) -> tuple[Named, ...]:
+    places = {name: at for at, name in enumerate(pipeline.order())}
+    return tuple(sorted(findings, key=lambda found: (LEVELS.index(found[1].level), -1 if found[0] is None else places[found[0]])))
+
+
+# Trainings
+
+
+def _training(outlines: Outlines, name: str, foretold: Forecast) -> ExaminedStage:
+    spec, base = spec_at(outlines, name), outlines.base
+    tokenizer = outline(spec.model, base).tokenizer
+    there = spec.model_copy(update={"data": present(spec.data, base)})
+    has_rows = tokenizer is not None and not missing(there.data, base)
+    prepared = prepare_data(there, base, tokenizer) if tokenizer is not None and has_rows else None
+    efficiency = prepared.efficiency(there, foretold.levers) if prepared else None
+    return ExaminedStage(kind="train", spec=there, prepared=prepared, forecast=foretold, efficiency=efficiency)
+
+
+def _of_training(outlines: Outlines, found: ExaminedStage, name: str, machine: Machine) -> Iterator[Finding]:
+    assert found.spec is not None
+    assert found.forecast is not None
+    stage = outlines.pipeline.stages[name]
+    assert isinstance(stage, TrainStage)
+    to_come = [source.path for sources in stage.data.sources().values() for source in sources if not outlines.is_made(source.path)]
+    spec = spec_at(outlines, name)
+    named = [source.path for sources in stage.data.sources().values() for source in sources]
+    placed = [source.path for sources in spec.data.sources().values() for source in sources]
+    expected = {there for asked, there in zip(named, placed, strict=True) if asked in to_come}
+    yield from examine(
+        Preparation(
+            spec=found.spec,
+            forecast=found.forecast,
+            total_steps=found.forecast.total_steps,
+            free_disk_bytes=found.forecast.disk_bytes,  # the disk is judged for all stages together
+            host_memory_bytes=machine.memory_bytes,
+            missing_files=tuple(path for path in missing(spec.data, outlines.base) if path not in expected),
+            absent=frozenset(name for name in OPTIONAL if read_version(name) is None),
+            engine_config=own_config(spec.engine, outlines.base),
+        )
+    )
+    if found.prepared is not None:
+        there = found.spec if found.spec.data.test is not None or not expected else found.spec.model_copy(update={"evaluate": ()})
+        yield from data_findings(there, outlines.base, found.prepared)
+
+
+# Evaluations
+
+
+def _of_evaluation(outlines: Outlines, stage: EvaluateStage, name: str) -> Iterator[Finding]:
+    prepared = prepared_questions(outlines, stage)
+    if prepared is not None:
+        spec = asking_spec(outlines, stage)
+        yield from (found for check in _OF_QUESTIONS for found in check(prepared.record, spec))
+        rows = read_items(prepared.path("test.jsonl"))
+        yield from unreadable_references(stage.evaluate, rows, form=stage.data.task, base=outlines.base)
+    for trained in _trained_below(outlines.pipeline, name):
+        yield from _overlap(outlines, stage, trained)
+
+
+_OF_QUESTIONS = (rows_can_be_used, rows_fit_the_budget, few_rows_are_lost, prompts_keep_most_of_their_text)
+
+
+def _trained_below(pipeline: Pipeline, name: str) -> list[str]:
+    """The trainings that a stage stands on, however far below, in their order."""
+    below: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for needed in needs(pipeline.stages[waiting.pop()]):
+            if needed not in below:
+                below.add(needed)
+                waiting.append(needed)
+    return [one for one in pipeline.order() if one in below and isinstance(pipeline.stages[one], TrainStage)]
+
+
+def _overlap(outlines: Outlines, stage: EvaluateStage, trained: str) -> Iterator[Finding]:
+    """Rows that a model was trained on cannot show what it has learnt. Pairs are looked at by the rows that they are made from."""
+    training = outlines.pipeline.stages[trained]
+    assert isinstance(training, TrainStage)
+    sources = [found for source in training.data.train for found in _as_written(outlines, source)]
+    questions = _as_written(outlines, stage.data.test)
+    tokenizer = outlines.of(training.model).tokenizer
+    if not sources or len(questions) != 1 or tokenizer is None:
+        return
+    data = Data(
+        train=tuple(sources),
+        test=questions[0],
+        overlap="warn",
+        too_long="drop",
+        bad_rows="drop",
+        max_tokens=max(training.data.max_tokens, stage.data.max_tokens),
+        template=training.data.template,
+    )
+    if missing(data, outlines.base):
+        return
+    spec = spec_at(outlines, trained).model_copy(update={"data": data, "objective": Sft(kind="sft"), "evaluate": ()})
+    for fault in prepare_data(spec, outlines.base, tokenizer).record.faults:
+        if fault.kind == "overlap":
+            lines = "\n".join(f"  {line}" for line in fault.lines)
+            problem = f"{fault.count:,} of its rows stand in the training rows of stage {trained} too:\n{lines}"
+            level = "warning" if training.data.overlap == "warn" else "error"
+            yield Finding(level=level, problem=problem, remedy="take them out of one of the two files")  # type: ignore[arg-type]
+
+
+def _as_written(outlines: Outlines, source: Source) -> tuple[Source, ...]:
+    """Itself where it lies in a file that is there, or what it will be made from; nothing where that is not known."""
+    found = STAGE_PATH.fullmatch(source.path)
+    if found is None:
+        return (source,)
+    if outlines.is_made(source.path):
+        return (source.model_copy(update={"path": str(outlines.at(found[1]) / (found[2] or ""))}),)
+    return tuple(one for one in origins_of(outlines.pipeline, source) if STAGE_PATH.fullmatch(one.path) is None)
+
+
+# Files
+
+
+def _missing(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, stage in outlines.pipeline.stages.items():
+        sources = tuple(source for source in _sources(stage) if STAGE_PATH.fullmatch(source.path) is None)
+        absent = missing(Data.model_construct(train=sources), outlines.base)
+        others = tuple(path for path in _other_files(stage) if STAGE_PATH.fullmatch(path) is None and not (outlines.base / path).exists())
+        if absent or others:
+            yield name, (*absent, *others)
+
+
+def _to_come(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, stage in outlines.pipeline.stages.items():
+        trained = [source for sources in stage.data.sources().values() for source in sources] if isinstance(stage, TrainStage) else []
+        paths = tuple(source.path for source in (*trained, *_sources(stage)) if not outlines.is_made(source.path))
+        if paths:
+            yield name, tuple(dict.fromkeys(paths))
+
+
+def _sources(stage: AnyStage) -> tuple[Source, ...]:
+    """Rows that a stage reads which trains nothing."""
+    match stage:
+        case EvaluateStage():
+            return (stage.data.test,)
+        case MakePairs():
+            return (*stage.train, *(source for source in (stage.validation, stage.test) if source is not None))
+        case Gate():
+            return tuple(stage.data.values())
+        case BuildMoe(router=CentroidRouter() as router):
+            return tuple(router.data.values())
+    return ()
+
+
+def _other_files(stage: AnyStage) -> tuple[str, ...]:
+    match stage:
+        case PythonStage():
+            return (stage.script, *stage.inputs.values())
+        case MakePairs(method=Rules(words=str() as words)):
+            return (words,)
+        case MakePairs(method=Verdicts() as method):
+            return method.of
+    return ()

@@ -1,0 +1,178 @@
+"""Several answers of a model to each row, scored by a task: the best against the worst. Chance is seeded by row, whatever stands around it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from finefit.artifacts.records import Levers, Order, Room, Subject
+from finefit.data.falsify.make import Unused, content_key
+from finefit.data.falsify.scored import Sample, from_scored
+from finefit.data.falsify.written import pair_record
+from finefit.data.render import Renderer, open_renderer
+from finefit.data.rows import BadRow, Row
+from finefit.data.tasks import NoResult, Reply, Task, make_task
+from finefit.errors import SpecError
+from finefit.evaluate.answers import answers
+from finefit.evaluate.decoding import Choose
+from finefit.evaluate.sampling import chances, drawn_by
+from finefit.evaluate.score import finished, score_item
+from finefit.model.attention import attention_here, for_answers
+from finefit.model.load import base_bits, load_for_answers, weight_dtype
+from finefit.pipeline.bare import Bare, wired_bare
+from finefit.pipeline.forecasting import rooms_here
+from finefit.pipeline.making.pair_splits import Split, rows_of_splits
+from finefit.pipeline.questions import plain_spec
+from finefit.spec.schema import Data, Evaluation, LmEval, Source, TruthfulQa
+from finefit.spec.stages import MakePairs, Sampled
+from finefit.step.levers import pull
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampler:
+    """A loaded model and how it is asked."""
+
+    model: torch.nn.Module
+    renderer: Renderer
+    room: Room
+    task: Task
+    method: Sampled
+    device: str
+    seed: int
+
+
+def sampled_splits(order: Order, stage: MakePairs, method: Sampled) -> dict[str, Split]:
+    base = Path(order.base)
+    task = _task(method, base)
+    rows = rows_of_splits(stage, base, order.seed)
+    sorted_out = {split: _sorted_out(found, task) for split, found in rows.items()}
+    asked = [row for kept, _ in sorted_out.values() for row in kept]
+    sampler = _sampler(order, method, task, asked) if asked else None
+    return {split: _split(sampler, kept, unused, method.margin, order.seed) for split, (kept, unused) in sorted_out.items()}
+
+
+def _task(method: Sampled, base: Path) -> Task:
+    """One that reads a generated answer alone, and calls more of its first metric better."""
+    if not isinstance(method.task, LmEval | TruthfulQa):
+        task = make_task(Evaluation(task=method.task, max_new_tokens=method.max_new_tokens), base=base)
+        if task.generates and task.metrics[0].better == "higher":
+            return task
+    raise SpecError(
+        f"method.task {method.task.kind} does not say of a written answer alone how good it is", "name a task that does, such as rouge or exact_match"
+    )
+
+
+def _sorted_out(rows: Sequence[Row | BadRow], task: Task) -> tuple[list[Row], list[Unused]]:
+    kept: dict[str, Row] = {}
+    unused: list[Unused] = []
+    for row in rows:
+        reason = _unfit(row, task)
+        key = "" if isinstance(row, BadRow) or reason else content_key(row)
+        if key in kept:
+            reason = f"says the same as {kept[key].place}"
+        if reason:
+            unused.append(Unused(place=row.place, reason=reason))
+        elif isinstance(row, Row):
+            kept[key] = row
+    return list(kept.values()), unused
+
+
+def _unfit(row: Row | BadRow, task: Task) -> str | None:
+    if isinstance(row, BadRow):
+        return row.reason
+    if row.kind == "text":
+        return "is plain text, without a prompt and an answer"
+    if row.images:
+        return "has images, which are not shown to the model"
+    try:
+        task.require(row)
+    except NoResult as reason:
+        return f"has a reference that {task.name} cannot read: {reason}"
+    return None
+
+
+def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row]) -> _Sampler:
+    data = Data(train=(Source(path=""),), template=method.template)
+    bare = wired_bare(order.name, order.models["method.model"], plain_spec(data, seed=order.seed))
+    renderer = open_renderer(bare.tokenizer, method.template)
+    room = _room(order, method, bare, longest=max(len(renderer.prompt_tokens(row.prompt, tools=row.tools)) for row in rows))
+    model = load_for_answers(
+        bare.located.folder,
+        bare.weights,
+        device=order.device,
+        dtype=torch.bfloat16 if order.precision == "bf16" else weight_dtype(order.precision, bare.tuning),
+        attention=for_answers(attention_here(order.device, order.precision, bare.located.folder)),
+        bits=base_bits(bare.tuning),
+        num_cards=room.devices if room.is_spread else 1,
+    )
+    if room.mlp_tiles > 1:
+        pull(model, Levers(micro_batch=1, mlp_tiles=room.mlp_tiles))
+    return _Sampler(model=model, renderer=renderer, room=room, task=task, method=method, device=order.device, seed=order.seed)
+
+
+def _room(order: Order, method: Sampled, bare: Bare, *, longest: int) -> Room:
+    """As an evaluation of the same task would get it."""
+    subject = Subject(
+        model=bare.model,
+        model_name=bare.located.name,
+        model_fingerprint=bare.located.fingerprint,
+        tuning=bare.tuning,
+        device=order.device,
+        precision=order.precision,
+        threads=torch.get_num_threads(),
+        seed=order.seed,
+        template=method.template,
+        template_sha256="",
+        items_sha256="",
+    )
+    evaluation = Evaluation(task=method.task, max_new_tokens=method.max_new_tokens)
+    return rooms_here(subject, Path(order.base), (evaluation,), longest)[evaluation.label]
+
+
+def _split(sampler: _Sampler | None, rows: Sequence[Row], unused: list[Unused], margin: float, seed: int) -> Split:
+    found = from_scored(_scored(sampler, rows) if sampler else {}, seed=seed, margin=margin)
+    pairs = tuple(pair_record(pair) for pair in found.pairs)
+    missing = (*unused, *found.unused)
+    return Split(read=len(pairs) + len(missing), used=len(pairs), pairs=pairs, unused=missing, audit=found.audit)
+
+
+def _scored(sampler: _Sampler, rows: Sequence[Row]) -> dict[str, list[Sample]]:
+    """By place; an answer without a result counts as the task counts nothing found."""
+    task, texts = sampler.task, _texts(sampler, rows)
+    metric = task.metrics[0]
+    items = [
+        (row, score_item(task, at, row, prompt="", reply=Reply(text=text)))
+        for at, (row, text) in enumerate((row, text) for row, answers in zip(rows, texts, strict=True) for text in answers)
+    ]
+    scores = [item.scores[metric.name] for item in finished(task, items)]
+    samples: dict[str, list[Sample]] = {}
+    for (row, item), score in zip(items, scores, strict=True):
+        samples.setdefault(row.place, []).append(Sample(prompt=row.prompt, answer=item.answer, score=score))
+    return samples
+
+
+def _texts(sampler: _Sampler, rows: Sequence[Row]) -> list[list[str]]:
+    """The answers to each row, by number of the sample."""
+    method, renderer = sampler.method, sampler.renderer
+    asked = [(row, sample) for row in rows for sample in range(method.samples)]
+    said = [chances(sampler.seed, content_key(row), sample, steps=method.max_new_tokens) for row, sample in asked]
+
+    def choose(batch: Sequence[int]) -> Choose:
+        return drawn_by([said[at] for at in batch], temperature=method.temperature, device=sampler.device)
+
+    found = dict(
+        answers(
+            sampler.model,
+            renderer,
+            [renderer.prompt_tokens(row.prompt, tools=row.tools) for row, _ in asked],
+            max_new_tokens=method.max_new_tokens,
+            room=sampler.room,
+            device=sampler.device,
+            warn=partial(print, "warning:"),
+            choose=choose,
+        )
+    )
+    each = method.samples
+    return [[found[at * each + sample].text for sample in range(each)] for at in range(len(rows))]

@@ -1,0 +1,79 @@
+"""A script of the user's own: run with its inputs and a folder to fill, and held to the outputs that it declares. Its working directory is that
+folder, so that what it writes without a path lies there too."""
+
+import os
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from finefit.artifacts.records import Order
+from finefit.errors import SpecError
+from finefit.spec.stages import PythonStage
+
+_NAMED = re.compile(r"\{([A-Za-z0-9_-]+)\}")
+_OUTPUT = "output"
+
+
+def make(order: Order, out: Path) -> dict[str, Any]:
+    stage = order.stage
+    assert isinstance(stage, PythonStage)
+    base = Path(order.base)
+    script = (base / stage.script).resolve()
+    places = {name: str((base / path).resolve()) for name, path in stage.inputs.items()}
+    arguments = [_filled(argument, places | {_OUTPUT: str(out)}) for argument in stage.arguments]
+    os.chdir(out)
+    _run(script, arguments)
+    _require(stage.outputs, out)
+    return {"script": script.name, "outputs": {name: _size(out / name) for name in stage.outputs}}
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    return [f"{name}: {size['files']:,} files, {size['bytes']:,} bytes" for name, size in summary["outputs"].items()]
+
+
+def _filled(argument: str, places: dict[str, str]) -> str:
+    def place(found: re.Match[str]) -> str:
+        if found[1] not in places:
+            raise SpecError(f"arguments: {found[0]} names no input of this stage", f"there are {', '.join(f'{{{name}}}' for name in places)}")
+        return places[found[1]]
+
+    return _NAMED.sub(place, argument)
+
+
+def _run(script: Path, arguments: list[str]) -> None:
+    """In this process, so that it ends where this one is ended."""
+    sys.argv, sys.path = [str(script), *arguments], [str(script.parent), *sys.path]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise SpecError(f"{script.name} ended with {end.code}", "its own words are in the stage's log") from None
+    except Exception as error:  # noqa: BLE001 the boundary to the user's script: whatever it raises is told with its place
+        traceback.print_exc(file=sys.stdout)
+        problem = f"{script.name}{_line_of(error, script)}: {type(error).__name__}: {error}"
+        raise SpecError(problem, "mend the script; its traceback is in the stage's log") from None
+    finally:
+        sys.stdout.flush()
+
+
+def _line_of(error: Exception, script: Path) -> str:
+    """The innermost of its own."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f" (line {frame.lineno})" for frame in frames if frame.filename == str(script)), "")
+
+
+def _require(outputs: tuple[str, ...], out: Path) -> None:
+    if absent := [name for name in outputs if not (out / name).exists()]:
+        there = ", ".join(sorted(path.name for path in out.iterdir())) or "nothing"
+        raise SpecError(
+            f"the script ended and has not written {', '.join(absent)}; its folder holds {there}",
+            "declare what it writes, below {output}, in `outputs`",
+        )
+
+
+def _size(path: Path) -> dict[str, int]:
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}

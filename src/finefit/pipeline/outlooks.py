@@ -1,0 +1,226 @@
+"""What every stage of a pipeline will take and leave, before any of them has run."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from finefit.artifacts.records import Room, StageOutlook
+from finefit.facts.model import read_config
+from finefit.pipeline.data import PreparedData, missing, prepare_data
+from finefit.pipeline.forecasting import rooms_on
+from finefit.pipeline.foreseen import foresee_stage, naming
+from finefit.pipeline.outlines import Done, Outlines, copies_in, mixture_of, nothing_done
+from finefit.pipeline.sizes import size_of
+from finefit.pipeline.wiring import wired_model, with_files
+from finefit.spec.schema import AdamW, Data, Evaluation, Full, Lora, ShapeModel, Source, Spec, Tuning
+from finefit.spec.stages import (
+    BuildMoe,
+    CentroidRouter,
+    EvaluateStage,
+    Input,
+    MakePairs,
+    MergeAdapter,
+    Pipeline,
+    Sampled,
+    StageModel,
+    TrainStage,
+)
+
+_PROCESS_BYTES = 1 << 30
+"""Of a process with torch and transformers that has loaded nothing."""
+_WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
+_TRAINED_WIDTH = 4
+"""Whole weights are trained and saved in fp32."""
+
+
+def look_ahead(pipeline: Pipeline, base: Path, *, cards: tuple[str, ...], done: Done = nothing_done) -> dict[str, StageOutlook]:
+    """Of every stage, in their order."""
+    outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
+    return {name: look_at(outlines, name, cards) for name in pipeline.order()}
+
+
+def look_at(outlines: Outlines, name: str, asked: tuple[str, ...] | None) -> StageOutlook:
+    """`asked`: the cards; None for the device that a run gets here."""
+    stage = outlines.pipeline.stages[name]
+    if isinstance(stage, TrainStage):
+        return _of_training(outlines, name, asked)
+    cards = asked or ("cpu" if outlines.pipeline.device == "cpu" else "auto",)
+    with naming(name):
+        match stage:
+            case EvaluateStage():
+                return _of_evaluation(outlines, stage, cards)
+            case MergeAdapter():
+                return _of_merge(outlines, stage, cards)
+            case BuildMoe():
+                return _of_mixture(outlines, stage, name, cards)
+            case MakePairs(method=Sampled() as method):
+                parameters = size_of(outlines.of(method.model).config).parameters
+                notes = (f"answers are sampled from a model of {parameters:,} parameters",)
+                return StageOutlook(kind=stage.kind, fits=(True,) * len(cards), notes=notes)
+    return StageOutlook(kind=stage.kind, fits=(True,) * len(cards))
+
+
+def _of_training(outlines: Outlines, name: str, cards: tuple[str, ...] | None) -> StageOutlook:
+    found = foresee_stage(outlines, name, cards)
+    first = found[0]
+    return StageOutlook(
+        kind="train",
+        fits=tuple(one.fits and not one.gradients.unreached and not one.gradients.frozen for one in found),
+        parameters=first.parameters,
+        trainable_parameters=first.trainable_parameters,
+        host_bytes=first.host_bytes,
+        disk_bytes=first.disk_bytes,
+        seconds=first.total_seconds,
+        forecasts=found,
+        notes=() if first.lengths.source == "counted" else (f"rows {first.lengths.source}",),
+    )
+
+
+# Models that are made and not trained
+
+
+def _of_merge(outlines: Outlines, stage: MergeAdapter, cards: tuple[str, ...]) -> StageOutlook:
+    parameters = size_of(outlines.of(stage.model).config).parameters
+    num_bytes = parameters * (_PRECISIONS.get(stage.precision) or width_of(outlines, stage.model))
+    return StageOutlook(
+        kind=stage.kind, fits=(True,) * len(cards), parameters=parameters, host_bytes=num_bytes + _PROCESS_BYTES, disk_bytes=num_bytes
+    )
+
+
+def _of_mixture(outlines: Outlines, stage: BuildMoe, name: str, cards: tuple[str, ...]) -> StageOutlook:
+    """Layer by layer: host memory holds one layer of all experts, or what lies outside of the layers; and the base, where its hidden states are
+    looked at."""
+    size = size_of(read_config(outlines.at(name)))
+    width = max(width_of(outlines, asked) for asked in (stage.base, *stage.experts.values()))
+    looked_at = size_of(outlines.of(stage.base).config).parameters * width if isinstance(stage.router, CentroidRouter) else 0
+    return StageOutlook(
+        kind=stage.kind,
+        fits=(True,) * len(cards),
+        parameters=size.parameters,
+        host_bytes=max(size.outside, size.largest_layer) * width + looked_at + _PROCESS_BYTES,
+        disk_bytes=size.parameters * width,
+        notes=tuple(_mixture_notes(stage)),
+    )
+
+
+def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
+    mixture = mixture_of(stage)
+    if mixture is None:
+        yield f"the mean of {len(stage.experts)} experts, as large as the base"
+    else:
+        yield f"{mixture.num_experts} experts, {mixture.top_k} of them for each token"
+    copies = copies_in(stage)
+    if copies and mixture is not None:
+        distinct = len(stage.experts) - len(copies)
+        told = f"{len(stage.experts)} slots hold {distinct} distinct {'model' if distinct == 1 else 'models'}"
+        if stage.copies == "collapse":
+            yield f"{told}, and copies are collapsed: they take no memory"
+        else:
+            yield f"{told}: copies take memory and add nothing, so the build refuses them; leave them out, or set copies: collapse"
+
+
+def width_of(outlines: Outlines, asked: Input) -> int:
+    """Bytes of a parameter as it is stored; where that is not known, four."""
+    stage = outlines.pipeline.stages[asked.name] if isinstance(asked, StageModel) else None
+    match stage:
+        case TrainStage(tuning=Lora()):
+            return width_of(outlines, stage.model)
+        case TrainStage():
+            return _TRAINED_WIDTH
+        case MergeAdapter():
+            return _PRECISIONS.get(stage.precision) or width_of(outlines, stage.model)
+        case BuildMoe():
+            return max(width_of(outlines, one) for one in (stage.base, *stage.experts.values()))
+    config = outlines.of(asked).config
+    return _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
+
+
+# Models that answer
+
+
+def _of_evaluation(outlines: Outlines, stage: EvaluateStage, cards: tuple[str, ...]) -> StageOutlook:
+    prompts, items, unknown = _questions(outlines, stage)
+    tunings = _tunings(outlines, stage)
+    rooms: list[dict[str, dict[str, Room]]] = [{} for _ in cards]
+    for name, tuning in tunings.items():
+        config = outlines.of(stage.models[name]).config
+        precision = outlines.pipeline.precision
+        for at, found in enumerate(rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts)):
+            rooms[at][name] = found
+    gates = [f"{name}: the answers of its experts, chosen by the gate" for name in stage.models if name not in tunings]
+    return StageOutlook(
+        kind=stage.kind,
+        fits=tuple(all(room.fits for found in card.values() for room in found.values()) for card in rooms),
+        seconds=_answering_seconds(rooms[0], stage.evaluate, items),
+        rooms=tuple(rooms),
+        notes=(*unknown, *gates),
+    )
+
+
+def _tunings(outlines: Outlines, stage: EvaluateStage) -> dict[str, Tuning]:
+    """How each model is loaded, but those that a gate chooses among; one that others here lay an adapter over in the same bits as theirs."""
+    models = {name: wired_model(outlines.pipeline, asked, outlines.at) for name, asked in stage.models.items()}
+    own: dict[str, Tuning] = {name: _tuning_of(outlines.pipeline, stage.models[name]) for name, found in models.items() if found.gate is None}
+    for name, tuning in own.items():
+        over = [own[other] for other in own if models[other].adapter is not None and models[other].model == models[name].model]
+        bits = {one.base_bits for one in over if isinstance(one, Lora)}
+        if isinstance(tuning, Full) and len(bits) == 1 and bits != {None}:
+            own = own | {name: over[0]}
+    return own
+
+
+def _tuning_of(pipeline: Pipeline, asked: Input) -> Tuning:
+    stage = pipeline.stages[asked.name] if isinstance(asked, StageModel) else None
+    if isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora):
+        return stage.tuning.model_copy(update={"adapter": None})
+    return Full(kind="full")
+
+
+def _questions(outlines: Outlines, stage: EvaluateStage) -> tuple[int, int | None, tuple[str, ...]]:
+    """Tokens of the longest prompt, how many rows there are, and what is not known of them."""
+    longest = stage.data.max_tokens - min(max(one.max_new_tokens for one in stage.evaluate), stage.data.max_tokens // 2)
+    if not outlines.is_made(stage.data.test.path):
+        return longest, None, (f"prompts assumed from data.max_tokens, since {stage.data.test.path} is yet to be made",)
+    prepared = prepared_questions(outlines, stage)
+    if prepared is None or prepared.record.prompt_tokens is None:
+        return longest, None, ("prompts assumed from data.max_tokens, since rows or tokenizer are not there",)
+    return prepared.record.prompt_tokens, sum(source.used for source in prepared.record.sources), ()
+
+
+def prepared_questions(outlines: Outlines, stage: EvaluateStage) -> PreparedData | None:
+    """As the first model's tokenizer reads them; None where they or it are not there."""
+    tokenizer = outlines.of(next(iter(stage.models.values()))).tokenizer
+    spec = asking_spec(outlines, stage)
+    return None if tokenizer is None or missing(spec.data, outlines.base) else prepare_data(spec, outlines.base, tokenizer)
+
+
+def asking_spec(outlines: Outlines, stage: EvaluateStage) -> Spec:
+    """Of rows that are answered and not trained on."""
+    how = {key: getattr(stage.data, key) for key in ("template", "template_options", "task", "max_tokens", "too_long")}
+    data = with_files(Data(train=(Source(path=""),), test=stage.data.test, **how), lambda path: str(_placed(outlines, path)))
+    spec = Spec(
+        name="questions",
+        seed=outlines.pipeline.seed,
+        model=ShapeModel(kind="shape", config={}),
+        tuning=Full(kind="full"),
+        data=data,
+        optimizer=AdamW(lr=1.0),
+        evaluate=stage.evaluate,
+    )
+    return spec.model_copy(update={"data": data.model_copy(update={"train": ()})})
+
+
+def _placed(outlines: Outlines, path: str) -> Path:
+    _, _, rest = path.partition("://")
+    name, _, file = rest.partition("/")
+    return outlines.at(name) / file
+
+
+def _answering_seconds(rooms: dict[str, dict[str, Room]], evaluations: tuple[Evaluation, ...], items: int | None) -> float | None:
+    """At most: as if every prompt and every answer were the longest. None where the rates of the card or the rows are not known."""
+    asked = {one.label: items if one.limit is None or items is None else min(one.limit, items) for one in evaluations}
+    found = [(asked[label], room) for model in rooms.values() for label, room in model.items()]
+    if any(count is None or room.batch_seconds is None for count, room in found):
+        return None
+    return sum(math.ceil((count or 0) / room.rows) * (room.batch_seconds or 0.0) for count, room in found)

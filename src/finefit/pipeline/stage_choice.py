@@ -1,0 +1,188 @@
+"""Which stages of a pipeline have to run, and why. A stage is done where its folder says so with the key that its inputs give now: in this run, or in
+another one of the same name."""
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from finefit.artifacts.records import Begun, Done, read_record
+from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, is_run, runs_named
+from finefit.errors import RunError
+from finefit.pipeline.stage_keys import differences, grounds, is_same_work, key_of
+from finefit.pipeline.wiring import output_of
+from finefit.spec.stages import AnyStage, EvaluateStage, Pipeline, TrainStage, needs
+
+_MOST_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What becomes of a stage."""
+
+    name: str
+    kind: str
+    action: Literal["done", "reused", "run"]
+    reason: str
+    place: Path | None = None
+    """Of what is there already."""
+    grounds: Begun | None = None
+    """None where a stage that it stands on has yet to run."""
+    is_forced: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Stages:
+    """The stages of a pipeline, with those that are settled: made, and standing on what they stand on now."""
+
+    pipeline: Pipeline
+    base: Path
+    """Where relative paths start."""
+    runs: Path
+    run: RunDir | None
+    """None where there is none yet."""
+    settled: dict[str, tuple[Path, Done]] = field(default_factory=dict)
+
+    def own(self, name: str) -> StageDir | None:
+        """Its folder in this run, made or not."""
+        return None if self.run is None else self.run.stage(self.number(name), name)
+
+    def number(self, name: str) -> int:
+        return self.pipeline.order().index(name) + 1
+
+    def at(self, name: str) -> Path:
+        return output_of(self.settled[name][0].resolve(), self.pipeline.stages[name])
+
+    def output(self, name: str) -> Path | None:
+        """None for what has yet to be made."""
+        return self.at(name) if name in self.settled else None
+
+    def digest_of(self, name: str) -> str:
+        return self.settled[name][1].output_digest
+
+    def settle(self, name: str, place: Path) -> Done:
+        done = read_record(StageDir(place).done, Done)
+        self.settled[name] = place, done
+        return done
+
+    def others(self, name: str) -> Iterator[StageDir]:
+        """Folders of a stage of this name in other runs, newest first."""
+        for run in reversed(runs_named(self.runs, self.pipeline.name)):
+            if (self.run is None or run.path.resolve() != self.run.path.resolve()) and is_pipeline(run.path):
+                yield from (where for where in run.stages() if re.fullmatch(rf"\d+-{re.escape(name)}", where.path.name))
+
+
+def choose(stages: Stages, name: str, *, forced: Collection[str] = ()) -> Choice:
+    stage = stages.pipeline.stages[name]
+    if pending := [needed for needed in needs(stage) if needed not in stages.settled]:
+        verb = "runs" if len(pending) == 1 else "run"
+        return Choice(name=name, kind=stage.kind, action="run", reason=f"because {', '.join(pending)} {verb}")
+    now = grounds(stages.pipeline, name, stages.base, stages.at, stages.digest_of)
+    if name in forced:
+        return Choice(name=name, kind=stage.kind, action="run", reason="asked for", grounds=now, is_forced=True)
+    own, key = stages.own(name), key_of(now)
+    if own is not None and _is_made(own, stage, key):
+        return Choice(name=name, kind=stage.kind, action="done", reason="nothing has changed", place=own.path, grounds=now)
+    for other in stages.others(name):
+        if _is_made(other, stage, key):
+            return Choice(name=name, kind=stage.kind, action="reused", reason=f"{other.run.name} has made it", place=other.path, grounds=now)
+    return Choice(name=name, kind=stage.kind, action="run", reason=_why(stages, name, now), grounds=now)
+
+
+def foretell(stages: Stages, *, forced: Collection[str] = (), only: str | None = None) -> list[Choice]:
+    """Of all stages, or of one and those that it stands on, as far as it can be known before any has run."""
+    names = stages.pipeline.order() if only is None else [*_below(stages.pipeline, only), only]
+    found = []
+    for name in names:
+        choice = choose(stages, name, forced=forced)
+        if choice.place is not None:
+            stages.settle(name, choice.place)
+        found.append(choice)
+    return found
+
+
+def above(pipeline: Pipeline, name: str) -> set[str]:
+    """A stage and all that stand on it."""
+    found = {name}
+    for other in pipeline.order():
+        if found & set(needs(pipeline.stages[other])):
+            found.add(other)
+    return found
+
+
+def _below(pipeline: Pipeline, name: str) -> list[str]:
+    """What a stage stands on, in order."""
+    wanted = {name}
+    for other in reversed(pipeline.order()):
+        if other in wanted:
+            wanted |= set(needs(pipeline.stages[other]))
+    return [other for other in pipeline.order() if other in wanted and other != name]
+
+
+def require_stages(pipeline: Pipeline, names: Collection[str]) -> None:
+    if unknown := [name for name in names if name not in pipeline.stages]:
+        raise RunError(f"{pipeline.name} has no stage {', '.join(unknown)}", f"its stages are {', '.join(pipeline.order())}")
+
+
+def require_below(stages: Stages, name: str) -> None:
+    """That one stage can be carried out alone; what it stands on is settled then."""
+    *below, _ = foretell(stages, only=name)
+    if waiting := [choice.name for choice in below if choice.action == "run"]:
+        raise RunError(
+            f"stage {name} stands on {', '.join(waiting)}, and what the spec asks of it now is not there",
+            f"run {', '.join(waiting)} first, or leave --only out",
+        )
+
+
+def begun_in(where: StageDir) -> Begun | None:
+    """None also where another version of finefit has written it: that is other work then."""
+    try:
+        return read_record(where.begun, Begun) if where.begun.exists() else None
+    except RunError:
+        return None
+
+
+def is_half_done(where: StageDir, now: Begun) -> bool:
+    """Whether it can go on here."""
+    before = begun_in(where)
+    return before is not None and not where.done.exists() and is_same_work(before, now)
+
+
+def _is_made(where: StageDir, stage: AnyStage, key: str) -> bool:
+    try:
+        done = read_record(where.done, Done) if where.done.exists() else None
+    except RunError:
+        return False
+    return done is not None and done.key == key and _is_there(where, stage)
+
+
+def _is_there(where: StageDir, stage: AnyStage) -> bool:
+    """What was made can be taken away by hand."""
+    match stage:
+        case TrainStage():
+            return is_run(where.path) and output_of(where.path, stage).is_dir()
+        case EvaluateStage():
+            return True  # each of its models says itself what it has answered
+    return where.output.is_dir()
+
+
+def _why(stages: Stages, name: str, now: Begun) -> str:
+    own = stages.own(name)
+    if own is not None and is_half_done(own, now):
+        return "begun and not finished: it goes on"
+    if own is not None and stages.run is not None and stages.run.making(stages.number(name), name).path.exists():
+        return "begun and not finished: it is made anew"
+    for where in (*([] if own is None else [own]), *stages.others(name)):
+        before = begun_in(where)
+        if before is not None:
+            return _changes(differences(before, now), os.path.relpath(where.path, stages.runs))
+    return "not made yet"
+
+
+def _changes(found: list[str], place: str) -> str:
+    if not found:
+        return f"what {place} held is gone"
+    more = f" and {len(found) - _MOST_REASONS} more" if len(found) > _MOST_REASONS else ""
+    return "; ".join(found[:_MOST_REASONS]) + more

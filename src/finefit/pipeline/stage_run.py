@@ -1,0 +1,140 @@
+"""The directory of a pipeline's run: made whole, planned before anything is loaded, and found again by what it stands on."""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from finefit import __version__
+from finefit.artifacts.atomic import full_disk_named, write_text
+from finefit.artifacts.lock import run_lock
+from finefit.artifacts.records import Forecast, PipelineState, Plan, Run, StageState, read_record, write_record
+from finefit.artifacts.rundir import RunDir, newest_with_digest
+from finefit.errors import RunError
+from finefit.pipeline.create import put_in_place
+from finefit.pipeline.foreseen import foresee_stages, require_fitting
+from finefit.pipeline.inputs import between
+from finefit.pipeline.stage_choice import Stages, foretell, require_below
+from finefit.pipeline.stage_keys import outside_inputs, pinned, pipeline_digest
+from finefit.pipeline.stage_paths import moved
+from finefit.spec.load import pipeline_from_json, spec_to_json
+from finefit.spec.stages import Pipeline
+
+_RECORDS_BYTES = 1 << 20
+"""What the records of a run take before its stages begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A pipeline as a command gives it, with all that it names from outside."""
+
+    pipeline: Pipeline
+    base: Path
+    """Where its relative paths start."""
+    spec_text: str
+    overrides: tuple[str, ...]
+    inputs: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        return pipeline_digest(self.pipeline, self.inputs)
+
+
+def ask(pipeline: Pipeline, base: Path, *, spec_text: str, overrides: tuple[str, ...]) -> Asked:
+    return Asked(pipeline=pipeline, base=base, spec_text=spec_text, overrides=overrides, inputs=outside_inputs(pipeline, base))
+
+
+def stages_of(asked: Asked, *, runs: Path, new: bool) -> Stages:
+    """With the newest run of the same pipeline on the same inputs, where there is one."""
+    run = None if new else newest_with_digest(runs, asked.pipeline.name, asked.digest)
+    return Stages(pipeline=asked.pipeline, base=asked.base, runs=runs, run=run)
+
+
+def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = None) -> RunDir:
+    """A new run is planned first: what does not fit is refused before anything is loaded."""
+    stages = stages_of(asked, runs=runs, new=new)
+    if stages.run is not None:
+        _follow(stages.run, asked)
+        return stages.run
+    if only is not None:
+        require_below(stages, only)
+    forecasts = _foreseen(stages, only)
+    runs.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".staging-{asked.pipeline.name}-", dir=runs))
+    try:
+        with full_disk_named(runs / asked.pipeline.name, _RECORDS_BYTES):
+            _fill(RunDir(staging), asked, forecasts)
+        staging.chmod(0o755)
+        return RunDir(put_in_place(staging, runs, asked.pipeline.name))
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _foreseen(stages: Stages, only: str | None) -> dict[str, tuple[Forecast, ...]]:
+    waiting = {choice.name for choice in foretell(stages, only=only) if choice.action == "run"}
+    found = foresee_stages(stages.pipeline, stages.base, done=stages.output, names=waiting)
+    require_fitting(found)
+    return found
+
+
+def _fill(run: RunDir, asked: Asked, forecasts: dict[str, tuple[Forecast, ...]]) -> None:
+    pipeline = asked.pipeline
+    (run.path / "stages").mkdir()
+    run.log.parent.mkdir()
+    write_text(run.spec_yaml, asked.spec_text)
+    write_text(run.spec_json, spec_to_json(_placed(asked, run)) + "\n")
+    write_record(run.plan, Plan(stages={}, forecasts={name: found[0] for name, found in forecasts.items()}))
+    waiting = tuple(
+        StageState(name=name, kind=pipeline.stages[name].kind, place=f"stages/{number}-{name}", status="waiting")
+        for number, name in enumerate(pipeline.order(), 1)
+    )
+    write_record(run.state, PipelineState(stages=waiting, inputs=asked.inputs))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    about = Run(
+        name=pipeline.name,
+        digest=asked.digest,
+        finefit=__version__,
+        created=now,
+        kind="pipeline",
+        status="prepared",
+        overrides=asked.overrides,
+    )
+    write_record(run.run, about)
+
+
+def _placed(asked: Asked, run: RunDir) -> Pipeline:
+    """With paths that start in the run directory, and the commits of today."""
+    return pinned(moved(asked.pipeline, between(asked.base.resolve(), run.path.resolve())))
+
+
+def _follow(run: RunDir, asked: Asked) -> None:
+    """What has the same digest may lie elsewhere now, and may be told to others."""
+    text = spec_to_json(_placed(asked, run)) + "\n"
+    if text != run.spec_json.read_text(encoding="utf-8"):
+        with run_lock(run.lock):
+            write_text(run.spec_json, text)
+
+
+def open_stages(run: RunDir) -> Stages:
+    pipeline = pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
+    return Stages(pipeline=pipeline, base=run.path.resolve(), runs=run.path.resolve().parent, run=run)
+
+
+def require_unchanged(run: RunDir) -> None:
+    """A run that is named by its directory goes on with what it began with."""
+    stages, before = open_stages(run), read_record(run.state, PipelineState).inputs
+    now = outside_inputs(stages.pipeline, stages.base)
+    if changed := [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]:
+        lines = (f"  {name}: {before.get(name, '(none)')[:12]} -> {now.get(name, '(none)')[:12]}" for name in changed)
+        raise RunError(
+            f"the inputs of {run.path.name} have changed since it began:\n" + "\n".join(lines),
+            "put them back, or give the spec file: it starts another run, which takes over every stage that has not changed",
+        )
+
+
+def is_finished(run: RunDir) -> bool:
+    """Said to be, and all that was made is still there."""
+    states = read_record(run.state, PipelineState).stages
+    return read_record(run.run, Run).status == "finished" and all((run.path / state.place / "done.json").exists() for state in states)

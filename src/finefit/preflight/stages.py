@@ -1,0 +1,142 @@
+"""What a pipeline and its outlook mean before any of its stages begins: one function per check, each yielding findings with the stage they are of."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from finefit.artifacts.records import Finding, StageOutlook
+from finefit.preflight.run import TIGHT
+from finefit.spec.schema import Lora, Training
+from finefit.spec.stages import BuildMoe, CompareStage, EvaluateStage, Gate, Input, MergeAdapter, Pipeline, StageModel, TrainStage
+
+Named = tuple[str | None, Finding]
+"""With the stage's name; None for the whole."""
+_SET = re.compile(r"--set ('?)([a-z_]+)")
+_KEYS = {*Training.model_fields, "validate", "model"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    pipeline: Pipeline
+    outlooks: Mapping[str, StageOutlook]
+    free_disk_bytes: int
+    host_memory_bytes: int
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Files that stages name and that are not there, by stage; of trainings none, whose own checks tell."""
+    to_come: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What other stages have yet to make, by stage."""
+    copies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Experts that name the same model as another one, by stage."""
+
+
+def files_are_there(whole: Whole) -> Iterator[Named]:
+    for name, paths in whole.missing.items():
+        for path in paths:
+            yield name, Finding(level="error", problem=f"{path} is not there", remedy="paths are relative to the spec file")
+
+
+def what_is_to_come_is_told(whole: Whole) -> Iterator[Named]:
+    for name, paths in whole.to_come.items():
+        problem = f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} yet to be made: nothing is known of the rows"
+        yield name, Finding(level="note", problem=problem, remedy="they are checked when the stage begins")
+
+
+def disk_holds_everything(whole: Whole) -> Iterator[Named]:
+    sizes = {name: one.disk_bytes for name, one in whole.outlooks.items() if one.disk_bytes}
+    needed, free = sum(sizes.values()), whole.free_disk_bytes
+    if needed > free:
+        told = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
+        problem = f"the stages leave up to {needed:,} bytes on the disk ({told}), {free:,} are free"
+        yield None, Finding(level="error", problem=problem, remedy=f"free {needed - free:,} bytes, work on another disk, or lower save.keep")
+
+
+def host_memory_holds_what_is_made(whole: Whole) -> Iterator[Named]:
+    """A training has a check of its own."""
+    there = whole.host_memory_bytes
+    for name, one in whole.outlooks.items():
+        needed = 0 if one.forecasts else one.host_bytes or 0
+        problem = f"it needs {needed:,} bytes of host memory, the machine has {there:,}"
+        if needed > there:
+            yield name, Finding(level="error", problem=problem, remedy="take a smaller model, or a machine with more memory")
+        elif needed > TIGHT * there:
+            yield name, Finding(level="warning", problem=problem, remedy="close other programs before the run")
+
+
+def answers_fit(whole: Whole) -> Iterator[Named]:
+    for name, one in whole.outlooks.items():
+        for model, rooms in (one.rooms[0] if one.rooms else {}).items():
+            for label, room in rooms.items():
+                if not room.fits:
+                    problem = f"{model} needs {room.held_bytes:,} bytes to answer {label} one by one, the device has {room.budget_bytes:,} to give"
+                    remedy = "take a larger card, or shorter prompts and answers (data.max_tokens, max_new_tokens)"
+                    yield name, Finding(level="error", problem=problem, remedy=remedy)
+
+
+def experts_are_no_copies(whole: Whole) -> Iterator[Named]:
+    for name, copies in whole.copies.items():
+        stage = whole.pipeline.stages[name]
+        assert isinstance(stage, BuildMoe)
+        if copies and stage.copies == "refuse" and stage.merge == "mixture":
+            distinct = len(stage.experts) - len(copies)
+            problem = f"{len(stage.experts)} slots hold {distinct} distinct models, so the build will refuse them: copies take memory and add nothing"
+            yield name, Finding(level="error", problem=problem, remedy=f"leave the copies out, or --set stages.{name}.copies=collapse")
+
+
+def there_is_an_adapter_to_merge(whole: Whole) -> Iterator[Named]:
+    for name, stage in whole.pipeline.stages.items():
+        if isinstance(stage, MergeAdapter) and stage.adapter is None and not _is_adapter(whole.pipeline, stage.model):
+            problem = "it merges an adapter, and its model has none"
+            yield name, Finding(level="error", problem=problem, remedy="name a stage that trains one, or a folder with adapter:")
+
+
+def _is_adapter(pipeline: Pipeline, asked: Input) -> bool:
+    stage = pipeline.stages[asked.name] if isinstance(asked, StageModel) else None
+    return isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora)
+
+
+def gates_choose_among_models_that_answer(whole: Whole) -> Iterator[Named]:
+    stages = whole.pipeline.stages
+    asking = {name: stage.models for name, stage in stages.items() if isinstance(stage, EvaluateStage)}
+    for name, models in asking.items():
+        for model, asked in models.items():
+            gate = stages[asked.name] if isinstance(asked, StageModel) else None
+            absent = [expert for expert in gate.experts if expert not in models] if isinstance(gate, Gate) else []
+            if absent:
+                problem = f"models.{model} chooses among experts and answers nothing itself; {', '.join(absent)} is not among the models here"
+                yield name, Finding(level="error", problem=problem, remedy=f"name {', '.join(absent)} under models too")
+
+
+def compared_models_are_evaluated(whole: Whole) -> Iterator[Named]:
+    for name, stage in whole.pipeline.stages.items():
+        for part in stage.of if isinstance(stage, CompareStage) else ():
+            source, _, model = part.partition(":")
+            scored = whole.pipeline.stages[source]
+            if model and isinstance(scored, EvaluateStage) and model not in scored.models:
+                problem = f"{part} names no model of stage {source}"
+                yield name, Finding(level="error", problem=problem, remedy=f"it has {', '.join(scored.models)}")
+
+
+CHECKS: tuple[Callable[[Whole], Iterator[Named]], ...] = (
+    files_are_there,
+    what_is_to_come_is_told,
+    disk_holds_everything,
+    host_memory_holds_what_is_made,
+    answers_fit,
+    experts_are_no_copies,
+    there_is_an_adapter_to_merge,
+    gates_choose_among_models_that_answer,
+    compared_models_are_evaluated,
+)
+
+
+def examine_stages(whole: Whole) -> list[Named]:
+    return [found for check in CHECKS for found in check(whole)]
+
+
+def of_stage(name: str, finding: Finding) -> Finding:
+    """Of a training that is a stage: its keys stand under the stage's name."""
+
+    def prefixed(match: re.Match[str]) -> str:
+        return f"--set {match[1]}stages.{name}.{match[2]}" if match[2] in _KEYS else match[0]
+
+    return replace(finding, remedy=_SET.sub(prefixed, finding.remedy))

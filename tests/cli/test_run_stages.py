@@ -1,0 +1,248 @@
+"""`finefit run` of a pipeline, as a user meets it."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finefit.artifacts.records import PipelineState, Stage, read_record
+from finefit.artifacts.rundir import RunDir
+from finefit.pipeline.create import stage_of
+from finefit.pipeline.stage_keys import tree_digest
+from finefit.spec.schema import FolderModel, Lora
+from tests.cli.conftest import Finefit, Finished, process, started
+from tests.forecasts import make_forecast
+from tests.stages import calls, make_scripts, make_trainings
+
+SLOW = """
+import time
+Path(target).with_name("begun.txt").touch()
+while not (Path(__file__).parent / "go").exists():
+    time.sleep(0.05)
+"""
+WAIT_SECONDS = 280.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipeline of scripts; the working directory."""
+    spec = make_scripts(tmp_path / "project")
+    monkeypatch.chdir(spec.parent)
+    return spec.parent
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not happened():
+        assert time.monotonic() - began < WAIT_SECONDS
+        time.sleep(0.01)
+
+
+def _make_slow(folder: Path) -> None:
+    """Every script waits until it may go on."""
+    script = folder / "add.py"
+    script.write_text(script.read_text() + SLOW)
+
+
+def _statuses(folder: Path) -> list[str]:
+    return [state.status for state in read_record(RunDir(folder / "runs/chain-1").state, PipelineState).stages]
+
+
+def test_a_dry_run_tells_the_graph_and_starts_nothing(folder: Path, finefit: Finefit) -> None:
+    answer = finefit("run", "spec.yaml", "--dry-run")
+    assert answer.code == 0
+    rows = [line.split(maxsplit=3) for line in answer.out.splitlines()[2:5]]
+    assert [row[:3] for row in rows] == [["first", "python", "-"], ["second", "python", "first"], ["third", "python", "second"]]
+    assert [row[3].split(maxsplit=2)[2].strip() for row in rows] == ["not made yet", "because first runs", "because second runs"]
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_is_told_stage_by_stage_and_the_second_has_nothing_to_do(folder: Path, finefit: Finefit) -> None:
+    first = finefit("run", "spec.yaml")
+    assert first.code == 0
+    assert "stage 2/3  second (python): not made yet" in first.out
+    assert "  second.txt: 1 files, 12 bytes" in first.out
+    assert "memory in its processes: before 0.00 GiB, peak 0." in first.out
+    assert calls(folder) == ["first", "second", "third"]
+    again = finefit("run", "spec.yaml")
+    assert "runs/chain-1 is finished already; --new starts another run" in again.out
+    assert "is finished already" in finefit("run", "runs/chain-1").out
+    document = finefit("run", "spec.yaml", "--dry-run", "--json").document
+    assert document["run"] == "runs/chain-1"
+    assert [(stage["stage"], stage["needs"], stage["action"]) for stage in document["stages"]] == [
+        ("first", [], "done"),
+        ("second", ["first"], "done"),
+        ("third", ["second"], "done"),
+    ]
+    forced = finefit("run", "spec.yaml", "--from", "second", "--json").document
+    assert forced["status"] == "finished"
+    assert [stage["why"] for stage in forced["stages"]] == ["nothing has changed", "asked for", "asked for"]
+    assert calls(folder) == ["second", "third"]
+    assert finefit("run", "spec.yaml", "--only", "third", "--force", "third").code == 0
+    assert finefit("run", "spec.yaml", "--force", "all").code == 0
+    assert calls(folder) == ["third", "first", "second", "third"]
+
+
+@pytest.mark.parametrize("option", ["--from", "--only", "--force"])
+def test_a_stage_that_is_not_there_is_told_with_those_that_are(folder: Path, finefit: Finefit, option: str) -> None:
+    answer = finefit("run", "spec.yaml", option, "fourth")
+    assert (answer.code, answer.err) == (2, "error: chain has no stage fourth\nits stages are first, second, third\n")
+    assert not (folder / "runs").exists()
+
+
+def test_one_stage_alone_is_refused_before_a_run_appears(folder: Path, finefit: Finefit) -> None:
+    answer = finefit("run", "spec.yaml", "--only", "third")
+    assert answer.code == 2
+    assert "stage third stands on first, second, and what the spec asks of it now is not there" in answer.err
+    assert not (folder / "runs").exists()
+
+
+def test_a_failed_stage_ends_with_its_own_code_and_place(folder: Path, finefit: Finefit) -> None:
+    script = folder / "add.py"
+    script.write_text("raise OSError('nothing works')\n")
+    answer = finefit("run", "spec.yaml")
+    assert answer.code == 2
+    assert answer.err.startswith("error: stage first: add.py (line 1): OSError: nothing works\n")
+    assert _statuses(folder) == ["failed", "waiting", "waiting"]
+
+
+def test_what_does_not_fit_is_refused_before_anything_exists(folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_much = {"second": (make_forecast(fits=False),)}
+    monkeypatch.setattr("finefit.pipeline.stage_run.foresee_stages", lambda *_, **__: too_much)
+    answer = finefit("run", "spec.yaml")
+    assert answer.code == 1
+    assert "stage second needs" in answer.err
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_ranks_from_outside_are_refused(finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    answer = finefit("run", "spec.yaml")
+    assert answer.code == 2
+    assert "spec.yaml has stages, and this process is rank 0 of 2, started from outside" in answer.err
+
+
+def test_words_of_stages_have_no_meaning_for_one_training(project: Path, finefit: Finefit) -> None:
+    answer = finefit("run", project, "--from", "sft")
+    assert answer.code == 2
+    assert "choose among stages, and this is one training" in answer.err
+
+
+def test_a_pipeline_goes_on_as_it_began(folder: Path, finefit: Finefit) -> None:
+    finefit("run", "spec.yaml")
+    answer = finefit("run", "runs/chain-1", "--set", "seed=2")
+    assert answer.code == 2
+    assert "--set has no place here" in answer.err
+    (folder / "raw.txt").write_text("other\n")
+    changed = finefit("run", "runs/chain-1")
+    assert changed.code == 2
+    assert "first.inputs.raw: " in changed.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
+def test_a_stopped_pipeline_leaves_no_process_and_goes_on_at_its_stage(folder: Path, finefit: Finefit, number: signal.Signals, code: int) -> None:
+    _make_slow(folder)
+    with started("run", "spec.yaml", cwd=folder) as child:
+        making = folder / "runs/chain-1/stages/.making-1-first"
+        _until(lambda: (making / "output/begun.txt").exists())
+        (worker,) = psutil.Process(child.pid).children()
+        child.send_signal(number)
+        assert child.wait(60) == code
+    _until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    assert _statuses(folder) == ["stopped" if code == 3 else "running", "waiting", "waiting"]
+    assert finefit("watch", "runs/chain-1", "--json").document["stages"][0]["status"] == "stopped"
+    (folder / "go").touch()
+    calls(folder)
+    again = finefit("run", "runs/chain-1", "--json")
+    assert (again.code, again.document["status"]) == (0, "finished")
+    assert calls(folder) == ["first", "second", "third"]
+    assert (folder / "runs/chain-1/stages/3-third/output/third.txt").read_text() == "raw\none\ntwo\nthree\n"
+
+
+def test_a_detached_pipeline_can_be_watched_to_its_end(folder: Path, finefit: Finefit) -> None:
+    _make_slow(folder)
+    detached = process("run", "spec.yaml", "--detach", "--json", cwd=folder)
+    assert detached.code == 0
+    now = finefit("watch", "runs/chain-1", "--json").document
+    assert (now["status"], now["pid"], now["kind"]) == ("running", detached.document["pid"], "pipeline")
+    refused = finefit("run", "spec.yaml")
+    assert refused.code == 2
+    assert f"already being worked on by process {detached.document['pid']}" in refused.err
+    (folder / "go").touch()
+    shown = finefit("watch", "runs/chain-1").out
+    assert "stage third (python) is done: not made yet" in shown
+    assert "runs/chain-1 is finished" in shown
+    assert calls(folder) == ["first", "second", "third"]
+
+
+# trainings
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """`finefit run` of three trainings, each going on from the one before; not to be changed."""
+    folder = make_trainings(tmp_path_factory.mktemp("trained") / "project").parent
+    return Finished(folder, process("run", "spec.yaml", "--json", cwd=folder))
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    found = (folder / "runs/chain-1/stages").glob("*/stages/*/checkpoints/final/*.safetensors")
+    return {str(path.relative_to(folder)): tree_digest(path) for path in found}
+
+
+def test_trainings_go_on_from_one_another(trained: Finished) -> None:
+    assert (trained.answer.code, trained.answer.document["status"]) == (0, "finished")
+    runs = [RunDir(trained.folder / f"runs/chain-1/stages/{place}") for place in ("1-whole", "2-sft", "3-more")]
+    whole, sft, more = (read_record(stage_of(run).stage, Stage) for run in runs)
+    first, second = (stage_of(run).checkpoints / "final" for run in runs[:2])
+    assert whole.tuning.kind == "full"
+    assert isinstance(sft.model, FolderModel)
+    assert isinstance(more.model, FolderModel)
+    assert isinstance(more.tuning, Lora)
+    assert more.tuning.adapter is not None
+    assert (runs[1].path / sft.model.path).samefile(first)
+    assert (runs[2].path / more.model.path).samefile(first)
+    assert (runs[2].path / more.tuning.adapter).samefile(second)
+    assert len(_weights(trained.folder)) == len({*_weights(trained.folder).values()})
+
+
+def test_what_a_training_held_is_recorded(trained: Finished) -> None:
+    for stage in trained.answer.document["stages"]:
+        memory = stage["memory"]
+        assert memory["before_bytes"] == memory["after_bytes"] == 0
+        assert 0 < memory["loaded_bytes"] <= memory["peak_bytes"]
+    plan = json.loads((trained.folder / "runs/chain-1/plan.json").read_text())
+    assert list(plan["forecasts"]) == ["whole", "sft", "more"]
+
+
+def test_a_stage_is_a_run_of_its_own(trained: Finished, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained.folder)
+    assert finefit("watch", "runs/chain-1/sft", "--json").document["status"] == "finished"
+    refused = finefit("run", "runs/chain-1/sft", "--set", "schedule.epochs=3")
+    assert refused.code == 2
+    assert "is a stage of chain-1, and --set would make it another one" in refused.err
+
+
+def test_a_pipeline_killed_in_a_training_ends_bit_for_bit_as_one_that_nobody_killed(trained: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    shutil.copytree(trained.folder, folder, ignore=shutil.ignore_patterns("runs"))
+    run = folder / "runs/chain-1/stages"
+    with started("run", "spec.yaml", cwd=folder) as child:
+        _until(lambda: (run / "2-sft/stages/1-sft/checkpoints/checkpoint-2").exists() or child.poll() is not None)
+        child.kill()
+    assert not (run / "2-sft/done.json").exists()
+    before = (run / "1-whole/done.json").stat().st_mtime_ns
+    again = process("run", "spec.yaml", "--json", cwd=folder)
+    assert (again.code, [stage["status"] for stage in again.document["stages"]]) == (0, ["done"] * 3)
+    assert again.document["stages"][1]["why"] == "begun and not finished: it goes on"
+    assert (run / "1-whole/done.json").stat().st_mtime_ns == before
+    assert "resumed from checkpoint" in (run / "2-sft/logs/run.log").read_text()
+    assert _weights(folder) == _weights(trained.folder)

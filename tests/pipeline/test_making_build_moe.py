@@ -1,0 +1,252 @@
+"""The build_moe stage: what it makes, what it says, what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from finefit.artifacts.records import Order, Routing, WiredModel, read_record, write_record
+from finefit.errors import DataError, ModelError, SpecError
+from finefit.facts.model import read_model_folder
+from finefit.pipeline.making.build_moe import lines, make
+from finefit.spec.schema import FolderModel
+from finefit.spec.stages import BuildMoe, Pipeline
+from tests.conftest import make_model_folder
+
+torch.set_num_threads(1)
+INPUTS = torch.randint(0, 261, (2, 20), generator=torch.Generator().manual_seed(5))
+
+
+def make_expert(base: Path, folder: Path, seed: int) -> Path:
+    model = LlamaForCausalLM.from_pretrained(base)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mlp." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A base, two experts and rows for each: letters and digits."""
+    base = make_model_folder(tmp_path / "base")
+    make_expert(base, tmp_path / "letters", 2)
+    make_expert(base, tmp_path / "digits", 3)
+    for name, alphabet in (("letters", "abcdefgh"), ("digits", "12345678")):
+        rows = [{"prompt": "say", "completion": "".join(alphabet[(at * 5 + k * (1 + at % 3)) % 8] for k in range(12))} for at in range(24)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def order_of(here: Path, **asked: Any) -> Order:
+    experts = {name: {"kind": "folder", "path": name} for name in asked.pop("experts", ("letters", "digits"))}
+    document = {"kind": "build_moe", "base": {"kind": "folder", "path": "base"}, "experts": experts} | asked
+    stage = TypeAdapter(BuildMoe).validate_python(document)
+    models = {"base": _folder(here / "base")} | {f"experts.{name}": _folder(here / name) for name in experts}
+    return Order(name="mix", pipeline="rmoe", seed=3, device="cpu", precision="fp32", base=str(here), stage=stage, models=models)
+
+
+def _folder(path: Path) -> WiredModel:
+    return WiredModel(model=FolderModel(kind="folder", path=str(path)))
+
+
+def made(here: Path, **asked: Any) -> tuple[Path, dict[str, Any]]:
+    out = here / "output"
+    out.mkdir()
+    summary: dict[str, Any] = json.loads(json.dumps(make(order_of(here, **asked), out)))
+    return out, summary
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found: torch.Tensor = model(INPUTS).logits
+    return found
+
+
+CENTROIDS = {"kind": "centroids", "data": {"letters": {"path": "letters.jsonl"}, "digits": {"path": "digits.jsonl"}}}
+
+
+def test_a_mixture_is_a_model_folder_with_its_tokenizer_and_a_proof(here: Path) -> None:
+    out, summary = made(here)
+    assert (out / "tokenizer.json").read_bytes() == (here / "base" / "tokenizer.json").read_bytes()
+    assert summary["experts"] == ["letters", "digits"]
+    assert summary["top_k"] == 2
+    assert summary["parameters"] == read_model_folder(out).num_parameters
+    assert set(summary["proof"]) == {"letters", "digits"}
+    assert max(summary["proof"].values()) < 1e-5
+    assert logits(out).shape == (2, 20, 261)
+    told = lines(summary)
+    assert "2 experts (letters, digits), 2 answer each token" in told[0]
+    assert any("starts at random" in line for line in told)
+    assert any("answers as that expert" in line for line in told)
+
+
+def test_a_router_from_centroids_sends_held_out_tokens_to_their_own_expert(here: Path) -> None:
+    out, summary = made(here, router=CENTROIDS)
+    found = read_record(out / "routing.json", Routing)
+    assert found.experts == ("letters", "digits")
+    assert found.top_k == 2
+    assert min(summary["own_in_base"].values()) > 0.6
+    assert min(summary["own"].values()) > 0.6
+    assert set(found.sources) == {"letters", "digits"}
+    assert found.sources["letters"].rows == 6
+    assert all(abs(sum(layer) - 1) < 1e-4 for source in found.sources.values() for layer in (*source.first, *source.weight))
+    assert all(0.5 < max(layer) < 0.99 for source in found.sources.values() for layer in source.weight)  # decided, not final
+    svg = (out / "routing.svg").read_text()
+    assert svg.startswith("<svg")
+    assert "digits, layer 1, letters:" in svg
+    assert any("first choice is their own expert: letters" in line for line in lines(summary))
+
+
+def test_the_same_order_makes_the_same_files(here: Path) -> None:
+    out, _ = made(here, router=CENTROIDS)
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+    out.rename(here / "before")
+    again, _ = made(here, router=CENTROIDS)
+    assert {path.name: path.read_bytes() for path in again.iterdir()} == first
+
+
+def test_rows_must_be_named_for_the_same_experts(here: Path) -> None:
+    with pytest.raises(ValidationError, match=r"router\.data: digits is an expert without rows"):
+        made(here, router=CENTROIDS | {"data": {"letters": {"path": "letters.jsonl"}}})
+
+
+def test_an_expert_with_one_row_cannot_start_a_router(here: Path) -> None:
+    (here / "digits.jsonl").write_text('{"prompt": "say", "completion": "1"}\n' * 5)
+    with pytest.raises(DataError, match="expert digits has 1 different rows"):
+        made(here, router=CENTROIDS)
+
+
+def test_a_row_that_cannot_be_rendered_is_named(here: Path) -> None:
+    with pytest.raises(DataError, match=r"letters.jsonl:\d+ .*token"):
+        made(here, router=CENTROIDS | {"max_tokens": 8})
+
+
+@pytest.mark.parametrize(("routing", "top_k"), [("weighted_sum", 2), ("top_1", 1)])
+def test_routing_says_how_many_experts_answer(here: Path, routing: str, top_k: int) -> None:
+    out, summary = made(here, routing=routing)
+    assert json.loads((out / "config.json").read_text())["num_experts_per_tok"] == top_k == summary["top_k"]
+    assert any("no gradient" in line for line in lines(summary)) is (routing == "top_1")
+
+
+def test_select_one_answers_as_that_expert_alone(here: Path) -> None:
+    out, summary = made(here, router={"kind": "select_one", "expert": "digits"})
+    torch.testing.assert_close(logits(out), logits(here / "digits"), atol=1e-5, rtol=1e-5)
+    assert summary["experts"] == ["digits"]
+    assert any("left out" in line for line in lines(summary))
+    with pytest.raises(ValidationError, match=r"router.expert: maths is none of the experts, which are letters, digits"):
+        order_of(here, router={"kind": "select_one", "expert": "maths"})
+
+
+def test_an_average_is_dense_and_has_no_router(here: Path) -> None:
+    out, summary = made(here, merge="average")
+    models = [LlamaForCausalLM.from_pretrained(here / name) for name in ("letters", "digits")]
+    found = LlamaForCausalLM.from_pretrained(out)
+    wanted = (models[0].model.layers[1].mlp.up_proj.weight + models[1].model.layers[1].mlp.up_proj.weight) / 2
+    torch.testing.assert_close(found.model.layers[1].mlp.up_proj.weight, wanted)
+    assert "the mean of letters, digits" in lines(summary)[0]
+    with pytest.raises(ValidationError, match="an average has no router"):
+        order_of(here, merge="average", router=CENTROIDS)
+
+
+def test_an_expert_with_an_adapter_is_sent_to_merge_adapter(here: Path) -> None:
+    order = order_of(here)
+    order.models["experts.digits"] = WiredModel(model=order.models["base"].model, adapter=str(here / "adapter"))
+    with pytest.raises(SpecError, match="expert digits is an adapter") as refused:
+        make(order, here / "output")
+    assert "merge_adapter" in refused.value.remedy
+
+
+def test_more_answers_than_experts_are_refused(here: Path) -> None:
+    with pytest.raises(ValidationError, match="top_k: 3 of 2 experts"):
+        order_of(here, top_k=3)
+
+
+def test_an_expert_that_will_be_an_adapter_is_refused_before_it_is_trained() -> None:
+    model = {"kind": "embedded", "name": "smollm2-135m"}
+    subset = {"kind": "subset", "trainable": ["layers.*.mlp"]}
+    expert = {"kind": "train", "model": model, "tuning": subset, "data": {"train": [{"path": "a.jsonl"}]}, "optimizer": {"lr": 1e-3}}
+    mix = {"kind": "build_moe", "base": model, "experts": {"a": {"kind": "stage", "name": "a"}, "b": {"kind": "stage", "name": "b"}}}
+    stages: dict[str, Any] = {"a": expert, "b": expert, "mix": mix}
+    Pipeline.model_validate_json(json.dumps({"name": "x", "stages": stages}))
+    stages["b"] = expert | {"tuning": {"kind": "lora"}}
+    with pytest.raises(ValidationError, match="stage mix is built of whole models, and stage b trains an adapter; put a stage of kind merge_adapter"):
+        Pipeline.model_validate_json(json.dumps({"name": "x", "stages": stages}))
+
+
+def test_an_order_of_one_expert_can_be_read_again(here: Path) -> None:
+    order = order_of(here, experts=("digits",))
+    write_record(here / "order.json", order)
+    assert read_record(here / "order.json", Order) == order
+
+
+def test_copies_collapse_with_a_word_and_leave_their_rows(here: Path) -> None:
+    make_expert(here / "base", here / "numbers", 3)
+    (here / "numbers.jsonl").write_text((here / "digits.jsonl").read_text())
+    names = ("letters", "digits", "numbers")
+    data = {name: {"path": f"{name}.jsonl"} for name in names}
+    _, summary = made(here, experts=names, copies="collapse", router={"kind": "centroids", "data": data})
+    assert summary["experts"] == ["letters", "digits"]
+    assert summary["collapsed"] == {"numbers": "digits"}
+    assert "numbers is a copy of digits and was left out" in lines(summary)
+
+
+def test_experts_trained_in_fp32_over_a_base_in_bf16_are_not_rounded(here: Path) -> None:
+    for name in ("base", "letters", "digits"):
+        model = LlamaForCausalLM.from_pretrained(here / name, dtype=torch.float32)
+        for key, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(torch.bfloat16).float() if ".mlp." not in key or name == "base" else parameter.data
+        (model.to(torch.bfloat16) if name == "base" else model).save_pretrained(here / name)
+    out, summary = made(here)
+    assert summary["dtype"] == "float32" == json.loads((out / "config.json").read_text())["dtype"]
+    expert, mixture = LlamaForCausalLM.from_pretrained(here / "digits"), AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(mixture.model.layers[0].mlp.experts.down_proj[1], expert.model.layers[0].mlp.down_proj.weight)
+
+
+def test_a_build_that_is_killed_in_mid_write_leaves_no_model_and_the_next_one_is_whole(here: Path) -> None:
+    order_file, out = here / "order.json", here / "output"
+    write_record(order_file, order_of(here))
+    killed = textwrap.dedent("""
+        import os, signal, sys
+        from pathlib import Path
+        from finefit.artifacts.records import Order, read_record
+        from finefit.model import moe
+        from finefit.pipeline.making.build_moe import make
+        whole = moe.save_file
+        def torn(tensors, path, **rest):
+            if path.name == "model-00001.safetensors":
+                whole(tensors, path, **rest)
+                with open(path, "r+b") as file:
+                    file.truncate(path.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            whole(tensors, path, **rest)
+        moe.save_file = torn
+        make(read_record(Path(sys.argv[1]), Order), Path(sys.argv[2]))
+    """)
+    out.mkdir()
+    ended = subprocess.run([sys.executable, "-c", killed, str(order_file), str(out)], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == -signal.SIGKILL
+    assert (out / "model-00000.safetensors").exists()
+    with pytest.raises(ModelError):
+        read_model_folder(out)
+    for path in out.iterdir():
+        path.unlink()
+    out.rmdir()
+    whole, _ = made(here)
+    other, out = here / "other", here / "output"
+    other.mkdir()
+    make(order_of(here), other)
+    assert torch.equal(logits(whole), logits(other))

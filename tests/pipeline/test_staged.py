@@ -1,0 +1,293 @@
+"""The stages of a pipeline: what runs, what is left alone, and why. Stages are scripts, in processes of their own as ever."""
+
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.records import Done, PipelineState, Run, read_record
+from finefit.artifacts.rundir import RunDir, StageDir, find_run, open_run
+from finefit.errors import RunError, SpecError
+from finefit.pipeline.stage_choice import Choice, above, foretell
+from finefit.pipeline.stage_run import ask, is_finished, open_or_create, open_stages, require_unchanged, stages_of
+from finefit.pipeline.staged import View, carry_out
+from finefit.spec.load import load_any, spec_to_json
+from finefit.spec.stages import Pipeline
+from tests.stages import calls, make_scripts
+
+
+@pytest.fixture(autouse=True)
+def _no_inhibitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.pipeline.awake._command", lambda: None)
+
+
+class Heard:
+    """What a run tells of its stages."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[tuple[str, str]] = []
+        self.said: list[str] = []
+
+    def begin(self, choice: Choice, number: int, count: int) -> None:
+        assert 1 <= number <= count
+        self.begun.append(choice.name)
+
+    def training(self, run: RunDir) -> AbstractContextManager[View]:
+        raise AssertionError(f"nothing is trained here, and {run.path} would be")
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def end(self, choice: Choice, done: Done) -> None:
+        assert done.name == choice.name
+        self.ended.append((choice.name, choice.action))
+
+
+def _open(spec: Path, *overrides: str, new: bool = False) -> RunDir:
+    pipeline = load_any(spec, overrides)
+    assert isinstance(pipeline, Pipeline)
+    asked = ask(pipeline, spec.parent, spec_text=spec.read_text(encoding="utf-8"), overrides=overrides)
+    return open_or_create(asked, runs=spec.parent / "runs", new=new)
+
+
+def _choices(spec: Path, *overrides: str) -> dict[str, tuple[str, str]]:
+    pipeline = load_any(spec, overrides)
+    assert isinstance(pipeline, Pipeline)
+    stages = stages_of(ask(pipeline, spec.parent, spec_text="", overrides=overrides), runs=spec.parent / "runs", new=False)
+    return {choice.name: (choice.action, choice.reason) for choice in foretell(stages)}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return make_scripts(tmp_path / "project")
+
+
+@pytest.fixture(scope="module")
+def _first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run once; not to be changed."""
+    spec = make_scripts(tmp_path_factory.mktemp("first") / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("finefit.pipeline.awake._command", lambda: None)
+        carry_out(_open(spec), Heard())
+    return spec
+
+
+@pytest.fixture
+def finished(_first: Path, tmp_path: Path) -> Path:
+    """The spec of a project whose run chain-1 is finished."""
+    shutil.copytree(_first.parent, tmp_path / "project")
+    calls(tmp_path / "project")
+    return tmp_path / "project" / "spec.yaml"
+
+
+def test_stages_run_in_their_order_and_each_finds_what_the_one_before_has_made(spec: Path) -> None:
+    run, heard = _open(spec), Heard()
+    assert carry_out(run, heard).status == "finished"
+    assert calls(spec.parent) == heard.begun == ["first", "second", "third"]
+    assert (run.stage(3, "third").output / "third.txt").read_text() == "raw\none\ntwo\nthree\n"
+    assert [state.status for state in read_record(run.state, PipelineState).stages] == ["done"] * 3
+    assert not [path for path in (run.path / "stages").iterdir() if path.name.startswith(".")]
+
+
+def test_a_second_run_finds_everything_done(finished: Path) -> None:
+    run, heard = _open(finished), Heard()
+    assert run.path.name == "chain-1"
+    assert is_finished(run)
+    carry_out(run, heard)
+    assert calls(finished.parent) == heard.begun == []
+    assert heard.ended == [("first", "done"), ("second", "done"), ("third", "done")]
+
+
+def test_what_a_stage_held_is_recorded_and_given_back(finished: Path) -> None:
+    memory = read_record(_open(finished).stage(1, "first").done, Done).memory
+    assert memory is not None
+    assert (memory.device, memory.before_bytes, memory.after_bytes, memory.loaded_bytes) == ("cpu", 0, 0, None)
+    assert memory.peak_bytes is not None
+    assert 2**20 < memory.peak_bytes < 2**31
+
+
+def test_a_changed_stage_starts_another_run_that_takes_over_what_stands_before_it(finished: Path) -> None:
+    change = 'stages.second.arguments=["{before}", "{output}/second.txt", "2"]'
+    assert _choices(finished, change)["first"] == ("reused", "chain-1 has made it")
+    action, reason = _choices(finished, change)["second"]
+    assert (action, reason) == ("run", 'arguments.2: "two" -> "2"')
+    assert _choices(finished, change)["third"] == ("run", "because second runs")
+    run = _open(finished, change)
+    carry_out(run, Heard())
+    assert run.path.name == "chain-2"
+    assert calls(finished.parent) == ["second", "third"]
+    assert [state.place for state in read_record(run.state, PipelineState).stages] == [
+        "../chain-1/stages/1-first",
+        "stages/2-second",
+        "stages/3-third",
+    ]
+    assert (run.stage(3, "third").output / "third.txt").read_text() == "raw\none\n2\nthree\n"
+
+
+def test_a_changed_file_runs_what_stands_on_it_and_says_which_it_was(finished: Path) -> None:
+    (finished.parent / "raw.txt").write_text("other\n")
+    assert _choices(finished)["first"] == ("run", "inputs.raw has changed")
+    run = _open(finished)
+    carry_out(run, Heard())
+    assert (run.path.name, calls(finished.parent)) == ("chain-2", ["first", "second", "third"])
+
+
+def test_a_changed_script_is_a_changed_input(finished: Path) -> None:
+    script = finished.parent / "add.py"
+    script.write_text(script.read_text() + "\n# changed\n")
+    assert {action for action, _ in _choices(finished).values()} == {"run"}
+    assert _choices(finished)["first"][1] == "script has changed"
+
+
+def test_what_came_out_the_same_is_not_stood_on_again(finished: Path) -> None:
+    """The script changed, and what it wrote did not: nothing behind it has another input."""
+    change = "stages.first.script=other.py"
+    (finished.parent / "other.py").write_text((finished.parent / "add.py").read_text() + "\n")
+    carry_out(_open(finished, change), Heard())
+    assert calls(finished.parent) == ["first"]
+
+
+def test_another_version_of_finefit_makes_everything_anew(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.pipeline.stage_keys.__version__", "99")
+    action, reason = _choices(finished)["first"]
+    assert action == "run"
+    assert reason.startswith("finefit ")
+    assert reason.endswith(" -> 99")
+
+
+def test_where_files_lie_does_not_matter(finished: Path) -> None:
+    finished.parent.rename(finished.parent.with_name("moved"))
+    moved = finished.parent.with_name("moved") / "spec.yaml"
+    assert {action for action, _ in _choices(moved).values()} == {"done"}
+
+
+def test_a_stage_that_another_run_made_and_lost_is_made_again(finished: Path) -> None:
+    change = 'stages.third.arguments=["{before}", "{output}/third.txt"]'
+    run = _open(finished, change)
+    carry_out(run, Heard())
+    assert calls(finished.parent) == ["third"]
+    shutil.rmtree(finished.parent / "runs" / "chain-1")
+    assert not is_finished(run)
+    carry_out(run, Heard())
+    assert calls(finished.parent) == ["first", "second"]  # what they wrote is the same, so the third stands
+    assert is_finished(run)
+
+
+def test_a_stage_is_forced_alone_or_with_all_that_stand_on_it(finished: Path) -> None:
+    run = _open(finished)
+    carry_out(run, Heard(), forced={"second"})
+    assert calls(finished.parent) == ["second"]
+    carry_out(run, Heard(), forced=above(open_stages(run).pipeline, "second"))
+    assert calls(finished.parent) == ["second", "third"]
+
+
+def test_one_stage_alone_needs_what_it_stands_on(spec: Path) -> None:
+    run = _open(spec)
+    assert carry_out(run, Heard(), only="first").status == "stopped"
+    with pytest.raises(RunError, match="stage third stands on second"):
+        carry_out(run, Heard(), only="third")
+    carry_out(run, Heard(), only="second")
+    assert carry_out(run, Heard(), only="third").status == "finished"
+    assert calls(spec.parent) == ["first", "second", "third"]
+
+
+def test_a_failed_stage_ends_the_run_and_is_named(spec: Path) -> None:
+    script = spec.parent / "add.py"
+    text = script.read_text()
+    script.write_text(text + "if 'two' in words:\n    raise ValueError('no such word')\n")
+    run = _open(spec)
+    with pytest.raises(SpecError, match=r"stage second: add\.py \(line 9\): ValueError: no such word"):
+        carry_out(run, Heard())
+    record, states = read_record(run.run, Run), read_record(run.state, PipelineState).stages
+    assert (record.status, [state.status for state in states]) == ("failed", ["done", "failed", "waiting"])
+    assert record.failure is not None
+    assert record.failure.exit_code == 2
+    assert "Traceback" in (run.path / "logs" / "second.log").read_text()
+    assert not run.stage(2, "second").path.exists()
+    script.write_text(text)
+    calls(spec.parent)
+    carry_out(_open(spec), Heard())
+    assert calls(spec.parent) == ["first", "second", "third"]  # the script is an input of all three
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("sys.exit(4)", "add.py ended with 4"),
+        ("Path(target).unlink()", "has not written first.txt; its folder holds nothing"),
+        ("sys.exit('out of ideas')", "add.py ended with out of ideas"),
+    ],
+)
+def test_a_script_is_held_to_what_it_declares(spec: Path, ending: str, told: str) -> None:
+    script = spec.parent / "add.py"
+    script.write_text(script.read_text() + ending + "\n")
+    with pytest.raises(SpecError, match=told):
+        carry_out(_open(spec), Heard())
+
+
+def test_an_argument_that_names_no_input_is_refused(spec: Path) -> None:
+    with pytest.raises(SpecError, match=r"\{rwa\} names no input"):
+        carry_out(_open(spec, 'stages.first.arguments=["{rwa}"]'), Heard())
+
+
+def test_a_script_writes_into_its_own_folder_where_it_names_none(spec: Path) -> None:
+    (spec.parent / "add.py").write_text("open('first.txt', 'w').write('here')\n")
+    run = _open(spec)
+    carry_out(run, Heard(), only="first")
+    assert (run.stage(1, "first").output / "first.txt").read_text() == "here"
+
+
+def test_a_missing_input_is_told_with_its_stage_before_anything_is_created(spec: Path) -> None:
+    (spec.parent / "raw.txt").unlink()
+    with pytest.raises(SpecError, match=r"stage first: .*raw\.txt cannot be read"):
+        _open(spec)
+    assert not (spec.parent / "runs").exists()
+
+
+def test_a_run_directory_goes_on_only_with_what_it_began_with(finished: Path) -> None:
+    run = _open(finished)
+    require_unchanged(run)
+    (finished.parent / "raw.txt").write_text("other\n")
+    with pytest.raises(RunError, match=r"inputs of chain-1 have changed.*\n.*first\.inputs\.raw: [0-9a-f]{12} -> [0-9a-f]{12}"):
+        require_unchanged(run)
+
+
+def test_the_records_hold_no_path_of_this_machine_but_in_orders(finished: Path) -> None:
+    run = _open(finished)
+    for path in (run.spec_json, run.state, run.run, run.plan, run.stage(1, "first").begun, run.stage(1, "first").done):
+        assert str(finished.parent) not in path.read_text()
+
+
+def test_a_stage_is_found_by_its_name(finished: Path) -> None:
+    run = _open(finished)
+    assert find_run(run.path / "second") == run.path / "stages" / "2-second"
+    assert find_run(run.path / "second" / "output") == run.path / "stages" / "2-second" / "output"
+    assert find_run(finished.parent / "nowhere") == finished.parent / "nowhere"
+    with pytest.raises(RunError, match=r"has no stage fourth"):
+        find_run(run.path / "fourth")
+    with pytest.raises(RunError, match="one run is meant"):
+        open_run(run.path)
+
+
+def test_a_stage_of_another_run_is_found_where_it_lies(finished: Path) -> None:
+    run = _open(finished, 'stages.third.arguments=["{before}", "{output}/third.txt"]')
+    carry_out(run, Heard())
+    assert StageDir(find_run(run.path / "first")).done.samefile(finished.parent / "runs" / "chain-1" / "stages" / "1-first" / "done.json")
+
+
+def test_new_starts_another_run_and_still_takes_over_what_is_made(finished: Path) -> None:
+    run, heard = _open(finished, new=True), Heard()
+    carry_out(run, heard)
+    assert (run.path.name, calls(finished.parent)) == ("chain-2", [])
+    assert {action for _, action in heard.ended} == {"reused"}
+
+
+def test_spec_json_of_a_run_is_the_pipeline_with_paths_that_start_there(finished: Path) -> None:
+    run = _open(finished)
+    stages = open_stages(run)
+    stage = stages.pipeline.stages["first"]
+    assert stage.kind == "python"
+    assert (stages.base / stage.script).samefile(finished.parent / "add.py")
+    assert spec_to_json(stages.pipeline) + "\n" == run.spec_json.read_text()

@@ -1,0 +1,110 @@
+"""F22: kill -9 of a pipeline, in and between its stages. What was finished is not repeated, what was half done is made again, and the end is that of
+a run that nobody killed."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.records import PipelineState, Run, read_record
+from finefit.artifacts.rundir import RunDir
+from finefit.errors import WorkerDied
+from finefit.pipeline.stage_keys import tree_digest
+from finefit.pipeline.stage_run import ask, is_finished, open_or_create
+from finefit.pipeline.staged import carry_out
+from finefit.spec.load import load_any
+from finefit.spec.stages import Pipeline
+from tests.faults import die_at_operation, record_operations
+from tests.pipeline.test_staged import Heard
+from tests.stages import calls, make_scripts
+
+KILLS = int(os.environ.get("FINEFIT_STAGE_KILLS", "6"))
+RUN = "runs/chain-1"
+NAMES = ("first", "second")
+
+
+@pytest.fixture(autouse=True)
+def _no_inhibitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.pipeline.awake._command", lambda: None)
+
+
+def _prepared(folder: Path) -> RunDir:
+    """Two scripts, nothing of them run yet."""
+    spec = make_scripts(folder)
+    text = spec.read_text(encoding="utf-8").split("  third:")[0]
+    spec.write_text(text, encoding="utf-8")
+    pipeline = load_any(spec)
+    assert isinstance(pipeline, Pipeline)
+    return open_or_create(ask(pipeline, folder, spec_text=text, overrides=()), runs=folder / "runs", new=False)
+
+
+def _recorded(folder: Path, trace: Path) -> None:
+    record_operations(folder / RUN, trace)
+    carry_out(RunDir(folder / RUN), Heard())
+
+
+def _killed(folder: Path, number: int) -> None:
+    die_at_operation(folder / RUN, number)
+    carry_out(RunDir(folder / RUN), Heard())
+
+
+def _exit_code(target: object, *arguments: object) -> int | None:
+    """Of a process of its own, forked from one that has loaded all that it needs."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)  # type: ignore[arg-type]
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+def _outputs(run: RunDir) -> dict[str, str]:
+    return {name: tree_digest(run.stage(number, name).output) for number, name in enumerate(NAMES, 1)}
+
+
+def test_a_pipeline_that_is_killed_anywhere_ends_as_one_that_nobody_killed(tmp_path: Path) -> None:
+    run = _prepared(tmp_path / "pristine")
+    shutil.copytree(tmp_path / "pristine", tmp_path / "whole")
+    trace = tmp_path / "operations.txt"
+    assert _exit_code(_recorded, tmp_path / "whole", trace) == 0
+    operations = trace.read_text().splitlines()
+    expected = _outputs(RunDir(tmp_path / "whole" / RUN))
+    shown = next(at for at, line in enumerate(operations) if line.startswith("os.rename\tstages/.making-1-first"))
+    points = {shown, shown + 1, *random.Random(22).sample(range(len(operations)), KILLS)}
+    for number in sorted(points):
+        folder = tmp_path / f"killed-{number}"
+        shutil.copytree(tmp_path / "pristine", folder)
+        assert _exit_code(_killed, folder, number) == -signal.SIGKILL, operations[number]
+        run = RunDir(folder / RUN)
+        done = {name for at, name in enumerate(NAMES, 1) if run.stage(at, name).done.exists()}
+        assert all(run.stage(at, name).done.exists() for at, name in enumerate(NAMES, 1) if run.stage(at, name).path.exists()), operations[number]
+        calls(folder)
+        assert carry_out(run, Heard()).status == "finished"
+        assert set(calls(folder)) == set(NAMES) - done, operations[number]
+        assert _outputs(run) == expected
+        assert is_finished(run)
+        assert not [path.name for path in (run.path / "stages").iterdir() if path.name.startswith(".")]
+
+
+def test_the_death_of_a_stages_process_is_told_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    run = _prepared(tmp_path / "project")
+    script = tmp_path / "project" / "add.py"
+    last_words = """
+import os
+died = Path(__file__).parent / "died"
+if "two" in words and not died.exists():
+    died.touch()
+    os.kill(os.getpid(), 9)
+"""
+    script.write_text(script.read_text() + last_words)
+    with pytest.raises(WorkerDied, match="stage second: the worker was ended by SIGKILL"):
+        carry_out(run, Heard())
+    assert read_record(run.run, Run).status == "stopped"
+    assert [state.status for state in read_record(run.state, PipelineState).stages] == ["done", "stopped"]
+    calls(tmp_path / "project")
+    heard = Heard()
+    assert carry_out(run, heard).status == "finished"
+    assert calls(tmp_path / "project") == heard.begun == ["second"]
+    assert heard.ended == [("first", "done"), ("second", "run")]

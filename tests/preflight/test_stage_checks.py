@@ -1,0 +1,109 @@
+"""What speaks against a pipeline before its first stage begins, each told with the stage it is of."""
+
+from typing import Any
+
+import pytest
+
+from finefit.artifacts.records import Finding, Room, StageOutlook
+from finefit.pipeline.outlines import copies_in
+from finefit.preflight.stages import Whole, examine_stages, of_stage
+from finefit.spec.load import parse_any
+from finefit.spec.stages import BuildMoe, Pipeline
+from tests.forecasts import make_forecast
+
+HEAD = """\
+name: staged
+defaults: {data: {train: [{path: a.jsonl}]}, optimizer: {lr: 1e-3}}
+stages:
+  law: {kind: train, model: {kind: folder, path: m}, tuning: {kind: full}}
+  thin: {kind: train, model: {kind: folder, path: m}, tuning: {kind: lora}}
+"""
+SCORES = "  scores: {{kind: evaluate, models: {models}, data: {{test: {{path: t.jsonl}}}}, evaluate: [{{task: rouge}}]}}\n"
+BOTH = "{law: {kind: stage, name: law}, thin: {kind: stage, name: thin}}"
+GATE = f"  gate: {{kind: gate, base: {{kind: folder, path: m}}, experts: {BOTH}, data: {{law: {{path: a}}, thin: {{path: b}}}}}}\n"
+MIX = "  mix: {{kind: build_moe, base: {{kind: folder, path: m}}, experts: {experts}{more}}}\n"
+TWO = "{a: {kind: stage, name: law}, b: {kind: folder, path: m}, c: {kind: stage, name: law}}"
+
+
+def found(stages: str, **changes: Any) -> list[tuple[str | None, str, str]]:
+    """Stage, level, problem."""
+    pipeline = parse_any(HEAD + stages, where="spec.yaml")
+    assert isinstance(pipeline, Pipeline)
+    copies = {name: copies_in(stage) for name, stage in pipeline.stages.items() if isinstance(stage, BuildMoe)}
+    values: dict[str, Any] = {"outlooks": {}, "free_disk_bytes": 100, "host_memory_bytes": 100, "copies": copies}
+    named = examine_stages(Whole(pipeline=pipeline, **(values | changes)))
+    return [(name, finding.level, finding.problem) for name, finding in named]
+
+
+def outlook(**changes: Any) -> StageOutlook:
+    return StageOutlook(**{"kind": "build_moe", "fits": (True,), **changes})
+
+
+def test_nothing_speaks_against_a_sound_pipeline() -> None:
+    mix = MIX.format(experts="{a: {kind: stage, name: law}, b: {kind: folder, path: m}}", more="")
+    merged = "  whole: {kind: merge_adapter, model: {kind: stage, name: thin}}\n"
+    scores = SCORES.format(models="{law: {kind: stage, name: law}, thin: {kind: stage, name: thin}, g: {kind: stage, name: gate}}")
+    table = "  table: {kind: compare, of: ['scores:law', law]}\n"
+    sizes = {"mix": outlook(disk_bytes=60, host_bytes=50), "law": outlook(disk_bytes=40)}
+    assert found(mix + merged + GATE + scores + table, outlooks=sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "problem"),
+    [
+        (MIX.format(experts=TWO, more=""), "mix", "3 slots hold 2 distinct models, so the build will refuse them"),
+        ("  whole: {kind: merge_adapter, model: {kind: stage, name: law}}\n", "whole", "it merges an adapter, and its model has none"),
+        (GATE + SCORES.format(models="{law: {kind: stage, name: law}, g: {kind: stage, name: gate}}"), "scores", "thin is not among the models here"),
+        (SCORES.format(models=BOTH) + "  table: {kind: compare, of: ['scores:lew']}\n", "table", "scores:lew names no model of stage scores"),
+    ],
+)
+def test_what_a_stage_would_refuse_later_is_told_now(stages: str, stage: str, problem: str) -> None:
+    ((name, level, told),) = found(stages)
+    assert (name, level) == (stage, "error")
+    assert problem in told
+
+
+def test_copies_that_will_be_collapsed_are_no_mistake() -> None:
+    assert found(MIX.format(experts=TWO, more=", copies: collapse")) == []
+    assert found(MIX.format(experts=TWO, more=", merge: average")) == []
+
+
+def test_the_disk_is_judged_for_all_stages_together() -> None:
+    ((name, level, problem),) = found("", outlooks={"law": outlook(disk_bytes=60), "thin": outlook(disk_bytes=41)})
+    assert (name, level) == (None, "error")
+    assert problem == "the stages leave up to 101 bytes on the disk (law 60, thin 41), 100 are free"
+
+
+@pytest.mark.parametrize(("needed", "level"), [(101, "error"), (95, "warning")])
+def test_host_memory_is_judged_for_what_is_made(needed: int, level: str) -> None:
+    ((name, said, problem),) = found("", outlooks={"law": outlook(host_bytes=needed), "thin": outlook(host_bytes=999, forecasts=(make_forecast(),))})
+    assert (name, said) == ("law", level)
+    assert f"needs {needed} bytes of host memory, the machine has 100" in problem
+
+
+def test_a_model_that_cannot_answer_one_by_one_is_an_error() -> None:
+    large, small = (Room(rows=1, tokens=9, reserved_bytes=1, held_bytes=held, budget_bytes=20) for held in (21, 20))
+    ((name, level, problem),) = found("", outlooks={"law": outlook(rooms=({"base": {"rouge": small}, "sft": {"rouge": large}},))})
+    assert (name, level) == ("law", "error")
+    assert problem.startswith("sft needs 21 bytes to answer rouge one by one, the device has 20")
+
+
+def test_files_that_are_missing_are_errors_and_those_to_come_are_notes() -> None:
+    told = found("", missing={"law": ("x.jsonl",)}, to_come={"thin": ("stage://law/a", "stage://law/b")})
+    assert told[0] == ("law", "error", "x.jsonl is not there")
+    assert told[1][:2] == ("thin", "note")
+    assert "stage://law/a, stage://law/b are yet to be made" in told[1][2]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "named"),
+    [
+        ("--set schedule.warmup=0, or more steps", "--set stages.dpo.schedule.warmup=0, or more steps"),
+        ("--set 'tuning={kind: lora}' --set levers.offload=none", "--set 'stages.dpo.tuning={kind: lora}' --set stages.dpo.levers.offload=none"),
+        ("--set validate.every='3 steps'", "--set stages.dpo.validate.every='3 steps'"),
+        ("--set precision=auto", "--set precision=auto"),
+        ("--set stages.sft.tuning.rank=2", "--set stages.sft.tuning.rank=2"),
+    ],
+)
+def test_a_remedy_names_the_keys_of_its_stage(remedy: str, named: str) -> None:
+    assert of_stage("dpo", Finding(level="error", problem="", remedy=remedy)).remedy == named
