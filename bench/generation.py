@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bench.memory import SHAPES, fill, versions
 from finefit.artifacts.records import Levers, Room
 from finefit.evaluate.batches import in_batches
-from finefit.evaluate.decoding import follow, greedy, prefill
+from finefit.evaluate.decoding import decode, follow, likeliest, prefill
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.model.attention import choose_attention, for_answers
@@ -102,7 +102,7 @@ def build(config: dict[str, Any], device: str, *, attention: Callable[[str], str
 
 
 def ours(model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int) -> Answers:
-    return greedy(model, prompts, max_new_tokens=new_tokens, stops=(), pad=0, device=_device())
+    return decode(model, prompts, max_new_tokens=new_tokens, stops=(), pad=0, device=_device(), choose=likeliest)
 
 
 def plain(model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int) -> Answers:

@@ -33,7 +33,7 @@ STAGES = """
 ## Stages
 A spec with the key `stages` holds several stages, each with a name; what stands above them is said once for all: {common}.
 Where a stage names the model of another one, or a path is `stage://NAME/file`, it stands on that stage, and waits for it. A circle, a stage that
-is not there and two stages with one folder are refused when the spec is read.
+is not there, a file or a score that it will not have and two stages with one folder are refused when the spec is read.
 
 | key | value | default | |
 |---|---|---|---|

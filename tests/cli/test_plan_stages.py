@@ -122,6 +122,31 @@ def test_a_stage_that_does_not_fit_is_named_and_a_change_is_written_into_it(by_h
     assert small.endswith("does not fit: big")
 
 
+def test_a_disk_that_does_not_hold_all_stages_is_part_of_the_verdict_here_and_not_elsewhere(
+    stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finefit.facts.files.free_bytes", lambda _: 1 << 17)
+    refused = finefit("plan", stages.name, "--card", "cpu")
+    assert refused.code == 1
+    assert refused.out.startswith("med does not fit on the disk: its stages leave up to 0.3 MiB, 0.1 MiB are free\n")
+    assert "stages fit" not in refused.out
+    document = finefit("plan", stages.name, "--card", "cpu", "--json").document
+    assert (document["fits"], document["free_disk_bytes"], document["does_not_fit"]) == (False, 1 << 17, [])
+    both = finefit("plan", stages.name, "--card", "cpu", *CARD)
+    assert both.code == 0
+    here, there = both.out.splitlines()[1:]
+    assert here.endswith("does not fit: the disk")
+    assert there.split()[:3] == ["RTX", "4090", "yes"]
+    assert finefit("plan", stages.name, *CARD).code == 0
+
+
+def test_host_memory_that_does_not_hold_what_is_made_is_told(stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.pipeline.outlooks.read_memory_bytes", lambda _: 1 << 29)
+    refused = finefit("plan", stages.name, "--card", "cpu")
+    assert refused.code == 1
+    assert refused.out.startswith("med does not fit on cpu: merged needs about 1.00 GiB of host memory\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -102,6 +102,33 @@ def test_one_stage_alone_is_refused_before_a_run_appears(folder: Path, finefit: 
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--from", "first"), "--from first means several stages, --only third one alone"),
+        (("--force", "first"), "--force first makes another stage again than --only third runs"),
+    ],
+)
+def test_one_stage_alone_does_not_go_with_others(folder: Path, finefit: Finefit, words: tuple[str, str], told: str) -> None:
+    assert finefit("run", "spec.yaml").code == 0
+    calls(folder)
+    for target in ("spec.yaml", "runs/chain-1"):
+        answer = finefit("run", target, *words, "--only", "third")
+        assert answer.code == 2
+        assert told in answer.err
+    assert (calls(folder), _statuses(folder)) == ([], ["done"] * 3)
+
+
+def test_a_run_and_a_dry_run_say_the_same_of_what_was_taken_away(folder: Path, finefit: Finefit) -> None:
+    finefit("run", "spec.yaml")
+    calls(folder)
+    (folder / "runs/chain-1/stages/2-second/output/second.txt").unlink()
+    document = finefit("run", "spec.yaml", "--dry-run", "--json").document
+    assert [stage["action"] for stage in document["stages"]] == ["done", "run", "run"]
+    assert finefit("run", "spec.yaml").code == 0
+    assert calls(folder) == ["second"]
+
+
 def test_a_failed_stage_ends_with_its_own_code_and_place(folder: Path, finefit: Finefit) -> None:
     script = folder / "add.py"
     script.write_text("raise OSError('nothing works')\n")
@@ -246,3 +273,41 @@ def test_a_pipeline_killed_in_a_training_ends_bit_for_bit_as_one_that_nobody_kil
     assert (run / "1-whole/done.json").stat().st_mtime_ns == before
     assert "resumed from checkpoint" in (run / "2-sft/logs/run.log").read_text()
     assert _weights(folder) == _weights(trained.folder)
+
+
+@pytest.fixture
+def again(trained: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what was trained; the working directory."""
+    shutil.copytree(trained.folder, tmp_path / "project", symlinks=True)
+    monkeypatch.chdir(tmp_path / "project")
+    return tmp_path / "project"
+
+
+def test_a_training_that_is_made_again_is_kept_with_what_people_said_of_it(again: Path, finefit: Finefit) -> None:
+    stages = again / "runs/chain-1/stages"
+    reviews = stages / "3-more/reviews/me.jsonl"
+    reviews.parent.mkdir()
+    reviews.write_text("{}\n")
+    weights = tree_digest(stages / "3-more/stages/1-sft/checkpoints/final")
+    answer = finefit("run", "spec.yaml", "--only", "more", "--force", "more")
+    assert answer.code == 0
+    (kept,) = stages.glob(".earlier-*-3-more")
+    assert f"what was there is kept as runs/chain-1/stages/{kept.name}" in answer.out
+    assert (kept / "reviews/me.jsonl").read_text() == "{}\n"
+    assert tree_digest(kept / "stages/1-sft/checkpoints/final") == weights
+    assert not reviews.exists()
+    assert (stages / "3-more/done.json").exists()
+    assert "is finished already" in finefit("run", "spec.yaml").out
+    assert kept.exists()
+
+
+def test_a_training_whose_records_were_taken_away_is_made_again(again: Path, finefit: Finefit) -> None:
+    stages = again / "runs/chain-1/stages"
+    shutil.rmtree(stages / "2-sft/stages")
+    (stages / "3-more/stages/1-sft/checkpoints/final/adapter_model.safetensors").unlink()
+    document = finefit("run", "spec.yaml", "--dry-run", "--json").document
+    assert [(stage["action"], stage["why"]) for stage in document["stages"]] == [
+        ("done", "nothing has changed"),
+        ("run", "what chain-1/stages/2-sft held is gone, or some of it"),
+        ("run", "because sft runs"),
+    ]

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from finefit.artifacts.records import Levers
 from finefit.evaluate import decoding
-from finefit.evaluate.decoding import ended, greedy
+from finefit.evaluate.decoding import decode, ended, likeliest
 from finefit.model.attention import GROUPED, PACKABLE, choose_attention, for_answers
 from finefit.step.levers import pull
 from tests.step.test_packing import VOCABULARY, tiny_config
@@ -54,7 +54,7 @@ def _generated(model: Any, prompt: Sequence[int], max_new_tokens: int = NEW, sto
     return tokens
 
 
-_greedy = partial(greedy, max_new_tokens=NEW, stops=STOPS, pad=0, device="cpu")
+_greedy = partial(decode, max_new_tokens=NEW, stops=STOPS, pad=0, device="cpu", choose=likeliest)
 
 
 @pytest.mark.parametrize("kind", sorted(PACKABLE))
@@ -86,7 +86,7 @@ def test_rows_that_have_ended_leave_and_the_others_go_on_as_if_nothing_had_happe
         return follow(model, context, tokens_B, pick)
 
     monkeypatch.setattr(decoding, "follow", seen)
-    assert greedy(model, prompts, max_new_tokens=24, stops=MANY, pad=0, device="cpu") == long
+    assert _greedy(model, prompts, max_new_tokens=24, stops=MANY) == long
     assert sizes[0] == 7
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] <= 2
@@ -95,9 +95,9 @@ def test_rows_that_have_ended_leave_and_the_others_go_on_as_if_nothing_had_happe
 
 def test_a_look_that_comes_late_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = _model("qwen3"), _prompts((9, 4, 9, 17, 2, 6, 13))
-    often = greedy(model, prompts, max_new_tokens=21, stops=MANY, pad=0, device="cpu")
+    often = _greedy(model, prompts, max_new_tokens=21, stops=MANY)
     monkeypatch.setattr(decoding, "_LOOK_STEPS", {"cpu": 8})
-    assert greedy(model, prompts, max_new_tokens=21, stops=MANY, pad=0, device="cpu") == often
+    assert _greedy(model, prompts, max_new_tokens=21, stops=MANY) == often
 
 
 def _masks(lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...] | None]]:

@@ -14,7 +14,7 @@ from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import Room, write_record
 from finefit.evaluate.answering import Work, read_work
 from finefit.evaluate.batches import in_batches
-from finefit.evaluate.decoding import greedy
+from finefit.evaluate.decoding import decode, likeliest
 from finefit.evaluate.likelihood import examples_of, logprobs
 from finefit.evaluate.worker import evaluate
 from finefit.model.attention import choose_attention, for_answers
@@ -58,7 +58,7 @@ def _prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 def _greedy(model: nn.Module, prompts: Sequence[Sequence[int]], new: int = NEW, stops: Sequence[int] = ()) -> list[list[int]]:
-    return greedy(model, prompts, max_new_tokens=new, stops=stops, pad=0, device="cuda")
+    return decode(model, prompts, max_new_tokens=new, stops=stops, pad=0, device="cuda", choose=likeliest)
 
 
 def test_a_batch_on_the_card_gives_what_transformers_gives_each_row_alone() -> None:

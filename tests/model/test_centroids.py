@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from finefit.errors import DataError
-from finefit.model.centroids import fit_centroids
+from finefit.model.centroids import fit_centroids, num_shared
 from finefit.model.routers import heard, routers_of
 from tests.conftest import make_model
 
@@ -52,6 +52,20 @@ def test_experts_with_the_same_rows_cannot_be_told_apart() -> None:
     assert all(0.2 < share < 0.8 for shares in found.own.values() for share in shares)
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["as they are", "the other way round"])
+def test_two_experts_with_the_same_rows_are_refused_whatever_a_third_has(order: int) -> None:
+    rows = make_rows(("a", 10, 50), ("c", 200, 240))
+    with pytest.raises(DataError, match="a and b have the same rows"):
+        fit_centroids(make_model(), {"a": rows["a"], "c": rows["c"], "b": rows["a"][::order]})
+
+
+def test_rows_that_differ_only_where_they_are_held_out_are_refused() -> None:
+    rows = make_rows(("a", 10, 50), count=8)["a"]
+    other = [(9, at) if at % 4 == 3 else row for at, row in enumerate(rows)]
+    with pytest.raises(DataError, match="a and b have the same rows"):
+        fit_centroids(make_model(), {"a": rows, "b": other})
+
+
 def test_choices_are_decided_at_the_median_and_not_final() -> None:
     model, rows = make_model(), make_rows(("a", 10, 14), ("b", 100, 104))
     found = fit_centroids(model, rows)
@@ -72,6 +86,11 @@ def test_what_stands_before_every_row_is_not_looked_at() -> None:
     found = fit_centroids(make_model(), make_rows(("a", 10, 14), ("b", 100, 104), before=before))
     assert found.skipped == 5
     assert found.tokens["a"] == 12 * 12
+
+
+def test_a_single_row_shows_nothing_of_what_all_have_in_common() -> None:
+    assert num_shared([(5, 6, 7)]) == num_shared([(5, 6, 7), (5, 6, 7)]) == 0
+    assert num_shared([(5, 6, 7), (5, 6, 8)]) == 2
 
 
 def test_rows_that_are_alike_to_their_end_leave_a_token() -> None:

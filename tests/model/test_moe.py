@@ -10,8 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finefit.errors import ModelError
+from finefit.errors import FinefitError, ModelError
+from finefit.model import moe as moe_room
+from finefit.model.kept import kept_of
+from finefit.model.load import load_base, make_trainable, save_weights, weight_dtype
 from finefit.model.moe import average, build_moe, moe_config
+from finefit.model.moe_proof import prove_experts
+from finefit.spec.schema import Subset
 
 torch.set_num_threads(1)
 SHAPE: dict[str, Any] = {
@@ -34,8 +39,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2 tied": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 8},
+    "mistral long": {"sliding_window": 40},
+    "qwen2 sliding": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "qwen3 sliding": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0},
+    "qwen3 never slides": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 3},
 }
-INPUTS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(5))
+INPUTS = torch.randint(0, 64, (2, 60), generator=torch.Generator().manual_seed(5))
 
 
 def make_base(folder: Path, family: str) -> Path:
@@ -106,7 +115,7 @@ def test_a_router_that_always_takes_one_expert_gives_that_experts_logits(tmp_pat
     build_moe(base, experts, tmp_path / "moe", top_k=1, router=lambda _: torch.zeros(2, 16))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     for layer in model.model.layers:  # a router has no bias: what it is asked is replaced by what it shall answer
-        layer.mlp.gate.register_forward_hook(lambda *_: (None, torch.ones(40, 1), torch.full((40, 1), chosen)))
+        layer.mlp.gate.register_forward_hook(lambda *_: (None, torch.ones(120, 1), torch.full((120, 1), chosen)))
     with torch.no_grad():
         torch.testing.assert_close(model(INPUTS).logits, logits(experts["ab"[chosen]]), atol=1e-5, rtol=1e-5)
 
@@ -139,7 +148,7 @@ def test_a_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
     stored = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
     moe = built(tmp_path, base, **experts)
-    assert logits(moe).shape == (2, 20, 64)
+    assert logits(moe).shape == (2, 60, 64)
 
 
 def test_an_expert_of_another_base_is_refused(tmp_path: Path) -> None:
@@ -184,5 +193,110 @@ def test_what_a_mixture_has_no_place_for_is_refused() -> None:
         moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=1, shared="base")
     with pytest.raises(ModelError, match="top_k 3 of 2 experts"):
         moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=3)
+    with pytest.raises(ModelError, match="1 of the base's 3 layers have a sliding window, and qwen3_moe has one in all or in none"):
+        moe_config({"model_type": "qwen3", **SHAPE, "use_sliding_window": True, "max_window_layers": 2}, num_experts=2, top_k=1)
     with pytest.raises(ModelError, match="a model of type gpt2 has no mixture-of-experts twin"):
         moe_config({"model_type": "gpt2"}, num_experts=2, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [
+        ("llama", ("rope_parameters",)),
+        ("llama", ("rms_norm_eps",)),
+        ("llama all heads", ("num_key_value_heads",)),
+        ("mistral by default", ("sliding_window",)),
+        ("qwen2 sliding", ("layer_types",)),
+        ("qwen3 wide heads", ("head_dim",)),
+        ("qwen3", ("rope_parameters", "rms_norm_eps")),
+    ],
+)
+def test_what_the_base_leaves_to_its_class_is_not_left_to_the_mixtures(
+    tmp_path: Path, family: str, left_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these keys has another default there."""
+    more = {"llama all heads": {"num_key_value_heads": 4}, "mistral by default": {"sliding_window": 4096}, "qwen3 wide heads": {"head_dim": 128}}
+    monkeypatch.setattr("tests.model.test_moe.FAMILIES", FAMILIES | more)
+    base = make_base(tmp_path / "base", family)
+    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
+    for folder in (base, *experts.values()):
+        before = logits(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in left_out}))
+        assert torch.equal(logits(folder), before)
+    prove_experts(built(tmp_path, base, **experts), experts)
+
+
+def test_frequencies_that_a_base_has_stored_are_no_part_of_it(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
+    more = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in range(3)}
+    save_file(load_file(base / "model.safetensors") | more, base / "model.safetensors", metadata={"format": "pt"})
+    moe = built(tmp_path, base, **experts)
+    prove_experts(moe, experts)
+    assert not any("inv_freq" in name for file in moe.glob("*.safetensors") for name in load_file(file))
+
+
+HALVES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def rewritten(folder: Path, dtype: torch.dtype) -> Path:
+    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("precision", HALVES)
+def test_experts_may_be_trained_in_any_precision_from_a_base_in_any(tmp_path: Path, stored: str, precision: str) -> None:
+    base = rewritten(make_base(tmp_path / "base", "llama"), HALVES[stored])
+    tuning = Subset(kind="subset", trainable=("layers.*.mlp",))
+    for seed, name in enumerate("ab"):
+        model = make_trainable(load_base(base, device="cpu", dtype=weight_dtype(precision, tuning)), tuning, name="tiny")
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+        (tmp_path / name).mkdir()
+        save_weights(model, tmp_path / name, kept=kept_of(model, base))
+    experts = {name: tmp_path / name for name in "ab"}
+    prove_experts(built(tmp_path, base, **experts), experts)
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("written", HALVES)
+def test_experts_may_be_stored_in_any_precision_over_a_base_in_any(tmp_path: Path, stored: str, written: str) -> None:
+    """As an adapter is merged in the precision that is asked for: every tensor is rounded, and the base's own are taken from the base."""
+    base = rewritten(make_base(tmp_path / "base", "qwen2"), HALVES[stored])
+    experts = {name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[written]) for seed, name in enumerate("ab")}
+    prove_experts(built(tmp_path, base, **experts), experts)
+
+
+def test_copies_are_refused_or_collapsed_in_an_average_too(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    one, other = make_expert(base, tmp_path / "one", 2), make_expert(base, tmp_path / "other", 3)
+    (tmp_path / "mean").mkdir()
+    with pytest.raises(ModelError, match="experts are copies: again of one; the mean would lean to what they have learnt"):
+        average(base, {"one": one, "again": one, "other": other}, tmp_path / "mean")
+    assert not list((tmp_path / "mean").iterdir())
+    found = average(base, {"one": one, "again": one, "other": other}, tmp_path / "mean", copies="collapse")
+    assert (found.experts, found.collapsed) == (("one", "other"), {"again": "one"})
+    name = "model.layers.0.mlp.up_proj.weight"
+    written = {key: tensor for file in (tmp_path / "mean").glob("*.safetensors") for key, tensor in load_file(file).items()}[name]
+    torch.testing.assert_close(written, (load_file(one / "model.safetensors")[name] + load_file(other / "model.safetensors")[name]) / 2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("part", ["mlp.up_proj", "q_proj"])
+def test_an_average_that_reads_back_otherwise_is_found_out(tmp_path: Path, dtype: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = rewritten(make_base(tmp_path / "base", "llama"), HALVES[dtype])
+    experts = {name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[dtype]) for seed, name in enumerate("abc")}
+    (tmp_path / "mean").mkdir()
+    average(base, experts, tmp_path / "mean")
+    really = save_file
+
+    def bent(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        really({name: tensor * 1.05 if part in name else tensor for name, tensor in tensors.items()}, *args, **kwargs)
+
+    monkeypatch.setattr(moe_room, "save_file", bent)
+    with pytest.raises(FinefitError, match=rf"{part}.weight was read back and is not the mean of"):
+        average(base, experts, tmp_path / "mean")

@@ -1,5 +1,6 @@
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_a_row_that_is_trained_on_is_refused_in_the_other_splits(project: Path, 
     write_jsonl(project.parent / f"{split}.jsonl", [*make_rows(2, seed=5), make_rows(22)[7]])
     with pytest.raises(DataError, match=rf"train\.jsonl:8 \(train\) is {split}\.jsonl:3 \({split}\): the same row"):
         prepared(project)
+
+
+@pytest.mark.parametrize(("new", "told"), [("2-dpo", "holds 1-sft, 2-dpo"), (None, "holds none")])
+def test_a_run_whose_stage_is_not_to_be_told_says_so(project: Path, new: str | None, told: str) -> None:
+    run = prepared(project)
+    (run.path / "stages" / "notes.txt").write_text("not a stage")
+    (run.path / "stages" / "2-notes.txt").write_text("not one either")
+    assert stage_of(run).path.name == "1-sft"
+    if new is None:
+        shutil.rmtree(run.path / "stages")
+    else:
+        (run.path / "stages" / new).mkdir()
+    with pytest.raises(RunError, match=told):
+        stage_of(run)
 
 
 def test_a_full_disk_while_a_run_is_made_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """A pipeline is foretold before any of its stages has run."""
 
 import json
+import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from finefit.artifacts.records import Suggestion
 from finefit.errors import FindingError, ModelError
 from finefit.pipeline.foreseen import foresee_stages, require_fitting, sharing_adapter, within_pipeline
 from finefit.pipeline.outlines import Outlines, copies_in
-from finefit.pipeline.outlooks import look_ahead
+from finefit.pipeline.outlooks import look_ahead, look_at
 from finefit.spec.load import parse_any
 from finefit.spec.stages import BuildMoe, Pipeline
 from tests.conftest import make_model_folder, make_rows, write_jsonl
@@ -210,6 +212,86 @@ def test_a_model_that_cannot_answer_on_a_card_is_seen_before_it_is_asked(base: P
     found = look_ahead(pipeline_of(stages), base, cards=(*CARD, "10MiB"))["scores"]
     assert found.fits == (True, False)
     assert found.seconds is not None
+
+
+MERGED = f"  sft: {{kind: train, model: {MODEL}}}\n  merged: {{kind: merge_adapter, model: {{kind: stage, name: sft}}}}\n"
+TWO = f"{{a: {MODEL}, b: {{kind: folder, path: other}}}}"
+MIX = f"  mix: {{kind: build_moe, base: {MODEL}, experts: {TWO}}}\n"
+FROM_ROWS = MIX.replace("}}}\n", "}}, router: {kind: centroids, data: {a: {path: train.jsonl}, b: {path: test.jsonl}}}}\n")
+
+
+@pytest.fixture
+def stored_in_bf16(base: Path, tmp_path: Path) -> Path:
+    for name in ("model", "other"):
+        folder = tmp_path / name
+        shutil.copytree(base / "model", folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    for name in ("train.jsonl", "test.jsonl"):
+        shutil.copy(base / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("stages", "name"), [(MERGED, "merged"), (MIX, "mix")])
+def test_what_this_machine_cannot_hold_in_memory_does_not_fit_here(
+    stages: str, name: str, stored_in_bf16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another machine nothing but its card is known."""
+    outlines = Outlines(pipeline=pipeline_of(stages), base=stored_in_bf16)
+    needed = look_at(outlines, name, ("cpu",)).host_bytes
+    assert needed is not None
+    for memory, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr("finefit.pipeline.outlooks.read_memory_bytes", lambda _, memory=memory: memory)
+        assert look_at(outlines, name, ("cpu", "auto", *CARD)).fits == (fits, fits, True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "card", "width"),
+    [("auto", "cpu", 4), ("bf16", "cpu", 2), ("auto", "RTX 4090", 0)],
+    ids=["fp32 on a CPU", "as the spec says", "on the card"],
+)
+def test_a_base_that_is_looked_at_is_held_in_the_precision_of_the_run(precision: str, card: str, width: int, stored_in_bf16: Path) -> None:
+    def host_bytes(stages: str) -> int:
+        pipeline = pipeline_of(stages).model_copy(update={"precision": precision})
+        return look_at(Outlines(pipeline=pipeline, base=stored_in_bf16), "mix", (card,)).host_bytes or 0
+
+    assert host_bytes(FROM_ROWS) - host_bytes(MIX) == width * 8864
+
+
+def test_a_card_that_cannot_hold_the_base_that_is_looked_at_does_not_fit(stored_in_bf16: Path) -> None:
+    """40,000 words of 16 numbers in bf16 are more than a MiB."""
+    for name in ("model", "other"):
+        config = json.loads((stored_in_bf16 / name / "config.json").read_text())
+        (stored_in_bf16 / name / "config.json").write_text(json.dumps(config | {"vocab_size": 40000}))
+    cards = ("4MiB", "1MiB")
+    assert look_at(Outlines(pipeline=pipeline_of(FROM_ROWS), base=stored_in_bf16), "mix", cards).fits == (True, False)
+    assert look_at(Outlines(pipeline=pipeline_of(MIX), base=stored_in_bf16), "mix", cards).fits == (True, True)
+
+
+SAMPLED = """\
+  first: {{kind: train, model: {model}, tuning: {{kind: full}}}}
+  pairs:
+    kind: make_pairs
+    method: {{kind: sampled, model: {{kind: stage, name: first}}, task: exact_match, samples: 3, max_new_tokens: 8}}
+    train: [{{path: {path}, weight: 0.5}}]
+"""
+
+
+def test_answers_that_are_sampled_have_their_room(base: Path) -> None:
+    """One answer to each of ten prompts, three times over."""
+    found = look_ahead(pipeline_of(SAMPLED.format(model=MODEL, path="train.jsonl")), base, cards=(*CARD, "10MiB"))["pairs"]
+    assert found.fits == (True, False)
+    room = found.rooms[0]["model"]["exact_match"]
+    assert room.batch_seconds is not None
+    assert found.seconds == pytest.approx(math.ceil(30 / room.rows) * room.batch_seconds)
+    assert "answers are sampled from a model of 8,864 parameters" in found.notes
+
+
+def test_answers_to_rows_that_are_to_come_are_said_to_be_unknown(base: Path) -> None:
+    own = "  own: {kind: python, script: own.py, outputs: [rows.jsonl]}\n"
+    found = look_ahead(pipeline_of(own + SAMPLED.format(model=MODEL, path="stage://own/rows.jsonl")), base, cards=CARD)["pairs"]
+    assert found.rooms == ()
+    assert found.notes[1] == "what they take is not known before the rows are there"
 
 
 def _experts(count: int) -> str:

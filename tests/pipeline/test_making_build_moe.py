@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from finefit.facts.model import read_model_folder
 from finefit.pipeline.making.build_moe import lines, make
 from finefit.spec.schema import FolderModel
 from finefit.spec.stages import BuildMoe, Pipeline
-from tests.conftest import make_model_folder
+from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer
 
 torch.set_num_threads(1)
 INPUTS = torch.randint(0, 261, (2, 20), generator=torch.Generator().manual_seed(5))
@@ -130,9 +131,47 @@ def test_an_expert_with_one_row_cannot_start_a_router(here: Path) -> None:
         made(here, router=CENTROIDS)
 
 
-def test_a_row_that_cannot_be_rendered_is_named(here: Path) -> None:
-    with pytest.raises(DataError, match=r"letters.jsonl:\d+ .*token"):
+def test_without_a_row_that_fits_the_first_that_does_not_is_named(here: Path) -> None:
+    with pytest.raises(DataError, match=r"no row of expert letters can start its router; the first: letters.jsonl:\d+ .*token"):
         made(here, router=CENTROIDS | {"max_tokens": 8})
+
+
+def test_rows_that_do_not_fit_or_cannot_be_read_are_left_out_with_a_word_and_others_stand_in(here: Path) -> None:
+    path = here / "digits.jsonl"
+    rows = path.read_text().splitlines()
+    rows[:12] = [json.dumps({"prompt": "say"}), *[json.dumps({"prompt": "say", "completion": "12345678" * 90})] * 11]
+    path.write_text("".join(row + "\n" for row in rows))
+    out, summary = made(here, router=CENTROIDS | {"rows": 12})
+    assert {name: source.rows for name, source in read_record(out / "routing.json", Routing).sources.items()} == {"letters": 3, "digits": 3}
+    assert list(summary["left_out"]) == ["digits"]
+    (told,) = [line for line in lines(summary) if "without" in line]
+    assert re.match(r"the router starts without \d+ rows of digits; the first: digits.jsonl:1 ", told)
+
+
+def test_a_weight_below_one_is_that_share_of_the_rows_and_one_above_is_refused(here: Path) -> None:
+    def weighted(weight: float) -> dict[str, Any]:
+        return CENTROIDS | {"data": {"letters": {"path": "letters.jsonl", "weight": weight}, "digits": {"path": "digits.jsonl"}}}
+
+    out, _ = made(here, router=weighted(0.5))
+    assert {name: source.rows for name, source in read_record(out / "routing.json", Routing).sources.items()} == {"letters": 3, "digits": 6}
+    with pytest.raises(ValidationError, match=r"data\.letters\.weight: equal rows count once"):
+        order_of(here, router=weighted(2))
+
+
+def test_rows_are_rendered_with_the_options_of_the_training(here: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if not brief %}" + "many words " * 60 + "{% endif %}" + TEMPLATE
+    tokenizer.save_pretrained(here / "base")
+    _, summary = made(here, router=CENTROIDS | {"template_options": {"brief": True}})
+    assert summary["left_out"] == {}
+    with pytest.raises(DataError, match="no row of expert letters"):
+        make(order_of(here, router=CENTROIDS), here / "output")
+
+
+def test_experts_with_one_file_of_rows_cannot_start_a_router(here: Path) -> None:
+    data = {"letters": {"path": "letters.jsonl"}, "digits": {"path": "letters.jsonl"}}
+    with pytest.raises(DataError, match="letters and digits have the same rows"):
+        made(here, router=CENTROIDS | {"data": data})
 
 
 @pytest.mark.parametrize(("routing", "top_k"), [("weighted_sum", 2), ("top_1", 1)])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from finefit.model.gate import fit, mean_embeddings, token_scores
 from finefit.pipeline.making import gate
 from finefit.spec.schema import FolderModel
 from finefit.spec.stages import Gate
-from tests.conftest import make_model_folder, write_jsonl
+from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer, write_jsonl
 
 Rows = list[dict[str, Any]]
 
@@ -153,6 +154,16 @@ def test_it_is_said_what_speaks_for_each_expert_and_what_a_gate_is_not(base: Pat
     assert told[0].startswith("right for 18 of 18 held-out prompts: 100.0 % (82.4 % to 100.0 %); always ")
     assert "it is no router" in told[-1]
     assert read_record(out / "gate.json", SequenceGate).experts == ("vowels", "digits")
+
+
+def test_prompts_are_rendered_with_the_options_of_the_training(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ tone }} " + TEMPLATE
+    tokenizer.save_pretrained(folder)
+    options = {"tone": "kind"}
+    summary, _ = _made(folder, tmp_path, {"vowels": _rows("aeiou", 20), "digits": _rows("0123", 20)}, template_options=options)
+    assert summary["template_sha256"] == open_renderer(folder, "chat", template_options=options).sha256()
 
 
 def test_an_expert_without_rows_on_one_side_is_refused(base: Path, tmp_path: Path) -> None:

@@ -57,6 +57,22 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path
 
 
+JOINED = {"prompt": "{question}", "answer": "answer"}
+
+
+@pytest.mark.parametrize("join", ["answers.jsonl", "/answers.jsonl"])
+def test_what_is_joined_is_found_wherever_the_rows_lie(tmp_path: Path, join: str) -> None:
+    """Rows that another stage has made have an absolute path; what the spec joins to them is relative to the spec file."""
+    there, rows = tmp_path / "elsewhere", grounded(40, seed=3)
+    there.mkdir()
+    write_jsonl(there / "questions.jsonl", [{"question_id": at, "question": row["prompt"]} for at, row in enumerate(rows)])
+    write_jsonl(tmp_path / "answers.jsonl", [{"question_id": at, "answer": row["answer"]} for at, row in enumerate(rows)])
+    path = str(tmp_path / "answers.jsonl") if join.startswith("/") else join
+    source = {"path": str(there / "questions.jsonl"), "fields": JOINED | {"join": path}}
+    summary, _ = made(tmp_path, {"train": [source]})
+    assert summary["splits"]["train"]["used"] > 0
+
+
 ALL = {"train": [{"path": "train.jsonl"}], "validation": {"path": "validation.jsonl"}, "test": {"path": "test.jsonl"}}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,17 @@ from finefit.pipeline.making.merge_adapter import lines, make
 from finefit.spec.schema import FolderModel
 from finefit.spec.stages import MergeAdapter
 from tests.conftest import make_model, make_model_folder, make_tokenizer
+from tests.mixtures import FAMILIES, make_mixture
 
 torch.set_num_threads(1)
 PROBE = torch.arange(5, 45).reshape(2, 20)
 
 
-def make_adapter(folder: Path, base: Path, *, size: float = 0.3, **more: Any) -> Path:
+def make_adapter(folder: Path, base: Path, *, size: float = 0.3, targets: Sequence[str] = ("q_proj", "v_proj", "down_proj"), **more: Any) -> Path:
     """One that has learnt something: its second matrices are not zero."""
     torch.manual_seed(3)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **more)
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM", **more)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), config)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=size)
@@ -167,3 +169,50 @@ def test_a_model_that_reads_back_otherwise_is_refused(tmp_path: Path, base: Path
     monkeypatch.setattr(merging, "_save", torn)
     with pytest.raises(FinefitError, match="does not read back"):
         merged(tmp_path, base, adapter)
+
+
+def make_rounded_mixture(folder: Path, family: str) -> Path:
+    """In bf16, deep, and with experts that say much: rounding sends some tokens to others, which changes their answers."""
+    model = make_mixture(family, num_experts=8, num_hidden_layers=8, hidden_size=64, head_dim=16, tie_word_embeddings=False)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.data *= 4
+    model.to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_that_rounding_sends_to_another_expert_is_no_fault_of_the_merge(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_rounded_mixture(tmp_path / "model", family)
+    adapter = make_adapter(tmp_path / "adapter", base, size=0.1, targets=("q_proj", "v_proj"))
+    passed: list[torch.Tensor] = []
+    plain = merging._logits
+
+    def noted(model: Any, probe: torch.Tensor) -> torch.Tensor:
+        passed.append(plain(model, probe))
+        return passed[-1]
+
+    monkeypatch.setattr(merging, "_logits", noted)
+    summary, _ = merged(tmp_path, base, adapter)
+    _, wanted, held, free, _ = passed
+    assert merging._apart(free, wanted) > summary["tolerance"]
+    assert summary["difference"] == merging._apart(held, wanted) <= summary["tolerance"]
+
+
+def test_a_router_that_is_merged_wrongly_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its choices are held while the rest is compared, so it is compared itself."""
+    base = make_rounded_mixture(tmp_path / "model", "llama")
+    adapter = make_adapter(tmp_path / "adapter", base, size=0.1, targets=("q_proj", "v_proj"))
+    unloaded = merging._unloaded
+
+    def turned(adapted: peft.PeftModel, adapter: Path) -> Any:
+        model = unloaded(adapted, adapter)
+        router = model.model.layers[3].mlp.gate
+        router.weight.data = router.weight.data.flip(0)
+        return model
+
+    monkeypatch.setattr(merging, "_unloaded", turned)
+    with pytest.raises(FinefitError, match="routers of the merged model"):
+        merged(tmp_path, base, adapter)
+    assert not list((tmp_path / "out").iterdir())

@@ -1,20 +1,31 @@
 """The stages of a pipeline: what runs, what is left alone, and why. Stages are scripts, in processes of their own as ever."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Done, PipelineState, Run, read_record
+from finefit.artifacts.records import Done, Finding, Forecast, PipelineState, Plan, Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, open_run
-from finefit.errors import RunError, SpecError
+from finefit.errors import FindingError, RunError, SpecError
 from finefit.pipeline.stage_choice import Choice, above, foretell
 from finefit.pipeline.stage_run import ask, is_finished, open_or_create, open_stages, require_unchanged, stages_of
 from finefit.pipeline.staged import View, carry_out
 from finefit.spec.load import load_any, spec_to_json
 from finefit.spec.stages import Pipeline
+from tests.conftest import make_model_folder
+from tests.forecasts import make_forecast
 from tests.stages import calls, make_scripts
+
+COPIES = """\
+  moe:
+    kind: build_moe
+    base: {kind: folder, path: model}
+    experts: {one: {kind: folder, path: model}, other: {kind: folder, path: model}}
+    router: {kind: random}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +56,11 @@ class Heard:
         self.ended.append((choice.name, choice.action))
 
 
-def _open(spec: Path, *overrides: str, new: bool = False) -> RunDir:
+def _open(spec: Path, *overrides: str, new: bool = False, only: str | None = None) -> RunDir:
     pipeline = load_any(spec, overrides)
     assert isinstance(pipeline, Pipeline)
     asked = ask(pipeline, spec.parent, spec_text=spec.read_text(encoding="utf-8"), overrides=overrides)
-    return open_or_create(asked, runs=spec.parent / "runs", new=new)
+    return open_or_create(asked, runs=spec.parent / "runs", new=new, only=only)
 
 
 def _choices(spec: Path, *overrides: str) -> dict[str, tuple[str, str]]:
@@ -155,6 +166,7 @@ def test_another_version_of_finefit_makes_everything_anew(finished: Path, monkey
     assert action == "run"
     assert reason.startswith("finefit ")
     assert reason.endswith(" -> 99")
+    assert not is_finished(_open(finished))
 
 
 def test_where_files_lie_does_not_matter(finished: Path) -> None:
@@ -173,6 +185,79 @@ def test_a_stage_that_another_run_made_and_lost_is_made_again(finished: Path) ->
     carry_out(run, Heard())
     assert calls(finished.parent) == ["first", "second"]  # what they wrote is the same, so the third stands
     assert is_finished(run)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_text("")])
+def test_a_file_that_was_taken_from_what_a_stage_made_makes_it_run_again(finished: Path, harm: Callable[[Path], object]) -> None:
+    run = _open(finished)
+    harm(run.stage(1, "first").output / "first.txt")
+    assert _choices(finished)["first"] == ("run", "what chain-1/stages/1-first held is gone, or some of it")
+    assert not is_finished(run)
+    carry_out(run, Heard())
+    assert calls(finished.parent) == ["first"]
+    assert is_finished(run)
+
+
+def test_what_a_script_is_given_beside_its_own_files_is_no_loss(finished: Path) -> None:
+    (_open(finished).stage(1, "first").output / "notes.txt").write_text("by hand")
+    assert _choices(finished)["first"] == ("done", "nothing has changed")
+
+
+def test_a_stage_that_alone_runs_leaves_the_others_as_they_are(finished: Path) -> None:
+    run = _open(finished)
+    carry_out(run, Heard(), only="third", forced={"first", "third"})
+    assert calls(finished.parent) == ["third"]
+    assert [state.status for state in read_record(run.state, PipelineState).stages] == ["done"] * 3
+
+
+def test_what_has_yet_to_begin_is_planned_at_every_start(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def foresee(pipeline: Pipeline, *_: object, names: set[str], **__: object) -> dict[str, tuple[Forecast, ...]]:
+        asked.append([name for name in pipeline.order() if name in names])
+        return {name: (make_forecast(disk_bytes=1, total_steps=len(asked)),) for name in asked[-1]}
+
+    monkeypatch.setattr("finefit.pipeline.stage_run.foresee_stages", foresee)
+    run = _open(spec, only="first")
+    carry_out(run, Heard(), only="first")
+    assert asked == [["first"], ["first"]]
+    assert list(read_record(run.plan, Plan).forecasts) == ["first"]
+    carry_out(_open(spec), Heard())
+    assert asked[2:] == [["second", "third"]]
+    carry_out(run, Heard())
+    assert len(asked) == 3  # nothing was left to do
+    carry_out(run, Heard(), forced={"third"})
+    assert asked[3:] == [["third"]]
+    steps = {name: found.total_steps for name, found in read_record(run.plan, Plan).forecasts.items()}
+    assert steps == {"first": 2, "second": 3, "third": 4}
+
+
+def test_what_speaks_against_a_stage_is_told_before_a_run_exists(spec: Path) -> None:
+    make_model_folder(spec.parent / "model")
+    spec.write_text(spec.read_text() + COPIES)
+    with pytest.raises(FindingError, match="stage moe: 2 slots hold 1 distinct models, so the build will refuse them"):
+        _open(spec)
+    assert not (spec.parent / "runs").exists()
+    assert _open(spec, only="first").path.name == "chain-1"
+
+
+def test_what_speaks_against_the_rest_of_a_run_is_told_before_any_of_it_begins(spec: Path) -> None:
+    make_model_folder(spec.parent / "model")
+    spec.write_text(spec.read_text() + COPIES)
+    run = _open(spec, only="first")
+    with pytest.raises(FindingError, match="stage moe: 2 slots hold 1 distinct models"):
+        carry_out(run, Heard())
+    assert calls(spec.parent) == []
+    assert read_record(run.run, Run).status == "failed"
+
+
+def test_what_is_doubtful_is_told_and_the_run_goes_on(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (("second", Finding(level="warning", problem="tight", remedy="close it")), (None, Finding(level="note", problem="well", remedy="")))
+    monkeypatch.setattr("finefit.pipeline.stage_run.require_examined", lambda *_, **__: found)
+    heard = Heard()
+    carry_out(_open(spec), heard)
+    assert heard.said == ["warning: stage second: tight\n  close it"]
+    assert heard.begun == ["first", "second", "third"]
 
 
 def test_a_stage_is_forced_alone_or_with_all_that_stand_on_it(finished: Path) -> None:

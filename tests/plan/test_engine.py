@@ -211,8 +211,8 @@ def test_zero3_is_planned_without_the_kernels_that_it_cannot_have() -> None:
 def test_compiled_layers_and_fused_kernels_contradict_each_other() -> None:
     target = find_target(parse_card("A100-80GB"), read_machine(), "auto")
     with pytest.raises(SpecError, match=r"levers.kernels: fused and levers.compile: true contradict"):
-        decide_kernels(Levers(kernels="fused", compile=True), target, "none")
-    assert decide_kernels(Levers(compile=True), target, "none")[0] == "torch"
+        decide_kernels(Levers(kernels="fused", compile=True), target, "none", has_experts=False)
+    assert decide_kernels(Levers(compile=True), target, "none", has_experts=False)[0] == "torch"
     with pytest.raises(SpecError, match=r"levers.compile"):
         _forecast("levers.kernels=fused", "levers.compile=true")
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.records import Forecast, Lengths
+from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.model.moe import moe_config
@@ -14,6 +15,7 @@ from finefit.plan.search import freedom_of
 from finefit.plan.target import find_target
 from finefit.spec.load import parse_spec
 from finefit.spec.schema import Levers
+from tests.mixtures import mixture_config
 
 GIB = 2**30
 HALF_A_BILLION: dict[str, Any] = {
@@ -78,7 +80,26 @@ def test_experts_that_stay_as_they_are_under_four_bits_are_named() -> None:
     assert any("are not packed into 4 bits" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_compiled_layers_are_refused_for_a_mixture_before_anything_is_run(precision: str) -> None:
+    config = mixture_config("llama")
+    spec = parse_spec(SPEC, where="spec.yaml", overrides=("levers.compile=true", f"precision={precision}"))
+    with pytest.raises(SpecError, match=r"levers\.compile: true is not for mixtures of experts"):
+        make_forecast(spec, config, LENGTHS, find_target(parse_card("A100-80GB"), read_machine(), precision))
+
+
 def test_tiles_are_not_tried_on_experts_which_are_left_whole() -> None:
     shape = {"rows": 4, "supervised": 100, "num_layers": 8, "precision": "bf16", "device": "cuda"}
     assert freedom_of(Levers(), **shape).most_frugal().mlp_tiles > 1  # type: ignore[arg-type]
     assert freedom_of(Levers(), **shape, has_experts=True).most_frugal().mlp_tiles == 1  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_the_routers_has_the_experts_as_their_base_stores_them() -> None:
+    """In bf16 they are computed with, whatever they are stored in."""
+    spec = parse_spec(SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + "save: {keep: 1}\n", where="spec.yaml", overrides=())
+    target = find_target(parse_card("A100-80GB"), read_machine(), "auto")
+    for stored, each in (("float32", 4), ("bfloat16", 2), (None, 4)):
+        config = mixture_config("qwen2", dtype=stored)
+        found = make_forecast(spec, config, LENGTHS, target)
+        frozen = found.parameters - found.trainable_parameters
+        assert found.disk_bytes == 4 * (each * frozen + 12 * found.trainable_parameters)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from finefit.errors import SpecError
+from finefit.pipeline.stage_paths import paths_of
 from finefit.spec.load import load_spec, parse_any, pipeline_from_json, spec_to_json, whole_text
 from finefit.spec.schema import FolderModel, Lora, Spec
 from finefit.spec.stages import Pipeline, TrainStage, needs
@@ -24,6 +25,7 @@ stages:
     data: {train: [{path: stage://pairs/train.jsonl}]}
     objective: {kind: dpo}
     optimizer: {lr: 5e-6}
+    evaluate: [{task: rouge, base: false}]
   sft:
     kind: train
     data: {train: [{path: rows.jsonl}]}
@@ -113,13 +115,18 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
         ('of: ["scores:sft", dpo]', "of: [pairs]", "stage table wants the scores of stage pairs, and make_pairs makes none"),
         ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo wants the model of stage pairs, and make_pairs makes none"),
         ("  pairs: {kind", "  DPO: {kind", "stages dpo and DPO would write into one folder"),
-        ("  pairs: {kind", "  sft: {kind", "stages.sft: given twice, first at spec.yaml:15"),
+        ("  pairs: {kind", "  sft: {kind", "stages.sft: given twice, first at spec.yaml:16"),
         ("lr: 5e-6}", "lrr: 5e-6}", "spec.yaml:14 stages.dpo.optimizer.lrr: there is no such key; did you mean `lr`?"),
         ("rank: 8", "rank: high", 'spec.yaml:6 stages.dpo.tuning.rank: "high" is text'),
         ("kind: make_pairs", "kind: make_pears", "accepted: `train`, `evaluate`, `compare`, `make_pairs`"),
         ("objective: {kind: dpo}", "objective: {kind: dpo}\n    tuning: {kind: full}", "put a stage of kind merge_adapter between"),
         ("objective: {kind: dpo}", "objective: {kind: dpo}\n    tuning: {rank: 16}", "whose tuning.rank is 8, not 16"),
         ("evaluate: [{task: hallucination}]", "evaluate: []", "evaluate"),
+        (
+            "objective: {kind: dpo}",
+            "objective: {kind: dpo}\n    tuning: {adapter: theirs}",
+            "stage dpo goes on with the adapter of stage sft, and tuning.adapter names another, theirs",
+        ),
     ],
 )
 def test_a_graph_that_cannot_be_walked_is_refused_by_name(old: str, new: str, words: str) -> None:
@@ -135,3 +142,134 @@ def test_stages_that_stand_on_each_other_are_told_as_a_circle() -> None:
 def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> None:
     with pytest.raises(SpecError, match="outputs"):
         pipeline(f"name: x\nstages:\n  clean: {{kind: python, script: clean.py, outputs: {outputs}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "stage://pairs/test.jsonl",
+            "stage://pairs/validation.jsonl",
+            "stage scores wants validation.jsonl of stage pairs, which will not be there: it makes train.jsonl, test.jsonl, report.json",
+        ),
+        ("stage://pairs/test.jsonl", "stage://pairs/t?st.json", "stage scores wants t?st.json of stage pairs"),
+        ("stage://pairs/test.jsonl", "stage://pairs/../sft/rows.jsonl", "leads out of the stage's own folder"),
+        ("stage://pairs/test.jsonl", "stage://sft//etc/passwd", "leads out of the stage's own folder"),
+        ("stage://pairs/test.jsonl", "stage:///test.jsonl", "stage scores has stage:///test.jsonl at data.test.path, which names no stage"),
+        ("scores:sft", "scores:stf", "stage table wants scores:stf, and stf is no model of stage scores; it has sft, dpo"),
+        ('["scores:sft", dpo]', "[sft]", "stage table wants the scores of stage sft, which is scored on nothing"),
+        ("dpo]", '"dpo:base"]', "stage table wants dpo:base, and no task of stage dpo scores the starting model"),
+        ("dpo]", '"dpo:bets"]', "stage table wants dpo:bets, which is no checkpoint"),
+        (
+            "task: hallucination}]",
+            'task: {kind: summary, sections: ["stage://pairs/test.jsonl"]}}]',
+            "stage scores has stage://pairs/test.jsonl at evaluate.0.task.sections.0, where no path stands",
+        ),
+    ],
+)
+def test_what_another_stage_will_never_have_is_refused_by_name(old: str, new: str, words: str) -> None:
+    assert words in refusal(old, new)
+
+
+@pytest.mark.parametrize("path", ["stage://pairs/*.jsonl", "stage://pairs", "stage://pairs/report.json", "stage://sft/model.safetensors"])
+def test_patterns_folders_and_files_that_the_spec_cannot_know_of_are_taken(path: str) -> None:
+    assert pipeline(MEDICAL.replace("stage://pairs/test.jsonl", path)).order()
+
+
+@pytest.mark.parametrize("of", ["scores", "scores:dpo", "dpo", "dpo:final", "dpo:best", "dpo:40", "dpo:checkpoint-40"])
+def test_whatever_will_be_scored_can_be_compared(of: str) -> None:
+    assert pipeline(MEDICAL.replace('["scores:sft", dpo]', f'["{of}"]')).order()
+
+
+SCRIPTS = """\
+name: scripts
+stages:
+  first: {kind: python, script: a.py, inputs: {raw: raw.txt}, arguments: ["{raw}", "--to={output}/first.txt"], outputs: [first.txt, parts/all]}
+  second: {kind: python, script: a.py, inputs: {before: stage://first/first.txt}, arguments: ["{before}"], outputs: [second.txt]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('["{before}"]', '["stage://first/first.txt"]', "stages.second: arguments: a change of stage://first/first.txt would run nothing again"),
+        ('["{before}"]', '["--in=stage://first/first.txt"]', "name it under inputs, and its name in braces here"),
+        ('["{raw}"', '["{rwa}"', "stages.first: arguments: {rwa} names no input of this stage; there are {raw}, {output}"),
+        ("inputs: {raw: raw.txt}", "inputs: {raw: raw.txt, output: a.txt}", "stages.first: inputs: {output} is the stage's own folder already"),
+        ("stage://first/first.txt", "stage://first/typo.txt", "it makes first.txt, parts/all; declare it in its outputs"),
+        ("stage://first/first.txt", "stage://first/parts/other", "stage second wants parts/other of stage first"),
+    ],
+)
+def test_a_script_is_given_what_it_names_and_what_will_be_there(old: str, new: str, words: str) -> None:
+    assert old in SCRIPTS
+    with pytest.raises(SpecError) as caught:
+        pipeline(SCRIPTS.replace(old, new, 1))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["parts", "parts/all", "parts/all/deeper.txt", "**/x.txt"])
+def test_a_folder_that_a_script_declares_holds_whatever_lies_in_it(path: str) -> None:
+    assert pipeline(SCRIPTS.replace("stage://first/first.txt", f"stage://first/{path}")).order() == ("first", "second")
+
+
+def test_a_stage_is_named_wherever_a_path_stands() -> None:
+    """Whatever is replaced is looked at when it is asked what has changed, too."""
+    stage = pipeline(SCRIPTS.replace("script: a.py, inputs: {before", "script: stage://first/parts/all/own.py, inputs: {before")).stages["second"]
+    assert [path for _, _, path in paths_of(stage)] == ["stage://first/parts/all/own.py", "stage://first/first.txt"]
+    assert needs(stage) == ("first",)
+
+
+EXPERTS = """\
+name: experts
+defaults: {model: {kind: folder, path: m}, data: {train: [{path: a.jsonl}]}, optimizer: {lr: 1e-3}}
+stages:
+  law: {kind: train, tuning: {kind: full}}
+  thin: {kind: train, tuning: {kind: lora}}
+  merged: {kind: merge_adapter, model: {kind: stage, name: thin}}
+  gate:
+    kind: gate
+    base: {kind: folder, path: m}
+    experts: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}}
+    data: {law: {path: a.jsonl}, thin: {path: b.jsonl}}
+  scores:
+    kind: evaluate
+    models: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}, by_gate: {kind: stage, name: gate}}
+    data: {test: {path: t.jsonl}}
+    evaluate: [{task: rouge}]
+"""
+"""Of a gate whose experts are a whole model and an adapter."""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "models: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}",
+            "models: {law: {kind: stage, name: law}, thin: {kind: stage, name: merged}",
+            "stage scores: models.by_gate chooses among law, thin and answers nothing itself; thin is not among the models here, or another one",
+        ),
+        ("models: {law: {kind: stage, name: law}, ", "models: {", "law is not among the models here, or another one"),
+        ("[{task: rouge}]", "[{task: {kind: lm_eval, tasks: [arc]}}]", "lm_eval brings items of its own, whose prompts models.by_gate cannot see"),
+        (
+            "merge_adapter, model: {kind: stage, name: thin}",
+            "merge_adapter, model: {kind: stage, name: law}",
+            "stage merged merges an adapter, and its",
+        ),
+        (
+            "merge_adapter, model: {kind: stage, name: thin}",
+            "merge_adapter, model: {kind: folder, path: m}",
+            "stage merged merges an adapter, and its",
+        ),
+        ("merge_adapter,", "merge_adapter, adapter: a,", "stage merged merges a, and its model has an adapter already"),
+    ],
+)
+def test_models_that_do_not_fit_where_they_are_named_are_refused(old: str, new: str, words: str) -> None:
+    assert pipeline(EXPERTS).order()
+    assert old in EXPERTS
+    with pytest.raises(SpecError) as caught:
+        pipeline(EXPERTS.replace(old, new, 1))
+    assert words in str(caught.value)
+
+
+def test_an_adapter_of_ones_own_can_be_merged_into_a_model_without_one() -> None:
+    assert pipeline(EXPERTS.replace("merge_adapter, model: {kind: stage, name: thin}", "merge_adapter, adapter: a, model: {kind: stage, name: law}"))

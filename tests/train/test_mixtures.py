@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finefit.artifacts.journal import read_lines
@@ -71,3 +72,14 @@ def test_the_trained_part_has_moved_and_no_other(whole: StageDir, job: Job) -> N
         assert moved == routers
     else:
         assert {name for name in before if ".experts." in name} <= moved
+
+
+def test_routers_that_are_trained_in_halves_leave_the_files_of_the_experts_as_they_were(tmp_path: Path) -> None:
+    """The mixture is loaded rounded; what is saved is not."""
+    job = make_job(tmp_path, spec=spec(TUNINGS["routers"]) + "precision: bf16\n", project=make_mixture_project)
+    where = job.fresh()
+    assert finish(start(where)) == 0, words(where)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final"))
+    moved = {name for name in before if before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert moved == {name for name in before if name.endswith("mlp.gate.weight")}

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import Routing, StageResult, read_record
+from finefit.data.render import Example
+from finefit.data.store import open_examples
 from finefit.report.events import event_words
-from tests.conftest import make_rows, write_jsonl
+from tests.conftest import make_rows, make_tokenizer, write_jsonl
 from tests.faults import TRAINING, Job, at_step, finish, make_job, outcome, send_self, start, words
 from tests.mixtures import make_mixture_project
 
@@ -30,6 +32,13 @@ def make_projects(folder: Path, *, spec: str, family: str) -> Path:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"expert_names": ["law", "maths", "verse"]}))
     write_jsonl(folder / "other.jsonl", make_rows(6, seed=5))
     return path
+
+
+def out_of_memory_when_measuring() -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room for the routing")
+
+    pytest.MonkeyPatch().setattr("finefit.train.routing.measure_routing", fail)
 
 
 def job_of(folder: Path, spec: str, family: str = "llama") -> Job:
@@ -68,6 +77,28 @@ def test_where_tokens_go_is_recorded_by_source_and_drawn(tmp_path: Path) -> None
     told = event_words(line)
     assert told is not None
     assert re.search(r"first choices of trained tokens: train\.jsonl to (law|maths|verse) \d+%", told)
+
+
+def test_what_the_template_writes_before_every_row_is_not_counted(tmp_path: Path) -> None:
+    where = job_of(tmp_path, re.sub(r"  validation: .*\n", "", SPEC)).fresh()
+    assert finish(start(where)) == 0, words(where)
+    rows = [example.tokens for example in open_examples(where.prepared("train.safetensors")) if isinstance(example, Example)]
+    before = make_tokenizer()("<|user|>add ")["input_ids"]
+    assert all(row[: len(before)] == tuple(before) for row in rows)
+    (source,) = read_record(where.routing, Routing).sources.values()
+    assert (source.rows, source.tokens) == (len(rows), sum(len(row) - len(before) for row in rows))
+
+
+def test_routing_that_cannot_be_measured_takes_no_training_with_it(tmp_path: Path) -> None:
+    job = job_of(tmp_path, SPEC)
+    whole, where = job.fresh(), job.fresh()
+    assert finish(start(whole)) == 0, words(whole)
+    assert finish(start(where, out_of_memory_when_measuring)) == 0, words(where)
+    assert "routing is not measured" in words(where)
+    assert "no room for the routing" in words(where)
+    assert not where.routing.exists()
+    assert outcome(where) == outcome(whole)
+    assert read_record(where.result, StageResult).failure is None
 
 
 def test_supervised_fine_tuning_of_a_mixture_says_nothing_of_routing(tmp_path: Path) -> None:

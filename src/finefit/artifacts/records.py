@@ -739,6 +739,7 @@ class StageMemory:
     device: Literal["cpu", "cuda"]
     before_bytes: int
     loaded_bytes: int | None
+    """When the model was there and no step was done; None of all but trainings."""
     peak_bytes: int | None
     after_bytes: int
 
@@ -786,6 +787,8 @@ class Done:
     memory: StageMemory | None
     summary: dict[str, Any] = field(default_factory=dict)
     """What the stage tells of itself."""
+    files: dict[str, int] = field(default_factory=dict)
+    """What it has made: sizes by name within its output. Of an evaluation nothing: each of its models has records of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from finefit.errors import DataError, RunError
 from finefit.facts.files import read_file
 
+_STAGE = re.compile(r"(\d+)-.+")
+
 
 @dataclass(frozen=True, slots=True)
 class StageDir:
@@ -178,8 +180,10 @@ class RunDir:
         return StageDir(self.path / "stages" / f"{number}-{name}")
 
     def stages(self) -> list[StageDir]:
-        visible = [p for p in (self.path / "stages").iterdir() if not p.name.startswith(".")]
-        return [StageDir(p) for p in sorted(visible, key=lambda p: int(p.name.split("-")[0]))]
+        """Those that are there, in their order; what else lies among them is somebody else's."""
+        folder = self.path / "stages"
+        found = [(int(m[1]), p) for p in folder.iterdir() if (m := _STAGE.fullmatch(p.name)) and p.is_dir()] if folder.is_dir() else []
+        return [StageDir(path) for _, path in sorted(found)]
 
     @property
     def state(self) -> Path:

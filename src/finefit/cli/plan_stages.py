@@ -27,20 +27,22 @@ class Wishes:
 
 
 def plan_stages(target: Path, pipeline: "Pipeline", cards: tuple[str, ...], wishes: Wishes) -> None:
-    from finefit.pipeline.outlooks import look_ahead
+    from finefit.facts.files import free_bytes
+    from finefit.pipeline.outlooks import is_here, look_ahead
     from finefit.report.plan_stages import fit_on, num_cards, outlook_document, show_outlooks, show_outlooks_on_cards, suggestions_of
 
     _require_sense(pipeline, wishes)
     console = open_console(as_json=wishes.as_json)
     with console.status("rehearsing every stage"):
         outlooks = look_ahead(pipeline, target.resolve().parent, cards=cards)
+    free = tuple(free_bytes(Path("runs")) if is_here(card) else None for card in cards)
     if wishes.as_json:
-        typer.echo(json.dumps(outlook_document(outlooks), indent=2))
+        typer.echo(json.dumps(outlook_document(outlooks, free=free), indent=2))
     elif len(cards) > 1:
-        show_outlooks_on_cards(outlooks, console)
+        show_outlooks_on_cards(outlooks, console, free=free)
     else:
-        show_outlooks(outlooks, console, name=pipeline.name, only=wishes.stage)
-    fits = [fit_on(outlooks, at) for at in range(num_cards(outlooks))]
+        show_outlooks(outlooks, console, name=pipeline.name, only=wishes.stage, free=free)
+    fits = [fit_on(outlooks, at, free) for at in range(num_cards(outlooks))]
     if wishes.apply is not None:
         apply_suggestion(target, suggestions_of(outlooks), wishes.apply, fits=fits[0], as_json=wishes.as_json)
     elif not any(fits):

@@ -45,8 +45,19 @@ class Wish:
 
         named = [name for name in (self.first, self.only, *self.force) if name is not None and name != EVERY]
         require_stages(pipeline, named)
+        self._require_sense()
         again = set(pipeline.stages) if EVERY in self.force else set(self.force)
+        if self.only is not None:
+            return again & {self.only}
         return again | (above(pipeline, self.first) if self.first is not None else set())
+
+    def _require_sense(self) -> None:
+        """One stage alone runs, so nothing else can be made again beside it."""
+        others = [name for name in self.force if name not in (EVERY, self.only)]
+        if self.only is not None and self.first is not None:
+            raise RunError(f"--from {self.first} means several stages, --only {self.only} one alone", "leave one of the two out")
+        if self.only is not None and others:
+            raise RunError(f"--force {', '.join(others)} makes another stage again than --only {self.only} runs", "leave one of the two out")
 
 
 def refuse_for_one(wish: Wish) -> None:
@@ -118,7 +129,8 @@ def open_place(call: Call, console: "Console") -> "RunDir":
     with console.status("reading models and data, and planning every stage"):
         from finefit.pipeline.stage_run import open_or_create
 
-        return open_or_create(_asked(call), runs=call.runs, new=call.new, only=call.wish.only)
+        asked = _asked(call)
+        return open_or_create(asked, runs=call.runs, new=call.new, only=call.wish.only, forced=call.wish.forced(asked.pipeline))
 
 
 def _asked(call: Call) -> "Asked":

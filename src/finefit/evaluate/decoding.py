@@ -83,13 +83,6 @@ def follow(model: nn.Module, context: Context, tokens_B: Tensor, pick: Callable[
     return pick(output.logits[:, -1])
 
 
-def greedy(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: Sequence[int], pad: int, device: str
-) -> list[list[int]]:
-    """What follows each prompt, up to and with the first stop token."""
-    return decode(model, prompts, max_new_tokens=max_new_tokens, stops=stops, pad=pad, device=device, choose=likeliest)
-
-
 def likeliest(_rows_B: Tensor, _step: int, logits_BV: Tensor) -> Tensor:
     return _likeliest(logits_BV)
 
@@ -97,6 +90,7 @@ def likeliest(_rows_B: Tensor, _step: int, logits_BV: Tensor) -> Tensor:
 def decode(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: Sequence[int], pad: int, device: str, choose: Choose
 ) -> list[list[int]]:
+    """What follows each prompt, up to and with the first stop token."""
     longest = max(map(len, prompts)) + max_new_tokens
     write = _step_by_step if can_pack(causal_of(model).config, longest) is None else _by_transformers
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import combinations, takewhile
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ class Centroids:
 def fit_centroids(model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> Centroids:
     """`rows`: token ids of each expert's rows. They pass through the dense model twice: for the means, and for what the router makes of them."""
     fitted, held = _divided(rows)
-    skipped = _shared([row for several in rows.values() for row in several])
+    _require_different(rows)
+    _require_different(fitted)
+    skipped = num_shared([row for several in rows.values() for row in several])
     look = partial(_hidden_states, model, skipped=skipped)
     means = {name: _moments(look(several)) for name, several in fitted.items()}
     raw = [_fisher([moments[layer] for moments in means.values()]) for layer in range(len(_mlps(model)))]
@@ -58,8 +60,10 @@ def fit_centroids(model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> Centro
     )
 
 
-def _shared(rows: Sequence[Row]) -> int:
-    """Tokens that stand before every row; at least one of the shortest is left."""
+def num_shared(rows: Sequence[Row]) -> int:
+    """Tokens that stand before every row; at least one of the shortest is left. Where all rows are equal nothing says what the template wrote."""
+    if len(set(rows)) < 2:
+        return 0
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))
     return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
 
@@ -74,6 +78,16 @@ def _divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ..
         fitted[name] = tuple(row for at, row in enumerate(once) if (at + 1) % min(_HELD_OUT, len(once)))
         held[name] = tuple(row for at, row in enumerate(once) if not (at + 1) % min(_HELD_OUT, len(once)))
     return fitted, held
+
+
+def _require_different(rows: Mapping[str, Sequence[Row]]) -> None:
+    """Means of the same rows have nothing between them: the router would be zero, or what rounding left."""
+    for one, other in combinations(rows, 2):
+        if set(rows[one]) == set(rows[other]):
+            raise DataError(
+                f"{one} and {other} have the same rows, so a router that starts from them cannot tell one expert from the other",
+                f"give {other} rows of its own in router.data, or let the router start at random",
+            )
 
 
 @dataclass(frozen=True, slots=True)

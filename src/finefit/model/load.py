@@ -25,6 +25,7 @@ from finefit.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from finefit.model.adapter_files import WEIGHTS as ADAPTER
 from finefit.model.experts import choose_experts, experts_of
 from finefit.model.foreign import with_adapter
+from finefit.model.kept import Kept, save_part
 from finefit.model.spread import spread
 from finefit.model.stored import Stored
 from finefit.model.subset import train_only
@@ -205,10 +206,12 @@ def _stored_names(model: peft.PeftModel, tensors: dict[str, Tensor]) -> dict[str
     return named
 
 
-def whole_weights(model: nn.Module, weight: Callable[[nn.Parameter], Tensor], *, keeps: bool) -> dict[str, Tensor]:
+def whole_weights(model: nn.Module, weight: Callable[[nn.Parameter], Tensor], *, keeps: bool, kept: Kept | None = None) -> dict[str, Tensor]:
     """What `save_weights` is given where parameters are divided. `weight` puts one together, with the help of all ranks; who `keeps` them gets
-    them, tied ones still tied."""
+    them, tied ones still tied. Those that are `kept` in files are not asked for."""
     named = dict(_trained(model)) if isinstance(model, peft.PeftModel) else model.state_dict(keep_vars=True)
+    if kept:
+        named = {**dict(_trained(model)), **{name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}}
     whole: dict[int, Tensor] = {}
     for ident, tensor in {id(tensor): tensor for tensor in named.values()}.items():
         value = weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach()
@@ -243,12 +246,15 @@ def load_for_answers(
     return model.eval()
 
 
-def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
+def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None, kept: Kept | None = None) -> None:
     """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as it is. `whole`: the weights
-    by name, where those of the model are divided."""
+    by name, where those of the model are divided. `kept`: where frozen ones lie as they were before anything was rounded."""
     if isinstance(model, peft.PeftModel):
         model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[TRAINED], state_dict=whole)
         _sort_targets(folder / ADAPTER_CONFIG)
+    elif kept is not None:
+        assert isinstance(model, PreTrainedModel)
+        save_part(model, folder, kept, whole_weights(model, _to_host, keeps=True, kept=kept) if whole is None else whole)
     else:
         assert isinstance(model, PreTrainedModel)
         model.save_pretrained(folder, state_dict=_on_host(model) if whole is None else whole)
@@ -257,7 +263,11 @@ def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None
 def _on_host(model: PreTrainedModel) -> dict[str, Tensor] | None:
     """Experts are stored one by one, and taking them apart copies them: not on the card, whose memory was planned without that."""
     is_apart = model.device.type != "cpu" and experts_of(model)
-    return whole_weights(model, lambda parameter: parameter.detach().cpu(), keeps=True) if is_apart else None
+    return whole_weights(model, _to_host, keeps=True) if is_apart else None
+
+
+def _to_host(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().cpu()
 
 
 def _sort_targets(config: Path) -> None:
@@ -284,7 +294,7 @@ def _num_values(parameter: Tensor) -> int:
     return _shape(parameter).numel() if packed is None else math.prod(packed.shape)
 
 
-def weight_bytes(model: nn.Module) -> int:
+def weight_bytes(model: nn.Module, kept: Kept | None = None) -> int:
     """What `save_weights` will write."""
-    whole = not isinstance(model, peft.PeftModel)
-    return sum(_shape(p).numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
+    whole = not (isinstance(model, peft.PeftModel) or kept)
+    return sum(_shape(p).numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad) + (kept.num_bytes if kept else 0)

@@ -5,8 +5,11 @@ All on the host: the base is loaded once in what it is written in, and read back
 
 import gc
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -18,6 +21,8 @@ from finefit.errors import FinefitError, ModelError
 from finefit.facts.model import TEXT_FILES, read_config, read_model_folder
 from finefit.model.foreign import with_adapter
 from finefit.model.load import load_base
+from finefit.model.routers import heard, hooked, routers_of
+from finefit.objective.router import Routed
 
 _SHARD = "4GB"
 _ROWS, _TOKENS = 2, 24
@@ -53,17 +58,21 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, dtype: torch.dtype | 
     probe = _probe(model.config.get_text_config().vocab_size)
     alone = _logits(model, probe)
     adapted = with_adapter(model, adapter).eval()
-    wanted = _logits(adapted, probe)
+    with heard(routers_of(adapted).values()) as said:
+        wanted = _logits(adapted, probe)
     merged = _unloaded(adapted, adapter)
+    with _sent_as(merged, said) as again:
+        held = _logits(merged, probe)
     found, size = _logits(merged, probe), sum(p.numel() * p.element_size() for p in merged.parameters())
     proof = Merged(
         dtype=str(dtype).removeprefix("torch."),
         parameters=sum(p.numel() for p in merged.parameters()),
-        difference=_apart(found, wanted),
+        difference=_apart(held, wanted),
         tolerance=_TOLERANCE[dtype],
         effect=_apart(wanted, alone),
     )
     _require_equal(proof)
+    _require_same_routers(_moved(again, said), proof)
     with full_disk_named(out, size):
         _save(merged, base, adapter, out)
     del model, adapted, merged
@@ -108,6 +117,30 @@ def _logits(model: nn.Module, probe: Tensor) -> Tensor:
     return logits
 
 
+@contextmanager
+def _sent_as(model: nn.Module, said: Sequence[Routed]) -> Iterator[list[Routed]]:
+    """Tokens go to the experts that they went to before, whatever the routers say now, which is handed back: between two experts that are nearly as
+    good rounding may choose the other one, and all that follows is another's answer."""
+    found: list[Routed] = []
+
+    def answer(_: nn.Module, __: Any, own: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        before = said[len(found)]
+        found.append(Routed(*own))
+        return own[0], before.weights_NK, before.chosen_NK
+
+    with hooked(routers_of(model).values(), answer):
+        yield found
+
+
+def _moved(found: Sequence[Routed], wanted: Sequence[Routed]) -> float:
+    """Of a token's probability, the share that routers give to other experts: the mean over tokens, in the layer where it is the largest."""
+
+    def shares(routed: Routed) -> Tensor:
+        return routed.logits_NE.double().softmax(-1)
+
+    return max((float((shares(a) - shares(b)).abs().sum(-1).mean()) / 2 for a, b in zip(found, wanted, strict=True)), default=0.0)
+
+
 def _apart(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).square().mean().sqrt() / wanted.std())
 
@@ -116,6 +149,15 @@ def _require_equal(proof: Merged) -> None:
     if not proof.difference <= proof.tolerance:  # also where it is no number
         raise FinefitError(
             f"the merged model differs from base and adapter by {proof.difference:.2g} of the spread of its logits, "
+            f"and {proof.tolerance:g} is what {proof.dtype} may round",
+            "nothing was written; please report this with the adapter's adapter_config.json",
+        )
+
+
+def _require_same_routers(moved: float, proof: Merged) -> None:
+    if not moved <= proof.tolerance:
+        raise FinefitError(
+            f"routers of the merged model send {moved:.2g} of a token's weight elsewhere than base and adapter do, "
             f"and {proof.tolerance:g} is what {proof.dtype} may round",
             "nothing was written; please report this with the adapter's adapter_config.json",
         )

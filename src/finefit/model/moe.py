@@ -18,15 +18,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
 from finefit.artifacts.atomic import full_disk_named, sync_file, write_text
-from finefit.errors import ModelError
+from finefit.errors import FinefitError, ModelError
 from finefit.facts.model import INDEX, TEXT_FILES, find_weight_files, read_config
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
 
 _HEAD = "lm_head.weight"
+_COMPUTED = ".rotary_emb.inv_freq"
+"""Stored by old versions of transformers; a model computes it from its config."""
 EXPERT_NAMES = "expert_names"
 """A key of ours in the mixture's config; transformers keeps it, in checkpoints too."""
 
@@ -91,13 +94,14 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Weights:
-    """The tensors of a model folder, read one at a time. A head that is tied to the embeddings is none of its own, whether it is stored or not."""
+    """The tensors of a model folder, read one at a time. A head that is tied to the embeddings is none of its own, whether it is stored or not; nor
+    is what every model computes for itself."""
 
     def __init__(self, folder: Path, stack: ExitStack, *, is_tied: bool) -> None:
         self._file_of: dict[str, Any] = {}
         for name in find_weight_files(folder):
             file = stack.enter_context(safe_open(folder / name, framework="pt"))
-            self._file_of |= dict.fromkeys(file.keys(), file)
+            self._file_of |= {key: file for key in file.keys() if not key.endswith(_COMPUTED)}  # noqa: SIM118 it is no dict
         if is_tied:
             self._file_of.pop(_HEAD, None)
 
@@ -133,18 +137,18 @@ class Built:
 
 def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Literal["none", "base"] = "none") -> dict[str, Any]:
     """The mixture's config.json, from that of its base: what a stage that trains it is planned with, before it exists."""
-    family = _family(dense)
+    family, dense = _family(dense), _resolved(dense)
     if shared == "base" and not family.has_shared:
         raise ModelError(f"{family.model_type} has no shared expert", "set shared: none, or take a base of the qwen2 family")
     if not 1 <= top_k <= num_experts:
         raise ModelError(f"top_k {top_k} of {num_experts} experts", f"give 1 to {num_experts}")
     if on := [key for key in family.dropped if dense.get(key)]:
         raise ModelError(f"the base has {', '.join(on)}, for which {family.model_type} has no tensors", "take another base")
-    left_out = {"model_type", "architectures", "auto_map", "_name_or_path", *family.dropped, "pretraining_tp"}
-    config = {key: value for key, value in dense.items() if key not in left_out}
+    left_out = {"model_type", "architectures", "auto_map", *family.dropped, "pretraining_tp"}
+    config = {key: value for key, value in dense.items() if key not in left_out} | _windows(family, dense)
     config |= {"model_type": family.model_type, "architectures": [family.architecture], family.num_experts: num_experts, "num_experts_per_tok": top_k}
     if family.model_type == "mixtral":
-        return config | {"sliding_window": dense.get("sliding_window"), "head_dim": _head_dim(dense)}
+        return config
     config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": dense["intermediate_size"]}
     if family.has_shared:
         # without one it is a single neuron of zeros, which no gradient moves: the architecture cannot do without
@@ -152,8 +156,26 @@ def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared
     return config
 
 
-def _head_dim(dense: Mapping[str, Any]) -> int:
-    return int(dense.get("head_dim") or dense["hidden_size"] // dense["num_attention_heads"])
+def _resolved(dense: Mapping[str, Any]) -> dict[str, Any]:
+    """With all that the config leaves to the defaults of its class: the mixture's class has others. Not what any model at all has by default."""
+    common = PreTrainedConfig().to_dict()
+    found = AutoConfig.for_model(**dense).to_dict()
+    return {key: value for key, value in found.items() if key not in common or value != common[key]} | {"model_type": dense["model_type"]}
+
+
+def _windows(family: Family, dense: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers see only what is near, said as the mixture's architecture reads it. Qwen2-MoE would choose other layers than Qwen2 unless each
+    is named, as they are in `layer_types`; Mixtral and Qwen3-MoE have one window for all layers."""
+    if family.model_type == "mixtral":
+        return {"sliding_window": dense.get("sliding_window")}
+    kinds = set(dense["layer_types"])
+    if family.model_type == "qwen3_moe" and len(kinds) > 1:
+        sliding = dense["layer_types"].count("sliding_attention")
+        raise ModelError(
+            f"{sliding} of the base's {len(dense['layer_types'])} layers have a sliding window, and {family.model_type} has one in all or in none",
+            "take another base, or one whose use_sliding_window is false",
+        )
+    return {"use_sliding_window": "sliding_attention" in kinds}
 
 
 def _family(dense: Mapping[str, Any]) -> Family:
@@ -179,12 +201,12 @@ def build_moe(
     numbers, which say nothing of who knows what."""
     dense = read_config(base)
     moe_config(dense, num_experts=len(experts), top_k=top_k, shared=shared)  # what cannot be is told before anything is read
+    dense = _resolved(dense)
     with ExitStack() as stack:
         source, opened = _opened(base, experts, dense, stack)
         collapsed = _copies(source, opened)
-        if collapsed and copies == "refuse":
-            told = ", ".join(f"{name} of {other}" for name, other in collapsed.items())
-            raise ModelError(f"experts are copies: {told}; they would take memory and add nothing", "leave them out, or set copies: collapse")
+        if copies == "refuse":
+            _refuse(collapsed, "they would take memory and add nothing")
         chosen = {name: weights for name, weights in opened.items() if name not in collapsed}
         config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared) | {EXPERT_NAMES: list(chosen)}
         make = router or (start(tuple(chosen)) if start else _random_router(len(chosen), dense, seed))
@@ -195,28 +217,56 @@ def build_moe(
     return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
-def average(base: Path, experts: Mapping[str, Path], out: Path) -> Built:
-    """A dense model whose MLPs are the mean of the experts': of the base's architecture, of its size."""
+def average(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Literal["refuse", "collapse"] = "refuse") -> Built:
+    """A dense model whose MLPs are the mean of the experts': of the base's architecture, of its size. Read back, and held against them."""
     dense = read_config(base)
     with ExitStack() as stack:
         source, opened = _opened(base, experts, dense, stack)
+        collapsed = _copies(source, opened)
+        if copies == "refuse":
+            _refuse(collapsed, "the mean would lean to what they have learnt")
+        chosen = {name: weights for name, weights in opened.items() if name not in collapsed}
 
         def layers() -> Iterator[dict[str, Tensor]]:
             for names in _by_layer(source.names):
-                yield {name: _mean([w[name] for w in opened.values()]) if _MLP.fullmatch(name) else source[name] for name in names}
+                yield {name: _mean([w[name] for w in chosen.values()]) if _MLP.fullmatch(name) else source[name] for name in names}
 
-        dtype = _widest((source, *opened.values()))
+        dtype = _widest((source, *chosen.values()))
         _copy_texts(base, out)
         parameters = _write(out, dense, layers(), dtype)
-    return Built(experts=tuple(experts), collapsed={}, parameters=parameters, dtype=_name(dtype))
+        _require_mean(Weights(out, stack, is_tied=_is_tied(dense)), source, tuple(chosen.values()))
+    return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
+
+
+def _refuse(collapsed: Mapping[str, str], why: str) -> None:
+    if collapsed:
+        told = ", ".join(f"{name} of {other}" for name, other in collapsed.items())
+        raise ModelError(f"experts are copies: {told}; {why}", "leave them out, or set copies: collapse")
+
+
+def _require_mean(found: Weights, base: Weights, experts: Sequence[Weights]) -> None:
+    """Every value as far from each expert's to the one side as to the other, but for the last rounding; outside of the MLPs the base's."""
+    for name in sorted(base.names):
+        of = experts if _MLP.fullmatch(name) else (base,)
+        value = found[name]
+        apart = sum((weights[name].double() - value.double() for weights in of), torch.zeros(()).double()) / len(of)
+        largest = max(float(weights[name].abs().max()) for weights in of)
+        if not float(apart.abs().max()) <= torch.finfo(value.dtype).eps * largest:
+            raise FinefitError(
+                f"{name} was read back and is not the mean of {len(of)} tensors: it differs by {float(apart.abs().max()):.2g}",
+                "the disk may be faulty; give the same command again",
+            )
 
 
 def _opened(base: Path, experts: Mapping[str, Path], dense: Mapping[str, Any], stack: ExitStack) -> tuple[Weights, dict[str, Weights]]:
-    is_tied = bool(dense.get("tie_word_embeddings", False))
-    source = Weights(base, stack, is_tied=is_tied)
-    opened = {name: Weights(folder, stack, is_tied=is_tied) for name, folder in experts.items()}
+    source = Weights(base, stack, is_tied=_is_tied(dense))
+    opened = {name: Weights(folder, stack, is_tied=_is_tied(dense)) for name, folder in experts.items()}
     _require_same_tensors(source, opened)
     return source, opened
+
+
+def _is_tied(dense: Mapping[str, Any]) -> bool:
+    return bool(dense.get("tie_word_embeddings", False))
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -297,7 +347,7 @@ def _by_layer(names: set[str]) -> list[list[str]]:
 
 
 def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None:
-    """An expert has the base's tensors, in their shapes, and outside of its MLPs their values."""
+    """An expert has the base's tensors, in their shapes, and outside of its MLPs their values, rounded to what it is stored in."""
     if unknown := sorted(name for name in base.names if ".mlp." in name and not _MLP.fullmatch(name)):
         raise ModelError(f"the base's {unknown[0]} is no part of an MLP that is known here", "take a dense base of another architecture")
     for expert, weights in experts.items():
@@ -307,11 +357,16 @@ def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None
             if weights.shape(name) != base.shape(name):
                 raise ModelError(f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}", "train it from this base")
         for name in sorted(base.names):
-            if not _MLP.fullmatch(name) and not torch.equal(weights[name].float(), base[name].float()):
+            if not _MLP.fullmatch(name) and not is_rounded(weights[name], base[name]):
                 raise ModelError(
                     f"expert {expert} has moved {name}, which is no MLP: a mixture has one of it, and would lose what it learnt there",
                     "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
                 )
+
+
+def is_rounded(found: Tensor, exact: Tensor) -> bool:
+    """Whether it is the same tensor, but for what it is stored in: an adapter may be merged into fewer bits than its base has."""
+    return torch.equal(found, exact.to(found.dtype))
 
 
 def _copies(base: Weights, experts: Mapping[str, Weights]) -> dict[str, str]:

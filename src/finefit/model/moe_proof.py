@@ -1,42 +1,67 @@
 """A built mixture, loaded as transformers loads any model, is held against what it was built from: with every token sent to one expert it must answer
-as that expert does. Once for each, on a few tokens, in fp32 on the CPU."""
+as that expert does, and by its shared expert alone as the base. Once for each, on a few tokens, in fp32 on the CPU."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from finefit.errors import FinefitError
 from finefit.model.load import load_base
+from finefit.model.moe import Weights, is_rounded
 from finefit.model.routers import hooked, routers_of
 
 _TOKENS = 16
+_WINDOW = 6
+"""Stands for the window of layers that have one, so that a few tokens show which layers those are."""
 _TOLERANCE = 1e-4
 """Of the largest logit: what rounding in fp32 makes of another order of products."""
 _SHUT = -1e4
 """Of a shared expert's gate, before its sigmoid."""
 
 
-def prove_experts(moe: Path, experts: Mapping[str, Path], *, is_shared: bool) -> dict[str, float]:
-    """The largest difference of logits by expert. `is_shared`: their down_proj are halved, and the base's own MLP stands beside them."""
+def prove_experts(moe: Path, experts: Mapping[str, Path], *, shared: Path | None = None) -> dict[str, float]:
+    """The largest difference of logits by expert. `shared`: the base, where its own MLP stands beside the experts, whose down_proj are halved."""
     mixture = load_base(moe, device="cpu", dtype=torch.float32).eval()
     vocabulary = mixture.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     differences = {}
     for at, (name, folder) in enumerate(experts.items()):
-        with _sent_to(mixture, at, weight=2.0 if is_shared else 1.0, without_shared=is_shared):
-            found = _logits(mixture, tokens)
-        wanted = _logits(load_base(folder, device="cpu", dtype=torch.float32).eval(), tokens)
-        differences[name] = float((found - wanted).abs().max())
-        if not differences[name] <= _TOLERANCE * float(wanted.abs().max()):
-            raise FinefitError(
-                f"the mixture with every token sent to {name} does not answer as {name} does: logits differ by {differences[name]:.2g}",
-                "this is a fault of finefit; please report it with the base's config.json",
-            )
+        with _sent_to(mixture, at, weight=1.0 if shared is None else 2.0), _shared_shut(mixture) if shared else nullcontext():
+            differences[name] = _difference(mixture, folder, tokens, f"with every token sent to {name} does not answer as {name} does")
+    if shared is not None:
+        with _sent_to(mixture, 0, weight=0.0), _shared_doubled(mixture):
+            _difference(mixture, shared, tokens, "by its shared expert alone does not answer as the base does")
     return differences
+
+
+def _difference(mixture: PreTrainedModel, folder: Path, tokens: Tensor, fault: str) -> float:
+    dense = load_base(folder, device="cpu", dtype=torch.float32).eval()
+    _unround(dense, folder, mixture)
+    window = getattr(dense.config, "sliding_window", None)
+    with _narrowed(dense, window), _narrowed(mixture, window):
+        wanted, found = _logits(dense, tokens), _logits(mixture, tokens)
+    difference = float((found - wanted).abs().max())
+    if not difference <= _TOLERANCE * float(wanted.abs().max()):
+        raise FinefitError(
+            f"the mixture {fault}: logits differ by {difference:.2g}",
+            "this is a fault of finefit; please report it with the base's config.json",
+        )
+    return difference
+
+
+def _unround(dense: nn.Module, folder: Path, mixture: nn.Module) -> None:
+    """An expert may have what is outside of its MLPs in fewer bits than the base, from which the mixture has it."""
+    exact = dict(mixture.named_parameters())
+    with ExitStack() as stack:
+        stored = Weights(folder, stack, is_tied=False)
+        for name, parameter in dense.named_parameters():
+            if name in exact and name in stored.names and is_rounded(stored[name], exact[name]):
+                parameter.detach().copy_(exact[name])
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -46,20 +71,36 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _sent_to(mixture: nn.Module, expert: int, *, weight: float, without_shared: bool) -> Iterator[None]:
+def _narrowed(model: PreTrainedModel, window: int | None) -> Iterator[None]:
+    """Its window is `_WINDOW` if it is `window` now; another one stays, and shows."""
+    config: Any = model.config
+    if not window or getattr(config, "sliding_window", None) != window:
+        yield
+        return
+    config.sliding_window = _WINDOW  # what masks are made from
+    try:
+        yield
+    finally:
+        config.sliding_window = window
+
+
+def _sent_to(mixture: nn.Module, expert: int, *, weight: float) -> AbstractContextManager[None]:
     def answer(_: nn.Module, __: Any, said: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         tokens, device = said[0].shape[0], said[0].device
         weights = torch.full((tokens, 1), weight, dtype=said[1].dtype, device=device)
         return said[0], weights, torch.full((tokens, 1), expert, dtype=said[2].dtype, device=device)
 
-    def shut(_: nn.Module, __: Any, said: Tensor) -> Tensor:
-        return torch.full_like(said, _SHUT)
+    return hooked(routers_of(mixture).values(), answer)
 
-    gates = [module for name, module in mixture.named_modules() if without_shared and name.endswith(".shared_expert_gate")]
-    handles = [gate.register_forward_hook(shut) for gate in gates]
-    try:
-        with hooked(routers_of(mixture).values(), answer):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+def _shared_shut(mixture: nn.Module) -> AbstractContextManager[None]:
+    return hooked(_called(mixture, "shared_expert_gate"), lambda _, __, said: torch.full_like(said, _SHUT))
+
+
+def _shared_doubled(mixture: nn.Module) -> AbstractContextManager[None]:
+    """Its gate is open by half and is left so: that is part of what is proved."""
+    return hooked(_called(mixture, "shared_expert"), lambda _, __, said: 2 * said)
+
+
+def _called(model: nn.Module, name: str) -> list[nn.Module]:
+    return [module for path, module in model.named_modules() if path.endswith(f".{name}")]

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from finefit.facts.model import find_weight_files
+
 
 class Stored:
     """Of one folder; knows what has not been asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Any] = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
+        for name in find_weight_files(folder):
+            file: Any = safe_open(folder / name, framework="pt")
             self._file_of |= dict.fromkeys(file.keys(), file)
         self._left = set(self._file_of)
 
@@ -28,26 +30,36 @@ class Stored:
 
     def take(self, model: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
         """None where it is not there, or not in this shape."""
-        if name not in self._file_of:
-            return self._put_together(model, name, shape)
-        return self._read(name) if self._shape(name) == list(shape) else None
+        if name in self._file_of:
+            return self.read(name) if self._shape(name) == list(shape) else None
+        unit, places = self._parts(model, name, shape)
+        if not places:
+            return None
+        parts = {key: self.read(key) for key in places}
+        whole_SU = torch.empty(shape.numel() // unit, unit, dtype=next(iter(parts.values())).dtype)
+        for key, part in parts.items():
+            whole_SU[places[key].flatten()] = part.reshape(-1, unit)
+        return whole_SU.view(shape)
 
-    def _put_together(self, model: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
+    def names(self, model: nn.Module, name: str, shape: torch.Size) -> tuple[str, ...]:
+        """What a tensor is stored under: its own name, or those of its parts. Empty where `take` gives None."""
+        if name in self._file_of:
+            return (name,) if self._shape(name) == list(shape) else ()
+        return tuple(self._parts(model, name, shape)[1])
+
+    def _parts(self, model: nn.Module, name: str, shape: torch.Size) -> tuple[int, dict[str, Tensor]]:
         for unit in (shape[-1] if shape else 1, 1):
             places = _places(model, name, shape, unit)
             if places and all(key in self._file_of and _agree(place, self._shape(key), unit) for key, place in places.items()):
-                parts = {key: self._read(key) for key in places}
-                whole_SU = torch.empty(shape.numel() // unit, unit, dtype=next(iter(parts.values())).dtype)
-                for key, part in parts.items():
-                    whole_SU[places[key].flatten()] = part.reshape(-1, unit)
-                return whole_SU.view(shape)
-        return None
+                return unit, places
+        return 1, {}
 
     def _shape(self, name: str) -> list[int]:
         shape: list[int] = self._file_of[name].get_slice(name).get_shape()
         return shape
 
-    def _read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        """As it is stored, under a name of the file."""
         self._left.discard(name)
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor

@@ -12,6 +12,7 @@ from finefit.artifacts.atomic import full_disk_named, write_text
 from finefit.artifacts.records import Check, Facts, Plan, Run, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
 from finefit.data.render import open_renderer
+from finefit.errors import RunError
 from finefit.facts.machine import read_machine
 from finefit.pipeline.data import PreparedData
 from finefit.pipeline.inputs import Opened, between, pinned, relocate
@@ -108,5 +109,10 @@ def _take_data(where: StageDir, prepared: PreparedData) -> dict[str, str]:
 
 
 def stage_of(run: RunDir) -> StageDir:
-    (where,) = run.stages()
-    return where
+    """The only one of a run that is no pipeline."""
+    match run.stages():
+        case [where]:
+            return where
+        case found:
+            there = ", ".join(where.path.name for where in found) or "none"
+            raise RunError(f"{run.path / 'stages'} should hold one stage and holds {there}: it was changed by hand", "start again with --new")

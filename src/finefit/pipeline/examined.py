@@ -1,25 +1,26 @@
 """`finefit check` of a pipeline: every stage examined before any of them has run, as far as what it stands on is there."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from finefit.artifacts.records import Efficiency, Finding, Forecast, StageOutlook
 from finefit.data.items import read_items
-from finefit.errors import DataError, ModelError, SpecError
+from finefit.errors import DataError, FindingError, ModelError, SpecError
 from finefit.facts.files import free_bytes
 from finefit.facts.machine import Machine, read_machine, read_version
 from finefit.model.locate import outline
 from finefit.pipeline.data import PreparedData, missing, prepare_data, present
 from finefit.pipeline.foreseen import origins_of, spec_at
+from finefit.pipeline.leaks import leaks
 from finefit.pipeline.outlines import Done, Outlines, copies_in, nothing_done
-from finefit.pipeline.outlooks import asking_spec, look_at, prepared_questions
+from finefit.pipeline.outlooks import asking_spec, look_at, of_forecasts, prepared_questions
 from finefit.pipeline.preparation import data_findings, unreadable_references
 from finefit.preflight.data import few_rows_are_lost, prompts_keep_most_of_their_text, rows_can_be_used, rows_fit_the_budget
 from finefit.preflight.findings import LEVELS
 from finefit.preflight.run import OPTIONAL, Preparation, examine
 from finefit.preflight.stages import Named, Whole, examine_stages, of_stage
-from finefit.spec.schema import Data, Sft, Source, Spec
+from finefit.spec.schema import Data, Form, Source, Spec
 from finefit.spec.stages import (
     STAGE_PATH,
     AnyStage,
@@ -36,6 +37,8 @@ from finefit.spec.stages import (
     needs,
 )
 from finefit.step.engines.zero_config import own_config
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +61,36 @@ class Examined:
     free_disk_bytes: int
 
 
-def examine_pipeline(pipeline: Pipeline, base: Path, runs: Path, *, done: Done = nothing_done) -> Examined:
-    """On the device that a run gets here. `runs`: where the run directory will lie."""
+Forecasts = Mapping[str, tuple[Forecast, ...]]
+"""Of trainings, by stage."""
+_NONE: Forecasts = {}
+
+
+def require_examined(
+    pipeline: Pipeline, base: Path, forecasts: Forecasts, *, runs: Path, done: Done = nothing_done, names: Collection[str] | None = None
+) -> tuple[Named, ...]:
+    """What a run is told of the stages that it will carry out (`names`; without them all): warnings and notes. All that speaks against it is raised
+    at once, before anything is loaded. `forecasts` that were made already, on the device that a run gets here."""
+    found = examine_pipeline(pipeline, base, runs, done=done, names=names, forecasts=forecasts).findings
+    if errors := [one for one in found if one[1].level == "error"]:
+        problems = (finding.problem if name is None else f"stage {name}: {finding.problem}" for name, finding in errors)
+        raise FindingError("\n".join(problems), "\n".join(dict.fromkeys(finding.remedy for _, finding in errors if finding.remedy)))
+    return found
+
+
+def examine_pipeline(
+    pipeline: Pipeline, base: Path, runs: Path, *, done: Done = nothing_done, names: Collection[str] | None = None, forecasts: Forecasts = _NONE
+) -> Examined:
+    """On the device that a run gets here. `runs`: where the run directory will lie; `names`: of these stages alone."""
     machine, free = read_machine(), free_bytes(runs)
     outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
     stages: dict[str, ExaminedStage] = {}
     outlooks: dict[str, StageOutlook] = {}
     findings: list[Named] = []
-    for name, stage in ((name, pipeline.stages[name]) for name in pipeline.order()):
+    for name, stage in ((name, pipeline.stages[name]) for name in pipeline.order() if names is None or name in names):
         stages[name] = ExaminedStage(kind=stage.kind)
         try:
-            outlooks[name] = look_at(outlines, name, None)
+            outlooks[name] = of_forecasts(forecasts[name]) if name in forecasts else look_at(outlines, name, None)
             if isinstance(stage, TrainStage):
                 stages[name] = _training(outlines, name, outlooks[name].forecasts[0])
                 findings += ((name, of_stage(name, found)) for found in _of_training(outlines, stages[name], name, machine))
@@ -86,8 +108,9 @@ def examine_pipeline(pipeline: Pipeline, base: Path, runs: Path, *, done: Done =
         to_come=dict(_to_come(outlines)),
         copies={name: copies_in(stage) for name, stage in pipeline.stages.items() if isinstance(stage, BuildMoe)},
     )
+    findings += (one for one in examine_stages(whole) if one[0] is None or one[0] in stages)
     disk = sum(one.disk_bytes for one in outlooks.values())
-    return Examined(stages=stages, findings=_in_order([*findings, *examine_stages(whole)], pipeline), disk_bytes=disk, free_disk_bytes=free)
+    return Examined(stages=stages, findings=_in_order(findings, pipeline), disk_bytes=disk, free_disk_bytes=free)
 
 
 def _in_order(findings: list[Named], pipeline: Pipeline) -> tuple[Named, ...]:
@@ -168,29 +191,29 @@ def _overlap(outlines: Outlines, stage: EvaluateStage, trained: str) -> Iterator
     """Rows that a model was trained on cannot show what it has learnt. Pairs are looked at by the rows that they are made from."""
     training = outlines.pipeline.stages[trained]
     assert isinstance(training, TrainStage)
-    sources = [found for source in training.data.train for found in _as_written(outlines, source)]
+    sources = tuple(found for source in training.data.train for found in _as_written(outlines, source))
     questions = _as_written(outlines, stage.data.test)
-    tokenizer = outlines.of(training.model).tokenizer
-    if not sources or len(questions) != 1 or tokenizer is None:
+    if not sources or len(questions) != 1 or missing(Data(train=sources, test=questions[0]), outlines.base) or _are_dropped(training, stage):
         return
-    data = Data(
-        train=tuple(sources),
-        test=questions[0],
-        overlap="warn",
-        too_long="drop",
-        bad_rows="drop",
-        max_tokens=max(training.data.max_tokens, stage.data.max_tokens),
-        template=training.data.template,
-    )
-    if missing(data, outlines.base):
-        return
-    spec = spec_at(outlines, trained).model_copy(update={"data": data, "objective": Sft(kind="sft"), "evaluate": ()})
-    for fault in prepare_data(spec, outlines.base, tokenizer).record.faults:
-        if fault.kind == "overlap":
-            lines = "\n".join(f"  {line}" for line in fault.lines)
-            problem = f"{fault.count:,} of its rows stand in the training rows of stage {trained} too:\n{lines}"
-            level = "warning" if training.data.overlap == "warn" else "error"
-            yield Finding(level=level, problem=problem, remedy="take them out of one of the two files")  # type: ignore[arg-type]
+    form = _form_of_both(outlines, training, stage)
+    found = leaks(sources, questions[0], base=outlines.base, seed=outlines.pipeline.seed, turns=training.data.turns, form=form)
+    if found:
+        lines = "\n".join(f"  {one.row} ({trained}) is {one.other}: {one.how}" for one in found[:_SHOWN])
+        more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        problem = f"{len(found):,} of its rows stand in the training rows of stage {trained} too:\n{lines}{more}"
+        remedy = f"take them out of one of the two files; --set stages.{trained}.data.overlap=warn goes on as it is"
+        yield Finding(level="warning" if training.data.overlap == "warn" else "error", problem=problem, remedy=remedy)
+
+
+def _are_dropped(training: TrainStage, stage: EvaluateStage) -> bool:
+    """A training that takes the rows of its own test out of what it sees does so for whoever asks the same rows later."""
+    return training.data.overlap == "drop" and training.data.test == stage.data.test
+
+
+def _form_of_both(outlines: Outlines, training: TrainStage, stage: EvaluateStage) -> Form | None:
+    """Rows that are built alike are compared as they are built; others, and those that pairs will be made from, as they stand in their files."""
+    are_there = all(outlines.is_made(source.path) for source in (*training.data.train, stage.data.test))
+    return training.data.task if are_there and training.data.task == stage.data.task else None
 
 
 def _as_written(outlines: Outlines, source: Source) -> tuple[Source, ...]:

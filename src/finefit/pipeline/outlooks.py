@@ -1,10 +1,13 @@
 """What every stage of a pipeline will take and leave, before any of them has run."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from finefit.artifacts.records import Room, StageOutlook
+from finefit.artifacts.records import Forecast, Room, StageOutlook
+from finefit.facts.cards import parse_card
+from finefit.facts.machine import MEMORY_LIMITS, read_cards, read_memory_bytes
 from finefit.facts.model import read_config
 from finefit.pipeline.data import PreparedData, missing, prepare_data
 from finefit.pipeline.forecasting import rooms_on
@@ -21,6 +24,7 @@ from finefit.spec.stages import (
     MakePairs,
     MergeAdapter,
     Pipeline,
+    Questions,
     Sampled,
     StageModel,
     TrainStage,
@@ -32,6 +36,8 @@ _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3
 _PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TRAINED_WIDTH = 4
 """Whole weights are trained and saved in fp32."""
+_ANY_LENGTH = 1 << 24
+"""Tokens: more than any prompt has."""
 
 
 def look_ahead(pipeline: Pipeline, base: Path, *, cards: tuple[str, ...], done: Done = nothing_done) -> dict[str, StageOutlook]:
@@ -44,8 +50,8 @@ def look_at(outlines: Outlines, name: str, asked: tuple[str, ...] | None) -> Sta
     """`asked`: the cards; None for the device that a run gets here."""
     stage = outlines.pipeline.stages[name]
     if isinstance(stage, TrainStage):
-        return _of_training(outlines, name, asked)
-    cards = asked or ("cpu" if outlines.pipeline.device == "cpu" else "auto",)
+        return of_forecasts(foresee_stage(outlines, name, asked))
+    cards = asked or ("cpu" if outlines.pipeline.device == "cpu" or _is_cpu("auto") else "auto",)
     with naming(name):
         match stage:
             case EvaluateStage():
@@ -55,14 +61,12 @@ def look_at(outlines: Outlines, name: str, asked: tuple[str, ...] | None) -> Sta
             case BuildMoe():
                 return _of_mixture(outlines, stage, name, cards)
             case MakePairs(method=Sampled() as method):
-                parameters = size_of(outlines.of(method.model).config).parameters
-                notes = (f"answers are sampled from a model of {parameters:,} parameters",)
-                return StageOutlook(kind=stage.kind, fits=(True,) * len(cards), notes=notes)
+                return _of_sampling(outlines, stage, method, cards)
     return StageOutlook(kind=stage.kind, fits=(True,) * len(cards))
 
 
-def _of_training(outlines: Outlines, name: str, cards: tuple[str, ...] | None) -> StageOutlook:
-    found = foresee_stage(outlines, name, cards)
+def of_forecasts(found: tuple[Forecast, ...]) -> StageOutlook:
+    """Of a training, from what was foretold of it on each card."""
     first = found[0]
     return StageOutlook(
         kind="train",
@@ -83,25 +87,60 @@ def _of_training(outlines: Outlines, name: str, cards: tuple[str, ...] | None) -
 def _of_merge(outlines: Outlines, stage: MergeAdapter, cards: tuple[str, ...]) -> StageOutlook:
     parameters = size_of(outlines.of(stage.model).config).parameters
     num_bytes = parameters * (_PRECISIONS.get(stage.precision) or width_of(outlines, stage.model))
+    host_bytes = num_bytes + _PROCESS_BYTES
     return StageOutlook(
-        kind=stage.kind, fits=(True,) * len(cards), parameters=parameters, host_bytes=num_bytes + _PROCESS_BYTES, disk_bytes=num_bytes
+        kind=stage.kind, fits=tuple(_holds(card, host_bytes) for card in cards), parameters=parameters, host_bytes=host_bytes, disk_bytes=num_bytes
     )
 
 
 def _of_mixture(outlines: Outlines, stage: BuildMoe, name: str, cards: tuple[str, ...]) -> StageOutlook:
     """Layer by layer: host memory holds one layer of all experts, or what lies outside of the layers; and the base, where its hidden states are
-    looked at."""
+    looked at on the CPU."""
     size = size_of(read_config(outlines.at(name)))
     width = max(width_of(outlines, asked) for asked in (stage.base, *stage.experts.values()))
-    looked_at = size_of(outlines.of(stage.base).config).parameters * width if isinstance(stage.router, CentroidRouter) else 0
+    written = max(size.outside, size.largest_layer) * width + _PROCESS_BYTES
+    looked_at = size_of(outlines.of(stage.base).config).parameters if isinstance(stage.router, CentroidRouter) else 0
+    loaded = [looked_at * _PRECISIONS[_precision(outlines.pipeline, card)] for card in cards]
+    host_bytes = [written + num_bytes if _is_cpu(card) else written for card, num_bytes in zip(cards, loaded, strict=True)]
     return StageOutlook(
         kind=stage.kind,
-        fits=(True,) * len(cards),
+        fits=tuple(_holds(card, host) and _has(card, on_card) for card, host, on_card in zip(cards, host_bytes, loaded, strict=True)),
         parameters=size.parameters,
-        host_bytes=max(size.outside, size.largest_layer) * width + looked_at + _PROCESS_BYTES,
+        host_bytes=host_bytes[0],
         disk_bytes=size.parameters * width,
         notes=tuple(_mixture_notes(stage)),
     )
+
+
+def is_here(card: str) -> bool:
+    """Whether a plan is for this machine, of which more is known than its card."""
+    asked = parse_card(card)
+    return asked.is_auto or asked.is_cpu
+
+
+def _holds(card: str, host_bytes: int) -> bool:
+    """Of another machine's host memory nothing is known."""
+    return not is_here(card) or host_bytes <= read_memory_bytes(MEMORY_LIMITS)
+
+
+def _has(card: str, num_bytes: int) -> bool:
+    """Weights alone. A CPU computes in host memory, which is judged apart; where nobody tells what a card has, it is not judged."""
+    asked = parse_card(card)
+    here = next((one.memory_bytes for one in read_cards()[0]), None) if asked.is_auto else None
+    known = asked.memory_bytes or here
+    return known is None or num_bytes <= known
+
+
+def _is_cpu(card: str) -> bool:
+    asked = parse_card(card)
+    return asked.is_cpu or (asked.is_auto and not read_cards()[0])
+
+
+def _precision(pipeline: Pipeline, card: str) -> Literal["bf16", "fp16", "fp32"]:
+    """What the stages of a run compute in where its spec leaves that open: as wide as bf16 on a card."""
+    if pipeline.precision != "auto":
+        return pipeline.precision
+    return "fp32" if _is_cpu(card) else "bf16"
 
 
 def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
@@ -145,17 +184,56 @@ def _of_evaluation(outlines: Outlines, stage: EvaluateStage, cards: tuple[str, .
     rooms: list[dict[str, dict[str, Room]]] = [{} for _ in cards]
     for name, tuning in tunings.items():
         config = outlines.of(stage.models[name]).config
-        precision = outlines.pipeline.precision
+        precision = _asked_precision(outlines.pipeline, cards)
         for at, found in enumerate(rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts)):
             rooms[at][name] = found
     gates = [f"{name}: the answers of its experts, chosen by the gate" for name in stage.models if name not in tunings]
     return StageOutlook(
         kind=stage.kind,
-        fits=tuple(all(room.fits for found in card.values() for room in found.values()) for card in rooms),
+        fits=_can_answer(rooms),
         seconds=_answering_seconds(rooms[0], stage.evaluate, items),
         rooms=tuple(rooms),
         notes=(*unknown, *gates),
     )
+
+
+def _asked_precision(pipeline: Pipeline, cards: tuple[str, ...]) -> Literal["auto", "bf16", "fp16", "fp32"]:
+    """On the CPU as the run itself will ask, so that it finds the answer kept."""
+    return _precision(pipeline, cards[0]) if all(map(_is_cpu, cards)) else pipeline.precision
+
+
+def _can_answer(rooms: Sequence[dict[str, dict[str, Room]]]) -> tuple[bool, ...]:
+    return tuple(all(room.fits for found in card.values() for room in found.values()) for card in rooms)
+
+
+def _of_sampling(outlines: Outlines, stage: MakePairs, method: Sampled, cards: tuple[str, ...]) -> StageOutlook:
+    """Each row is answered several times, its prompt as long as it is."""
+    known = outlines.of(method.model)
+    sources = [source for source in (*stage.train, stage.validation, stage.test) if source is not None]
+    notes = (f"answers are sampled from a model of {size_of(known.config).parameters:,} parameters",)
+    if known.tokenizer is None or not all(outlines.is_made(source.path) for source in sources) or _absent(outlines, sources):
+        unknown = "what they take is not known before the rows are there"
+        return StageOutlook(kind=stage.kind, fits=(True,) * len(cards), notes=(*notes, unknown))
+    asked = (Evaluation(task=method.task, max_new_tokens=method.max_new_tokens),)
+    found = [_asked_of(outlines, source, method.template, asked, known.tokenizer) for source in sources]
+    tuning, prompts = _tuning_of(outlines.pipeline, method.model), max(prompt for prompt, _ in found)
+    rooms = rooms_on(cards, known.config, tuning, asked, precision=_asked_precision(outlines.pipeline, cards), prompt_tokens=prompts)
+    named = [{"model": room} for room in rooms]
+    seconds = _answering_seconds(named[0], asked, method.samples * sum(rows for _, rows in found))
+    return StageOutlook(kind=stage.kind, fits=_can_answer(named), seconds=seconds, rooms=tuple(named), notes=notes)
+
+
+def _absent(outlines: Outlines, sources: Sequence[Source]) -> tuple[str, ...]:
+    return missing(Data.model_construct(train=tuple(sources)), outlines.base)
+
+
+def _asked_of(
+    outlines: Outlines, source: Source, template: Literal["chat", "plain"], evaluations: tuple[Evaluation, ...], tokenizer: Path
+) -> tuple[int, int]:
+    """Tokens of the longest prompt, and how many rows there are at most."""
+    data = Questions(test=source.model_copy(update={"weight": 1.0}), template=template, max_tokens=_ANY_LENGTH)
+    record = prepare_data(_asking(outlines, data, evaluations), outlines.base, tokenizer).record
+    return record.prompt_tokens or 2, sum(one.used for one in record.sources)
 
 
 def _tunings(outlines: Outlines, stage: EvaluateStage) -> dict[str, Tuning]:
@@ -197,8 +275,12 @@ def prepared_questions(outlines: Outlines, stage: EvaluateStage) -> PreparedData
 
 def asking_spec(outlines: Outlines, stage: EvaluateStage) -> Spec:
     """Of rows that are answered and not trained on."""
-    how = {key: getattr(stage.data, key) for key in ("template", "template_options", "task", "max_tokens", "too_long")}
-    data = with_files(Data(train=(Source(path=""),), test=stage.data.test, **how), lambda path: str(_placed(outlines, path)))
+    return _asking(outlines, stage.data, stage.evaluate)
+
+
+def _asking(outlines: Outlines, questions: Questions, evaluations: tuple[Evaluation, ...]) -> Spec:
+    how = {key: getattr(questions, key) for key in ("template", "template_options", "task", "max_tokens", "too_long")}
+    data = with_files(Data(train=(Source(path=""),), test=questions.test, **how), lambda path: str(_placed(outlines, path)))
     spec = Spec(
         name="questions",
         seed=outlines.pipeline.seed,
@@ -206,7 +288,7 @@ def asking_spec(outlines: Outlines, stage: EvaluateStage) -> Spec:
         tuning=Full(kind="full"),
         data=data,
         optimizer=AdamW(lr=1.0),
-        evaluate=stage.evaluate,
+        evaluate=evaluations,
     )
     return spec.model_copy(update={"data": data.model_copy(update={"train": ()})})
 

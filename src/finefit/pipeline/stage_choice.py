@@ -11,7 +11,7 @@ from typing import Literal
 from finefit.artifacts.records import Begun, Done, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, is_run, runs_named
 from finefit.errors import RunError
-from finefit.pipeline.stage_keys import differences, grounds, is_same_work, key_of
+from finefit.pipeline.stage_keys import differences, grounds, is_same_work, key_of, sizes_in
 from finefit.pipeline.wiring import output_of
 from finefit.spec.stages import AnyStage, EvaluateStage, Pipeline, TrainStage, needs
 
@@ -99,6 +99,8 @@ def foretell(stages: Stages, *, forced: Collection[str] = (), only: str | None =
         choice = choose(stages, name, forced=forced)
         if choice.place is not None:
             stages.settle(name, choice.place)
+        else:
+            stages.settled.pop(name, None)
         found.append(choice)
     return found
 
@@ -145,27 +147,57 @@ def begun_in(where: StageDir) -> Begun | None:
 
 
 def is_half_done(where: StageDir, now: Begun) -> bool:
-    """Whether it can go on here."""
     before = begun_in(where)
     return before is not None and not where.done.exists() and is_same_work(before, now)
 
 
-def _is_made(where: StageDir, stage: AnyStage, key: str) -> bool:
+def can_go_on(where: StageDir, stage: AnyStage, now: Begun) -> bool:
+    """Half done, or an evaluation that lost some of its answers: it asks for these alone."""
+    done = _done_in(where)
+    return is_half_done(where, now) or (isinstance(stage, EvaluateStage) and done is not None and done.key == key_of(now))
+
+
+def is_worth_keeping(where: StageDir, stage: AnyStage) -> bool:
+    """What people have judged, or a training that came to its end."""
+    if any(path.is_file() for path in where.path.rglob("reviews/*.jsonl")):
+        return True
+    return isinstance(stage, TrainStage) and _is_trained(where, stage, {})
+
+
+def _done_in(where: StageDir) -> Done | None:
+    """None also where another version of finefit has written it."""
     try:
-        done = read_record(where.done, Done) if where.done.exists() else None
+        return read_record(where.done, Done) if where.done.exists() else None
     except RunError:
-        return False
-    return done is not None and done.key == key and _is_there(where, stage)
+        return None
 
 
-def _is_there(where: StageDir, stage: AnyStage) -> bool:
-    """What was made can be taken away by hand."""
+def _is_made(where: StageDir, stage: AnyStage, key: str) -> bool:
+    done = _done_in(where)
+    return done is not None and done.key == key and _is_there(where, stage, done)
+
+
+def _is_there(where: StageDir, stage: AnyStage, done: Done) -> bool:
+    """What was made can be taken away by hand, whole or in part."""
     match stage:
         case TrainStage():
-            return is_run(where.path) and output_of(where.path, stage).is_dir()
+            return _is_trained(where, stage, done.files)
         case EvaluateStage():
-            return True  # each of its models says itself what it has answered
-    return where.output.is_dir()
+            return all(_is_scored(where.path / model, stage) for model in stage.models)
+    return _holds(where.output, done.files)
+
+
+def _is_trained(where: StageDir, stage: AnyStage, files: dict[str, int]) -> bool:
+    return is_run(where.path) and _holds(output_of(where.path, stage), files)
+
+
+def _holds(folder: Path, files: dict[str, int]) -> bool:
+    return folder.is_dir() and files.items() <= sizes_in(folder).items()
+
+
+def _is_scored(run: Path, stage: EvaluateStage) -> bool:
+    answers = RunDir(run).stages() if is_run(run) else []
+    return any(all(where.evaluation(one.label, run.name, one.limit).result.exists() for one in stage.evaluate) for where in answers)
 
 
 def _why(stages: Stages, name: str, now: Begun) -> str:
@@ -183,6 +215,6 @@ def _why(stages: Stages, name: str, now: Begun) -> str:
 
 def _changes(found: list[str], place: str) -> str:
     if not found:
-        return f"what {place} held is gone"
+        return f"what {place} held is gone, or some of it"
     more = f" and {len(found) - _MOST_REASONS} more" if len(found) > _MOST_REASONS else ""
     return "; ".join(found[:_MOST_REASONS]) + more

@@ -167,14 +167,26 @@ def tree_digest(path: Path) -> str:
     """Of a file, or of all files in a folder with their names."""
     try:
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-            return digest([(file.relative_to(path).as_posix(), read_file(file, path).sha256) for file in files])
+            return digest([(file.relative_to(path).as_posix(), read_file(file, path).sha256) for file in _files_in(path)])
         return read_file(path, path.parent).sha256
     except OSError as error:
         raise SpecError(f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file") from None
 
 
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+
+
 # what a stage has made
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Of the files in a folder, by name."""
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in _files_in(folder)}
+
+
+def sizes_of(place: Path, stage: AnyStage) -> dict[str, int]:
+    return {} if isinstance(stage, EvaluateStage) else sizes_in(output_of(place, stage))
 
 
 def output_digest(place: Path, stage: AnyStage, key: str) -> str:

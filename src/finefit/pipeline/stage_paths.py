@@ -5,26 +5,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from finefit.spec.schema import DeepSpeed, EmbeddedModel, Fields, FolderModel, Held, HubModel, LmEval, Lora, OwnTask, ShapeModel, Source, TruthfulQa
-from finefit.spec.stages import Input, MergeAdapter, PythonStage, Rules, StageModel, Verdicts
+from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, ShapeModel
+from finefit.spec.stage_kinds import PATHS, Input, StageModel
 
 P = TypeVar("P", bound=BaseModel)
 MovePath = Callable[[str], str]
-_PATHS: dict[type, tuple[str, ...]] = {
-    Source: ("path",),
-    Held: ("path",),
-    Fields: ("join",),
-    FolderModel: ("path",),
-    Lora: ("adapter",),
-    DeepSpeed: ("config",),
-    OwnTask: ("path",),
-    LmEval: ("folder",),
-    TruthfulQa: ("checkpoint",),
-    Rules: ("words",),
-    Verdicts: ("of",),
-    MergeAdapter: ("adapter",),
-    PythonStage: ("script", "inputs"),
-}
 
 
 def paths_of(part: object, key: str = "") -> Iterator[tuple[str, BaseModel, str]]:
@@ -56,7 +41,7 @@ def moved(part: P, move: MovePath, *, addresses: bool = False) -> P:
                 return {key: change(holder, name, inner) for key, inner in value.items()}
             case tuple():
                 return tuple(change(holder, name, inner) for inner in value)
-            case str() if name in _PATHS.get(type(holder), ()) and (addresses or "://" not in value):
+            case str() if name in PATHS.get(type(holder), ()) and (addresses or "://" not in value):
                 return move(value)
         return value
 
@@ -68,7 +53,7 @@ def _children(part: object, key: str) -> Iterator[tuple[str, Any, BaseModel | No
     match part:
         case BaseModel():
             for name in type(part).model_fields:
-                is_path = name in _PATHS.get(type(part), ())
+                is_path = name in PATHS.get(type(part), ())
                 yield _join(key, name), getattr(part, name), part if is_path else None
         case dict():
             yield from ((_join(key, str(name)), value, None) for name, value in part.items())

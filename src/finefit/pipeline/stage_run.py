@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from finefit.artifacts.records import Forecast, PipelineState, Plan, Run, StageS
 from finefit.artifacts.rundir import RunDir, newest_with_digest
 from finefit.errors import RunError
 from finefit.pipeline.create import put_in_place
+from finefit.pipeline.examined import require_examined
 from finefit.pipeline.foreseen import foresee_stages, require_fitting
 from finefit.pipeline.inputs import between
-from finefit.pipeline.stage_choice import Stages, foretell, require_below
+from finefit.pipeline.stage_choice import Choice, Stages, foretell, is_half_done, require_below
 from finefit.pipeline.stage_keys import outside_inputs, pinned, pipeline_digest
 from finefit.pipeline.stage_paths import moved
+from finefit.preflight.stages import Named
 from finefit.spec.load import pipeline_from_json, spec_to_json
 from finefit.spec.stages import Pipeline
 
@@ -51,15 +54,13 @@ def stages_of(asked: Asked, *, runs: Path, new: bool) -> Stages:
     return Stages(pipeline=asked.pipeline, base=asked.base, runs=runs, run=run)
 
 
-def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = None) -> RunDir:
-    """A new run is planned first: what does not fit is refused before anything is loaded."""
+def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = None, forced: Collection[str] = ()) -> RunDir:
+    """A new run is planned and examined first: what does not fit, or cannot work, is refused before anything exists."""
     stages = stages_of(asked, runs=runs, new=new)
     if stages.run is not None:
         _follow(stages.run, asked)
         return stages.run
-    if only is not None:
-        require_below(stages, only)
-    forecasts = _foreseen(stages, only)
+    forecasts = look_ahead(stages, only=only, forced=forced).forecasts
     runs.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".staging-{asked.pipeline.name}-", dir=runs))
     try:
@@ -72,20 +73,52 @@ def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = No
         raise
 
 
-def _foreseen(stages: Stages, only: str | None) -> dict[str, tuple[Forecast, ...]]:
-    waiting = {choice.name for choice in foretell(stages, only=only) if choice.action == "run"}
-    found = foresee_stages(stages.pipeline, stages.base, done=stages.output, names=waiting)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Of the stages that have yet to begin."""
+
+    forecasts: dict[str, Forecast]
+    """Of those that train."""
+    findings: tuple[Named, ...]
+    """None of them an error."""
+
+
+def look_ahead(stages: Stages, *, only: str | None, forced: Collection[str]) -> Ahead:
+    """What does not fit, or cannot work, is refused. A stage that goes on where it was stopped has been planned and examined when it began."""
+    if only is not None:
+        require_below(stages, only)
+    names = {choice.name for choice in foretell(stages, forced=forced, only=only) if choice.action == "run" and not _goes_on(stages, choice)}
+    if not names:
+        return Ahead(forecasts={}, findings=())
+    found = foresee_stages(stages.pipeline, stages.base, done=stages.output, names=names)
     require_fitting(found)
-    return found
+    findings = require_examined(stages.pipeline, stages.base, found, runs=stages.runs, done=stages.output, names=names)
+    return Ahead(forecasts={name: cards[0] for name, cards in found.items()}, findings=findings)
 
 
-def _fill(run: RunDir, asked: Asked, forecasts: dict[str, tuple[Forecast, ...]]) -> None:
+def _goes_on(stages: Stages, choice: Choice) -> bool:
+    own = stages.own(choice.name)
+    return own is not None and choice.grounds is not None and not choice.is_forced and is_half_done(own, choice.grounds)
+
+
+def plan_rest(run: RunDir, *, only: str | None, forced: Collection[str]) -> tuple[Named, ...]:
+    """Of a run that is at hand; what was planned for other stages stays."""
+    stages = open_stages(run)
+    ahead, old = look_ahead(stages, only=only, forced=forced), read_record(run.plan, Plan)
+    known = {**old.forecasts, **ahead.forecasts}
+    plan = replace(old, forecasts={name: known[name] for name in stages.pipeline.order() if name in known})
+    if plan != old:
+        write_record(run.plan, plan)
+    return ahead.findings
+
+
+def _fill(run: RunDir, asked: Asked, forecasts: dict[str, Forecast]) -> None:
     pipeline = asked.pipeline
     (run.path / "stages").mkdir()
     run.log.parent.mkdir()
     write_text(run.spec_yaml, asked.spec_text)
     write_text(run.spec_json, spec_to_json(_placed(asked, run)) + "\n")
-    write_record(run.plan, Plan(stages={}, forecasts={name: found[0] for name, found in forecasts.items()}))
+    write_record(run.plan, Plan(stages={}, forecasts=forecasts))
     waiting = tuple(
         StageState(name=name, kind=pipeline.stages[name].kind, place=f"stages/{number}-{name}", status="waiting")
         for number, name in enumerate(pipeline.order(), 1)
@@ -135,6 +168,7 @@ def require_unchanged(run: RunDir) -> None:
 
 
 def is_finished(run: RunDir) -> bool:
-    """Said to be, and all that was made is still there."""
+    """Said to be, and nothing would run: all that was made is still where it is said to be, and stands on what it stands on now."""
     states = read_record(run.state, PipelineState).stages
-    return read_record(run.run, Run).status == "finished" and all((run.path / state.place / "done.json").exists() for state in states)
+    is_told = read_record(run.run, Run).status == "finished" and all((run.path / state.place / "done.json").exists() for state in states)
+    return is_told and all(choice.action != "run" for choice in foretell(open_stages(run)))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from signal import Signals, signal
 from types import FrameType
@@ -30,18 +31,20 @@ from finefit.pipeline.foreseen import naming
 from finefit.pipeline.inputs import between, open_inputs, relocate
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.resume import amend
-from finefit.pipeline.stage_choice import Choice, Stages, choose, is_half_done, require_below
-from finefit.pipeline.stage_keys import key_of, output_digest
+from finefit.pipeline.stage_choice import Choice, Stages, can_go_on, choose, is_worth_keeping, require_below
+from finefit.pipeline.stage_keys import key_of, output_digest, sizes_of
 from finefit.pipeline.stage_memory import Meter
 from finefit.pipeline.stage_order import device_here, order_for
-from finefit.pipeline.stage_run import open_stages
+from finefit.pipeline.stage_run import open_stages, plan_rest
 from finefit.pipeline.wiring import wired_spec
 from finefit.spec.edit import dumped
 from finefit.spec.load import spec_from_json
 from finefit.spec.schema import FolderModel, Lora, Spec
-from finefit.spec.stages import EvaluateStage, TrainStage
+from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage
 
 MAKER = "finefit.pipeline.making.worker"
+EARLIER = ".earlier-"
+"""How the names begin of what was set aside, to be kept."""
 _LEFT_OVER = (".staging-", ".removing-")
 Tick = Callable[[], None]
 
@@ -69,6 +72,7 @@ class Teller(Protocol):
 
 def carry_out(run: RunDir, teller: Teller, *, forced: Collection[str] = (), only: str | None = None) -> Run:
     """To the end, or to the first failure, which is recorded before it is raised. `only`: one stage, whose inputs are there."""
+    forced = set(forced) if only is None else {only} & set(forced)
     with run_lock(run.lock) as lock, _stoppable(), awake(teller.say):
         work = _Work(run=run, stages=open_stages(run), teller=teller, lock=lock)
         _sweep(run)
@@ -76,6 +80,7 @@ def carry_out(run: RunDir, teller: Teller, *, forced: Collection[str] = (), only
         record = replace(read_record(run.run, Run), status="running", failure=None)
         write_record(run.run, record)
         try:
+            work.plan(forced, only)
             work.all(forced, only)
         except FinefitError as error:
             write_record(run.run, replace(record, status=_status(error), failure=Failure.of(error)))
@@ -92,6 +97,13 @@ class _Work:
     stages: Stages
     teller: Teller
     lock: int
+
+    def plan(self, forced: Collection[str], only: str | None) -> None:
+        for name, found in plan_rest(self.run, only=only, forced=forced):
+            if found.level == "warning":
+                stage = "" if name is None else f"stage {name}: "
+                remedy = f"\n  {found.remedy}" if found.remedy else ""
+                self.teller.say(f"warning: {stage}{found.problem}{remedy}")
 
     def all(self, forced: Collection[str], only: str | None) -> None:
         if only is not None:
@@ -131,8 +143,8 @@ class _Work:
     def _work(self, choice: Choice, own: StageDir) -> None:
         stage, now = self.stages.pipeline.stages[choice.name], choice.grounds
         assert now is not None  # all that it stands on is settled
-        if isinstance(stage, TrainStage | EvaluateStage) and (choice.is_forced or not is_half_done(own, now)):
-            _remove(own.path)
+        if isinstance(stage, TrainStage | EvaluateStage) and (choice.is_forced or not can_go_on(own, stage, now)):
+            self._clear(own, stage)
         match stage:
             case TrainStage():
                 self._train(choice.name, own, now)
@@ -140,6 +152,14 @@ class _Work:
                 self._evaluate(choice.name, own, now)
             case _:
                 self._make(choice.name, own, now)
+
+    def _clear(self, own: StageDir, stage: AnyStage) -> None:
+        """What people have judged, and a training that came to its end, is never deleted."""
+        if not is_worth_keeping(own, stage):
+            return _remove(own.path)
+        aside = own.path.with_name(f"{EARLIER}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{own.path.name}")
+        own.path.rename(aside)
+        return self.teller.say(f"what was there is kept as {aside}; delete it when it is needed no more")
 
     # a training
 
@@ -171,6 +191,7 @@ class _Work:
         from finefit.pipeline.making.evaluate import score
 
         own.path.mkdir(exist_ok=True)
+        own.done.unlink(missing_ok=True)
         write_record(own.begun, now)
         order = order_for(self.stages, name)
         write_record(own.order, order)
@@ -212,6 +233,7 @@ class _Work:
             seconds=seconds,
             memory=memory,
             summary=summary,
+            files=sizes_of(where.path, stage),
         )
         write_record(where.done, done)
 

@@ -21,14 +21,13 @@ def output_of(place: Path, stage: AnyStage) -> Path:
     """Where what a stage has made lies in its folder: of a training its last checkpoint."""
     if not isinstance(stage, TrainStage):
         return place / "output"
-    (where,) = RunDir(place).stages()
-    return (where.checkpoints / "final").resolve()
+    return (RunDir(place).stage(1, stage.objective.kind).checkpoints / "final").resolve()
 
 
 def wired_model(pipeline: Pipeline, asked: Input, at: At) -> WiredModel:
     """A model that was trained with an adapter is its base with the newest adapter, however many stages have trained it on."""
     if not isinstance(asked, StageModel):
-        return WiredModel(model=asked)
+        return WiredModel(model=with_files(asked, lambda path: str(_file(path, at))))
     stage = pipeline.stages[asked.name]
     if isinstance(stage, Gate):
         return WiredModel(model=wired_model(pipeline, stage.base, at).model, gate=str(at(asked.name)))
@@ -47,7 +46,7 @@ def wired_spec(pipeline: Pipeline, name: str, at: At, base: Path) -> Spec:
         assert isinstance(tuning, Lora)  # else the pipeline was refused
         tuning = tuning.model_copy(update={"adapter": os.path.relpath(found.adapter, base)})
     model: Model = found.model
-    if isinstance(stage.model, StageModel) and isinstance(model, FolderModel):
+    if isinstance(model, FolderModel) and model != stage.model:  # what a stage has made
         model = FolderModel(kind="folder", path=os.path.relpath(base / model.path, base))
     spec = pipeline.spec_of(name, model=model, tuning=tuning)
     return with_files(spec, lambda path: os.path.relpath(_file(path, at), base))

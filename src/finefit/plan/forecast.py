@@ -20,7 +20,7 @@ from finefit.plan.target import NCCL_BYTES, USABLE, Target
 from finefit.rehearse.clock import phase_seconds, total_flops
 from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, survey
 from finefit.rehearse.trace import OUTSIDE, Block
-from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Lora, Spec
+from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Lora, Spec, Subset
 from finefit.spec.schema import Levers as AskedLevers
 from finefit.step.engines.choose import engine_problems
 from finefit.step.objective import is_cached
@@ -121,7 +121,7 @@ def _chosen(
         )
         if sharding == "zero3":  # gathers weights anew inside what is computed again
             freedom = replace(freedom, keep_attention=freedom.keep_attention[:1], mlp_tiles=freedom.mlp_tiles[:1])
-        kernels, why = decide_kernels(asked, target, sharding)
+        kernels, why = decide_kernels(asked, target, sharding, has_experts=has_experts)
         choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why))
         if choice.fits:
             break
@@ -139,7 +139,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
     rooms = make_rooms(looker.scene, target, spec.evaluate, prompt_tokens=lengths.prompt or lengths.longest, devices=target.count)
     generation = max((room.reserved_bytes or 0 for room in rooms.values()), default=0)
-    disk = _checkpoint_bytes(spec, size) * (spec.save.keep + _BESIDE)
+    disk = _checkpoint_bytes(spec, size, looker.scene.config) * (spec.save.keep + _BESIDE)
     peak = max(look.peak_bytes, held_bytes(target, _needed(spec, rooms, target)))
     suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
     engine, why = decide_engine(spec.engine, looker.sharding, target.count // nodes_of(spec.launcher), fits=choice.fits)
@@ -205,7 +205,7 @@ def _host_bytes(spec: Spec, looker: Looker, look: Look, size: Size, peak: int) -
     whole = size.weight_bytes if looker.sharding in ("fsdp2", "zero3") else 0  # each loads all weights here, and then moves its part
     if looker.target.device == "cpu":
         return processes * max(peak, whole + looker.target.context_bytes)
-    return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size)
+    return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size, looker.scene.config)
 
 
 def _caching_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
@@ -295,9 +295,13 @@ def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:
     return {name: peaks[name] for name in order if name in peaks} | ({"generation": generation} if generation else {})
 
 
-def _checkpoint_bytes(spec: Spec, size: Size) -> int:
-    """Weights as they are saved, whole where they are the model's own, and two moments for each that is trained."""
+def _checkpoint_bytes(spec: Spec, size: Size, config: dict[str, Any]) -> int:
+    """Weights as they are saved, whole where they are the model's own, and two moments for each that is trained. Beside a trained part the rest
+    is saved as the base stores it."""
     moments = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}.get(spec.optimizer.kind, 2 * size.trainable)
+    if isinstance(spec.tuning, Subset):
+        is_halved = (config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
+        return size.trainable_bytes + (2 if is_halved else 4) * (size.parameters - size.trainable) + moments
     return (size.trainable_bytes if isinstance(spec.tuning, Lora) else size.weight_bytes) + moments
 
 

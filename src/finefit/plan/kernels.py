@@ -9,8 +9,14 @@ from finefit.rehearse.shard import Sharding
 from finefit.spec.schema import Levers as AskedLevers
 
 
-def decide_kernels(asked: AskedLevers, target: Target, sharding: Sharding) -> tuple[Literal["torch", "fused"], str]:
+def decide_kernels(asked: AskedLevers, target: Target, sharding: Sharding, *, has_experts: bool) -> tuple[Literal["torch", "fused"], str]:
     """Fused ones take weights as they lie, so these must be whole."""
+    if asked.compile and has_experts:
+        raise SpecError(
+            "levers.compile: true is not for mixtures of experts: torch compiles their products by groups in bf16 alone, "
+            "and there they were not held against layers as they are",
+            "--set levers.compile=false",
+        )
     if asked.kernels == "fused" and asked.compile:
         raise SpecError(
             "levers.kernels: fused and levers.compile: true contradict each other: layers are compiled as torch has them",

@@ -76,7 +76,8 @@ def releasable(looker: Looker, choice: Choice, frugal: Levers) -> list[str]:
     levers, scene, left_out = choice.look.levers, looker.scene, set(_SAVES_NOTHING)
     if levers.update == "inside":  # needs the whole step at once
         left_out.add("micro_batch")
-    if decide_kernels(AskedLevers(compile=levers.compile), looker.target, looker.sharding)[0] != frugal.kernels:
+    free, _ = decide_kernels(AskedLevers(compile=levers.compile), looker.target, looker.sharding, has_experts=looker.has_experts)
+    if free != frugal.kernels:
         left_out.add("kernels")
     fixed = [name for name, reason in choice.reasons.items() if reason == ASKED and name not in left_out]
     differs = [name for name in fixed if getattr(frugal, name) != getattr(levers, name)]

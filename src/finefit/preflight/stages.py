@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from finefit.artifacts.records import Finding, StageOutlook
 from finefit.preflight.run import TIGHT
-from finefit.spec.schema import Lora, Training
-from finefit.spec.stages import BuildMoe, CompareStage, EvaluateStage, Gate, Input, MergeAdapter, Pipeline, StageModel, TrainStage
+from finefit.spec.schema import Training
+from finefit.spec.stages import BuildMoe, Pipeline
 
 Named = tuple[str | None, Finding]
 """With the stage's name; None for the whole."""
@@ -62,6 +62,14 @@ def host_memory_holds_what_is_made(whole: Whole) -> Iterator[Named]:
             yield name, Finding(level="warning", problem=problem, remedy="close other programs before the run")
 
 
+def the_card_holds_what_is_looked_at(whole: Whole) -> Iterator[Named]:
+    """A mixture whose router starts from rows; trainings and answers have checks of their own."""
+    for name, one in whole.outlooks.items():
+        if not one.fits[0] and not one.forecasts and not one.rooms and (one.host_bytes or 0) <= whole.host_memory_bytes:
+            problem = "its base, whose hidden states are looked at, has more bytes than the card"
+            yield name, Finding(level="error", problem=problem, remedy="take a larger card, or set device: cpu")
+
+
 def answers_fit(whole: Whole) -> Iterator[Named]:
     for name, one in whole.outlooks.items():
         for model, rooms in (one.rooms[0] if one.rooms else {}).items():
@@ -82,50 +90,14 @@ def experts_are_no_copies(whole: Whole) -> Iterator[Named]:
             yield name, Finding(level="error", problem=problem, remedy=f"leave the copies out, or --set stages.{name}.copies=collapse")
 
 
-def there_is_an_adapter_to_merge(whole: Whole) -> Iterator[Named]:
-    for name, stage in whole.pipeline.stages.items():
-        if isinstance(stage, MergeAdapter) and stage.adapter is None and not _is_adapter(whole.pipeline, stage.model):
-            problem = "it merges an adapter, and its model has none"
-            yield name, Finding(level="error", problem=problem, remedy="name a stage that trains one, or a folder with adapter:")
-
-
-def _is_adapter(pipeline: Pipeline, asked: Input) -> bool:
-    stage = pipeline.stages[asked.name] if isinstance(asked, StageModel) else None
-    return isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora)
-
-
-def gates_choose_among_models_that_answer(whole: Whole) -> Iterator[Named]:
-    stages = whole.pipeline.stages
-    asking = {name: stage.models for name, stage in stages.items() if isinstance(stage, EvaluateStage)}
-    for name, models in asking.items():
-        for model, asked in models.items():
-            gate = stages[asked.name] if isinstance(asked, StageModel) else None
-            absent = [expert for expert in gate.experts if expert not in models] if isinstance(gate, Gate) else []
-            if absent:
-                problem = f"models.{model} chooses among experts and answers nothing itself; {', '.join(absent)} is not among the models here"
-                yield name, Finding(level="error", problem=problem, remedy=f"name {', '.join(absent)} under models too")
-
-
-def compared_models_are_evaluated(whole: Whole) -> Iterator[Named]:
-    for name, stage in whole.pipeline.stages.items():
-        for part in stage.of if isinstance(stage, CompareStage) else ():
-            source, _, model = part.partition(":")
-            scored = whole.pipeline.stages[source]
-            if model and isinstance(scored, EvaluateStage) and model not in scored.models:
-                problem = f"{part} names no model of stage {source}"
-                yield name, Finding(level="error", problem=problem, remedy=f"it has {', '.join(scored.models)}")
-
-
 CHECKS: tuple[Callable[[Whole], Iterator[Named]], ...] = (
     files_are_there,
     what_is_to_come_is_told,
     disk_holds_everything,
     host_memory_holds_what_is_made,
+    the_card_holds_what_is_looked_at,
     answers_fit,
     experts_are_no_copies,
-    there_is_an_adapter_to_merge,
-    gates_choose_among_models_that_answer,
-    compared_models_are_evaluated,
 )
 
 

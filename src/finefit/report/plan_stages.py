@@ -15,11 +15,13 @@ from finefit.report.units import duration, gib, three_digits
 
 Outlooks = Mapping[str, StageOutlook]
 """By stage, in their order."""
+Free = tuple[int | None, ...]
+"""For each card the bytes that the disk beside it has; None, as for cards that are not named, where it is another machine's."""
 
 
-def show_outlooks(outlooks: Outlooks, console: Console, *, name: str, only: str | None = None) -> None:
+def show_outlooks(outlooks: Outlooks, console: Console, *, name: str, only: str | None = None, free: Free = ()) -> None:
     """On one card. `only`: this stage in full instead of the fullest."""
-    print_lines(console, [_verdict(outlooks, name), *_stage_table(outlooks, console), *_totals(outlooks), Text()])
+    print_lines(console, [*_verdict(outlooks, name, free), *_stage_table(outlooks, console), *_totals(outlooks), Text()])
     print_lines(console, _notes(outlooks, console))
     suggestions = suggestions_of(outlooks)
     if suggestions:
@@ -30,9 +32,9 @@ def show_outlooks(outlooks: Outlooks, console: Console, *, name: str, only: str 
         show_forecast(replace(outlooks[shown].forecasts[0], suggestions=()), console, stage=shown)
 
 
-def show_outlooks_on_cards(outlooks: Outlooks, console: Console) -> None:
+def show_outlooks_on_cards(outlooks: Outlooks, console: Console, *, free: Free = ()) -> None:
     """A row for each card."""
-    rows = [_card_row(outlooks, at) for at in range(num_cards(outlooks))]
+    rows = [_card_row(outlooks, at, free) for at in range(num_cards(outlooks))]
     print_lines(console, table(console, rows, right=("GiB", "time"), below=()))
 
 
@@ -40,8 +42,15 @@ def num_cards(outlooks: Outlooks) -> int:
     return max(len(one.fits) for one in outlooks.values())
 
 
-def fit_on(outlooks: Outlooks, at: int = 0) -> bool:
-    return all(one.fits[at] for one in outlooks.values())
+def fit_on(outlooks: Outlooks, at: int = 0, free: Free = ()) -> bool:
+    """Every stage on the card, and all that they leave on the disk."""
+    return all(one.fits[at] for one in outlooks.values()) and not _lacking(outlooks, at, free)
+
+
+def _lacking(outlooks: Outlooks, at: int, free: Free) -> int:
+    """Bytes that the disk has too few."""
+    there = free[at] if at < len(free) else None
+    return 0 if there is None else max(0, _disk_bytes(outlooks) - there)
 
 
 def suggestions_of(outlooks: Outlooks, at: int = 0) -> tuple[Suggestion, ...]:
@@ -55,23 +64,24 @@ def worst_of(outlooks: Outlooks, at: int = 0) -> str | None:
     return max(shares, key=shares.__getitem__) if shares else None
 
 
-def outlook_document(outlooks: Outlooks) -> dict[str, Any]:
+def outlook_document(outlooks: Outlooks, *, free: Free = ()) -> dict[str, Any]:
     """What `--json` prints: the training that fills the first card most, and what the whole takes."""
-    return _card_object(outlooks, 0) | {
+    return _card_object(outlooks, 0, free) | {
         "stages": {name: _stage_object(one) for name, one in outlooks.items()},
-        "cards": [_card_object(outlooks, at) for at in range(num_cards(outlooks))],
+        "cards": [_card_object(outlooks, at, free) for at in range(num_cards(outlooks))],
     }
 
 
-def _card_object(outlooks: Outlooks, at: int) -> dict[str, Any]:
+def _card_object(outlooks: Outlooks, at: int, free: Free) -> dict[str, Any]:
     worst = worst_of(outlooks, at)
     found = {} if worst is None else forecast_object(outlooks[worst].forecasts[at])
     seconds = _seconds(outlooks, at)
     whole = {
         "stage": worst,
-        "fits": fit_on(outlooks, at),
+        "fits": fit_on(outlooks, at, free),
         "total_seconds": seconds,
         "disk_bytes": _disk_bytes(outlooks),
+        "free_disk_bytes": free[at] if free else None,
         "cost": _cost(found, seconds),
     }
     suggestions = TypeAdapter(tuple[Suggestion, ...]).dump_python(suggestions_of(outlooks, at), mode="json")
@@ -109,19 +119,27 @@ def _disk_bytes(outlooks: Outlooks) -> int:
 # One card
 
 
-def _verdict(outlooks: Outlooks, name: str) -> Text:
+def _verdict(outlooks: Outlooks, name: str, free: Free) -> Iterator[Text]:
     too_large = [stage for stage, one in outlooks.items() if not one.fits[0]]
     card = next((f" on {card_name(one.forecasts[0])}" for one in outlooks.values() if one.forecasts), "")
-    if not too_large:
-        return Text(f"{name}: all {len(outlooks)} stages fit{card}", style="bold green")
-    return Text(f"{name} does not fit{card}: {', '.join(_too_large(stage, outlooks[stage]) for stage in too_large)}", style="bold red")
+    lacking = _lacking(outlooks, 0, free)
+    if too_large:
+        yield Text(f"{name} does not fit{card}: {', '.join(_too_large(stage, outlooks[stage]) for stage in too_large)}", style="bold red")
+    elif not lacking:
+        yield Text(f"{name}: all {len(outlooks)} stages fit{card}", style="bold green")
+    if lacking:
+        needed = _disk_bytes(outlooks)
+        there = _size(needed - lacking) or "0 MiB"
+        yield Text(f"{name} does not fit on the disk: its stages leave up to {_size(needed)}, {there} are free", style="bold red")
 
 
 def _too_large(name: str, one: StageOutlook) -> str:
     if one.forecasts and one.forecasts[0].fits:
         return f"{name} has trained tensors that no gradient reaches"
     held = _held(one)
-    return name if held is None else f"{name} needs {held[0] / 2**30:.1f} of {held[1] / 2**30:.1f} GiB"
+    if held is not None:
+        return f"{name} needs {held[0] / 2**30:.1f} of {held[1] / 2**30:.1f} GiB"
+    return name if one.host_bytes is None else f"{name} needs about {_size(one.host_bytes)} of host memory"
 
 
 def _held(one: StageOutlook) -> tuple[int, int] | None:
@@ -145,7 +163,7 @@ def _stage_row(name: str, one: StageOutlook) -> dict[str, Text]:
     return {
         "stage": Text(name, style="bold"),
         "kind": Text(one.kind),
-        "fits": Text() if held is None else yes_or_no(one.fits[0]),
+        "fits": Text() if held is None and one.host_bytes is None else yes_or_no(one.fits[0]),
         "GiB": Text("" if held is None else f"{held[0] / 2**30:.1f} of {held[1] / 2**30:.1f}"),
         "parameters": Text("" if one.parameters is None else _count(one.parameters)),
         "trained": Text("" if one.trainable_parameters is None else _count(one.trainable_parameters)),
@@ -202,11 +220,11 @@ def _answers(one: StageOutlook) -> Iterator[str]:
 # Several cards
 
 
-def _card_row(outlooks: Outlooks, at: int) -> dict[str, Text]:
+def _card_row(outlooks: Outlooks, at: int, free: Free) -> dict[str, Text]:
     worst = worst_of(outlooks, at)
     found: Forecast | None = None if worst is None else outlooks[worst].forecasts[at]
-    fits, seconds = fit_on(outlooks, at), _seconds(outlooks, at)
-    too_large = [name for name, one in outlooks.items() if not one.fits[at]]
+    fits, seconds = fit_on(outlooks, at, free), _seconds(outlooks, at)
+    too_large = [name for name, one in outlooks.items() if not one.fits[at]] + (["the disk"] if _lacking(outlooks, at, free) else [])
     return {
         "card": Text("" if found is None else card_name(found), style="bold"),
         "fits": yes_or_no(fits),

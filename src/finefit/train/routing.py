@@ -11,6 +11,7 @@ from finefit.artifacts.rundir import StageDir
 from finefit.data.pairs import Trained
 from finefit.data.render import Example
 from finefit.evaluate.routing import measure_routing, routing_map
+from finefit.model.centroids import num_shared
 from finefit.spec.schema import Router
 from finefit.step.forward import autocast_for
 from finefit.train.live import Live
@@ -21,16 +22,25 @@ _ROWS = 32
 
 
 def note_routing(live: Live, where: StageDir, step: int) -> None:
-    """Leaves routing.json and routing.svg in the stage's folder, where routers are what is trained."""
+    """Leaves routing.json and routing.svg in the stage's folder, where routers are what is trained. Training is over and saved by then, so what fails
+    here is told and costs nothing else."""
     if not isinstance(live.stage.objective, Router) or not live.ranks.is_first:
         return
     if live.ranks.size > 1 and live.stage.engine.kind not in ("single", "ddp"):
         log.info("routing is not measured: the model is divided over %s ranks", live.ranks.size)
         return
+    try:
+        _note(live, where, step)
+    except Exception:  # a measurement, whatever it fails of, takes no training with it
+        log.exception("routing is not measured; the training is whole, and its last checkpoint too")
+
+
+def _note(live: Live, where: StageDir, step: int) -> None:
+    """Without the tokens before every row: a template's own words are of no data set."""
     held = bool(live.validation)
     rows = _by_source(where, live.validation, "validation") if held else _by_source(where, live.examples, "train")
     with autocast_for(live.stage.device, live.stage.precision):
-        found = measure_routing(live.model, rows)
+        found = measure_routing(live.model, rows, skipped=num_shared([row for several in rows.values() for row in several]))
     write_record(where.routing, found)
     where.routing_map.write_text(routing_map(found), encoding="utf-8")
     first = {name: _means(source.first) for name, source in found.sources.items()}

@@ -12,6 +12,7 @@ from finefit.artifacts.checkpoint import list_checkpoints, name_checkpoint, newe
 from finefit.artifacts.records import Failure, Stage, TrainState, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import FinefitError, Resumable, RunError
+from finefit.model.kept import Kept, require_kept
 from finefit.model.load import restore_weights, save_weights, weight_bytes, whole_weights
 from finefit.step.engine import ALONE, Layout
 from finefit.step.state import optimizer_tensors, random_state, restore_state, save_state, state_bytes
@@ -40,6 +41,8 @@ class Saver:
     optimizer: torch.optim.Optimizer
     layout: Layout = ALONE
     ranks: Ranks = ONE_RANK
+    kept: Kept | None = None
+    """Where the frozen weights of a part of a model are written from."""
     resumed_from: int | None = None
     last: int | None = None
     """The step of the newest checkpoint that this process wrote or resumed from."""
@@ -62,7 +65,7 @@ class Saver:
     def _gathered(self) -> _Gathered:
         keeps = self.ranks.is_first
         return _Gathered(
-            weights=whole_weights(self.model, self.layout.weight, keeps=keeps),
+            weights=whole_weights(self.model, self.layout.weight, keeps=keeps, kept=self.kept),
             optimizer=optimizer_tensors(self.model, self.optimizer, self.layout, keeps=keeps),
             random_of_ranks=self.ranks.gather(random_state()),
         )
@@ -74,6 +77,8 @@ class Saver:
         if state.best is not None:
             name_checkpoint(folder, "best", folder / f"checkpoint-{state.best.step}")
         if state.step == self.stage.total_steps:
+            if self.kept is not None:
+                require_kept(self.kept, checkpoint)
             name_checkpoint(folder, "final", checkpoint)
         protected = {
             state.step,
@@ -83,7 +88,7 @@ class Saver:
         rotate(folder, keep=self.stage.save.keep, protected=protected)
 
     def _fill(self, staging: Path, state: TrainState, gathered: _Gathered | None) -> None:
-        save_weights(self.model, staging, gathered.weights if gathered else None)
+        save_weights(self.model, staging, gathered.weights if gathered else None, self.kept)
         for file in self.where.tokenizer.iterdir():
             shutil.copy(file, staging / file.name)
         if gathered is None:
@@ -95,7 +100,7 @@ class Saver:
 
     def _needed_bytes(self) -> int:
         tokenizer = sum(file.stat().st_size for file in self.where.tokenizer.iterdir())
-        return weight_bytes(self.model) + state_bytes(self.model) + tokenizer + _SLACK_BYTES
+        return weight_bytes(self.model, self.kept) + state_bytes(self.model) + tokenizer + _SLACK_BYTES
 
 
 def _first_acts(ranks: Ranks, act: Callable[[], None]) -> None:

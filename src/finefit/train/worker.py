@@ -27,6 +27,7 @@ from finefit.data.store import open_examples
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
 from finefit.facts.usage import Read, Usage, open_card
 from finefit.model.attention import attention_here
+from finefit.model.kept import kept_of
 from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
 from finefit.model.locate import locate_start
 from finefit.objective.batch import Forward
@@ -144,13 +145,15 @@ def _make_live(
 ) -> tuple[Live, TrainState]:
     checkpoint = _checkpoint(where, stage, ranks, metrics)  # verified before a weight is loaded
     examples = {name: open_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
-    model = make_trainable(_base(where, stage, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
+    folder = _folder(where, stage)
+    model = make_trainable(_base(folder, stage, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
+    kept = kept_of(model, folder)
     keep_start(stage.objective, stage.tuning, model)
     engine = make_engine(stage, ranks, folder=where.path, run=where.run)
     watchdog = Watchdog(metrics.write)
     forward = Rig(lambda levers: engine.around(partial(_forward, model, stage, levers)), stage.levers, beat=watchdog.beat)
     optimizer = engine.prepare(model, partial(make_optimizer, spec=stage.optimizer, device=stage.device))
-    saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer, layout=engine, ranks=ranks)
+    saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer, layout=engine, ranks=ranks, kept=kept)
     frozen = frozen_sums(model)  # as loaded and divided, before a checkpoint is put back
     if ranks.rank:  # weights were made alike; dropout is every rank's own
         torch.manual_seed(stage.seed + ranks.rank)
@@ -211,15 +214,19 @@ def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -
     return checkpoint
 
 
-def _base(where: StageDir, stage: Stage, *, num_ranks: int) -> PreTrainedModel:
+def _folder(where: StageDir, stage: Stage) -> Path:
     located = locate_start(stage.model, stage.tuning, where.run)
     if located.fingerprint != stage.model_fingerprint:
         raise RunError(f"the model {stage.model_name} has changed since this run began", "put the old one back, or start again with --new")
+    return located.folder
+
+
+def _base(folder: Path, stage: Stage, *, num_ranks: int) -> PreTrainedModel:
     return load_base(
-        located.folder,
+        folder,
         device=loads_on(stage, num_ranks=num_ranks),
         dtype=weight_dtype(stage.precision, stage.tuning),
-        attention=attention_here(stage.device, stage.precision, located.folder, packing=stage.levers.packing),
+        attention=attention_here(stage.device, stage.precision, folder, packing=stage.levers.packing),
         bits=base_bits(stage.tuning),
     )
 

@@ -2,18 +2,20 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from finefit.artifacts.records import Order, write_record
 from finefit.data.budget import Budget
 from finefit.data.read import open_source
-from finefit.data.render import Renderer, open_renderer
+from finefit.data.render import Rendered, Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
 from finefit.data.selection import sampled
 from finefit.errors import DataError, SpecError
@@ -36,6 +38,15 @@ _ROOM = 1.2
 """Of a model's weights, for what is computed beside them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A router, from rows."""
+
+    centroids: Centroids
+    left_out: dict[str, list[str]]
+    """Of each expert the rows that could not be taken, and why."""
+
+
 def make(order: Order, out: Path) -> dict[str, Any]:
     """Fills `out` with a model folder, and where the router starts from rows with routing.json and routing.svg."""
     quiet()
@@ -45,10 +56,10 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     experts = {name: _expert(order, name) for name in stage.experts}
     mixture = mixture_of(stage)
     if mixture is None:
-        return asdict(average(base, experts, out)) | {"merge": "average"}
+        return asdict(average(base, experts, out, copies=stage.copies)) | {"merge": "average"}
     if isinstance(stage.router, ForcedRouter):
         experts = {stage.router.expert: experts[stage.router.expert]}
-    centroids: list[Centroids] = []
+    started: list[_Started] = []
     built = build_moe(
         base,
         experts,
@@ -56,14 +67,14 @@ def make(order: Order, out: Path) -> dict[str, Any]:
         top_k=mixture.top_k,
         shared=stage.shared,
         copies=stage.copies,
-        start=partial(_from_rows, order, stage.router, base, centroids.append) if isinstance(stage.router, CentroidRouter) else None,
+        start=partial(_from_rows, order, stage.router, base, started.append) if isinstance(stage.router, CentroidRouter) else None,
         seed=order.seed,
     )
     size = read_model_folder(base).num_parameters or 0
     top_k = min(mixture.top_k, len(built.experts))
     asked = {"merge": "mixture", "router": stage.router.kind, "top_k": top_k, "shared": stage.shared, "base_parameters": size}
-    proof = {"proof": _proof(stage, built, size, experts, out)}
-    return asdict(built) | asked | proof | (_routing(order, built, centroids[0], out) if centroids else {})
+    proof = {"proof": _proof(stage, built, size, experts, base, out)}
+    return asdict(built) | asked | proof | (_routing(order, built, started[0], out) if started else {})
 
 
 def _expert(order: Order, name: str) -> Path:
@@ -76,16 +87,19 @@ def _expert(order: Order, name: str) -> Path:
     return locate(found.model, Path(order.base)).folder
 
 
-def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[Centroids], None], names: tuple[str, ...]) -> Router:
+def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[_Started], None], names: tuple[str, ...]) -> Router:
     """Rows of a copy are left to the expert that it is a copy of, which has rows of its own."""
     if len(names) == 1:
         return lambda _: torch.zeros(1, _hidden_size(base))
-    renderer = open_renderer(base, asked.template)
-    rows = {name: _rows(asked.data[name], asked, renderer, Path(order.base), order.seed) for name in names}
+    renderer = open_renderer(base, asked.template, template_options=asked.template_options)
+    taken = {name: _rows(asked.data[name], asked, renderer, Path(order.base), order.seed) for name in names}
+    for name, (rows, faults) in taken.items():
+        if not rows:
+            raise DataError(f"no row of expert {name} can start its router; the first: {faults[0]}", "raise router.max_tokens, or mend the rows")
     attention = attention_here(order.device, order.precision, base)
     model = load_base(base, device=order.device, dtype=_DTYPES[order.precision], attention=attention).eval()
-    found = fit_centroids(model, rows)
-    keep(found)
+    found = fit_centroids(model, {name: rows for name, (rows, _) in taken.items()})
+    keep(_Started(found, {name: faults for name, (_, faults) in taken.items() if faults}))
     return lambda layer: found.routers_EH[layer]
 
 
@@ -93,34 +107,50 @@ def _hidden_size(base: Path) -> int:
     return int(read_model_folder(base).config["hidden_size"])
 
 
-def _rows(source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int) -> list[tuple[int, ...]]:
-    """Rendered as in training; a longer prompt is cut in its middle."""
+def _rows(source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Rendered as in training, and what is wrong with rows that cannot be: a few are wanted, so others stand in for them."""
     reading = open_source(source.path, source.fields, base, split="train")
-    taken = sampled(reading, 1.0, min(asked.rows, source.limit or asked.rows), seed).taken
     rows: list[Row] = []
+    faults: list[str] = []
     for row in reading.rows():
         if isinstance(row, BadRow):
-            raise DataError(f"{row.place} {row.reason}", "mend or remove this row")
-        rows.append(row)
-    chosen = [row for at, row in enumerate(rows) if taken is None or taken[at]]
-    rendered = renderer.render(chosen, Budget(max_tokens=asked.max_tokens, too_long="cut_prompt", turns="all"))
-    for row, found in zip(chosen, rendered, strict=True):
-        if found.problem:
-            raise DataError(f"{row.place} {found.problem}", found.remedy or "raise router.max_tokens, or mend the row")
-    return [example.tokens for found in rendered for example in found.examples]
+            faults.append(f"{row.place} {row.reason}")
+        else:
+            rows.append(row)
+    taken = sampled(reading, source.weight, source.limit, seed).taken
+    chosen = rows if taken is None else [row for row, takes_part in zip(rows, taken, strict=True) if takes_part]
+    tokens, unfit = _rendered(chosen, asked, renderer, seed)
+    return tokens, faults + unfit
 
 
-def _proof(stage: BuildMoe, built: Built, dense: int, experts: Mapping[str, Path], out: Path) -> dict[str, float] | str:
+def _rendered(rows: Sequence[Row], asked: CentroidRouter, renderer: Renderer, seed: int) -> tuple[list[tuple[int, ...]], list[str]]:
+    """A seeded sample in the order of the rows; a longer prompt is cut in its middle."""
+    budget = Budget(max_tokens=asked.max_tokens, too_long="cut_prompt", turns="all")
+    order = iter(np.random.RandomState(seed).permutation(len(rows)).tolist())
+    found: dict[int, Rendered] = {}
+    faults: list[str] = []
+    while several := list(islice(order, asked.rows - len(found))):
+        for at, rendered in zip(several, renderer.render([rows[at] for at in several], budget), strict=True):
+            if rendered.problem:
+                faults.append(f"{rows[at].place} {rendered.problem}")
+            else:
+                found[at] = rendered
+    return [example.tokens for at in sorted(found) for example in found[at].examples], faults
+
+
+def _proof(stage: BuildMoe, built: Built, dense: int, experts: Mapping[str, Path], base: Path, out: Path) -> dict[str, float] | str:
     """By expert the largest difference of logits; or why there is none."""
     needed, free = round(4 * _ROOM * (built.parameters + dense)), psutil.virtual_memory().available
     if needed > free:
         return f"left out: it needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
-    return prove_experts(out, {name: experts[name] for name in built.experts}, is_shared=stage.shared == "base")
+    return prove_experts(out, {name: experts[name] for name in built.experts}, shared=base if stage.shared == "base" else None)
 
 
-def _routing(order: Order, built: Built, centroids: Centroids, out: Path) -> dict[str, Any]:
+def _routing(order: Order, built: Built, started: _Started, out: Path) -> dict[str, Any]:
     """Where held-out tokens would go by the base's hidden states; and where they go in the mixture, if it can be loaded here."""
-    told: dict[str, Any] = {"own_in_base": {name: statistics.fmean(shares) for name, shares in centroids.own.items()}}
+    centroids = started.centroids
+    left_out = {name: {"rows": len(faults), "first": faults[0]} for name, faults in started.left_out.items()}
+    told: dict[str, Any] = {"own_in_base": {name: statistics.fmean(shares) for name, shares in centroids.own.items()}, "left_out": left_out}
     needed, free = round(_ROOM * built.parameters * _DTYPES[order.precision].itemsize), _free_bytes(order.device)
     if needed > free:
         return told | {"routing": f"not measured: the mixture needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"}
@@ -147,7 +177,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         return [f"the mean of {', '.join(names)}: {size} parameters, of the base's architecture", *copies]
     before = _billions(summary["base_parameters"])
     first = f"{len(names)} experts ({', '.join(names)}), {summary['top_k']} answer each token: {size} parameters, where the base has {before}"
-    return [first, *copies, *_choice(summary), *_routes(summary), _proved(summary["proof"])]
+    return [first, *copies, *_choice(summary), *_left_out(summary), *_routes(summary), _proved(summary["proof"])]
 
 
 def _choice(summary: Mapping[str, Any]) -> list[str]:
@@ -156,6 +186,11 @@ def _choice(summary: Mapping[str, Any]) -> list[str]:
     if summary["top_k"] == 1:
         return ["one expert answers each token at full weight: the language-model loss gives such a router no gradient; it stays as it starts"]
     return ["the router starts at random: train it"] if summary["router"] == "random" else []
+
+
+def _left_out(summary: Mapping[str, Any]) -> list[str]:
+    told = summary.get("left_out", {})
+    return [f"the router starts without {found['rows']} rows of {name}; the first: {found['first']}" for name, found in told.items()]
 
 
 def _routes(summary: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     stage = order.stage
     assert isinstance(stage, Gate)
     folder = locate(order.models["base"].model, Path(order.base)).folder
-    renderer = open_renderer(folder, stage.template)
+    renderer = open_renderer(folder, stage.template, template_options=stage.template_options)
     prompts = _prompts(stage, renderer, Path(order.base), order.seed)
     train, held = _split(prompts, list(stage.experts), stage.held_out, order.seed)
     experts = tuple(stage.experts)

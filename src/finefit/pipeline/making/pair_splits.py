@@ -48,7 +48,8 @@ def _rows(source: Source, base: Path, seed: int, split: str) -> Iterator[Row | B
         )
     whole = Path(source.path)
     if whole.is_absolute():  # what another stage has made; where that lies is no part of a pair
-        base, source = whole.parent, source.model_copy(update={"path": whole.name})
+        fields = source.fields if source.fields.join is None else source.fields.model_copy(update={"join": _found(source.fields.join, base)})
+        base, source = whole.parent, source.model_copy(update={"path": whole.name, "fields": fields})
     reading = open_source(source.path, source.fields, base, split=split)
     choice = sampled(reading, source.weight, source.limit, seed)
     ordinal = 0
@@ -60,6 +61,11 @@ def _rows(source: Source, base: Path, seed: int, split: str) -> Iterator[Row | B
         is_taken = choice.taken is None or bool(choice.taken[ordinal])
         yield row if is_taken else BadRow(row.source, row.number, choice.reason, row.part)
         ordinal += 1
+
+
+def _found(path: str, base: Path) -> str:
+    """From any folder; an address stays."""
+    return path if "://" in path else str(base / path)
 
 
 def _require_apart(splits: Mapping[str, list[Row | BadRow]]) -> None:

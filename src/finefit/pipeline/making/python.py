@@ -2,19 +2,16 @@
 folder, so that what it writes without a path lies there too."""
 
 import os
-import re
 import runpy
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import Order
+from finefit.artifacts.records import Failure, Made, Order, write_record
+from finefit.artifacts.rundir import StageDir
 from finefit.errors import SpecError
-from finefit.spec.stages import PythonStage
-
-_NAMED = re.compile(r"\{([A-Za-z0-9_-]+)\}")
-_OUTPUT = "output"
+from finefit.spec.stage_kinds import NAMED_INPUT, OUTPUT, PythonStage
 
 
 def make(order: Order, out: Path) -> dict[str, Any]:
@@ -23,9 +20,13 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     base = Path(order.base)
     script = (base / stage.script).resolve()
     places = {name: str((base / path).resolve()) for name, path in stage.inputs.items()}
-    arguments = [_filled(argument, places | {_OUTPUT: str(out)}) for argument in stage.arguments]
+    places |= {OUTPUT: str(out)}
+    arguments = [NAMED_INPUT.sub(lambda found: places[found[1]], argument) for argument in stage.arguments]
     os.chdir(out)
+    made = StageDir(out.parent).made
+    write_record(made, Made(failure=Failure.of(_ended_within(script))))
     _run(script, arguments)
+    made.unlink(missing_ok=True)
     _require(stage.outputs, out)
     return {"script": script.name, "outputs": {name: _size(out / name) for name in stage.outputs}}
 
@@ -34,13 +35,10 @@ def lines(summary: dict[str, Any]) -> list[str]:
     return [f"{name}: {size['files']:,} files, {size['bytes']:,} bytes" for name, size in summary["outputs"].items()]
 
 
-def _filled(argument: str, places: dict[str, str]) -> str:
-    def place(found: re.Match[str]) -> str:
-        if found[1] not in places:
-            raise SpecError(f"arguments: {found[0]} names no input of this stage", f"there are {', '.join(f'{{{name}}}' for name in places)}")
-        return places[found[1]]
-
-    return _NAMED.sub(place, argument)
+def _ended_within(script: Path) -> SpecError:
+    """Stands in the record while the script runs, so that it is read only where the process ends there: then nobody can write any more."""
+    problem = f"{script.name} did not come to its end and took its process along: by os._exit, a crash in a library, or a kill for want of memory"
+    return SpecError(problem, "let the script end by itself; its own words are in the stage's log")
 
 
 def _run(script: Path, arguments: list[str]) -> None:

@@ -1,0 +1,209 @@
+"""What stages want of each other, and whether those will have it: all that can be known before anything runs is refused by name."""
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from finefit.spec.schema import LmEval, Lora
+from finefit.spec.stage_kinds import (
+    PATHS,
+    STAGE,
+    STAGE_PATH,
+    BuildMoe,
+    CompareStage,
+    EvaluateStage,
+    Gate,
+    Input,
+    MakePairs,
+    MergeAdapter,
+    PythonStage,
+    StageModel,
+    TrainStage,
+)
+
+_MAKERS_OF_MODELS = ("train", "merge_adapter", "build_moe")
+_MAKERS_OF_FILES = ("make_pairs", "python", "train", "merge_adapter", "build_moe")
+_CHECKPOINT = re.compile(r"base|final|best|(checkpoint-)?[0-9]+")
+_WORDS = {"model": "the model", "file": "a file", "scores": "the scores"}
+
+
+def needs(stage: BaseModel) -> tuple[str, ...]:
+    """The stages that one stands on, in the order of its keys."""
+    return tuple(dict.fromkeys(name for name, _, _ in _wanted(stage)))
+
+
+def _wanted(stage: BaseModel) -> Iterator[tuple[str, Literal["model", "file", "scores"], str]]:
+    """Names of other stages, what is wanted of them, and which: a file of its output, a model or checkpoint that was scored."""
+    if isinstance(stage, CompareStage):
+        yield from ((source, "scores", which) for source, _, which in (part.partition(":") for part in stage.of))
+    for _, value, is_path in _leaves(stage):
+        if isinstance(value, StageModel):
+            yield value.name, "model", ""
+        elif is_path and (found := STAGE_PATH.fullmatch(value)):
+            yield found[1], "file", found[2] or ""
+
+
+def _leaves(value: Any, key: str = "", *, is_path: bool = False) -> Iterator[tuple[str, Any, bool]]:
+    """Every text and every model of a stage, with its key and whether a path stands there."""
+    match value:
+        case StageModel() | str():
+            yield key, value, is_path
+        case BaseModel():
+            for name in type(value).model_fields:
+                yield from _leaves(getattr(value, name), f"{key}.{name}" if key else name, is_path=name in PATHS.get(type(value), ()))
+        case dict():
+            for name, inner in value.items():
+                yield from _leaves(inner, f"{key}.{name}", is_path=is_path)
+        case tuple() | list():
+            for at, inner in enumerate(value):
+                yield from _leaves(inner, f"{key}.{at}", is_path=is_path)
+
+
+def require_inputs(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
+    _require_addresses(name, stage)
+    for needed, what, which in _wanted(stage):
+        if needed not in stages:
+            raise ValueError(f"stage {name} stands on stage {needed}, which is not there; the stages are {', '.join(stages)}")
+        kind = stages[needed].kind
+        makers: tuple[str, ...] = {"model": _MAKERS_OF_MODELS, "file": _MAKERS_OF_FILES, "scores": ("train", "evaluate")}[what]
+        if isinstance(stage, EvaluateStage) and what == "model":
+            makers = (*makers, "gate")
+        if kind not in makers:
+            raise ValueError(f"stage {name} wants {_WORDS[what]} of stage {needed}, and {kind} makes none; name a stage of kind {', '.join(makers)}")
+        if what == "file":
+            _require_file(name, needed, stages[needed], which)
+        if what == "scores":
+            _require_scores(name, needed, stages[needed], which)
+
+
+def _require_addresses(name: str, stage: BaseModel) -> None:
+    for key, value, is_path in _leaves(stage):
+        if isinstance(value, str) and value.startswith(STAGE):
+            if not is_path:
+                raise ValueError(f"stage {name} has {value} at {key}, where no path stands; name files of other stages where a path is asked for")
+            if not STAGE_PATH.fullmatch(value):
+                raise ValueError(f"stage {name} has {value} at {key}, which names no stage; write {STAGE}NAME/file")
+
+
+def _require_file(name: str, needed: str, stage: BaseModel, path: str) -> None:
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts:
+        raise ValueError(f"stage {name}: {STAGE}{needed}/{path} leads out of the stage's own folder; name what lies below it")
+    made = _files_of(stage)
+    if made is not None and not any(_is_or_holds(parts, PurePosixPath(one).parts) for one in made):
+        more = "; declare it in its outputs" if isinstance(stage, PythonStage) else ""
+        raise ValueError(f"stage {name} wants {path} of stage {needed}, which will not be there: it makes {', '.join(made)}{more}")
+
+
+def _files_of(stage: BaseModel) -> tuple[str, ...] | None:
+    """What a stage will leave in its output; None where the spec alone does not say."""
+    match stage:
+        case PythonStage():
+            return stage.outputs
+        case MakePairs():
+            return ("train.jsonl", *(f"{split}.jsonl" for split in ("validation", "test") if getattr(stage, split)), "report.json")
+    return None
+
+
+def _is_or_holds(asked: tuple[str, ...], made: tuple[str, ...]) -> bool:
+    """One of the two is the other, or a folder that holds it. What is asked for may be a pattern."""
+    return "**" in asked or all(one == other or fnmatchcase(other, one) for one, other in zip(asked, made, strict=False))
+
+
+def _require_scores(name: str, needed: str, stage: BaseModel, which: str) -> None:
+    match stage:
+        case EvaluateStage(models=models) if which and which not in models:
+            raise ValueError(f"stage {name} wants {needed}:{which}, and {which} is no model of stage {needed}; it has {', '.join(models)}")
+        case TrainStage(evaluate=()):
+            raise ValueError(
+                f"stage {name} wants the scores of stage {needed}, which is scored on nothing; "
+                "give it `evaluate`, or name a stage of kind evaluate that has its model"
+            )
+        case TrainStage(evaluate=tasks) if which == "base" and not any(task.base for task in tasks):
+            raise ValueError(f"stage {name} wants {needed}:base, and no task of stage {needed} scores the starting model; set base: true in one")
+        case TrainStage() if which and not _CHECKPOINT.fullmatch(which):
+            raise ValueError(f"stage {name} wants {needed}:{which}, which is no checkpoint; write {needed}:base, :best, :final or :checkpoint-40")
+
+
+def require_fitting_models(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
+    match stage:
+        case TrainStage(model=StageModel(name=before)):
+            _require_same_adapter(name, stage, before, stages[before])
+        case BuildMoe():
+            _require_whole_models(name, stage, stages)
+        case MergeAdapter():
+            _require_one_adapter(name, stage, stages)
+        case EvaluateStage():
+            _require_experts(name, stage, stages)
+
+
+def _trains_adapter(asked: Input, stages: dict[str, Any]) -> bool:
+    match stages[asked.name] if isinstance(asked, StageModel) else None:
+        case TrainStage(tuning=Lora()):
+            return True
+    return False
+
+
+def _require_one_adapter(name: str, stage: MergeAdapter, stages: dict[str, Any]) -> None:
+    is_trained = _trains_adapter(stage.model, stages)
+    if stage.adapter is None and not is_trained:
+        raise ValueError(f"stage {name} merges an adapter, and its model has none; name a stage that trains one, or a folder with adapter:")
+    if stage.adapter is not None and is_trained:
+        raise ValueError(f"stage {name} merges {stage.adapter}, and its model has an adapter already; leave adapter out, or name the base as model")
+
+
+def _require_experts(name: str, stage: EvaluateStage, stages: dict[str, Any]) -> None:
+    """A gate answers by the experts that it was trained for, which must be the models of those names here."""
+    for model, asked in stage.models.items():
+        if not isinstance(asked, StageModel) or not isinstance(gate := stages[asked.name], Gate):
+            continue
+        if odd := [expert for expert, wanted in gate.experts.items() if stage.models.get(expert) != wanted]:
+            raise ValueError(
+                f"stage {name}: models.{model} chooses among {', '.join(gate.experts)} and answers nothing itself; {', '.join(odd)} is not among "
+                f"the models here, or another one; name each under models as it stands in stage {asked.name}"
+            )
+        if own := [one.label for one in stage.evaluate if isinstance(one.task, LmEval)]:
+            raise ValueError(
+                f"stage {name}: {', '.join(own)} brings items of its own, whose prompts models.{model} cannot see; evaluate the gate in another stage"
+            )
+
+
+def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) -> None:
+    """Known before an expert is trained, not after."""
+    for asked in (stage.base, *stage.experts.values()):
+        if isinstance(asked, StageModel) and _trains_adapter(asked, stages):
+            raise ValueError(
+                f"stage {name} is built of whole models, and stage {asked.name} trains an adapter; put a stage of kind merge_adapter between, "
+                "and let the adapter have targets in the MLPs alone: [gate_proj, up_proj, down_proj]"
+            )
+
+
+def _require_same_adapter(name: str, stage: TrainStage, before: str, other: BaseModel) -> None:
+    """An adapter is trained on as it is; anything else needs it merged into its base first."""
+    if not isinstance(other, TrainStage) or not isinstance(other.tuning, Lora):
+        return
+    if not isinstance(stage.tuning, Lora):
+        raise ValueError(
+            f"stage {name} trains weights of a model that stage {before} has only laid an adapter over; put a stage of kind merge_adapter between"
+        )
+    if stage.tuning.adapter is not None:
+        raise ValueError(
+            f"stage {name} goes on with the adapter of stage {before}, and tuning.adapter names another, {stage.tuning.adapter}; "
+            "leave it out (null takes a default away), or name the base as model"
+        )
+    for key in ("rank", "alpha", "targets", "base_bits", "rank_stabilised", "dora"):
+        here, there = getattr(stage.tuning, key), getattr(other.tuning, key)
+        if here != there:
+            raise ValueError(f"stage {name} goes on with the adapter of stage {before}, whose tuning.{key} is {there}, not {here}; make them equal")
+
+
+def require_one_folder_each(names: list[str]) -> None:
+    """Folders of some systems do not tell capitals from small letters."""
+    for at, name in enumerate(names):
+        for other in names[:at]:
+            if name.lower() == other.lower():
+                raise ValueError(f"stages {other} and {name} would write into one folder; give one of them another name")

@@ -1,0 +1,49 @@
+"""A script in the process of its stage: whatever it does to that process is told as its own doing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finefit.artifacts.records import Made, Order, read_record, write_record
+from finefit.artifacts.rundir import StageDir
+from finefit.spec.stages import PythonStage
+
+
+def _worked(folder: Path, script: str) -> tuple[int, Made]:
+    """How its process ended, and what it left on record."""
+    where = StageDir(folder / "1-own")
+    where.path.mkdir()
+    (folder / "own.py").write_text(f"import os, sys, signal\n{script}\n", encoding="utf-8")
+    (folder / "raw.txt").write_text("raw", encoding="utf-8")
+    asked = {"kind": "python", "script": "own.py", "inputs": {"raw": "raw.txt"}, "arguments": ["{raw}", "--to={output}/a.txt"], "outputs": ["a.txt"]}
+    stage = PythonStage.model_validate_json(json.dumps(asked))
+    write_record(where.order, Order(name="own", pipeline="p", seed=1, device="cpu", precision="fp32", base=str(folder), stage=stage))
+    command = [sys.executable, "-m", "finefit.pipeline.making.worker", str(where.order)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.returncode, read_record(where.made, Made)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("os._exit(0)", 0), ("os.kill(os.getpid(), signal.SIGKILL)", -9), ("raise KeyboardInterrupt", -2)],
+)
+def test_a_script_that_ends_its_process_is_told_of_and_not_finefit(tmp_path: Path, ending: str, code: int) -> None:
+    ended, made = _worked(tmp_path, ending)
+    assert made.failure is not None
+    assert (ended, made.failure.kind) == (code, "SpecError")
+    assert made.failure.problem.startswith("own.py did not come to its end and took its process along")
+
+
+def test_a_script_that_fails_is_told_by_its_own_words(tmp_path: Path) -> None:
+    _, made = _worked(tmp_path, "raise ValueError('no ideas')")
+    assert made.failure is not None
+    assert made.failure.problem == "own.py (line 2): ValueError: no ideas"
+
+
+def test_a_script_that_comes_to_its_end_is_told_by_what_it_made(tmp_path: Path) -> None:
+    script = "open(sys.argv[2].removeprefix('--to='), 'w').write(open(sys.argv[1]).read())"
+    assert _worked(tmp_path, script)[1].failure is None
+    assert (tmp_path / "1-own" / "output" / "a.txt").read_text(encoding="utf-8") == "raw"
