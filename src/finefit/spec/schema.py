@@ -450,7 +450,8 @@ class Levers(Part):
     """`inside`: each tensor is updated as soon as its gradient is there, which is then given back; only where it is asked for, without clipping and
     with the whole step in one micro-batch. `auto` is `after`."""
     compile: bool = False
-    """Layers compiled by torch.compile, with `kernels: torch`. Its memory is planned as that of the layers as they are, which need no less."""
+    """Layers compiled by torch.compile, with `kernels: torch`; not those of a mixture of experts. Its memory is planned as that of the layers as they
+    are, which need no less."""
 
 
 class Single(Part):
