@@ -17,6 +17,7 @@ from finefit.pipeline.recipes import copy_recipe, find_recipe
 from finefit.stats.intervals import wilson
 from tests.conftest import make_model_folder
 
+pytestmark = pytest.mark.timeout(900)
 EMBEDDED = "{kind: embedded, name: smollm2-135m}"
 SMALL = (
     *("stages.sft.data.train.0.limit=16", "stages.sft.data.max_tokens=1024", "stages.sft.schedule.epochs=1"),
@@ -34,7 +35,7 @@ def finefit(folder: Path, verb: str, *arguments: str) -> "subprocess.CompletedPr
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=800,
     )
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from finefit.pipeline.foreseen import foresee_stages
 from finefit.pipeline.recipes import find_recipe
 from finefit.spec.load import load_any
@@ -27,6 +29,7 @@ MISTRAL_7B = {
 }
 
 
+@pytest.mark.timeout(900)
 def test_sft_and_dpo_of_a_7b_model_fit_on_a_card_of_12_gb() -> None:
     recipe = find_recipe("medical-sft-dpo")
     model = json.dumps({"kind": "shape", "config": MISTRAL_7B})
