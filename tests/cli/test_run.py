@@ -94,7 +94,7 @@ def test_a_run_that_was_ended_by_sigterm_goes_on_in_its_directory(folder: Path, 
     rewrite(folder / "spec.yaml", ("epochs: 2", "epochs: 40"), ("3 steps", "1000 steps"), ("evaluate:", "# evaluate:"))
     metrics = folder / "runs/tiny-1" / STAGE / "metrics.jsonl"
     with started("run", "spec.yaml", cwd=folder) as child:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while not (metrics.exists() and metrics.stat().st_size > 1000):
             assert child.poll() is None
             assert time.monotonic() < deadline

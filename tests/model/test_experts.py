@@ -38,7 +38,7 @@ def _taken(model: PreTrainedModel, implementation: str, *, halves: bool = False,
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=halves):
         loss = model(input_ids=ids_BT, labels=ids_BT).loss
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _apart(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
