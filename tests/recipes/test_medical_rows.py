@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from finefit.data.falsify.make import make_pairs
+from finefit.data.falsify.make import EVEN, make_pairs
 from finefit.data.read import open_source
 from finefit.spec.load import load_any
-from finefit.spec.stages import MakePairs, Pipeline, TrainStage
+from finefit.spec.stages import MakePairs, Pipeline, Rules, TrainStage
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "src" / "finefit" / "recipes"
@@ -67,8 +67,11 @@ def test_the_splits_share_no_text_and_no_drug() -> None:
 def test_every_row_can_be_made_false_and_no_side_is_known_by_its_form(split: str) -> None:
     stage = twin().stages["pairs"]
     assert isinstance(stage, MakePairs)
+    assert isinstance(stage.method, Rules)
     fields = stage.train[0].fields
-    made = make_pairs(open_source(f"{split}.jsonl", fields, ROWS, split=split).rows(), seed=twin().seed, per_row=2)
+    made = make_pairs(
+        open_source(f"{split}.jsonl", fields, ROWS, split=split).rows(), seed=twin().seed, per_row=2, shares={**EVEN, **stage.method.shares}
+    )
     assert made.unused == ()
     assert {rule: count.made > 0 for rule, count in made.rules.items()} == dict.fromkeys(("entity", "number", "negation", "fabrication"), True)
     assert made.audit is not None
