@@ -1,12 +1,14 @@
 """Predicted against measured memory of finefit's own training step, on real widths with random weights.
 
     python bench/memory.py predict predicted.json              on a machine without a GPU
+    python bench/memory.py predict predicted.json -img         of models that see alone
     python bench/memory.py measure measured.json               on the card
     python bench/memory.py capped  predicted.json capped.json  on the card: memory limited to just above and just below what was predicted
     python bench/memory.py merge   predicted.json measured.json capped.json bench/results/memory.json
 
-Behind the files `measure` and `capped` take parts of names, and then only the cases that have one of them. All cases share a process: what CUDA
-itself holds grows from one to the next (`device_bytes`). A prediction never sees the card: only its name and compute capability.
+Behind the files `predict`, `measure` and `capped` take parts of names, and then only the cases that have one of them; `merge` replaces these in the
+earlier result. All cases share a process: what CUDA itself holds grows from one to the next (`device_bytes`). A prediction never sees the card:
+only its name and compute capability.
 """
 
 import gc
@@ -22,18 +24,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.records import Levers
+from finefit.data.eyes import lens_of
+from finefit.data.eyes.eye import Grid, Shown
 from finefit.facts.cards import find_kind
-from finefit.objective.batch import Batch, Packed, Paired
+from finefit.objective.batch import Batch, Extra, Packed, Paired
 from finefit.plan.look import holes
 from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
-from finefit.rehearse.depth import rehearse_depth
+from finefit.rehearse.depth import cut, rehearse_depth
 from finefit.rehearse.rehearsal import Scene, read_config
+from finefit.rehearse.showing import image_tokens
 from finefit.spec.schema import AdamW, Dpo, Full, Lora, Objective, Sft, Subset, Tuning
 from finefit.step.objective import is_cached
 
@@ -154,11 +160,92 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-vl-3b": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "tie_word_embeddings": True,
+    },
+    "llava-1.5-7b": {
+        "model_type": "llava",
+        "text_config": {
+            "model_type": "llama",
+            "vocab_size": 32064,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "image_size": 336,
+            "patch_size": 14,
+        },
+        "image_token_index": 32000,
+        "image_seq_length": 576,
+        "tie_word_embeddings": False,
+    },
+    "smolvlm-2b": {
+        "model_type": "idefics3",
+        "text_config": {
+            "model_type": "llama",
+            "vocab_size": 49155,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 16384,
+            "pad_token_id": 2,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 384,
+            "patch_size": 14,
+        },
+        "image_token_id": 49153,
+        "scale_factor": 3,
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+    },
 }
 KIND = find_kind("NVIDIA H200", None)
 assert KIND is not None
 RATES = rates_of(KIND)
 FULL = Full(kind="full")
+DEVICE = "cuda"
 
 
 SFT, DPO, DPO_CACHED = Sft(kind="sft"), Dpo(kind="dpo"), Dpo(kind="dpo", reference="cached")
@@ -194,13 +281,16 @@ class Case:
     """A row is a pair where preferences are trained."""
     packing: bool = False
     kernels: Any = "torch"
+    grids: tuple[Grid, ...] = ()
+    """Of the images that every row shows."""
 
     @property
     def tuned(self) -> str:
         if not isinstance(self.tuning, Lora):
             return self.tuning.kind
         bits = {None: "", 4: "-nf4", 8: "-int8"}[self.tuning.base_bits]
-        return f"r{self.tuning.rank}{bits}{'-dora' if self.tuning.dora else ''}{'-bf16w' if self.tuning.weights == 'bf16' else ''}"
+        weights, towers = "-bf16w" if self.tuning.weights == "bf16" else "", "-towers" if isinstance(self.tuning.targets, dict) else ""
+        return f"r{self.tuning.rank}{bits}{'-dora' if self.tuning.dora else ''}{weights}{towers}"
 
     @property
     def name(self) -> str:
@@ -218,12 +308,13 @@ class Case:
         parts += [f"dpo-{self.objective.reference}"] if isinstance(self.objective, Dpo) else []
         parts += ["packed"] if self.packing else []
         parts += [self.kernels] if self.kernels != "torch" else []
+        parts += [f"img{image_tokens(SHAPES[self.shape], self.grids)}"] if self.grids else []
         return "-".join(parts)
 
     @property
     def scene(self) -> Scene:
         return Scene(
-            config=dict(SHAPES[self.shape], num_hidden_layers=self.layers),
+            config=cut(SHAPES[self.shape], ["layer"] * self.layers),
             tuning=self.tuning,
             optimizer=AdamW(lr=1e-5, kind=self.optimizer),
             device="cuda",
@@ -245,6 +336,7 @@ class Case:
             accumulates=self.accumulates,
             objective=self.objective,
             rows_per_step=self.rows,
+            grids=self.grids,
         )
 
 
@@ -258,6 +350,9 @@ Q7, Q4, L8, M7, G4, Q05, S, MOE = (
     "smollm2-135m",
     "qwen3-moe",
 )
+VL, LLAVA, SMOL = "qwen2.5-vl-3b", "llava-1.5-7b", "smolvlm-2b"
+ALL: Any = {"language": "all-linear", "vision": "all-linear", "projector": "all-linear"}
+"""Targets in every tower."""
 CASES: tuple[Case, ...] = (
     Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=512, adapter_inputs="fp32"),
     Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=2048, recompute=28, adapter_inputs="fp32"),
@@ -325,6 +420,30 @@ CASES: tuple[Case, ...] = (
     Case(shape=Q05, layers=24, tuning=FULL, rows=4, tokens=1024, recompute=24, loss_chunk=1024, kernels="fused"),
     Case(shape=G4, layers=12, tuning=lora(16), rows=2, tokens=2048, loss_chunk=1024, kernels="fused"),
     Case(shape=S, layers=30, tuning=lora(16), rows=8, tokens=512, packing=True, kernels="fused"),
+    # models that see
+    Case(shape=VL, layers=36, tuning=lora(16), rows=2, tokens=2048, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)),
+    Case(shape=VL, layers=36, tuning=lora(16), rows=4, tokens=2048, recompute=36, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)),
+    Case(shape=VL, layers=36, tuning=lora(16, targets=ALL), rows=1, tokens=2048, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)),
+    Case(shape=VL, layers=36, tuning=lora(16, targets=ALL), rows=4, tokens=2048, recompute=36, loss_chunk=1024, grids=((1, 64, 64),)),
+    Case(
+        shape=VL,
+        layers=36,
+        tuning=lora(16, targets=ALL),
+        rows=2,
+        tokens=2048,
+        recompute=18,
+        loss_chunk=1024,
+        accumulates=True,
+        supervised=0.3,
+        kernels="fused",
+        grids=((1, 48, 64), (1, 32, 32)),
+    ),
+    Case(shape=LLAVA, layers=32, tuning=lora(16), rows=4, tokens=1024, recompute=32, loss_chunk=1024, supervised=0.3, grids=((1,),)),
+    Case(shape=LLAVA, layers=32, tuning=lora(16, targets=ALL), rows=2, tokens=1024, supervised=0.3, grids=((1,),)),
+    Case(shape=LLAVA, layers=32, tuning=lora(16, targets=ALL), rows=8, tokens=1024, recompute=32, loss_chunk=1024, grids=((1,),)),
+    Case(shape=LLAVA, layers=8, tuning=subset("projector"), rows=4, tokens=1024, recompute=8, loss_chunk=1024, grids=((1,),)),
+    Case(shape=SMOL, layers=24, tuning=lora(16, targets=ALL), rows=2, tokens=1536, loss_chunk=1024, supervised=0.3, grids=((3, 4),)),
+    Case(shape=SMOL, layers=24, tuning=lora(16), rows=4, tokens=1536, recompute=24, loss_chunk=1024, grids=((3, 4),), kernels="fused"),
 )
 SPEED = (5, 6, 7, 8, 9, 17)
 """Cases of 4x2048, 1x8192 and 1x512 rows whose predicted step time is held to 20 %."""
@@ -332,9 +451,9 @@ LONG = 32768
 """Tokens of a row from which a case is too slow to be run again under a limit."""
 
 
-def predict() -> list[dict[str, Any]]:
+def predict(parts: Sequence[str]) -> list[dict[str, Any]]:
     found = []
-    for case in CASES:
+    for case in chosen(parts):
         began = time.perf_counter()
         rehearsed = rehearse_depth(case.scene)
         answer = replay(rehearsed.trace.stream())
@@ -380,10 +499,10 @@ def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6, adjus
     model = build(scene)
     adjust(model)
     is_fused = case.kernels == "fused"
-    kernels = kernels_here("cuda") if is_fused else None
+    kernels = kernels_here(DEVICE) if is_fused else None
     pull(model, scene.levers, kernels=kernels)
-    optimizer = make_optimizer(model, scene.optimizer, device="cuda")
-    autocast = autocast_for("cuda", scene.precision, with_cache=keeps_casts(scene.tuning, scene.levers))
+    optimizer = make_optimizer(model, scene.optimizer, device=DEVICE)
+    autocast = autocast_for(DEVICE, scene.precision, with_cache=keeps_casts(scene.tuning, scene.levers))
     forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
     objective = make_objective(scene.objective, scene.tuning, model, forward)
     is_half = scene.precision == "fp16"
@@ -425,7 +544,8 @@ def make_batch(case: Case) -> Batch:
     """Random tokens, the last ones of every sequence supervised, as the rehearsal has it."""
     scene = case.scene
     sequences = case.rows * scene.sides
-    ids = torch.randint(0, SHAPES[case.shape]["vocab_size"], (sequences, case.tokens))
+    ids = torch.randint(0, read_config(scene.config).get_text_config().vocab_size, (sequences, case.tokens))
+    extra = show(case, ids)
     last = torch.arange(case.tokens - 1 - scene.supervised, case.tokens - 1)
     supervised = torch.cat([row * case.tokens + last for row in range(sequences)])
     targets = ids.flatten()[supervised + 1]
@@ -440,23 +560,37 @@ def make_batch(case: Case) -> Batch:
         num_tokens=ids.numel(),
         packed=packed if case.packing else None,
         paired=Paired(supervised=(scene.supervised,) * sequences, reference_R=reference) if scene.sides > 1 else None,
-    ).moved(lambda tensor: tensor.cuda())
+        extra=extra,
+    ).moved(lambda tensor: tensor.to(DEVICE))
+
+
+def show(case: Case, ids_BT: Tensor) -> Extra | None:
+    """Images of random pixels one after the other, their tokens written into the rows."""
+    lens = lens_of(case.scene.config)
+    if lens is None:
+        return None
+    ids_BT[ids_BT == lens.image_token] = 1
+    at, row = 1, []
+    for grid in case.grids:
+        ids_BT[:, at : at + lens.num_tokens(grid)] = lens.image_token
+        at += lens.num_tokens(grid) + 1
+        row.append(Shown(grid, {name: np.random.default_rng(at).normal(size=p.shape).astype(p.dtype) for name, p in lens.blank(grid).items()}))
+    return lens.extra(ids_BT.numpy(), [case.tokens] * len(ids_BT), [row] * len(ids_BT))
 
 
 def build(scene: Scene) -> nn.Module:
     """Random weights where a loaded model's would lie, in the order and with the detours of loading."""
-    from transformers import AutoModelForCausalLM
-
     from finefit.model.attention import choose_attention
     from finefit.model.experts import choose_experts
     from finefit.model.load import base_bits, make_trainable, weight_dtype
+    from finefit.model.sight import auto_class
 
     config = read_config(scene.config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=weight_dtype(scene.precision, scene.tuning),
-            attn_implementation=choose_attention("cuda", torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing),
+            attn_implementation=choose_attention(DEVICE, torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing),
             experts_implementation=choose_experts(),
         )
     total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -465,7 +599,7 @@ def build(scene: Scene) -> nn.Module:
     elif base_bits(scene.tuning):
         quantise(model)
     else:
-        warm_up = torch.empty(total, dtype=torch.uint8, device="cuda")
+        warm_up = torch.empty(total, dtype=torch.uint8, device=DEVICE)
         del warm_up
     fill(model)
     model.tie_weights()
@@ -478,10 +612,10 @@ def fill(model: nn.Module) -> None:
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
             for name, old in slots.items():
-                if old is None or old.device.type == "cuda":
+                if old is None or old.device.type == DEVICE:
                     continue
                 if id(old) not in made:
-                    new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cuda")
+                    new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=DEVICE)
                     new.normal_(0, 0.02) if new.is_floating_point() else new.zero_()
                     made[id(old)] = (nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new, old)
                 slots[name] = made[id(old)][0]  # type: ignore[assignment]
@@ -606,19 +740,27 @@ def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: lis
     return rows
 
 
+def replaced(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cases that were not measured now keep their earlier figures, each with its own date and versions."""
+    now = {row["config"]: row for row in rows}
+    kept = [now.pop(row["config"], row) for row in earlier]
+    return [*kept, *now.values()]
+
+
 def main() -> None:
     what, given = sys.argv[1], sys.argv[2:]
     files = [Path(name) for name in given]
     match what:
         case "predict":
-            files[0].write_text(json.dumps(predict(), indent=1) + "\n")
+            files[0].write_text(json.dumps(predict(given[1:]), indent=1) + "\n")
         case "measure":
             measure_all(files[0], given[1:])
         case "capped":
             capped_all(json.loads(files[0].read_text()), files[1], given[2:])
         case "merge":
             rows = merge(*(json.loads(file.read_text()) for file in files[:3]))
-            files[3].write_text(json.dumps(rows, indent=1) + "\n")
+            earlier = json.loads(files[3].read_text()) if files[3].exists() else rows
+            files[3].write_text(json.dumps(replaced(earlier, rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

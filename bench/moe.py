@@ -7,6 +7,7 @@ python -m bench.moe bench/results/moe.json mixtral  only cases whose name has th
 import json
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def off(found: dict[str, Any], told: dict[str, Any], key: str) -> str:
 
 def main(out: Path, parts: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
+    about = {"card": torch.cuda.get_device_name(), "date": datetime.now(UTC).date().isoformat(), "versions": versions()}
     for case in (case for case in CASES if not parts or any(part in case.name for part in parts)):
         told = foretold(case)
         taken = {name: measured(case, is_collapsed=name == "collapsed") for name in ("even", "collapsed")}
@@ -66,7 +68,7 @@ def main(out: Path, parts: Sequence[str]) -> None:
         for name, found in taken.items():
             words = " ".join(f"{key.removesuffix('_bytes')} {off(found, told, key)}" for key in ("allocated_bytes", "reserved_bytes", "step_seconds"))
             print(f"{case.name:60} {name:10} {words} {found.get('error', '')}", flush=True)
-        out.write_text(json.dumps({"card": torch.cuda.get_device_name(), "versions": versions(), "cases": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

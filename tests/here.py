@@ -20,5 +20,5 @@ def ask_here(question: Question) -> Answer:
 
 
 def rehearse_here(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(forecasting, "_ask", ask_here)
+    patch.setattr(forecasting, "ask", ask_here)
     patch.setattr(sizes, "_counted", sizes.count)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import EvalItem, Run, write_record
+from finefit.artifacts.records import EvalItem, EvalRequest, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir
 from finefit.facts.files import read_file
 from finefit.review.session import Session, open_session
@@ -106,6 +106,16 @@ def make_run(folder: Path, results: Mapping[str, Sequence[EvalItem]], *, task: s
     if final:
         (where.checkpoints / "final").symlink_to(final)
     return run
+
+
+def set_rows(run: RunDir, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The run's test rows are these; its requests know them."""
+    where = run.stage(1, "sft")
+    where.prepared("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sha256 = read_file(where.prepared("test.jsonl"), where.path).sha256
+    for paths in where.evaluations():
+        request = read_record(paths.request, EvalRequest)
+        write_record(paths.request, replace(request, subject=replace(request.subject, items_sha256=sha256)))
 
 
 def make_items(num_items: int, answer: str = "answer", *, first: int = 0) -> tuple[EvalItem, ...]:

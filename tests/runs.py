@@ -8,8 +8,10 @@ from typing import Any
 
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import (
+    DatasetScores,
     EvalItem,
     EvalRequest,
+    EvalResult,
     EvalStage,
     Facts,
     Inputs,
@@ -20,6 +22,7 @@ from finefit.artifacts.records import (
     Score,
     Stage,
     StageResult,
+    read_record,
     write_record,
 )
 from finefit.artifacts.rundir import RunDir, StageDir
@@ -125,6 +128,16 @@ def make_run(
     for checkpoint, answered in (results or {}).items():
         write_result(where, checkpoint, answered, seed=spec.seed, **evaluation)
     return run
+
+
+def split_by_dataset(run: RunDir, sizes: Mapping[str, int]) -> None:
+    """So many items of the final checkpoint's result come from each, in their order; what is recorded of each is wrong on purpose."""
+    path = run.stage(1, "sft").evaluation("exact_match", "checkpoint-6").result
+    result = read_record(path, EvalResult)
+    names = [name for name, size in sizes.items() for _ in range(size)]
+    items = tuple(replace(item, dataset=name) for item, name in zip(result.items, names, strict=True))
+    wrong = {name: DatasetScores(n=size, coverage=1.0, metrics=result.metrics) for name, size in sizes.items()}
+    write_record(path, replace(result, items=items, by_dataset=wrong))
 
 
 def make_bare(

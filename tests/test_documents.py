@@ -42,6 +42,22 @@ def test_the_committed_forecasts_meet_their_goals_but_for_those_that_the_documen
     assert sum(bool(row["capped"]) for row in rows) >= 56
 
 
+def test_models_that_see_took_what_was_foretold() -> None:
+    """Of more than one shape, with adapters in the language model alone and in all towers."""
+    rows = {row["config"]: row for row in json.loads((ROOT / "bench/results/memory.json").read_text()) if "-img" in row["config"]}
+    off = {key: max(abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows.values()) for key in ("allocated_bytes", "reserved_bytes")}
+    over = [row["predicted"]["peak_bytes"] / row["measured"]["device_bytes"] - 1 for row in rows.values()]
+    slow = [row["measured"]["step_seconds"] / row["predicted"]["step_seconds"] for row in rows.values()]
+    shapes = {"qwen2.5-vl-3b": 5, "llava-1.5-7b": 4, "smolvlm-2b": 2}
+    assert {shape: sum(name.startswith(shape) for name in rows) for shape in shapes} == shapes
+    assert sum("-towers-" in name for name in rows) == 6
+    assert off["reserved_bytes"] < 0.005
+    text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert f"off by {off['allocated_bytes']:.2%} at most, reserved memory by {off['reserved_bytes']:.2%}".replace("%", " %") in text
+    assert f"less than foretold each time ({100 * min(over):.1f} to {100 * max(over):.1f} %)" in text
+    assert f"Models that see take {min(slow):.1f} to {max(slow):.1f} times what is foretold" in text
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "bench/systems").glob("*.yaml")))
 def test_the_specs_of_the_five_systems_are_specs(name: str) -> None:
     from finefit.spec.load import load_spec
@@ -110,3 +126,50 @@ def test_memory_of_answers_was_foretold_within_five_per_cent_and_the_document_sa
     for side in ("transformers", "finefit", "finefit_planned"):
         assert f"{batched[side]['seconds']:.1f} s" in text
         assert f"({batched[side]['new_tokens_per_second']:.0f}" in text
+
+
+GIB = 2**30
+
+
+def test_mixtures_took_the_memory_that_the_document_says_however_tokens_were_routed() -> None:
+    text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    cases = json.loads((ROOT / "bench/results/moe.json").read_text())["cases"]
+    assert len(cases) == 11
+    for case in cases:
+        told, even, collapsed = case["foretold"], case["even"], case["collapsed"]
+        off = {key: told[key] / even[key] - 1 for key in ("allocated_bytes", "reserved_bytes", "step_seconds")}
+        assert (even["allocated_bytes"], even["reserved_bytes"]) == (collapsed["allocated_bytes"], collapsed["reserved_bytes"])
+        assert abs(off["allocated_bytes"]) < 0.0005
+        assert abs(off["reserved_bytes"]) < 0.05
+        held = (
+            f"{even['allocated_bytes'] / GIB:.3f} | {off['allocated_bytes']:+.3%} | {even['reserved_bytes'] / GIB:.3f} | {off['reserved_bytes']:+.2%}"
+        )
+        assert f"| {case['config']} | {held} | {even['step_seconds']:.3f} | {off['step_seconds']:+.0%} |" in text
+
+
+def test_the_measured_step_of_two_experts_stands_in_their_document() -> None:
+    first = json.loads((ROOT / "bench/results/moe.json").read_text())["cases"][0]
+    assert first["config"] == "qwen2-0.5b-of-2-24L-full-4x1024-re0-chunk1024"
+    figures = f"{first['even']['allocated_bytes'] / GIB:.2f} GiB allocated and {first['even']['reserved_bytes'] / GIB:.2f} reserved"
+    assert figures in (ROOT / "docs/rmoe.md").read_text(encoding="utf-8")
+
+
+def test_two_experts_need_what_the_documents_say_before_any_activation() -> None:
+    """Weights, gradients and two moments in fp32: a second MLP in every layer of Qwen2-0.5B, and a router of two."""
+    base, mlp, router = 494_032_768, 3 * 896 * 4864, 2 * 896
+    needed = 16 * (base + 24 * (mlp + router))
+    for name in ("rmoe", "troubleshooting"):
+        assert f"{round(needed / GIB)} GiB" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+
+
+def test_the_card_was_back_where_it_was_after_every_stage() -> None:
+    text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    for name, row in json.loads((ROOT / "bench/results/stages.json").read_text())["stages"].items():
+        assert abs(row["after_bytes"] - row["before_bytes"]) < 1 << 20
+        assert row["before_bytes"] < row["loaded_bytes"] < row["peak_bytes"]
+        held = [row[key] for key in ("before_bytes", "loaded_bytes", "peak_bytes", "after_bytes")]
+        if "planned" in row:
+            assert row["peak_bytes"] - row["before_bytes"] <= row["planned"]["peak_bytes"]
+            assert abs(row["planned"]["reserved_bytes"] / row["reserved_bytes"] - 1) < 0.01
+            held += [row["reserved_bytes"], row["planned"]["reserved_bytes"], row["peak_bytes"] - row["before_bytes"], row["planned"]["peak_bytes"]]
+        assert f"| {name} | {' | '.join(f'{value / GIB:.2f}' for value in held)} |" in text

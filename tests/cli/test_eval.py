@@ -26,7 +26,7 @@ def _scored(answer: Answer) -> list[tuple[str, int]]:
 @pytest.mark.usefixtures("finished")
 def test_the_document_has_task_checkpoint_n_coverage_and_metrics_with_intervals(finefit: Finefit) -> None:
     (entry,) = finefit("eval", RUN, "--json").document
-    assert entry.keys() == {"task", "checkpoint", "n", "available", "coverage", "metrics", "best", "validation_loss", "warnings"}
+    assert entry.keys() == {"task", "checkpoint", "n", "available", "coverage", "metrics", "by_dataset", "best", "validation_loss", "warnings"}
     assert (entry["task"], entry["checkpoint"], entry["n"]) == ("json_match", "checkpoint-12", 5)
     assert entry["metrics"].keys() == {"all_fields", "fields"}
     for score in entry["metrics"].values():

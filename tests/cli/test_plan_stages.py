@@ -72,7 +72,7 @@ def test_a_plan_shows_every_stage_before_any_of_them_has_run(stages: Path, finef
     assert first == "med: all 4 stages fit on RTX 4090"
     assert [row.split()[:2] for row in rows[:4]] == [["sft", "train"], ["pairs", "make_pairs"], ["dpo", "train"], ["merged", "merge_adapter"]]
     assert rows[4].startswith("in all: time about ")
-    assert rows[4].endswith(" without pairs, merged; 0.3 MiB of disk at most")
+    assert rows[4].endswith(" without pairs, merged; 0.1 MiB of disk at most")
     assert "dpo: rows assumed from data.max_tokens, since stage://pairs/train.jsonl is yet to be made" in answer.out
     assert "trained tensors get a gradient" in answer.out  # the fullest in full
     assert not (stages.parent / "runs").exists()
@@ -125,13 +125,13 @@ def test_a_stage_that_does_not_fit_is_named_and_a_change_is_written_into_it(by_h
 def test_a_disk_that_does_not_hold_all_stages_is_part_of_the_verdict_here_and_not_elsewhere(
     stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finefit.facts.files.free_bytes", lambda _: 1 << 17)
+    monkeypatch.setattr("finefit.facts.files.free_bytes", lambda _: 1 << 15)
     refused = finefit("plan", stages.name, "--card", "cpu")
     assert refused.code == 1
-    assert refused.out.startswith("med does not fit on the disk: its stages leave up to 0.3 MiB, 0.1 MiB are free\n")
+    assert refused.out.startswith("med does not fit on the disk: its stages leave up to 0.1 MiB, 0.1 MiB are free\n")
     assert "stages fit" not in refused.out
     document = finefit("plan", stages.name, "--card", "cpu", "--json").document
-    assert (document["fits"], document["free_disk_bytes"], document["does_not_fit"]) == (False, 1 << 17, [])
+    assert (document["fits"], document["free_disk_bytes"], document["does_not_fit"]) == (False, 1 << 15, [])
     both = finefit("plan", stages.name, "--card", "cpu", *CARD)
     assert both.code == 0
     here, there = both.out.splitlines()[1:]

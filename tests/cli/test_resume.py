@@ -33,8 +33,9 @@ def _plan(run: Path) -> dict[str, Any]:
 
 
 def _train(path: str, **changes: object) -> list[dict[str, object]]:
-    """As a plan has it."""
-    return [{"path": path, "fields": {}, "weight": 1.0} | changes]
+    """As a plan has it, in the order of the spec's keys."""
+    known = {"path": path, "fields": {}, "weight": 1.0} | changes
+    return [known | {"where": {}}]
 
 
 def _untouched_but_the_lock(before: dict[str, int], after: dict[str, int]) -> bool:

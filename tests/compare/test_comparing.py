@@ -14,7 +14,7 @@ from finefit.errors import RunError
 from finefit.stats import holm, paired, wilson
 from finefit.stats.metrics import Metric, mean, rate
 from tests.evals import make_item
-from tests.runs import HIT, make_bare, make_run, spoil, write_result
+from tests.runs import HIT, make_bare, make_run, split_by_dataset, spoil, write_result
 
 HITS = (1, 0, 1, 1, 0, 1, 1, 0, 1, 1)
 MISSES = (1, 0, 0, 1, 0, 0, 1, 1, 1, 0)
@@ -301,3 +301,15 @@ def test_a_model_is_not_compared_with_itself(tmp_path: Path) -> None:
     assert "is named twice" in _refused(run.path, run.path).problem
     assert "is named twice" in _refused(f"{run.path}:final", f"{run.path}:6").problem
     assert "is named twice" in _refused(f"{run.path}:base", checkpoint="base").problem
+
+
+def test_scores_are_told_by_data_set_each_with_the_interval_of_its_own_items(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"{name}-1", results={"checkpoint-6": hits}) for name, hits in (("a", HITS), ("b", MISSES))]
+    split_by_dataset(runs[0], {"charts": 4, "scans": 6})
+    one, other = compare([str(run.path) for run in runs]).tasks[0].scored
+    assert one is not None
+    assert other is not None
+    assert {name: (part.n, part.metrics["hit"].value) for name, part in one.by_dataset.items()} == {"charts": (4, 0.75), "scans": (6, 4 / 6)}
+    charts, own = one.by_dataset["charts"].metrics["hit"], wilson(3, 4)
+    assert (charts.low, charts.high) == (own.low, own.high)
+    assert other.by_dataset == {}

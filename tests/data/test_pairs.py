@@ -15,7 +15,7 @@ from finefit.data.collate import collate, lengths_of, micro_batches, pack, super
 from finefit.data.layout import efficiency
 from finefit.data.packing import capacity_of
 from finefit.data.pairs import Pair
-from finefit.data.pieces import make_piece
+from finefit.data.pieces import Work
 from finefit.data.prepared import prepare
 from finefit.data.render import Example, Renderer, open_renderer
 from finefit.data.rows import Message, Row
@@ -253,17 +253,17 @@ def _pair(chosen: str, rejected: str) -> Row:
 
 def test_a_row_of_the_other_kind_is_no_use_wherever_it_stands() -> None:
     renderer, single = Renderer(make_tokenizer(), "chat"), Row(source="a.jsonl", number=2, messages=(Message("user", "q"), Message("assistant", "a")))
-    both = make_piece(renderer, WIDE, [_pair("a", "b"), single], pairs=True)
+    both = Work(renderer, WIDE, pairs=True).render([_pair("a", "b"), single])
     assert (both.examples, both.sides, len(both.lengths), list(both.problems)) == ([1, 0], 2, 2, [1])
     assert "no preference pair" in both.problems[1][0]
-    one = make_piece(renderer, WIDE, [_pair("a", "b"), single])
+    one = Work(renderer, WIDE).render([_pair("a", "b"), single])
     assert (one.examples, one.sides, len(one.lengths), list(one.problems)) == ([0, 1], 1, 1, [0])
 
 
 def test_sides_that_differ_in_text_and_not_in_tokens_are_no_pair() -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    piece = make_piece(Renderer(tokenizer, "chat"), WIDE, [_pair("Same", "same"), _pair("Same", "other")], pairs=True)
+    piece = Work(Renderer(tokenizer, "chat"), WIDE, pairs=True).render([_pair("Same", "same"), _pair("Same", "other")])
     assert piece.examples == [0, 1]
     assert "the same tokens, so there is nothing to prefer" in piece.problems[0][0]
 
@@ -273,6 +273,6 @@ def test_a_side_that_nothing_can_be_learnt_from_is_no_pair() -> None:
     row = Row(
         source="a.jsonl", number=1, messages=(Message("user", ""), Message("assistant", "a")), num_given=1, rejected=(Message("assistant", ""),)
     )
-    piece = make_piece(Renderer(make_tokenizer(chat=False), "plain"), WIDE, [row], pairs=True)
+    piece = Work(Renderer(make_tokenizer(chat=False), "plain"), WIDE, pairs=True).render([row])
     assert piece.examples == [0]
     assert "without a token to learn from" in piece.problems[0][0]

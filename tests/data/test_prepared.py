@@ -238,6 +238,20 @@ def test_rows_held_out_of_train_that_stand_in_test_are_dropped_where_that_is_ask
     assert found.faults == ()
 
 
+def test_test_rows_of_several_sources_are_told_apart(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
+    write_jsonl(tmp_path / "a.jsonl", [qa(n) for n in range(40, 46)])
+    write_jsonl(tmp_path / "b.jsonl", [qa(n) for n in range(50, 52)])
+    tests = [{"path": "a.jsonl", "limit": 4}, {"path": "b.jsonl", "name": "second"}]
+    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": tests})
+    assert [(source(found, "test", at).read, source(found, "test", at).used) for at in (0, 1)] == [(6, 4), (2, 2)]
+    items = read_items(out / "test.jsonl")
+    assert [(item.dataset, item.source) for item in items] == [("a", "a.jsonl")] * 4 + [("second", "b.jsonl")] * 2
+    assert found.prompt_tokens is not None
+    prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": tests[:1]})
+    assert {item.dataset for item in read_items(out / "test.jsonl")} == {""}
+
+
 def test_judged_answers_are_no_references(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
     write_jsonl(tmp_path / "test.jsonl", [{"prompt": "jetty?", "completion": "wrong", "label": False}])

@@ -176,7 +176,7 @@ REAL: list[tuple[str, dict[str, str], str, int, int]] = [
     (f"{SEEDS}/infographicsVQA_val_v1.0_withQT.json", {}, "question and answer", 1, 1),
     (f"{SEEDS}/infovqa_vidore_train_row.json", {}, "question and answer", 1, 1),
     (f"{SEEDS}/medhal_preprocessed.csv", {"prompt": "full_text", "answer": "label"}, "question and answer", 2, 2),
-    (f"{SEEDS}/ocrvqa_dataset.json", {}, "several questions", 2, 5),
+    (f"{SEEDS}/ocrvqa_dataset.json", {}, "several questions", 1, 4),
     (f"{SEEDS}/phase1_sft.csv", {"prompt": "clinical_note", "answer": "model_summary"}, "question and answer", 2, 2),
     (f"{SEEDS}/phase2_dpo.jsonl", {}, "preference pairs", 3, 3),
     (f"{SEEDS}/vlsp_test.txt", {"text": "line"}, "plain text", 3, 3),

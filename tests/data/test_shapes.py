@@ -436,7 +436,7 @@ def test_a_column_that_is_not_there_is_an_error_that_lists_those_that_are() -> N
     assert _error({"a": "x"}, text="{b} and {a}").problem == "rows.jsonl has no column b, which fields.text names"
 
 
-@pytest.mark.parametrize("names", ["prompt", "answer label", "messages prompt", "text system", "chosen", "images", "text prompt answer"])
+@pytest.mark.parametrize("names", ["prompt", "answer label", "messages prompt", "text system", "chosen", "text prompt answer"])
 def test_fields_that_make_no_row_are_an_error(names: str) -> None:
     error = _error({"a": "x"}, **dict.fromkeys(names.split(), "a"))
     assert error.problem == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} tell no shape"

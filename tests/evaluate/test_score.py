@@ -105,3 +105,19 @@ def test_a_single_mean_says_nothing() -> None:
 def test_items_are_in_their_own_order_whatever_order_they_were_answered_in() -> None:
     result = summarise(JSON_MATCH, "base", [_item(JSON_MATCH, at, json.dumps({"a": at})) for at in (2, 0, 1)], available=12, seconds=1.0)
     assert [item.item for item in result.items] == [0, 1, 2]
+
+
+def test_items_of_several_sources_are_scored_by_source_too() -> None:
+    answers = [("charts", "four"), ("charts", "five"), ("charts", " "), ("text", "four")]
+    rows = [replace(_row("four"), dataset=dataset) for dataset, _ in answers]
+    items = [score_item(EXACT_MATCH, at, row, prompt="q", reply=Reply(text=answers[at][1])) for at, row in enumerate(rows)]
+    result = summarise(EXACT_MATCH, "base", items, available=4, seconds=1.0)
+    assert {name: (part.n, part.metrics["exact"].value) for name, part in result.by_dataset.items()} == {
+        "charts": (3, pytest.approx(1 / 3)),
+        "text": (1, 1.0),
+    }
+    charts, own = result.by_dataset["charts"], wilson(1, 3)
+    assert charts.coverage == pytest.approx(2 / 3)
+    assert (charts.metrics["exact"].low, charts.metrics["exact"].high) == (own.low, own.high)
+    assert (result.n, result.metrics["exact"].value) == (4, 0.5)
+    assert summarise(EXACT_MATCH, "base", items[:3], available=3, seconds=1.0).by_dataset == {}

@@ -16,6 +16,7 @@ import torch
 
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import EvalFailure, EvalResult, Room, read_record, write_record
+from finefit.data.items import is_asked
 from finefit.data.rows import Row
 from finefit.data.tasks import Likelihood, Reading, Reply, Task
 from finefit.errors import DataError, Resumable, WorkerDied
@@ -64,8 +65,9 @@ def test_the_record_says_what_was_answered_how_and_with_what_memory(tmp_path: Pa
     assert result.signature["decoding"] == "greedy, at most 24 new tokens"
     assert result.new_tokens == sum(item.new_tokens or 0 for item in result.items) > 14
     assert result.foretold_bytes == 12345
+    assert result.loaded_bytes is not None
     assert result.peak_bytes is not None
-    assert 50 * 2**20 < result.peak_bytes < 20 * 2**30
+    assert 50 * 2**20 < result.loaded_bytes <= result.peak_bytes < 20 * 2**30
     assert result.seconds > 0
     assert result.warnings == cautions(14)
     assert result.items[3].prompt == RENDERER.prompt_text(ROWS[3].prompt)
@@ -77,7 +79,7 @@ def test_what_is_answered_already_is_neither_asked_nor_measured_again(tmp_path: 
     first = evaluate(asked)
     monkeypatch.setattr("finefit.evaluate.answering._load", None)
     again = evaluate(asked)
-    assert (again.items, again.metrics, again.peak_bytes) == (first.items, first.metrics, None)
+    assert (again.items, again.metrics, again.loaded_bytes, again.peak_bytes) == (first.items, first.metrics, None, None)
 
 
 def test_items_that_were_answered_before_a_kill_are_kept_and_the_rest_is_as_it_would_have_been(tmp_path: Path, talker_folder: Path) -> None:
@@ -216,6 +218,17 @@ def test_a_sample_is_the_same_items_for_every_run_that_has_them() -> None:
     assert {rows[::-1][at].text for at in turned} == {rows[at].text for at in chosen}
     assert set(chosen) < set(sample(rows, 30))
     assert sample(rows, None) == sample(rows, 100) == sample(rows, 999) == list(range(100))
+
+
+def test_a_sample_is_drawn_from_the_sources_that_are_asked() -> None:
+    rows = [replace(row, dataset="ab"[at % 2]) for at, row in enumerate(ROWS)]
+    asked = [at for at, row in enumerate(rows) if is_asked(row, ("b",))]
+    assert asked == list(range(1, len(rows), 2))
+    assert sample(rows, None, among=asked) == asked
+    assert set(sample(rows, 2, among=asked)) < set(asked)
+    assert len(sample(rows, 2, among=asked)) == 2
+    assert all(is_asked(row, ()) for row in rows)
+    assert all(is_asked(row, ("b",)) for row in ROWS)  # the only source there is
 
 
 def test_a_sample_has_a_record_of_its_own_and_leaves_its_answers_to_all(tmp_path: Path, talker_folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Packed rows on a card: what the kernel for rows of any length computes, takes and waits for. Run with `pytest -m gpu` on a machine that has one."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from finefit.step.levers import pull
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 from tests.gpu.test_shadows import Make, assert_near, foretold, measured
+from tests.gpu.waiting import waiting_forbidden
 
 pytestmark = [
     pytest.mark.gpu,
@@ -189,21 +189,12 @@ def test_packed_and_padded_rows_give_the_same_gradient_up_to_the_rounding_of_bf1
         assert ours <= 1.5 * theirs + 1e-3, f"{name}: {ours:.2e} packed, {theirs:.2e} padded"
 
 
-@contextmanager
-def _waiting_forbidden() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_nothing_waits_for_the_card_between_a_packed_batch_and_its_gradients() -> None:
     model = _model("llama", Levers(micro_batch=2))
     batch = pack(_examples((300, 17, 120))).moved(lambda tensor: tensor.cuda())
     forward = bind(model, autocast=autocast_for("cuda", "bf16"))
     sft(forward, batch).total.backward()  # type: ignore[no-untyped-call] # the first one takes workspaces
-    with _waiting_forbidden():
+    with waiting_forbidden():
         sft(forward, batch).total.backward()  # type: ignore[no-untyped-call]
 
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from finefit.artifacts.records import Levers
+from finefit.data.collate import pack
 from finefit.objective.batch import Batch
 from finefit.step.forward import autocast_for, bind
 from finefit.step.levers import pull
+from tests.gpu.waiting import waiting_forbidden
 from tests.step.conftest import cut, take_gradients, unequal_examples
 from tests.step.test_router_step import FAMILIES, mixture, objective_of
 
@@ -30,13 +32,11 @@ def test_the_routers_gradient_is_that_of_the_cpu(family: str, recompute: int) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_backward_wait_for_nothing(family: str) -> None:
-    model = mixture(family).cuda()
-    (batch,) = _on_card(cut(unequal_examples(), 8))
+def test_loss_and_backward_of_packed_rows_wait_for_nothing(family: str) -> None:
+    """Of padded ones transformers looks for packed rows among the positions, once for all layers, and waits for what it finds."""
+    model = mixture(family, packing=True).cuda()
+    (batch,) = _on_card([pack(unequal_examples())])
     forward, objective = bind(model, autocast=autocast_for("cuda", "bf16")), objective_of(model)
     objective(forward, batch).total.backward()  # type: ignore[no-untyped-call]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         objective(forward, batch).total.backward()  # type: ignore[no-untyped-call]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -40,7 +40,7 @@ def test_a_python_file_is_a_task_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "problem", "remedy"),
     [
-        (["rogue"], "there is no task rogue", "exact_match, json_match, rouge"),
+        (["rogue"], "there is no task rogue", "exact_match, json_match, relaxed_accuracy"),
         (["{kind: rouge, stemer: false}"], "task.rouge.stemer", "docs/spec.md"),
         (["{kind: rouge"], "--task {kind: rouge", "quote it"),
         (["tasks/v1.2.py"], "'v1.2' is no name; give name: with letters, digits, `_` and `-`", "docs/spec.md"),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import EvalRequest, Room, Run, Stage, read_record, write_record
+from finefit.artifacts.journal import read_lines
+from finefit.artifacts.records import DatasetScores, EvalRequest, Room, Run, Score, Stage, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.pipeline import evaluating
@@ -93,7 +94,7 @@ def test_every_checkpoint_is_scored_where_the_spec_asks_for_all(trained: RunDir,
 def test_another_length_of_answers_asks_for_another_room(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def rooms_here(_: object, __: object, evaluations: tuple[Evaluation, ...], prompt_tokens: int) -> dict[str, Room]:
+    def rooms_here(_: object, __: object, evaluations: tuple[Evaluation, ...], prompt_tokens: int, _grids: object) -> dict[str, Room]:
         asked.append(prompt_tokens)
         return {evaluations[0].label: Room(rows=3, tokens=9)}
 
@@ -123,7 +124,7 @@ def test_what_other_packages_answered_is_asked_anew(run: RunDir, launched: Launc
 
 
 def test_a_short_trial_leaves_the_full_record_alone(trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "rooms_here", lambda _, __, asked, ___: {asked[0].label: Room(rows=2, tokens=99)})
+    monkeypatch.setattr(evaluating, "rooms_here", lambda _, __, asked, *___: {asked[0].label: Room(rows=2, tokens=99)})
     carry_out(open_work(Wish(target=str(trained.path))), tick=lambda: None, say=lambda _: None)
     paths = stage_of(trained).evaluation("json_match", "checkpoint-12")
     paths.items.write_text("{}\n")
@@ -201,7 +202,7 @@ def test_other_rows_are_filed_apart_and_asked_with_the_template_of_the_run(
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "other rows.jsonl", make_rows(3, seed=9))
     work = open_work(Wish(target=str(trained.path), data="other rows.jsonl", checkpoint="all"))
-    monkeypatch.setattr(evaluating, "rooms_here", lambda _, __, asked, ___: {asked[0].label: Room(rows=2, tokens=99)})
+    monkeypatch.setattr(evaluating, "rooms_here", lambda _, __, asked, *___: {asked[0].label: Room(rows=2, tokens=99)})
     carry_out(work, tick=lambda: None, say=lambda _: None)
     assert [request.checkpoint for request in launched] == ["base", "checkpoint-9", "checkpoint-12"]
     (label,) = {request.evaluation.label for request in launched}
@@ -330,6 +331,13 @@ def _told(run: RunDir, say: Callable[[str], None]) -> None:
     items = tuple(make_item(at, all_fields=1.0) for at in range(9))
     with scores_told(stage_of(run), say):
         note_scores(stage_of(run), make_result("checkpoint-12", items))
+
+
+def test_scores_by_data_set_are_noted_with_their_intervals_under_names_that_trackers_take(run: RunDir) -> None:
+    part = DatasetScores(n=3, coverage=1.0, metrics={"all_fields": Score(value=0.25, low=0.125, high=0.5)})
+    note_scores(stage_of(run), make_result("checkpoint-12", by_dataset={"scans (2)": part}))
+    (line,) = read_lines(stage_of(run).evals)
+    assert [line[f"json_match/scans-2-/all_fields{end}"] for end in ("", "_low", "_high")] == [0.25, 0.125, 0.5]
 
 
 def test_scores_and_a_few_answers_reach_the_trackers_of_the_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

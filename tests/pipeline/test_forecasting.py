@@ -90,7 +90,7 @@ def asked(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cal
         questions.append(question)
         return Answer()
 
-    monkeypatch.setattr(forecasting, "_ask", note)
+    monkeypatch.setattr(forecasting, "ask", note)
     lengths = Lengths(num_rows=4, longest=8, mean=8.0, supervised=4, mean_supervised=4.0, source="counted")
 
     def ask(*overrides: str, card: str = "auto", nodes: int | None = None) -> int:

@@ -95,6 +95,17 @@ def test_relocation_changes_paths_and_nothing_else(project: Path) -> None:
     assert relocate(moved, lambda path: path.removeprefix("../")) == spec
 
 
+def test_relocation_moves_every_test_source_and_the_roots_of_images(project: Path) -> None:
+    tests = "data.test=[{path: a.json, images_root: pictures}, {path: b.json, fields: {join: c.json}}]"
+    spec = load_spec(project, (tests, "data.validation={path: v.json, images_root: held}"))
+    moved = relocate(spec, lambda path: f"../{path}")
+    first, second = moved.data.test_sources()
+    assert (first.path, first.images_root, second.path, second.images_root) == ("../a.json", "../pictures", "../b.json", None)
+    assert second.fields.join == "../c.json"
+    assert [source.images_root for source in moved.data.sources()["validation"]] == ["../held"]
+    assert [source.label for source in moved.data.test_sources()] == ["a", "b"]
+
+
 def test_a_file_that_moves_to_another_source_makes_another_run(project: Path) -> None:
     """Its rows are weighed differently, though all files are the same."""
     folder = project.parent

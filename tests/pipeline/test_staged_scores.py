@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.records import Done, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.pipeline.stage_choice import foretell, is_worth_keeping
 from finefit.pipeline.stage_keys import tree_digest
@@ -56,6 +57,14 @@ def run(_first: Path, tmp_path: Path) -> RunDir:
     """Finished."""
     shutil.copytree(_first, tmp_path / "project", symlinks=True)
     return RunDir(tmp_path / "project" / "runs" / "asked-1")
+
+
+def test_what_an_evaluation_held_is_recorded_with_its_model_loaded(run: RunDir) -> None:
+    memory = read_record(run.stage(1, "scores").done, Done).memory
+    assert memory is not None
+    assert memory.loaded_bytes is not None
+    assert memory.peak_bytes is not None
+    assert 50 * 2**20 < memory.loaded_bytes <= memory.peak_bytes
 
 
 def _lose_run(place: Path) -> None:

@@ -246,8 +246,16 @@ def test_a_reference_in_every_step_is_told_what_keeping_it_would_spare() -> None
 
 @pytest.mark.parametrize(("kind", "each"), [("adamw", 8), ("adamw_8bit", 2), ("paged_adamw", 8), ("paged_adamw_8bit", 2)])
 def test_a_checkpoint_holds_the_moments_as_they_are_kept(kind: str, each: int) -> None:
-    found = _forecast(f"optimizer.kind={kind}", "save={keep: 1}")
+    found = _forecast(f"optimizer.kind={kind}", "save={keep: 1, every: 1 steps}")
     assert found.disk_bytes == 4 * (4 + each) * found.parameters
+
+
+@pytest.mark.parametrize(
+    ("save", "count"), [("{}", 2), ("{every: 10 steps}", 4), ("{every: 5 steps}", 6), ("{every: epoch}", 6), ("{keep: 1, every: 1 steps}", 4)]
+)
+def test_no_more_checkpoints_are_counted_than_are_ever_saved_and_one_that_a_stop_leaves(save: str, count: int) -> None:
+    found = _forecast("schedule={steps: 30}", f"save={save}")
+    assert found.disk_bytes == count * 12 * found.parameters
 
 
 def test_paged_moments_are_counted_to_the_host() -> None:

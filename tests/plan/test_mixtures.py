@@ -96,7 +96,9 @@ def test_tiles_are_not_tried_on_experts_which_are_left_whole() -> None:
 
 def test_a_checkpoint_of_the_routers_has_the_experts_as_their_base_stores_them() -> None:
     """In bf16 they are computed with, whatever they are stored in."""
-    spec = parse_spec(SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + "save: {keep: 1}\n", where="spec.yaml", overrides=())
+    spec = parse_spec(
+        SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + "save: {keep: 1, every: 10 steps}\n", where="spec.yaml", overrides=()
+    )
     target = find_target(parse_card("A100-80GB"), read_machine(), "auto")
     for stored, each in (("float32", 4), ("bfloat16", 2), (None, 4)):
         config = mixture_config("qwen2", dtype=stored)

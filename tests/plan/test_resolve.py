@@ -45,7 +45,7 @@ validate: {every: epoch}
 on_nan: {kind: roll_back}
 evaluate: [{task: exact_match}, {task: json_match, limit: 3}]
 """
-FREE = ("config", "template_options", "fields")
+FREE = ("config", "template_options", "fields", "where")
 """Mappings that are shown as a whole."""
 
 
@@ -100,9 +100,9 @@ def test_an_override_is_the_source_of_its_value(override: str, key: str, value: 
 
 
 def test_the_sources_are_those_that_the_user_wrote() -> None:
-    train = [{"path": "train.jsonl", "fields": {}, "weight": 1.0}]
+    train = [{"path": "train.jsonl", "fields": {}, "weight": 1.0, "where": {}}]
     assert _resolve(SPEC)["data.train"] == Resolved(value=train, source="spec")
-    train = [{"path": "a.csv", "fields": {"prompt": "ask"}, "weight": 2.0, "limit": 9}]
+    train = [{"path": "a.csv", "fields": {"prompt": "ask"}, "weight": 2.0, "limit": 9, "where": {}}]
     assert _resolve(SPEC, "data.train=[{path: a.csv, fields: {prompt: ask}, weight: 2, limit: 9}]")["data.train"].value == train
 
 

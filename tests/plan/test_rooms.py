@@ -10,6 +10,7 @@ from finefit.plan.target import Target
 from finefit.rehearse.generation import generate, read_through
 from finefit.spec.schema import Evaluation, Full
 from tests.rehearse.conftest import make_config
+from tests.vision import vlm_config
 
 CARD = Target(
     name="small",
@@ -126,3 +127,25 @@ def test_seconds_are_foretold_where_the_rates_are_known(rates: str | None) -> No
 
     found = room(replace(CARD, rates=_USUAL if rates else None))
     assert (found.batch_seconds is not None) is (rates is not None)
+
+
+def _seeing(grids: tuple[tuple[int, ...], ...], target: Target = CARD, **more: Any) -> Any:
+    """A tower that is large beside its language model, and prompts of one image's tokens."""
+    config = vlm_config("llava", vision_config={"hidden_size": 512, "intermediate_size": 2048, "image_size": 448}, image_seq_length=3136).to_dict()
+    asked = evaluation(**more)
+    scene = scene_for_answers(config, Full(kind="full"), target)
+    return make_rooms(scene, target, [asked], prompt_tokens=200, devices=1, grids=grids)[asked.label]
+
+
+def test_images_take_their_part_of_the_room_and_lengthen_the_prompt_to_their_tokens() -> None:
+    tight = replace(CARD, budget_bytes=int(1.2 * 2**30))
+    blind, seeing = _seeing((), tight), _seeing(((1,),), tight)
+    assert blind.tokens // (200 + 64) > seeing.tokens // (3136 + 2 + 64) >= 1
+    assert held_bytes(tight, seeing.reserved_bytes) <= tight.budget_bytes
+
+
+def test_a_batch_shows_no_more_numbers_than_the_machine_should_hold_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.plan.rooms._MOST_VALUES", 2 * 3 * 448**2)
+    found = _seeing(((1,),))
+    assert found.tokens == 2 * (3136 + 2 + 64)
+    assert found.rows * found.tokens // found.rows >= 2 * 3138

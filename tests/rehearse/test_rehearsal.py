@@ -156,6 +156,14 @@ def test_the_processor_needs_no_workspace() -> None:
     assert "workspace" in rehearse(_scene()).trace.peaks()
 
 
+def test_a_workspace_is_taken_behind_the_result_of_a_product() -> None:
+    """As a card does it; the other way round blocks come to lie elsewhere."""
+    blocks = rehearse(_scene()).trace.blocks
+    before = [blocks[at - 1].operation for at, block in enumerate(blocks) if block.instant == "workspace"]
+    assert len(before) == 2
+    assert set(before) <= {"aten::mm", "aten::bmm", "aten::addmm"}
+
+
 # what the record holds
 
 RECORDED: dict[str, Scene] = {

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from finefit.artifacts.records import EvalResult, Score
+from finefit.artifacts.records import DatasetScores, EvalResult, Score
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import RunError
 from finefit.pipeline.create import stage_of
 from finefit.report.board import best_of, boards, in_order, require_metric, samples, scores_document, shown_n, shown_value
+from finefit.report.run import evals_table
 from finefit.stats.metrics import Metric
 from tests.evals import make_item, make_result
 from tests.report.conftest import note
@@ -120,3 +121,29 @@ def test_the_document_has_for_each_checkpoint_and_task_n_coverage_and_metrics(ru
         None,
     )
     assert (tuned["best"], tuned["validation_loss"], tuned["warnings"]) == (True, 0.75, [])
+
+
+def test_a_board_tells_the_scores_of_every_source(run: RunDir) -> None:
+    part = DatasetScores(n=20, coverage=0.5, metrics={"exact": Score(value=0.25, low=0.1, high=0.4)})
+    results = [_result("base", 0.5, by_dataset={"charts": part}), _result("checkpoint-3", 0.75)]
+    shown = _shown(boards(results, run))
+    assert next(line for line in shown.splitlines() if "charts" in line).split() == ["│", "charts", "│", "25.0%", "│", "20", "│", "50%", "│"]
+    assert "10.0% .. 40.0%" in shown
+    document = scores_document(results, stage_of(run))
+    assert document[0]["by_dataset"] == {"charts": {"n": 20, "coverage": 0.5, "metrics": {"exact": {"value": 0.25, "low": 0.1, "high": 0.4}}}}
+    assert document[1]["by_dataset"] == {}
+    table = _shown(evals_table(results))
+    assert next(line for line in table.splitlines() if "charts" in line).split()[2:] == [
+        "charts",
+        "│",
+        "20",
+        "│",
+        "25.0%",
+        "│",
+        "10.0%",
+        "..",
+        "40.0%",
+        "│",
+        "50%",
+        "│",
+    ]

@@ -21,7 +21,7 @@ from finefit.report.compare_words import chance, change, foretold_words, interva
 from finefit.stats import Spread
 from finefit.stats.metrics import mean, rate
 from tests.evals import make_item
-from tests.runs import HIT, make_run
+from tests.runs import HIT, make_run, split_by_dataset
 
 HITS = (1, 0, 1, 1, 0, 1, 1, 0, 1, 1)
 MISSES = (1, 0, 0, 1, 0, 0, 1, 1, 1, 0)
@@ -172,7 +172,17 @@ def test_the_document_is_the_record_and_strict_json(compared: Comparison) -> Non
     found = json.loads(document(compared), parse_constant=refuse)
     assert found["verdict"] == "one setting differs: tuning.rank"
     assert found["tasks"][0]["pairings"][0]["changes"][0]["value"] == pytest.approx(-0.2)
-    assert found["tasks"][0]["scored"][0].keys() == {"n", "available", "coverage", "metrics"}
+    assert found["tasks"][0]["scored"][0].keys() == {"n", "available", "coverage", "metrics", "by_dataset"}
+
+
+def test_data_sets_stand_below_their_model_with_intervals_everywhere(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"{name}-1", results={"checkpoint-6": hits}) for name, hits in (("a", HITS), ("b", MISSES))]
+    split_by_dataset(runs[0], {"charts": 4, "<i>scans</i>": 6})
+    found = compare([str(run.path) for run in runs])
+    assert re.search(r"  charts\s+│\s+4 │\s+100% │\s+75.0%  30.1% .. 95.4%", _shown(found))
+    assert "| a-1, charts | 4 | 100% | 75.0% (30.1% .. 95.4%) |" in markdown(found)
+    assert "&emsp;charts</td><td class=n>4</td>" in page(found)
+    assert "<i>scans" not in page(found)
 
 
 def test_numbers_are_shown_in_their_unit() -> None:

@@ -87,6 +87,7 @@ def test_the_document_has_the_sums_and_every_source() -> None:
         "repeated": 1195,
         "tokens": 12422,
         "supervised_tokens": 4938,
+        "images": 0,
         "dropped": {"too long": 8, "unusable": 2},
     }
     assert first == asdict(TRAIN)

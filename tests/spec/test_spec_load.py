@@ -7,7 +7,7 @@ import pytest
 from finefit.errors import SpecError
 from finefit.spec import Spec, load_spec, parse_spec, spec_from_json, spec_to_json
 from finefit.spec.every import Interval
-from finefit.spec.schema import FolderModel, Levers, Lora
+from finefit.spec.schema import FolderModel, Levers, Lora, Source
 
 GOOD = """\
 name: medical
@@ -24,6 +24,9 @@ optimizer:
 
 
 LEVERS = ", ".join(f"`{name}`" for name in Levers.model_fields)
+
+
+SOURCE = ", ".join(f"`{key}`" for key in Source.model_fields)
 
 
 def parsed(text: str, *overrides: str) -> Spec:
@@ -118,12 +121,12 @@ def test_a_missing_key_stands_at_the_line_of_its_parent() -> None:
 
 
 def test_a_wrong_kind_gets_all_kinds_and_the_nearest() -> None:
-    expected = 'run.yaml:2 model.kind: "hubb" is not accepted; accepted: `hub`, `folder`, `embedded`, `shape`; did you mean `hub`?'
+    expected = 'run.yaml:2 model.kind: "hubb" is not accepted; accepted: `hub`, `folder`, `embedded`, `shape`, `custom`; did you mean `hub`?'
     assert complaint(GOOD.replace("kind: hub", "kind: hubb")) == expected
 
 
 def test_a_missing_kind_gets_all_kinds() -> None:
-    assert complaint(GOOD.replace("kind: hub, ", "")) == "run.yaml:2 model.kind: missing; give `hub`, `folder`, `embedded`, `shape`"
+    assert complaint(GOOD.replace("kind: hub, ", "")) == "run.yaml:2 model.kind: missing; give `hub`, `folder`, `embedded`, `shape`, `custom`"
 
 
 def test_a_kind_without_its_mapping_is_shown_the_mapping() -> None:
@@ -167,9 +170,15 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str
     [
         ("validation: {}", "data.validation: give either path or share"),
         ("validation: {path: b.jsonl, share: 0.1}", "data.validation: give either path or share"),
-        ("validation: {share: 0.1, limit: 9}", "data.validation: fields and limit belong to a path; a share has those of train"),
+        ("validation: {share: 0.1, limit: 9}", "data.validation: fields, limit, where and images_root belong to a path; a share has those of train"),
         ("validation: {share: 1.0}", "data.validation.share: 1.0 is out of range; give less than 1"),
         ("test: {path: b.jsonl, weight: 2}", "data: test.weight: only train has weights, a test row is answered once"),
+        ("test: [{path: b.jsonl}, {path: c/b.csv}]", "data: test has two sources called b; give them a name each"),
+        ("test: [{path: b.jsonl, pth: 2}]", "data.test.0.pth: there is no such key; did you mean `path`?"),
+        ("test: [{}]", "data.test.0.path: missing; give text"),
+        ("test: []", "data.test: [] has 0 items; give at least 1"),
+        ("test: {path: b.jsonl, limit: 0}", "data.test.limit: 0 is out of range; give at least 1"),
+        ("test: b.jsonl", f'data.test: "b.jsonl" is text; a mapping with the keys {SOURCE} or a list or `null` is needed'),
         ("too_long: cut", 'data.too_long: "cut" is not accepted; accepted: `error`, `drop`, `cut_prompt`'),
         ("drop_at_most: 2", "data.drop_at_most: 2 is out of range; give at most 1"),
         ("template_options: [fast]", 'data.template_options: ["fast"] is a list; a mapping is needed'),
@@ -179,6 +188,16 @@ def test_rows_that_cannot_be_meant_are_refused(setting: str, problem: str) -> No
     text = GOOD.replace("optimizer:", f"  {setting}\noptimizer:")
     place, _, words = complaint(text).partition(" ")
     assert (place.partition(":")[0], words) == ("run.yaml", problem)
+
+
+def test_a_test_may_have_several_sources_and_a_task_is_asked_of_some() -> None:
+    tests = "data.test=[{path: val/docs.json}, {path: hf://datasets/a/charts@main, name: charts-2}, {path: hf://datasets/a/text@main/}]"
+    spec = parsed(GOOD, tests, "evaluate=[{task: anls, sources: [docs, text]}, {task: relaxed_accuracy, sources: [charts-2]}]")
+    assert [source.label for source in spec.data.test_sources()] == ["docs", "charts-2", "text"]
+    assert spec_from_json(spec_to_json(spec)) == spec
+    said = complaint(GOOD + "evaluate: [{task: anls, sources: [papers]}]\n", tests)
+    assert said.endswith("evaluate: anls is asked of papers; data.test has docs, charts-2, text")
+    assert complaint(GOOD + "evaluate: [{task: anls, sources: [papers]}]\n").endswith("anls is asked of papers; data.test has no source")
 
 
 def test_sources_are_told_by_split() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from finefit.artifacts.journal import Journal, read_lines, read_steps
 from finefit.artifacts.records import Stage, StageResult, read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.data.collate import Collator
 from finefit.data.store import ExamplePairs, open_examples
 from finefit.errors import FindingError, Interrupted
 from finefit.model.load import load_base, make_trainable
@@ -273,7 +274,11 @@ def _begin(journals: ExitStack, where: StageDir, *, stop_after: int | None = Non
     metrics = journals.enter_context(Journal(where.metrics))
     rows = {name: open_examples(where.prepared(name)) for name in ("train.safetensors", "validation.safetensors")}
     pairs = {name: found for name, found in rows.items() if isinstance(found, ExamplePairs)}
-    return Start(where=where, stage=stage, model=model, forward=forward, pad=1, ranks=ONE_RANK, stop=stop, metrics=metrics), forward, pairs
+    return (
+        Start(where=where, stage=stage, model=model, forward=forward, collator=Collator(pad=1), ranks=ONE_RANK, stop=stop, metrics=metrics),
+        forward,
+        pairs,
+    )
 
 
 def test_a_computation_that_was_stopped_goes_on_and_comes_to_the_same_bits(full: Reference, begin: Begin) -> None:

@@ -436,6 +436,7 @@ def ranks_of(folder: Path, *, kind: str = "ddp") -> list[Any]:
             model=model,
             examples=range(8),
             corrections=Corrections(folder / str(rank)),
+            compose=None,
             saver=SimpleNamespace(last=6, where=StageDir(folder / "stages" / "1-sft")),
         )
         for rank in range(2)

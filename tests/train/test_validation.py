@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from finefit.data.collate import Collator
 from finefit.data.pairs import Trained
+from finefit.data.workers import Workers
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.dpo import Dpo
 from finefit.objective.sft import sft
@@ -59,7 +61,9 @@ def _live(
         engine=_Noting(of_others=float(size > 1)),
         ranks=_Rank(rank, size),
         validation=rows,
-        pad=RENDERER.pad,
+        collator=Collator(pad=RENDERER.pad),
+        workers=Workers(1),
+        compose=None,
     )
 
 

@@ -11,7 +11,7 @@ from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.every import Every
-from finefit.spec.schema import AdamW, Engine, Evaluation, Form, Model, Objective, OnNan, Save, Single, Tracker, Tuning
+from finefit.spec.schema import AdamW, Engine, Evaluation, Form, ImageLimits, Model, Objective, OnNan, Save, Single, Tracker, Tuning
 from finefit.spec.stages import AnyStage
 from finefit.stats.intervals import Interval
 from finefit.stats.metrics import Metric
@@ -37,6 +37,10 @@ class Inputs:
     """Of a DeepSpeed JSON of the user's own."""
     tasks_sha256: tuple[str | None, ...] = ()
     """Of task files of the user's own, for each evaluation; empty where there are none."""
+    code_sha256: str | None = None
+    """Of the file that builds a model of the user's own; None for any other model."""
+    pictures_sha256: str | None = None
+    """Of all images that rows show; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,10 @@ class Lengths:
     """Tokens of the longest prompt to be answered in an evaluation."""
     sides: int = 1
     """2 where a row is a preference pair: both answers, each behind the prompt."""
+    prompt_grids: tuple[tuple[int, ...], ...] = ()
+    """Of the images of the row to be answered that shows most."""
+    grids: tuple[tuple[int, ...], ...] = ()
+    """Of the images of the row that shows most, as the model's family counts them; none where no row has an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,18 @@ class GradientMap:
     """Why the others are likely not reached."""
     frozen: tuple[str, ...] = ()
     """Adapters that are not trained at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerSize:
+    """Of one tower of a model that sees, in parameters; `tensors` are those that are trained."""
+
+    __pydantic_config__ = STRICT
+    parameters: int
+    trainable: int
+    tensors: int
+    unreached: int = 0
+    """Of the trained tensors, how many no gradient reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +252,8 @@ class Forecast:
     """What generation may hold at once in each evaluation, by its label."""
     active_parameters: int | None = None
     """That a token meets in a mixture of experts; None where it meets all."""
+    towers: dict[str, TowerSize] = field(default_factory=dict)
+    """Of a model that sees: language, vision, projector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +326,8 @@ class Stage:
     template: Literal["chat", "plain"]
     template_options: dict[str, Any] = field(default_factory=dict)
     template_sha256: str
+    images: ImageLimits = field(default_factory=ImageLimits)
+    """How large images are shown."""
     max_prompt_tokens: int | None = None
     """Longer prompts are cut in an evaluation as they are in training; None: never."""
     form: Form | None = None
@@ -426,6 +450,8 @@ class SourceLedger:
     tokens: int
     """Of the examples, each counted once; of prompts for rows that are only answered."""
     supervised_tokens: int
+    images: int = 0
+    """That the used rows show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,6 +511,10 @@ class Preparation:
     pad_is_end: bool
     prompt_tokens: int | None = None
     """Of the longest prompt to be answered in an evaluation."""
+    prompt_grids: tuple[tuple[int, ...], ...] = ()
+    """Of the images of the row to be answered that shows most."""
+    pictures_sha256: str | None = None
+    """Of all images that rows show, by content; None where there are none."""
     files: dict[str, str]
     """sha256 of every prepared file."""
 
@@ -572,6 +602,8 @@ class Subject:
     template: Literal["chat", "plain"]
     template_options: dict[str, Any] = field(default_factory=dict)
     template_sha256: str
+    images: ImageLimits = field(default_factory=ImageLimits)
+    """How large images are shown."""
     max_prompt_tokens: int | None = None
     """Longer prompts are cut as they are in training; None: never."""
     form: Form | None = None
@@ -609,6 +641,8 @@ class EvalStage:
     subject: Subject
     prompt_tokens: int
     """Of the longest prompt."""
+    prompt_grids: tuple[tuple[int, ...], ...] = ()
+    """Of the images of the prompt that shows most."""
     num_items: int
 
 
@@ -633,6 +667,16 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ItemImage:
+    """That an item shows."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    """Where it lay when its rows were prepared."""
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalItem:
     __pydantic_config__ = STRICT
     item: int
@@ -640,6 +684,8 @@ class EvalItem:
     """Of what is asked and what is right: equal keys are the same item, in whatever file and run."""
     place: str
     """File and row."""
+    dataset: str = ""
+    """The source of the test rows, where there are several."""
     prompt: str
     reference: str
     answer: str
@@ -658,6 +704,7 @@ class EvalItem:
     """A judge's words."""
     answered_by: str | None = None
     """Which of several models, where a gate chose among them."""
+    images: tuple[ItemImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -667,6 +714,16 @@ class Score:
     low: float
     high: float
     """An end that there is none of is infinite: a single item of a metric without ends says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetScores:
+    """Of the items of one source."""
+
+    __pydantic_config__ = STRICT
+    n: int
+    coverage: float
+    metrics: dict[str, Score]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -684,6 +741,8 @@ class EvalResult:
     coverage: float
     """Share of the items that a result was found for."""
     metrics: dict[str, Score]
+    by_dataset: dict[str, DatasetScores] = field(default_factory=dict)
+    """By source of the test rows, where there are several."""
     definitions: tuple[Metric, ...]
     """How the metrics follow from the items' counts; the first is the task's own."""
     signature: dict[str, str]
@@ -692,6 +751,8 @@ class EvalResult:
     seconds: float
     """Of the process that ended it, loading excluded."""
     new_tokens: int = 0
+    loaded_bytes: int | None = None
+    """When the model was there and nothing was asked yet; counted as the peak is."""
     peak_bytes: int | None = None
     """Reserved on a card, resident on a CPU; None where nothing was left to answer."""
     foretold_bytes: int | None = None
@@ -739,7 +800,7 @@ class StageMemory:
     device: Literal["cpu", "cuda"]
     before_bytes: int
     loaded_bytes: int | None
-    """When the model was there and no step was done; None of all but trainings."""
+    """When the model was there and had done nothing yet, of several the largest; None of all but trainings and evaluations."""
     peak_bytes: int | None
     after_bytes: int
 

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finefit.cli.check_stages import check_stages
+from finefit.cli.code import tell_code
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Runs, Set
 
 if TYPE_CHECKING:
     from finefit.data.pairs import Trained
-    from finefit.data.render import Example
+    from finefit.data.render import Example, Renderer
     from finefit.pipeline.data import PreparedData
     from finefit.spec.schema import Spec
+
+_SHOWN_ALIKE = 8
 
 Show = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Show the first N training examples as the model will see them.")]
 
@@ -40,6 +43,7 @@ def check(
 
     console = open_console(as_json=as_json)
     spec = load_any(target, tuple(overrides or ()))
+    tell_code(spec, target.resolve().parent, console)
     if isinstance(spec, Pipeline):
         return check_stages(target, spec, show=show, runs=runs, as_json=as_json)
     base = target.resolve().parent
@@ -97,12 +101,25 @@ def show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int
             runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
             show_example(
                 f"example {number}{side}",
-                [
-                    (renderer.tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False), supervised)
-                    for supervised, run in runs
-                ],
+                [(_text(renderer, [token for token, _ in run]), supervised) for supervised, run in runs],
                 console,
             )
+
+
+def _text(renderer: "Renderer", tokens: list[int]) -> str:
+    """An image is hundreds of the same token: how many is told, and not each of them."""
+    runs = [(token, len(list(run))) for token, run in groupby(tokens)]
+    pieces: list[str] = []
+    for is_long, part in groupby(runs, key=lambda run: run[1] > _SHOWN_ALIKE):
+        if is_long:
+            pieces += [f"{_decoded(renderer, [token])} ({count:,} times) " for token, count in part]
+        else:
+            pieces.append(_decoded(renderer, [token for token, count in part for _ in range(count)]))
+    return "".join(pieces)
+
+
+def _decoded(renderer: "Renderer", tokens: list[int]) -> str:
+    return str(renderer.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def _sides(row: "Trained") -> "dict[str, Example]":

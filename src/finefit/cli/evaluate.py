@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from finefit.cli.code import tell_models
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Runs
 
@@ -68,6 +69,7 @@ def evaluate(
             runs=runs,
         )
         work = open_work(wish)
+    tell_models((request.subject.model for request in work.requests), work.run.path, console)
     with RunView(work.run, console, log=work.run.log, evaluates=True) as view:
         results = carry_out(work, tick=view.tick, say=view.say)
     require_metric(results, by)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finefit.cli.code import tell_code
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Set
 from finefit.cli.plan_stages import Wishes, apply_suggestion, plan_stages
@@ -61,6 +62,7 @@ def plan(
     asked = tuple(cards or (spec.card,))
     for card in asked:
         parse_card(card)  # a misspelt name is told before anything is read
+    tell_code(spec, target.resolve().parent, console)
     if isinstance(spec, Pipeline):
         return plan_stages(target, spec, asked, Wishes(apply=apply, stage=stage, measure=measure, as_json=as_json))
     if stage is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finefit.cli.code import tell_code
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, New, Runs, Set
 from finefit.cli.run_stages import Call, Wish, has_stages, open_place, refuse_changes, refuse_for_one, refuse_ranks, run_stages
@@ -122,10 +123,12 @@ def open_or_create(target: Path, overrides: tuple[str, ...], *, new: bool, runs:
 def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "Console") -> "RunDir":
     from finefit.artifacts.rundir import open_run
     from finefit.errors import RunError
+    from finefit.spec.load import spec_from_json
 
     place = open_run(target)
     if new:
         raise RunError("--new starts from a spec file, not from a run directory", f"give the spec file that {target} was started from")
+    tell_code(spec_from_json(place.spec_json.read_text(encoding="utf-8")), place.path, console)
     with console.status("comparing model and data with what the run began with"):
         from finefit.pipeline.resume import amend
 
@@ -141,6 +144,7 @@ def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Pat
 
     spec = load_spec(target, overrides)  # before the heavy rooms: a misspelt key is told at once
     base = target.resolve().parent
+    tell_code(spec, base, console)
     with console.status("reading model and data"):
         from finefit.pipeline.create import create_run
         from finefit.pipeline.inputs import open_inputs

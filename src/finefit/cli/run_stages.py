@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from finefit.cli.code import tell_code
 from finefit.cli.console import open_console
 from finefit.errors import RunError
 
@@ -121,15 +122,18 @@ def open_place(call: Call, console: "Console") -> "RunDir":
     if call.target.is_dir():
         from finefit.artifacts.rundir import RunDir
         from finefit.pipeline.stage_run import require_unchanged
+        from finefit.spec.load import pipeline_from_json
 
         _require_plain(call)
         with console.status("comparing models and data with what the run began with"):
             require_unchanged(RunDir(call.target))
+        tell_code(pipeline_from_json(RunDir(call.target).spec_json.read_text(encoding="utf-8")), call.target, console)
         return RunDir(call.target)
     with console.status("reading models and data, and planning every stage"):
         from finefit.pipeline.stage_run import open_or_create
 
         asked = _asked(call)
+        tell_code(asked.pipeline, asked.base, console)
         return open_or_create(asked, runs=call.runs, new=call.new, only=call.wish.only, forced=call.wish.forced(asked.pipeline))
 
 

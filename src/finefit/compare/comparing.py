@@ -1,16 +1,16 @@
 """Several runs -> one Comparison: settings first, then the same items paired, then what was foretold."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from finefit.artifacts.records import EvalResult, Score
+from finefit.artifacts.records import EvalItem, EvalResult, Score
 from finefit.artifacts.stages import evaluation_of
 from finefit.compare.effort import curves_of, foretold_of
 from finefit.compare.pairing import Paired, changes_of, counts_of, is_counted, item_change, metrics_of, pair, rewording
-from finefit.compare.records import Cell, Change, Comparison, Group, ItemChange, Pairing, Scored, Setting, Side, TaskComparison
+from finefit.compare.records import Cell, Change, Comparison, Group, ItemChange, Pairing, Scored, ScoredPart, Setting, Side, TaskComparison
 from finefit.compare.settings import alike_but_for_seeds, differing, is_covered
 from finefit.compare.sides import BEST, Opened, open_sides
 from finefit.errors import RunError
@@ -109,16 +109,23 @@ def _task(task: str, sides: Sequence[Opened], groups: Sequence[Sequence[int]], s
 
 def _scored(result: EvalResult, metrics: Sequence[Metric]) -> Scored:
     """A metric that this side computes in another way than the first is missing here."""
-    cells = {metric.name: _cell(metric, result) for metric in metrics if metric in metrics_of(result)}
-    return Scored(n=result.n, available=result.available, coverage=result.coverage, metrics=cells)
+    shared = [metric for metric in metrics if metric in metrics_of(result)]
+    parts = {
+        name: ScoredPart(n=part.n, coverage=part.coverage, metrics=_cells(shared, result, part.metrics, dataset=name))
+        for name, part in result.by_dataset.items()
+    }
+    return Scored(n=result.n, available=result.available, coverage=result.coverage, metrics=_cells(shared, result, result.metrics), by_dataset=parts)
 
 
-def _cell(metric: Metric, result: EvalResult) -> Cell:
-    """From the counts, so that all sides are reckoned alike, whichever version scored them; as recorded where items have none."""
-    if is_counted(metric, result):
-        found: Interval | Score = interval_of(metric, table(metric, [item.counts for item in result.items]))
-    else:
-        found = result.metrics[metric.name]
+def _cells(metrics: Sequence[Metric], result: EvalResult, recorded: Mapping[str, Score], *, dataset: str | None = None) -> dict[str, Cell]:
+    """Of all items, or of those of one data set. From the counts, so that all sides are reckoned alike, whichever version scored them; as recorded
+    where items have none."""
+    items = [item for item in result.items if dataset in (None, item.dataset)]
+    return {metric.name: _cell(metric, items if is_counted(metric, result) else None, recorded) for metric in metrics}
+
+
+def _cell(metric: Metric, items: Sequence[EvalItem] | None, recorded: Mapping[str, Score]) -> Cell:
+    found: Interval | Score = recorded[metric.name] if items is None else interval_of(metric, table(metric, [item.counts for item in items]))
     return Cell(value=found.value, low=_end(found.low), high=_end(found.high))
 
 

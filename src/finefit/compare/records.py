@@ -1,6 +1,6 @@
 """What a comparison comes to: plain data that tables, pages and `--json` are made from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from finefit.artifacts.records import STRICT
@@ -60,6 +60,16 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredPart:
+    """Of the items of one data set."""
+
+    __pydantic_config__ = STRICT
+    n: int
+    coverage: float
+    metrics: dict[str, Cell]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """What one side has of one task."""
 
@@ -68,6 +78,8 @@ class Scored:
     available: int
     coverage: float
     metrics: dict[str, Cell]
+    by_dataset: dict[str, ScoredPart] = field(default_factory=dict)
+    """Where the items come from several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

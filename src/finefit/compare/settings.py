@@ -18,7 +18,7 @@ CHOSEN = "answered_by"
 _EVALUATION = "evaluation."
 """Of all tasks of a side; settings of one stand under its label."""
 
-_ELSEWHERE = ("model.", "evaluate", "data.test.")
+_ELSEWHERE = ("model.", "evaluate", "data.test")
 """Told by content: the model's, the evaluation's own request, the items."""
 _IDLE = (
     "name",

@@ -112,17 +112,24 @@ def _chat_row(parts: Parts, record: Record) -> Row:
 def _question_row(parts: Parts, record: Record) -> Row:
     column = parts["answer"]
     asked = _asked(parts, record.value)
-    answer, right = column.value(record.value), tuple[str, ...]()
+    answer, votes = column.value(record.value), dict[str, int]()
     if is_conversation(answer):
         ending = conversation(answer, column.name)
     else:
-        best, right = answers(answer, column.name)
+        best, votes = answers(answer, column.name)
         ending = Conversation((Message("assistant", best),))
     row = _row(parts, record, Conversation.of((asked, ending)), num_given=_num_given(parts, asked.messages))
+    row = replace(row, references=tuple(votes), votes=tuple(votes.values())) if votes else row
+    return _with_truths(parts, record.value, row)
+
+
+def _with_truths(parts: Parts, value: Value, row: Row) -> Row:
+    """Lists of what is right and wrong, where a record has them in columns of their own: nobody has voted on these."""
     if "references" in parts:
-        right = (row.answer, *right, *_several(parts, "references", record.value))
-    wrong = _several(parts, "wrong", record.value) + _several(parts, "best_wrong", record.value)
-    return replace(row, references=distinct(right), wrong=distinct(wrong)) if right or wrong else row
+        right = (row.answer, *row.references, *_several(parts, "references", value))
+        row = replace(row, references=distinct(right), votes=())
+    wrong = _several(parts, "wrong", value) + _several(parts, "best_wrong", value)
+    return replace(row, wrong=distinct(wrong)) if wrong else row
 
 
 def _several(parts: Parts, name: str, value: Value) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""How long a row may be, and how a longer prompt is made to fit: out of the middle of its longest message, at the borders of tokens."""
+"""How long a row may be, and how a longer prompt is made to fit: out of the middle of its longest text, at the borders of tokens. A message is one
+text, or where images stand in it, what stands between them; the images stay."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,28 +19,38 @@ class Budget:
 
 
 def fitted(
-    messages: Sequence[Message], *, length: Callable[[Sequence[Message]], int], spans: Callable[[str], Sequence[Span]], max_tokens: int
+    messages: Sequence[Message],
+    *,
+    length: Callable[[Sequence[Message]], int],
+    spans: Callable[[str], Sequence[Span]],
+    max_tokens: int,
+    mark: str | None = None,
 ) -> tuple[Message, ...] | None:
-    """The messages with as much taken out as `length` asks for; None where even one token of each given message is too much.
+    """The messages with as much taken out as `length` asks for; None where even one token of each given text is too much. `mark`: stands for an image
+    wherever it is found.
 
     The length is measured anew after every cut: the tokens beside a cut may join differently. Each cut takes characters away, so this ends.
     """
-    kept = list(messages)
+    kept, texts = list(messages), [message.content.split(mark) if mark else [message.content] for message in messages]
     while (excess := length(kept) - max_tokens) > 0:
-        at = _longest(kept, spans)
-        if at is None:
+        found = _longest(kept, texts, spans)
+        if found is None:
             return None
-        kept[at] = replace(kept[at], content=without_middle(kept[at].content, spans(kept[at].content), excess))
+        at, part = found
+        texts[at][part] = without_middle(texts[at][part], spans(texts[at][part]), excess)
+        kept[at] = replace(kept[at], content=(mark or "").join(texts[at]))
     return tuple(kept)
 
 
-def _longest(messages: Sequence[Message], spans: Callable[[str], Sequence[Span]]) -> int | None:
-    """Of what is asked or given by a tool; an instruction of the system only where that is used up. An answer never."""
+def _longest(messages: Sequence[Message], texts: Sequence[Sequence[str]], spans: Callable[[str], Sequence[Span]]) -> tuple[int, int] | None:
+    """Message and part of what is asked or given by a tool; an instruction of the system only where that is used up. An answer never."""
     for roles in (("user", "tool"), ("system",)):
-        sizes = [(len(spans(m.content)), -at) for at, m in enumerate(messages) if m.role in roles and len(m.content) > 1]
+        parts = [(at, part, text) for at, m in enumerate(messages) if m.role in roles for part, text in enumerate(texts[at]) if len(text) > 1]
+        sizes = [(len(spans(text)), -at, -part) for at, part, text in parts]
         sizes = [size for size in sizes if size[0] > 1]
         if sizes:
-            return -max(sizes)[1]
+            _, at, part = max(sizes)
+            return -at, -part
     return None
 
 

@@ -85,16 +85,17 @@ def _labelled(value: object) -> tuple[list[object], list[object]]:
     return (list(given), list(given.values())) if are_labels else ([], [])
 
 
-def answers(value: object, place: str) -> tuple[str, tuple[str, ...]]:
-    """The answer to train on and, of a list, all that count as right: the most frequent entry wins, the first of equals."""
+def answers(value: object, place: str) -> tuple[str, dict[str, int]]:
+    """The answer to train on and, of a list, all that count as right, with how often each stands there: the most frequent entry wins, the first of
+    equals."""
     if isinstance(value, dict) and "text" in value:  # SQuAD keeps a list of texts beside a list of positions
         value, place = value["text"], f"{place}.text"
     if not isinstance(value, list):
-        return filled(scalar(value, place), place), ()
+        return filled(scalar(value, place), place), {}
     if not value:
         raise Fault(f"{place} is an empty list, so there is no answer")
     counts = Counter(_entry(entry, f"{place}[{at}]") for at, entry in enumerate(value))
-    return filled(counts.most_common(1)[0][0], place), tuple(counts)
+    return filled(counts.most_common(1)[0][0], place), counts
 
 
 def _entry(value: object, place: str) -> str:

@@ -1,9 +1,12 @@
 """Examples -> batches on the CPU. Counts, supervised positions and row lengths are host values: the step never reads a tensor.
 
-A preference pair is a row of two sequences, which always share a batch.
+A preference pair is a row of two sequences, which always share a batch. What a model that sees is given beside the tokens is made by its lens.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,10 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finefit.data.eyes.eye import Lens, Shown
+from finefit.data.looking import See, eye_of, show
 from finefit.data.packing import Capacity, best_fit, both_sides, longest_sides
 from finefit.data.pairs import Pair, Trained
+from finefit.data.pictures import Picture
 from finefit.data.render import Example
-from finefit.objective.batch import Batch, Packed, Paired
+from finefit.objective.batch import Batch, Extra, Packed, Paired
+
+Show = Callable[[Picture], Shown]
 
 
 @runtime_checkable
@@ -35,35 +43,87 @@ def supervised_counts_of(rows: Sequence[Trained]) -> NDArray[Any]:
     return rows.supervised_counts if isinstance(rows, Counted) else _counted(rows, lambda e: sum(e.supervised[1:]))
 
 
+@runtime_checkable
+class Weighed(Protocol):
+    """Examples that know how much their images show without being read."""
+
+    num_values: NDArray[Any]
+
+
+def num_values_of(rows: Sequence[Trained]) -> NDArray[Any]:
+    """Numbers that the pixels of each row's images are."""
+    if isinstance(rows, Weighed):
+        return rows.num_values
+    return np.array([sum(picture.num_values for picture in pictures_of(row)) for row in rows], np.int64)
+
+
+def pictures_of(row: Trained) -> tuple[Picture, ...]:
+    return row.images if isinstance(row, Example) else row.chosen.images
+
+
 def _counted(rows: Sequence[Trained], count: Callable[[Example], int]) -> NDArray[Any]:
     return np.array([[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows], dtype=np.int64)
 
 
 def worst_of(rows: Sequence[Trained]) -> Trained:
-    """A row whose sequences are as long as the longest, with as many supervised tokens as any: what the forecast is made for."""
-    lengths = lengths_of(rows)
-    found = rows[int(longest_sides(lengths).argmax())]
-    supervised = int(supervised_counts_of(rows).max())
+    """A row whose sequences are as long as the longest, with as many supervised tokens as any, that shows as much as any: what the forecast is made
+    for."""
+    lengths, shown = longest_sides(lengths_of(rows)), num_values_of(rows)
+    found = rows[int(np.lexsort((lengths, shown))[-1])]  # of those that show most, the longest
+    longest, supervised = int(lengths.max()), int(supervised_counts_of(rows).max())
     if isinstance(found, Example):
-        return _supervised_at_the_end(found, supervised)
-    longer = _supervised_at_the_end(max(found.chosen, found.rejected, key=lambda e: len(e.tokens)), supervised)
+        return _stretched(found, longest, supervised)
+    longer = _stretched(max(found.chosen, found.rejected, key=lambda e: len(e.tokens)), longest, supervised)
     return Pair(longer, longer, found.reference)
 
 
-def _supervised_at_the_end(example: Example, supervised: int) -> Example:
-    length = len(example.tokens)
-    return Example(tokens=example.tokens, supervised=tuple(at >= length - supervised for at in range(length)))
+def _stretched(example: Example, length: int, supervised: int) -> Example:
+    """As long as asked for, by more of its last token; supervised at the end."""
+    tokens = (*example.tokens, *example.tokens[-1:] * (length - len(example.tokens)))
+    return Example(tokens=tokens, supervised=tuple(at >= length - supervised for at in range(length)), images=example.images)
 
 
-def collate(rows: Sequence[Trained], *, pad: int) -> Batch:
-    """Padded on the right to the longest."""
+def collate(rows: Sequence[Trained], *, pad: int, lens: Lens | None = None, show: Show | None = None) -> Batch:
+    """Padded on the right to the longest. `lens`: of a model that sees; `show` makes pixels of what the rows show."""
     examples, paired = _sequences(rows)
     lengths = [len(e.tokens) for e in examples]
     width = max(lengths)
     input_ids = np.full((len(examples), width), pad, dtype=np.int64)
     for row, example in enumerate(examples):
         input_ids[row, : lengths[row]] = example.tokens
-    return _batch(examples, input_ids, starts=[row * width for row in range(len(examples))], paired=paired)
+    extra = None if lens is None else _extra(examples, input_ids, lens, show)
+    return _batch(examples, input_ids, starts=[row * width for row in range(len(examples))], paired=paired, extra=extra)
+
+
+def _extra(examples: Sequence[Example], input_ids: NDArray[np.int64], lens: Lens, show: Show | None) -> Extra:
+    """An image that several rows show is decoded once."""
+    distinct = dict.fromkeys(picture for example in examples for picture in example.images)
+    assert show is not None or not distinct, "rows with images need somebody who shows them"
+    shown = {} if show is None else {picture: show(picture) for picture in distinct}
+    prompts = [_prompt_length(example) for example in examples]
+    extra = lens.extra(
+        input_ids, [len(e.tokens) for e in examples], [[shown[picture] for picture in example.images] for example in examples], prompts
+    )
+    content = "\n".join(" ".join(f"{picture.sha256}{picture.grid}" for picture in example.images) for example in examples)
+    return replace(extra, identity=hashlib.sha256(content.encode()).hexdigest() if distinct else "")
+
+
+def _prompt_length(example: Example) -> int:
+    """Tokens before the first supervised one; all where there is none."""
+    return next((at for at, is_supervised in enumerate(example.supervised) if is_supervised), len(example.tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collator:
+    """Rows -> a batch, in whatever process: what `collate` is told beside the rows."""
+
+    pad: int
+    see: See | None = None
+    """None for a model that sees nothing."""
+
+    def __call__(self, rows: Sequence[Trained]) -> Batch:
+        eye = None if self.see is None else eye_of(self.see)
+        return collate(rows, pad=self.pad) if eye is None else collate(rows, pad=self.pad, lens=eye.lens, show=partial(show, eye))
 
 
 def pack(rows: Sequence[Trained]) -> Batch:
@@ -91,7 +151,13 @@ def _sequences(rows: Sequence[Trained]) -> tuple[list[Example], Paired | None]:
 
 
 def _batch(
-    examples: Sequence[Example], input_ids: NDArray[Any], *, starts: Sequence[int], packed: Packed | None = None, paired: Paired | None = None
+    examples: Sequence[Example],
+    input_ids: NDArray[Any],
+    *,
+    starts: Sequence[int],
+    packed: Packed | None = None,
+    paired: Paired | None = None,
+    extra: Extra | None = None,
 ) -> Batch:
     places = [start + np.flatnonzero(e.supervised[1:]) for start, e in zip(starts, examples, strict=True)]
     positions = np.concatenate(places)
@@ -105,6 +171,7 @@ def _batch(
         paired=paired,
         lengths=tuple(len(e.tokens) for e in examples),
         supervised=tuple(map(len, places)),
+        extra=extra,
     )
 
 
@@ -112,19 +179,21 @@ def _tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
-def micro_batches(rows: Sequence[Trained], *, micro_batch: int, pad: int, capacity: Capacity | None = None) -> list[Batch]:
+def micro_batches(rows: Sequence[Trained], *, micro_batch: int, pad: int, see: See | None = None, capacity: Capacity | None = None) -> list[Batch]:
     """Packed where a capacity is given; else cut by length. The sum over the global batch is the same in any order."""
-    lengths = lengths_of(rows)
     if capacity is None:
-        return [collate([rows[row] for row in group], pad=pad) for group in grouped(lengths, micro_batch)]
-    packs = best_fit(
-        both_sides(lengths),
+        return [Collator(pad=pad, see=see)([rows[row] for row in group]) for group in grouped(lengths_of(rows), micro_batch)]
+    return [pack([rows[row] for row in group]) for group in packs_of(rows, capacity)]
+
+
+def packs_of(rows: Sequence[Trained], capacity: Capacity) -> list[list[int]]:
+    return best_fit(
+        both_sides(lengths_of(rows)),
         both_sides(supervised_counts_of(rows)),
         max_tokens=capacity.tokens,
         max_supervised=capacity.supervised,
         max_rows=capacity.rows,
     )
-    return [pack([rows[row] for row in group]) for group in packs]
 
 
 def grouped(lengths: NDArray[Any], micro_batch: int) -> list[list[int]]:

@@ -27,6 +27,8 @@ class Column:
     keys: tuple[str, ...] = ()
     pieces: "tuple[str | Column, ...]" = ()
     """Of a text with names in braces: what stands between them, and they."""
+    digits: int = 0
+    """In such a text: with zeros in front up to so many, as `{image_id:012}` asks for."""
 
     @property
     def roots(self) -> frozenset[str]:
@@ -42,11 +44,14 @@ class Column:
     def get(self, record: Value) -> Any:
         """None where the record has no such column, or nothing in it."""
         if self.pieces:
-            return "".join(piece if isinstance(piece, str) else inserted(piece.value(record), piece.name) for piece in self.pieces)
+            return "".join(piece if isinstance(piece, str) else piece._inserted(record) for piece in self.pieces)
         found: Any = record
         for key in self.keys:
             found = found.get(key) if isinstance(found, dict) else None
         return found
+
+    def _inserted(self, record: Value) -> str:
+        return inserted(self.value(record), self.name).zfill(self.digits)
 
 
 @lru_cache(maxsize=4096)
@@ -94,13 +99,16 @@ class Sample:
         pieces: list[str | Column] = []
         for found in re.finditer(r"(\{\{|\}\})|\{([^{}]+)\}|([^{}]+|[{}])", written):
             brace, name, between = found.groups()
-            if name is None:
-                pieces.append(brace[0] if brace else between)
-            elif keys := _keys(name.strip(), self.records):
-                pieces.append(Column(name, keys))
-            else:
-                raise self._missing(name, field)
+            pieces.append(self._named(name, field) if name else brace[0] if brace else between)
         return pieces
+
+    def _named(self, written: str, field: str) -> Column:
+        if keys := _keys(written.strip(), self.records):
+            return Column(written, keys)
+        name, _, width = written.rpartition(":")
+        if re.fullmatch(r"0\d{1,2}", width) and (keys := _keys(name.strip(), self.records)):
+            return Column(name, keys, digits=int(width))
+        raise self._missing(written, field)
 
     def _missing(self, name: str, field: str) -> DataError:
         known = {plain(column): column for column in self.values}

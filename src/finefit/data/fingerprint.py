@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from finefit.data.conversations import IMAGE_MARK
 from finefit.data.rows import Image, Message, Row
 from finefit.errors import DataError
 
@@ -59,7 +60,7 @@ def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "l
     digest.update(asked.encode("utf-8", "surrogatepass"))
     asked_key = _as_int(digest.digest())
     digest.update(_answer(row).encode("utf-8", "surrogatepass"))
-    folded = _folded(asked)
+    folded = _folded(asked.replace(IMAGE_MARK, " ") if images else asked)  # with or without a mark it is asked about the same image
     # An image is half of the question, and whether two images are alike is not known here.
     windows = _windows(folded) if not images else np.empty(0, np.uint32)
     earlier = _turns(row, images, with_system) if turns == "all" else ()
@@ -68,7 +69,8 @@ def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "l
 
 def prompt_key(row: Row, *, with_system: bool = False) -> int:
     """Equal for rows that ask the same but for case and sentence punctuation."""
-    return _key(_images(row) + _folded(_asked(row, with_system)))
+    images, asked = _images(row), _asked(row, with_system)
+    return _key(images + _folded(asked.replace(IMAGE_MARK, " ") if images else asked))
 
 
 def system_is_content(rows: Iterable[Row]) -> bool:
@@ -130,12 +132,15 @@ def _said(message: Message) -> str:
 
 
 def _images(row: Row) -> bytes:
+    """By content, where they were looked at: one image may lie at several places."""
+    if row.pictures:
+        return b"".join(bytes.fromhex(picture.sha256)[:8] for picture in row.pictures)
     return b"".join(_image(row.source, image) for image in row.images)
 
 
 def _image(source: str, image: Image) -> bytes:
-    # A path is relative to its file: train/1.png and test/1.png are two images.
-    content = image.data or os.path.join(os.path.dirname(source), image.path).encode("utf-8", "surrogatepass")  # noqa: PTH118, PTH120
+    # A path is relative to its root, or to its file: train/1.png and test/1.png are two images.
+    content = image.data or os.path.join(image.root_name or os.path.dirname(source), image.path).encode("utf-8", "surrogatepass")  # noqa: PTH118, PTH120
     return blake2b(content, digest_size=8).digest()
 
 

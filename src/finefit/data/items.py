@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from finefit.data.pictures import as_json, from_json
 from finefit.data.rows import Message, Row, ToolCall
 from finefit.errors import DataError
 
@@ -23,19 +24,27 @@ def as_item(row: Row) -> Row:
             return row
 
 
+def is_asked(row: Row, sources: tuple[str, ...]) -> bool:
+    """Whether an evaluation of these sources asks for it; of none that are named, of all."""
+    return not sources or not row.dataset or row.dataset in sources
+
+
 def item_line(row: Row) -> str:
     """What an evaluation needs of a row; its place goes with it, so that an item can be found again."""
     item = {
         "source": row.source,
         "number": row.number,
+        "dataset": row.dataset,
         "part": row.part,
         "messages": [] if row.text else [asdict(message) for message in row.messages],
         "tools": row.tools,
         "references": row.references,
+        "votes": row.votes,
         "wrong": row.wrong,
         "text": row.text,
-        "key": row.key,
+        "key": key_of(row) if row.images else row.key,
         "repairs": row.repairs,
+        "pictures": [as_json(picture) for picture in row.pictures],
     }
     return json.dumps(item, ensure_ascii=False) + "\n"
 
@@ -45,16 +54,24 @@ def key_of(row: Row) -> str:
     if row.key:
         return row.key
     answer = row.text or row.answer
-    content = json.dumps([[asdict(message) for message in row.prompt], row.tools, answer, sorted(row.references), sorted(row.wrong)])
+    content = json.dumps([[asdict(message) for message in row.prompt], row.tools, answer, sorted(row.references), sorted(row.wrong), *_seen(row)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _seen(row: Row) -> list[str]:
+    """An image is half of the question, by content where it was looked at; nothing for a row without one."""
+    if row.pictures:
+        return [picture.sha256 for picture in row.pictures]
+    return [hashlib.sha256(image.data).hexdigest() if image.data else image.path for image in row.images]
 
 
 def read_items(path: Path) -> list[Row]:
     with path.open(encoding="utf-8") as file:
-        return [_row(json.loads(line)) for line in file]
+        return [_row(json.loads(line), path.parent) for line in file]
 
 
-def _row(item: dict[str, Any]) -> Row:
+def _row(item: dict[str, Any], folder: Path) -> Row:
     messages = tuple(Message(**m | {"tool_calls": tuple(ToolCall(**call) for call in m["tool_calls"])}) for m in item.pop("messages"))
-    lists: dict[str, Any] = {name: tuple(item.pop(name, ())) for name in ("references", "wrong", "repairs")}
-    return as_item(Row(messages=messages, **lists, **item))
+    lists: dict[str, Any] = {name: tuple(item.pop(name, ())) for name in ("references", "votes", "wrong", "repairs")}
+    pictures = tuple(from_json(values, folder) for values in item.pop("pictures", ()))
+    return as_item(Row(messages=messages, pictures=pictures, **lists, **item))

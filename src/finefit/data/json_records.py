@@ -22,6 +22,8 @@ _FIELD_NAMES = (
     }
 )
 """An object with one of these, as `plain` gives it, is itself a record, whatever list it holds besides."""
+_SAID_ONCE = ("data_subtype",)
+"""What a file of VQA says of all its records: which of COCO's folders their images lie in."""
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 
 
@@ -161,7 +163,8 @@ def _entries(document: Any) -> list[Any]:
         return [entry if "id" in entry else {"id": name, **entry} for name, entry in document.items()]
     lists = [entries for entries in document.values() if isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)]
     if len(lists) == 1 and not any(_is_message(entry) for entry in lists[0]):
-        return lists[0]
+        said = {name: document[name] for name in _SAID_ONCE if isinstance(document.get(name), str)}
+        return [said | entry if isinstance(entry, dict) else entry for entry in lists[0]] if said else lists[0]
     return [document]
 
 

@@ -29,6 +29,7 @@ class Account:
     repeated: int = 0
     tokens: int = 0
     supervised: int = 0
+    images: int = 0
     counts_records: bool = True
     _last: tuple[str, int] | None = None
 
@@ -53,6 +54,7 @@ class Account:
             repeated=self.repeated,
             tokens=self.tokens,
             supervised_tokens=self.supervised,
+            images=self.images,
         )
 
 

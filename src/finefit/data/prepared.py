@@ -15,20 +15,27 @@ from numpy.typing import NDArray
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Fault, Lengths, Preparation
 from finefit.data.budget import Budget
+from finefit.data.eyes import FAMILIES
 from finefit.data.fingerprint import fingerprint, system_is_content
 from finefit.data.items import as_item, item_line, key_of
 from finefit.data.ledger import Account, Book
+from finefit.data.looking import OwnEye, PictureKeeper, See, eye_of
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
-from finefit.data.pieces import Piece, Pieces, chunked, num_processes
+from finefit.data.pictures import Picture
+from finefit.data.pieces import MEND_IMAGES, Looked, Piece, Pieces, chunked, num_processes
 from finefit.data.read import Reading, open_source
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Kind, Row
 from finefit.data.selection import Choice, choices, sampled, weighted
+from finefit.data.sightings import Sightings
 from finefit.data.store import ExampleWriter
 from finefit.data.tasks import NoResult, make_build
 from finefit.errors import DataError
 from finefit.facts.files import read_file
 from finefit.spec.schema import Data
+
+Grids = tuple[tuple[int, ...], ...]
+"""Of the images of one row."""
 
 _SAMPLE_CHARACTERS = 32 << 20
 SPLITS = ("test", "validation", "train")
@@ -42,24 +49,47 @@ _NO_PAIRS: dict[Kind, str] = {"chat": "single answers", "judged": "answers with 
 
 
 def prepare(
-    data: Data, *, base: Path, tokenizer: Path, seed: int, folder: Path, max_prompt_tokens: int | None = None, pairs: bool = False
+    data: Data,
+    *,
+    base: Path,
+    tokenizer: Path,
+    seed: int,
+    folder: Path,
+    max_prompt_tokens: int | None = None,
+    pairs: bool = False,
+    see: See | None = None,
 ) -> Preparation:
-    """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data goes.
+    """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data goes; of rows with images also
+    with those that came as bytes, and with where the others lie.
 
-    `max_prompt_tokens`: longer prompts of test rows are cut. `pairs`: what is trained on are preference pairs."""
-    renderer = open_renderer(tokenizer, data.template, template_options=data.template_options)
-    readings, sides = _open_all(data, base, pairs=pairs), 2 if pairs else 1
+    `max_prompt_tokens`: longer prompts of test rows are cut. `pairs`: what is trained on are preference pairs. `see`: opens the model's eye, by
+    default from what lies beside the tokenizer."""
+    see = see or OwnEye(tokenizer, tokenizer / "config.json", data.images)
+    renderer = open_renderer(tokenizer, data.template, template_options=data.template_options, eye=eye_of(see))
+    sees = renderer.eye is not None
+    readings, sides = _open_all(data, base, pairs=pairs, sees=sees), 2 if pairs else 1
     with ExitStack() as stack:
         book = Book(stack.enter_context(Journal(folder / "ledger.jsonl")))
         writers = {split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors", sides=sides)) for split in ("train", "validation")}
+        keeper, sightings = stack.enter_context(PictureKeeper(folder)), Sightings()
         sample = _sample(readings["train"])
         with_system = system_is_content(sample)
         common = common_windows(fingerprint(row, with_system=with_system) for row in sample)
-        processes = num_processes(readings["train"])
-        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=processes, with_system=with_system, pairs=pairs))
+        processes = num_processes(readings["train"], readings["test"] if sees else (), sees=sees)
+        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=processes, see=see, with_system=with_system, pairs=pairs))
         held_out, duplicates = OverlapIndex(common), TrainDuplicates(common)
-        passing = _Passing(data=data, book=book, pieces=pieces, writers=writers, held_out=held_out, duplicates=duplicates, pairs=pairs)
-        prompt = _test_items(readings["test"], renderer, passing, folder, seed, max_prompt_tokens)
+        passing = _Passing(
+            data=data,
+            book=book,
+            pieces=pieces,
+            writers=writers,
+            held_out=held_out,
+            duplicates=duplicates,
+            pairs=pairs,
+            keeper=keeper,
+            sightings=sightings,
+        )
+        prompt, most_asked = _test_items(readings["test"], renderer, passing, folder, seed, max_prompt_tokens)
         for reading in readings["validation"]:
             passing.examples(
                 book.open("validation", reading), reading, sampled(reading, 1.0, data.validation.limit if data.validation else None, seed)
@@ -75,7 +105,9 @@ def prepare(
             table.append(weighted(begin, writers["train"].num_examples, source.weight, seed))
             account.repeated = len(table[-1]) - account.examples
         passing.note_duplicates()
-        lengths = _closed(writers, np.concatenate(table), prompt, sides=sides)
+        lengths = _closed(writers, np.concatenate(table), prompt, most_asked, sides=sides)
+        keeper.close()
+        sightings.write(folder)
         book.accounts.sort(key=lambda account: -SPLITS.index(account.split))
         for account in book.accounts:
             book.journal.write(**asdict(account.closed()))
@@ -88,11 +120,13 @@ def prepare(
         largest_token=pieces.largest_token,
         pad_is_end=renderer.pad in renderer.stop_tokens,
         prompt_tokens=prompt,
+        prompt_grids=most_asked,
+        pictures_sha256=sightings.sha256,
         files={path.name: read_file(path, folder).sha256 for path in sorted(folder.iterdir())},
     )
 
 
-def _open_all(data: Data, base: Path, *, pairs: bool) -> dict[str, list[Reading]]:
+def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, list[Reading]]:
     """All sources, so that all that is wrong with them is told at once."""
     readings: dict[str, list[Reading]] = {}
     faults: list[DataError] = []
@@ -101,8 +135,10 @@ def _open_all(data: Data, base: Path, *, pairs: bool) -> dict[str, list[Reading]
         readings[split] = []
         for source in data.sources()[split]:
             try:
-                reading = replace(open_source(source.path, source.fields, base, split=split), build=build)
-                _require_kind(reading, split, pairs=pairs)
+                reading = replace(
+                    open_source(source.path, source.fields, base, split=split, where=source.where, images_root=source.images_root), build=build
+                )
+                _require_kind(reading, split, pairs=pairs, sees=sees)
                 readings[split].append(reading)
             except DataError as fault:
                 faults.append(fault)
@@ -119,7 +155,7 @@ def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:
         return BadRow(row.source, row.number, str(reason), row.part)
 
 
-def _require_kind(reading: Reading, split: str, *, pairs: bool) -> None:
+def _require_kind(reading: Reading, split: str, *, pairs: bool, sees: bool) -> None:
     row = next((row for row in reading.rows() if isinstance(row, Row)), None)
     if row is None:
         return
@@ -138,10 +174,10 @@ def _require_kind(reading: Reading, split: str, *, pairs: bool) -> None:
             f"{reading.source} holds {what}, and supervised fine-tuning learns from answers",
             f"name what is to be learnt, for instance {fields}" + ("; objective: {kind: dpo} learns from both sides" if row.kind == "pair" else ""),
         )
-    if row.images:
+    if row.images and not sees:
         raise DataError(
-            f"{reading.source} holds images, which a language model cannot see: its questions would be asked about nothing",
-            "name the columns of text alone, if that is meant: fields: {prompt: ..., answer: ...}",
+            f"{reading.source} holds images, which this model cannot see: its questions would be asked about nothing",
+            f"take a model that sees ({', '.join(FAMILIES)}), or name the columns of text alone: fields: {{prompt: ..., answer: ...}}",
         )
 
 
@@ -156,6 +192,8 @@ class _Passing:
     held_out: OverlapIndex
     duplicates: TrainDuplicates
     pairs: bool
+    keeper: PictureKeeper
+    sightings: Sightings
 
     def rows(self, account: Account, reading: Reading, choice: Choice) -> Iterator[Row]:
         """Those that take part."""
@@ -184,10 +222,12 @@ class _Passing:
             account.used += int(kept.sum())
             account.examples += len(lengths) // piece.sides
             account.tokens += len(tokens)
-            account.supervised += self.writers[account.split].add(tokens, supervised, lengths)
+            shown = [piece.pictures[at][:count] for at in np.flatnonzero(kept) for count in piece.shown[at]]
+            account.supervised += self.writers[account.split].add(tokens, supervised, lengths, shown)
 
     def _keeps(self, account: Account, row: Row, piece: Piece, at: int) -> bool:
         """Whether the row is used; if not, the reason is written down."""
+        self._sighted(row, piece.pictures[at])
         if at in piece.problems:
             self.unusable(account, row, *piece.problems[at])
             return False
@@ -212,7 +252,29 @@ class _Passing:
             self.book.note("special token", account.split, f"{row.place} holds {', '.join(piece.special[at])}")
         if piece.cut[at]:
             self.book.cut(account, row, piece.cut[at])
+        self.use(account, row, piece.pictures[at])
         return True
+
+    def _sighted(self, row: Row, pictures: tuple[Picture, ...]) -> None:
+        if pictures:
+            self.sightings.add(row.images, pictures)
+        else:
+            self.sightings.add_faulty(row.images)
+
+    def seen(self, account: Account, row: Row, looked: Looked) -> Row | None:
+        """With what its images are; None where they cannot be used, and that is written down."""
+        if isinstance(looked, str):
+            self._sighted(row, ())
+            self.unusable(account, row, looked, MEND_IMAGES)
+            return None
+        self._sighted(row, looked)
+        return replace(row, pictures=looked)
+
+    def use(self, account: Account, row: Row, pictures: tuple[Picture, ...]) -> None:
+        """The images of a row that is used."""
+        self.keeper.keep(row.images, pictures)
+        self.sightings.show(account.split, pictures)
+        account.images += len(pictures)
 
     def note_duplicates(self) -> None:
         """Several pairs may well compare answers to one prompt."""
@@ -230,31 +292,55 @@ class _Passing:
 
 def _test_items(
     readings: Sequence[Reading], renderer: Renderer, passing: _Passing, folder: Path, seed: int, max_prompt_tokens: int | None
-) -> int | None:
-    """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of the longest prompt."""
-    longest = 0
-    data, book = passing.data, passing.book
-    for reading in readings:
-        account = book.open("test", reading)
-        with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
-            for row in passing.rows(account, reading, sampled(reading, 1.0, data.test.limit if data.test else None, seed)):
-                try:
-                    item = as_item(row)
-                    tokens, whole = _asked(renderer, item, data, max_prompt_tokens)
-                except DataError as fault:
-                    passing.unusable(account, row, fault.problem, fault.remedy)
-                    continue
-                if whole > len(tokens):
-                    book.cut(account, row, whole - len(tokens))
-                if row.repairs:
-                    book.repair(account, row)
-                account.used += 1
-                account.tokens += len(tokens)
-                longest = max(longest, len(tokens))
-                passing.pieces.largest_token = max(passing.pieces.largest_token, *tokens)
-                passing.held_out.add_held("test", row, fingerprint(row, with_system=passing.pieces.with_system))
-                file.write(item_line(item))
-    return longest or None
+) -> tuple[int | None, Grids]:
+    """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of the longest prompt, and what the
+    row shows that shows most."""
+    if not readings:
+        return None, ()
+    longest, most, sources = 0, tuple[Picture, ...](), passing.data.test_sources()
+    with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
+        for source, reading in zip(sources, readings, strict=True):
+            account = passing.book.open("test", reading)
+            for row, looked in passing.pieces.looked(passing.rows(account, reading, sampled(reading, 1.0, source.limit, seed))):
+                item, num_tokens = _test_item(row, looked, renderer, passing, account, max_prompt_tokens)
+                longest = max(longest, num_tokens)
+                if item is not None:
+                    file.write(item_line(replace(item, dataset=source.label) if len(sources) > 1 else item))
+                    most = max(most, item.pictures, key=_num_values)
+    return longest or None, _grids(most)
+
+
+def _grids(pictures: Sequence[Picture]) -> Grids:
+    return tuple(picture.grid for picture in pictures)
+
+
+def _num_values(pictures: Sequence[Picture]) -> int:
+    return sum(picture.num_values for picture in pictures)
+
+
+def _test_item(
+    row: Row, looked: Looked, renderer: Renderer, passing: _Passing, account: Account, max_prompt_tokens: int | None
+) -> tuple[Row | None, int]:
+    """None where it cannot be asked, and the tokens of its prompt."""
+    book, seen = passing.book, passing.seen(account, row, looked)
+    if seen is None:
+        return None, 0
+    try:
+        item = as_item(seen)
+        tokens, whole = _asked(renderer, item, passing.data, max_prompt_tokens)
+    except DataError as fault:
+        passing.unusable(account, row, fault.problem, fault.remedy)
+        return None, 0
+    if whole > len(tokens):
+        book.cut(account, row, whole - len(tokens))
+    if row.repairs:
+        book.repair(account, row)
+    account.used += 1
+    account.tokens += len(tokens)
+    passing.use(account, row, seen.pictures)
+    passing.pieces.largest_token = max(passing.pieces.largest_token, *tokens)
+    passing.held_out.add_held("test", row, fingerprint(seen, with_system=passing.pieces.with_system))
+    return item, len(tokens)
 
 
 def _asked(renderer: Renderer, row: Row, data: Data, max_tokens: int | None) -> tuple[Sequence[int], int]:
@@ -270,12 +356,12 @@ def _asked(renderer: Renderer, row: Row, data: Data, max_tokens: int | None) -> 
 
 def _prompt(renderer: Renderer, row: Row, max_tokens: int | None) -> tuple[list[int], int]:
     """Its tokens, and how many there were before it was cut."""
-    if row.images:
-        raise DataError("holds images, which a language model cannot see", "leave these rows out of data.test")
-    whole = renderer.prompt_tokens(row.prompt, tools=row.tools)
+    if row.images and not row.pictures:
+        raise DataError("holds images, which this model cannot see", "leave these rows out of data.test")
+    whole = renderer.prompt_tokens(row.prompt, tools=row.tools, pictures=row.pictures)
     if max_tokens is None or len(whole) <= max_tokens:
         return whole, len(whole)
-    return renderer.prompt_tokens(row.prompt, tools=row.tools, max_tokens=max_tokens), len(whole)
+    return renderer.prompt_tokens(row.prompt, tools=row.tools, pictures=row.pictures, max_tokens=max_tokens), len(whole)
 
 
 def _sample(readings: Sequence[Reading]) -> list[Row]:
@@ -287,9 +373,10 @@ def _sample(readings: Sequence[Reading]) -> list[Row]:
     return [row for first in firsts for row in next(first, [])]
 
 
-def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None, *, sides: int) -> Lengths | None:
+def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None, prompt_grids: Grids, *, sides: int) -> Lengths | None:
     """The files are written as far as there are rows for them."""
     train, validation = writers["train"], writers["validation"]
+    _, most = max(train.most_shown(table), validation.most_shown(np.arange(validation.num_examples)), key=lambda found: found[0])
     held = (int(validation.lengths.max()), int(validation.supervised_counts.max())) if validation.num_examples else None
     if held:
         validation.close(np.arange(validation.num_examples))
@@ -307,4 +394,6 @@ def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt:
         validation=held,
         prompt=prompt,
         sides=sides,
+        grids=_grids(most),
+        prompt_grids=prompt_grids,
     )

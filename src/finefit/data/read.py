@@ -1,7 +1,8 @@
 """A source of the spec -> its rows, streamed: the files it names, the shape of their records, and what is joined to them."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import get_args
@@ -9,9 +10,11 @@ from typing import get_args
 from finefit.data.cells import is_given, shown
 from finefit.data.columns import plain
 from finefit.data.files import DataFile, find_files
+from finefit.data.published import numbered_split
 from finefit.data.records import Record, Unit, Value, read_records
 from finefit.data.rows import BadRow, Row
 from finefit.data.shapes import Shape, find_shape
+from finefit.data.where import Wanted, chosen, told, wanted_of
 from finefit.errors import DataError
 from finefit.spec.schema import Fields
 
@@ -54,6 +57,10 @@ class Reading:
     unit: Unit | None = None
     """What a record of a text file is, where the user says so."""
     join: Join | None = None
+    wanted: Wanted = field(default_factory=dict)
+    """Records with other values are no rows of this source."""
+    images_root: tuple[str, Path] | None = None
+    """Where paths of images start, as the user names it and as it is; None: in the folder of their file."""
     build: Callable[[Row], Row | BadRow] | None = None
     """What `data.task` makes of a row."""
 
@@ -64,33 +71,81 @@ class Reading:
     def rows(self) -> Iterator[Row | BadRow]:
         """Every record of every file yields at least one."""
         for file, shape in zip(self.files, self.shapes, strict=True):
-            for record in _records(file, self.unit, self.join):
+            name, root = self.images_root or ("", file.path.parent)
+            for record in chosen(_records(file, self.unit, self.join), self.wanted):
                 if isinstance(record, BadRow):
                     yield record
                 else:
-                    yield from map(self._built, shape.rows(record))
+                    yield from (self._built(_rooted(row, name, str(root))) for row in shape.rows(record))
+
+    def _all_records(self) -> Iterator[Record | BadRow]:
+        return (record for file in self.files for record in _records(file, self.unit, self.join))
 
     def _built(self, row: Row | BadRow) -> Row | BadRow:
         return row if self.build is None or isinstance(row, BadRow) else self.build(row)
 
 
-def open_source(path: str, fields: Fields, base: Path, *, split: str) -> Reading:
+def _rooted(row: Row | BadRow, name: str, root: str) -> Row | BadRow:
+    if isinstance(row, BadRow) or not row.images:
+        return row
+    return replace(row, images=tuple(replace(image, root=root, root_name=name) if image.path else image for image in row.images))
+
+
+def open_source(
+    path: str, fields: Fields, base: Path, *, split: str, where: Mapping[str, object] | None = None, images_root: str | None = None
+) -> Reading:
     files = find_files(path, base, split=split)
     unit = next((unit for unit in _UNITS if unit == fields.text), None) if files[0].format == "text" else None
     if unit:
         fields = fields.model_copy(update={"text": None})
     join = _join(fields.join, files, base, split) if fields.join else None
-    samples = [list(islice(_records(file, unit, join), _SAMPLE)) for file in files]
+    wanted = wanted_of(where or {})
+    samples = [list(islice(chosen(_records(file, unit, join), wanted), _SAMPLE)) for file in files]
+    _require_some(samples, path, wanted)
     found = [_shape(file, sample, fields) for file, sample in zip(files, samples, strict=True)]
     first = next((shape for shape in found if shape), None)
     if first is None:
         raise _nothing(path, [record for sample in samples for record in sample if isinstance(record, BadRow)])
-    shapes = tuple(shape or first for shape in found)
+    shapes = tuple(_only(shape or first, wanted) for shape in found)
     for file, shape in zip(files, shapes, strict=True):
         if shape.kind != first.kind:
             problem = f"{path} mixes kinds of rows: {files[found.index(first)].name} holds {first.name}, {file.name} {shape.name}"
             raise DataError(problem, "make them two sources")
-    return Reading(source=path, files=files, shapes=shapes, unit=unit, join=join)
+    root = None if images_root is None else (images_root, _root(path, images_root, base))
+    reading = Reading(source=path, files=files, shapes=shapes, unit=unit, join=join, wanted=wanted, images_root=root)
+    return reading if wanted else _of_numbered_split(reading, split)
+
+
+def _of_numbered_split(reading: Reading, split: str) -> Reading:
+    """Of one file that holds all splits of a published data set, the records of the one that is asked for."""
+    columns = [shape.columns or frozenset() for shape in reading.shapes]
+    wanted = numbered_split(frozenset.intersection(*columns), split)
+    if not wanted:
+        return reading
+    if next(chosen(reading._all_records(), wanted), None) is None:
+        raise _none_wanted(reading.source, wanted)
+    return replace(reading, wanted=wanted, shapes=tuple(_only(shape, wanted) for shape in reading.shapes))
+
+
+def _only(shape: Shape, wanted: Wanted) -> Shape:
+    return replace(shape, mapping={"only": told(wanted)} | shape.mapping) if wanted else shape
+
+
+def _require_some(samples: list[list[Record | BadRow]], path: str, wanted: Wanted) -> None:
+    if wanted and not any(samples):
+        raise _none_wanted(path, wanted)
+
+
+def _none_wanted(path: str, wanted: Wanted) -> DataError:
+    return DataError(f"{path} has no record with {told(wanted)}", "say by `where` which records are meant, such as where: {split: 1}")
+
+
+def _root(path: str, images_root: str, base: Path) -> Path:
+    root = base / images_root
+    if not (root.is_dir() or zipfile.is_zipfile(root)):
+        problem = f"{path}: images_root {images_root} is neither a folder nor a zip (looked for {root})"
+        raise DataError(problem, "its path is relative to the spec file")
+    return root
 
 
 def _records(file: DataFile, unit: Unit | None, join: Join | None) -> Iterator[Record | BadRow]:

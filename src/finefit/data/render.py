@@ -17,6 +17,10 @@ from typing import Any, Literal, NamedTuple
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from finefit.data.budget import Budget, Span, fitted
+from finefit.data.conversations import IMAGE_MARK
+from finefit.data.eyes.eye import Eye
+from finefit.data.marks import filled, inlined, num_marks, placed, require_unwritten
+from finefit.data.pictures import Picture
 from finefit.data.rows import Message, Row
 from finefit.data.template import ChatTemplate, Habits, read_tools, require_tools
 from finefit.errors import DataError, ModelError
@@ -39,7 +43,10 @@ class Example:
     """A row as the model sees it; it ends with an answer's end token."""
 
     tokens: tuple[int, ...]
+    """With those that stand for images."""
     supervised: tuple[bool, ...]
+    images: tuple[Picture, ...] = ()
+    """In the order of their tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +66,18 @@ class Rendered:
     """Of the longest example, before anything was cut."""
 
 
-class _Draft(NamedTuple):
-    """A row in text: for each example its segments."""
+class _Sheet(NamedTuple):
+    """An example in text."""
 
-    examples: list[list[Segment]]
-    rejected: list[list[Segment]]
+    segments: list[Segment]
+    pictures: tuple[Picture, ...] = ()
+
+
+class _Draft(NamedTuple):
+    """A row in text, example by example."""
+
+    examples: list[_Sheet]
+    rejected: list[_Sheet]
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,8 @@ class Renderer:
     """Variables of the chat template, over the defaults."""
     model_stops: tuple[int, ...] = ()
     """What the model's own generation settings stop at, besides the end of a turn."""
+    eye: Eye | None = None
+    """Of a model that sees."""
 
     @property
     def pad(self) -> int:
@@ -103,37 +119,90 @@ class Renderer:
         end = self._ids([self._habits.closing])[0][-1]
         return tuple(dict.fromkeys((end, int(self.tokenizer.eos_token_id), *self.model_stops)))
 
-    def prompt_text(self, messages: Sequence[Message], *, tools: str = "") -> str:
-        """What stands before the answer, the opening of the assistant's turn included."""
+    def prompt_text(self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = ()) -> str:
+        """What stands before the answer, the opening of the assistant's turn included; of an image the template's mark."""
+        messages = self._placed(messages, pictures)
         if self.template == "plain":
-            return _plain_prompt(messages, tools)
+            return self._plain_text(messages, tools, has_images=bool(pictures))
         template, given = self._chat(tools), read_tools(tools)
-        prompt = template.prompt(template.dicts(template.thoughts_apart(messages)), given)
+        prompt = template.prompt(template.dicts(template.thoughts_apart(messages), has_images=bool(pictures)), given)
         require_tools(given, prompt)
         return prompt
 
-    def prompt_tokens(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int | None = None) -> list[int]:
-        """Cut as a training row where it is longer than `max_tokens`."""
+    def prompt_tokens(
+        self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = (), max_tokens: int | None = None
+    ) -> list[int]:
+        """Cut as a training row where it is longer than `max_tokens`. `pictures`: what the images of the messages are."""
         if max_tokens is not None:
-            messages = self.cut_prompt(messages, tools=tools, max_tokens=max_tokens)
-        tokens = self._prompt_tokens(messages, tools)
+            messages = self.cut_prompt(messages, tools=tools, pictures=pictures, max_tokens=max_tokens)
+        tokens = self._prompt_tokens(messages, tools, pictures)
         if not tokens:
             raise DataError("the prompt is empty, so there is nothing to answer to", "give the row a prompt")
         return tokens
 
-    def cut_prompt(self, messages: Sequence[Message], *, tools: str = "", max_tokens: int) -> tuple[Message, ...]:
-        """The messages with so much taken out that their prompt fits."""
-        kept = fitted(messages, length=lambda cut: len(self._prompt_tokens(cut, tools)), spans=self._spans, max_tokens=max_tokens)
+    def cut_prompt(self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = (), max_tokens: int) -> tuple[Message, ...]:
+        """The messages with so much taken out that their prompt fits. Images stay."""
+        kept = fitted(
+            placed(messages, len(pictures)),
+            length=lambda cut: len(self._prompt_tokens(cut, tools, pictures)),
+            spans=self._spans,
+            max_tokens=max_tokens,
+            mark=IMAGE_MARK if pictures else None,
+        )
         if kept is None:
+            images = f" and its images ({self._num_image_tokens(pictures)} tokens)" if pictures else ""
             raise DataError(
-                f"the template's own text and one token of each message take more than {max_tokens} tokens", "allow more tokens for the prompt"
+                f"the template's own text and one token of each message{images} take more than {max_tokens} tokens",
+                "allow more tokens for the prompt" + (", or lower data.images.max_pixels" if pictures else ""),
             )
         return kept
 
-    def _prompt_tokens(self, messages: Sequence[Message], tools: str) -> list[int]:
-        text = self.prompt_text(messages, tools=tools)
+    def _prompt_tokens(self, messages: Sequence[Message], tools: str, pictures: Sequence[Picture]) -> list[int]:
+        text = self.prompt_text(messages, tools=tools, pictures=pictures)
+        if self.eye is not None:
+            (text,) = filled([text], self.eye, pictures)
         _require_characters([text])
-        return [*(self._start if self.template == "plain" else ()), *self._ids([text])[0]]
+        (ids,) = self._ids([text])
+        tokens = [*self._before(ids), *ids]
+        self._require_image_tokens(tokens, pictures)
+        return tokens
+
+    def _before(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """What stands before the first tokens of a text. Chat templates write their own first token; plain text gets the tokenizer's. A model that
+        sees is used through its processor: that writes the first token into plain text, and puts it before a chat whose template has none."""
+        if self.template == "plain":
+            return self._start if self.eye is None else ()
+        return self._start if self.eye is not None and tuple(ids[:1]) != self._start else ()
+
+    def _placed(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[Message, ...]:
+        """With a mark for each picture, and no text that would be taken for one."""
+        if self.eye is None:
+            if pictures:
+                raise DataError("the row has an image, and this model cannot see", "leave the row out, or take the image out of it")
+            return tuple(messages)
+        messages = placed(messages, len(pictures))
+        require_unwritten(messages, (self.eye.mark, self._image_token), has_images=bool(pictures))
+        return inlined(messages, self.eye, pictures) if pictures and not self.eye.mark else messages
+
+    @cached_property
+    def _image_token(self) -> str:
+        assert self.eye is not None
+        token = self.eye.lens.image_token
+        return str(self.tokenizer.convert_ids_to_tokens(token)) if token >= 0 else ""
+
+    def _num_image_tokens(self, pictures: Sequence[Picture]) -> int:
+        return 0 if self.eye is None else sum(self.eye.lens.num_tokens(picture.grid) for picture in pictures)
+
+    def _require_image_tokens(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> None:
+        """As many as there will be features: the model puts one in the place of each."""
+        if self.eye is None:
+            return
+        found, expected = tokens.count(self.eye.lens.image_token), self._num_image_tokens(pictures)
+        if found != expected:
+            raise DataError(
+                f"the prompt has {found} image tokens, and its {len(pictures)} images are {expected} features",
+                "look for the model's own marks in the text of the row",
+            )
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """The answer in what a model wrote behind a prompt: without the end, what the template writes around an answer, and its reasoning."""
@@ -165,7 +234,7 @@ class Renderer:
         if whole.num_tokens <= budget.max_tokens or whole.problem:
             return whole
         if budget.too_long != "cut_prompt":
-            return _too_long(f"too long: {whole.num_tokens} tokens, max_tokens is {budget.max_tokens}", whole.num_tokens)
+            return _too_long(f"too long: {whole.num_tokens} tokens{self._of_images(row)}, max_tokens is {budget.max_tokens}", whole.num_tokens)
         try:
             return self._cut(row, whole, budget)
         except DataError as error:
@@ -174,20 +243,26 @@ class Renderer:
     def _cut(self, row: Row, whole: Rendered, budget: Budget) -> Rendered:
         """Both sides of a pair keep the same prompt, so only what both have is cut."""
         num_shared = row.num_given if row.rejected else len(row.messages)
+        row = replace(row, messages=placed(row.messages, len(row.pictures)))
 
         def rendered(messages: Sequence[Message]) -> Rendered:
             draft = self._written(replace(row, messages=(*messages, *row.messages[num_shared:])), budget.turns)
             return self._assembled(draft, self._segment_ids([draft]))
 
         shared = row.messages[:num_shared]
-        kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spans, max_tokens=budget.max_tokens)
+        mark = IMAGE_MARK if row.pictures else None
+        kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spans, max_tokens=budget.max_tokens, mark=mark)
         if kept is None:
             return _too_long(
-                f"too long: {whole.num_tokens} tokens, and without what can be cut from the prompt still more than max_tokens {budget.max_tokens}",
+                f"too long: {whole.num_tokens} tokens{self._of_images(row)}, and without what can be cut from the prompt still more than max_tokens "
+                f"{budget.max_tokens}",
                 whole.num_tokens,
             )
         shorter = rendered(kept)
         return replace(shorter, cut_tokens=whole.num_tokens - shorter.num_tokens, num_tokens=whole.num_tokens)
+
+    def _of_images(self, row: Row) -> str:
+        return f" ({self._num_image_tokens(row.pictures)} of images, which are never cut)" if row.pictures else ""
 
     def _draft(self, row: Row, turns: Literal["all", "last"]) -> _Draft | DataError:
         try:
@@ -196,15 +271,16 @@ class Renderer:
             return error
 
     def _written(self, row: Row, turns: Literal["all", "last"]) -> _Draft:
-        if row.images:
-            raise DataError("the row has an image, and rows are rendered as text", "leave the row out, or take the image out of it")
+        if row.images and not row.pictures:
+            raise DataError("the row has an image, and this model cannot see", "leave the row out, or take the image out of it")
         if row.kind == "text":
             _require_characters([row.text])
-            return _Draft([[Segment(row.text, True)]], [])
-        examples = self._examples(row.messages, row.num_given, row.tools, turns)
+            self._placed([Message("user", row.text)], ())
+            return _Draft([_Sheet([Segment(row.text, True)])], [])
+        examples = self._examples(row.messages, row, turns)
         if not row.rejected:
             return _Draft(examples, [])
-        rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row.num_given, row.tools, turns)
+        rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
         if examples == rejected:
             raise DataError("both sides of the pair are written alike, so there is nothing to prefer", "remove the pair, or mend one side")
         if max(len(examples), len(rejected)) > 1:
@@ -214,47 +290,71 @@ class Renderer:
             )
         return _Draft(examples, rejected)
 
-    def _examples(self, messages: Sequence[Message], num_given: int, tools: str, turns: Literal["all", "last"]) -> list[list[Segment]]:
+    def _examples(self, messages: Sequence[Message], row: Row, turns: Literal["all", "last"]) -> list[_Sheet]:
         """Prompt and answer by turns, in one example as long as each prompt goes on from the last answer as that was trained."""
+        marked, messages = placed(messages, len(row.pictures)), self._placed(messages, row.pictures)
         if self.template == "plain":
-            return [self._plain(messages, tools)]
-        template, given = self._chat(tools), read_tools(tools)
+            return [self._sheet(self._plain(messages, row.tools, has_images=bool(row.pictures)), row.pictures)]
+        template, given = self._chat(row.tools), read_tools(row.tools)
         messages = template.thoughts_apart(messages)
-        dicts = template.dicts(messages)
-        answers = [at for at, message in enumerate(messages) if at >= num_given and message.role == "assistant"]
+        dicts = template.dicts(messages, has_images=bool(row.pictures))
+        answers = [at for at, message in enumerate(messages) if at >= row.num_given and message.role == "assistant"]
         if not answers:
             raise DataError("the row has no answer behind what is given", "end the row with an answer")
         examples: list[list[Segment]] = []
+        shown: list[int] = []
         done = ""
         for at in answers if turns == "all" else answers[-1:]:
             prompt, turn = template.turn(messages, dicts, at, given)
             if not examples or not prompt.startswith(done):
                 require_tools(given, prompt)
                 examples.append([])
+                shown.append(0)
                 done = ""
             segments = Segment(prompt[len(done) :], False), Segment(turn, True)
             _require_characters(segment.text for segment in segments)
             examples[-1] += segments
+            shown[-1] = num_marks(marked[:at]) if row.pictures else 0
             done = prompt + turn
-        return examples
+        return [self._sheet(segments, row.pictures[:count]) for segments, count in zip(examples, shown, strict=True)]
 
-    def _plain(self, messages: Sequence[Message], tools: str) -> list[Segment]:
+    def _sheet(self, segments: list[Segment], pictures: tuple[Picture, ...]) -> _Sheet:
+        if self.eye is None:
+            return _Sheet(segments)
+        texts = filled([segment.text for segment in segments], self.eye, pictures)
+        return _Sheet([Segment(text, segment.supervised) for segment, text in zip(segments, texts, strict=True)], pictures)
+
+    def _plain(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> list[Segment]:
         if not messages or messages[-1].role != "assistant":
             raise DataError("the row has no answer behind what is given", "end the row with an answer")
         answer, eos = messages[-1], str(self.tokenizer.eos_token)
         if answer.reasoning or answer.tool_calls:
             raise DataError("the plain template has no place for reasoning or calls of tools", "use a model with a chat template")
-        prompt = _plain_prompt(messages[:-1], tools)
+        prompt = self._plain_text(messages[:-1], tools, has_images=has_images)
         _require_characters([prompt, answer.content])
         return [Segment(prompt, False), Segment(answer.content.removesuffix(eos) + eos, True)]
 
+    def _plain_text(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> str:
+        prompt = _plain_prompt(messages, tools)
+        if self.eye is None:
+            return prompt
+        marked = prompt.replace(IMAGE_MARK, self.eye.mark) if has_images and self.eye.mark else prompt
+        return self.eye.plain(marked, str(self.tokenizer.bos_token) if self._start else "")
+
     def _assembled(self, draft: _Draft, ids: Iterator[list[int]]) -> Rendered:
-        start = self._start if self.template == "plain" else ()
-        filled = [[[(segment, next(ids)) for segment in segments] for segments in side] for side in draft]
+        filled = [[[(segment, next(ids)) for segment in sheet.segments] for sheet in side] for side in draft]
         for segment, piece in chain.from_iterable(chain.from_iterable(filled)):
             if segment.supervised and (unknown := self._unknown_in(segment.text, piece)):
                 return _unknown(unknown)
-        sides = [tuple(_example(start, pieces) for pieces in side) for side in filled]
+        sides = [
+            tuple(_example(self._before(pieces[0][1]), pieces, sheet.pictures) for pieces, sheet in zip(side, sheets, strict=True))
+            for side, sheets in zip(filled, draft, strict=True)
+        ]
+        try:
+            for example in chain(*sides):
+                self._require_image_tokens(example.tokens, example.images)
+        except DataError as error:
+            return Rendered(problem=error.problem, remedy=error.remedy)
         return Rendered(examples=sides[0], rejected=sides[1], num_tokens=max(len(e.tokens) for e in chain(*sides)))
 
     def _unknown_in(self, text: str, ids: list[int]) -> str:
@@ -283,7 +383,7 @@ class Renderer:
 
     def _segment_ids(self, drafts: Sequence[_Draft]) -> Iterator[list[int]]:
         """Of all segments, in order. What does not begin a text is read as the middle of one."""
-        segments = [(at > 0, segment.text) for draft in drafts for side in draft for example in side for at, segment in enumerate(example)]
+        segments = [(at > 0, segment.text) for draft in drafts for side in draft for sheet in side for at, segment in enumerate(sheet.segments)]
         guard, num_guard = self._guard
         ids = self._ids([guard + text if is_inner else text for is_inner, text in segments])
         if not num_guard:
@@ -377,18 +477,27 @@ class Renderer:
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._start}
         identity |= {"options": {**_DEFAULTS, **self.template_options}, "today": _TODAY.isoformat()}
+        identity |= {} if self.eye is None else {"eye": self.eye.identity}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def open_renderer(
-    folder: Path | str, template: Literal["chat", "plain"], *, template_options: Mapping[str, Any] | None = None, revision: str = "main"
+    folder: Path | str,
+    template: Literal["chat", "plain"],
+    *,
+    template_options: Mapping[str, Any] | None = None,
+    revision: str = "main",
+    eye: Eye | None = None,
 ) -> Renderer:
+    """`eye`: of a model that sees; without it only text is rendered."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"{folder} has no tokenizer that can be loaded: {reason}", "put the model's tokenizer files there, whole") from None
     options = dict(template_options or {})
+    if eye is not None:
+        tokenizer.chat_template = _processor_template(Path(folder)) or tokenizer.chat_template
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {folder} has no eos_token, so the model could not learn to stop",
@@ -398,7 +507,16 @@ def open_renderer(
         _require_template(tokenizer, folder)
     if reserved := sorted(set(options) & set(_RESERVED)):
         raise DataError(f"data.template_options sets {', '.join(reserved)}, which the rows give", "take it out of data.template_options")
-    return Renderer(tokenizer, template, options, _model_stops(folder, revision))
+    return Renderer(tokenizer, template, options, _model_stops(folder, revision), eye)
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Of models that see, the template may lie with the processor alone."""
+    found = folder / "chat_template.json"
+    if not found.is_file() or (folder / "chat_template.jinja").is_file():
+        return None
+    template = json.loads(found.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
@@ -422,14 +540,14 @@ def _model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
     return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
 
 
-def _example(start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]]) -> Example:
+def _example(start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]], pictures: tuple[Picture, ...]) -> Example:
     tokens, supervised = [*start], (False,) * len(start)
     for segment, ids in pieces:
         tokens += ids
         supervised += (segment.supervised,) * len(ids)
     if supervised[:1] == (True,):  # nothing stands before the first token that could predict it
         supervised = (False, *supervised[1:])
-    return Example(tuple(tokens), supervised)
+    return Example(tuple(tokens), supervised, pictures)
 
 
 def _require_characters(texts: Iterable[str]) -> None:

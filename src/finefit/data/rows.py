@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from finefit.data.pictures import Picture
+
 Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["chat", "pair", "judged", "text"]
 
@@ -29,6 +31,10 @@ class Image:
 
     path: str = ""
     data: bytes = b""
+    root: str = ""
+    """The folder or zip that the path starts from: what `images_root` names, else the folder of the record's file."""
+    root_name: str = ""
+    """As `images_root` has it: the same wherever the data lies. Empty where it names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +58,16 @@ class Row:
     tools: str = ""
     """A JSON list of the tools that the assistant may call."""
     images: tuple[Image, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    """The same, once they were looked at."""
     references: tuple[str, ...] = ()
     """All answers that count as right, where a record names several; the one trained on is among them."""
+    votes: tuple[int, ...] = ()
+    """How often a record lists each reference: so many people gave this answer."""
     wrong: tuple[str, ...] = ()
     """Answers that a record calls wrong."""
+    dataset: str = ""
+    """The source that it is told under, where test rows come from several."""
     key: str = ""
     """Of the row that this one was built from by `data.task`: the same item, whatever it was built into."""
     repairs: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ Where more than one reading is possible none is taken: the error lists the candi
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Final, Literal
 
@@ -13,6 +13,7 @@ from finefit.data.assemble import Assemble
 from finefit.data.cells import Fault, held_image, inserted
 from finefit.data.columns import CONTEXTS, PROMPTS, Column, Sample, listed, plain
 from finefit.data.conversations import is_conversation, metadata
+from finefit.data.published import image_column
 from finefit.data.records import Record
 from finefit.data.rows import BadRow, Kind, Row
 from finefit.errors import DataError
@@ -87,6 +88,8 @@ class Shape:
     """Which column is what, for the user; `not used` names the rest."""
     columns: frozenset[str] | None
     """Those of the records that the shape was recognised by; None where it was declared."""
+    beside: Fields = field(default_factory=Fields)
+    """What was declared beside a shape that was recognised."""
 
     @property
     def kind(self) -> Kind:
@@ -108,7 +111,7 @@ class Shape:
         if not new:
             return self
         try:
-            own = find_shape([record], Fields(), source=record.source)
+            own = find_shape([record], self.beside, source=record.source)
         except DataError as error:
             raise Fault(f"has {', '.join(new)}, which the first records lack: {error.problem}") from None
         if own.kind != self.kind:
@@ -121,7 +124,19 @@ def find_shape(sample: Sequence[Record], fields: Fields, *, source: str) -> Shap
         raise DataError(f"{source} holds no records", "check the path, or leave the source out")
     seen = Sample.of([record.value for record in sample], source)
     declared: dict[str, str] = fields.model_dump(exclude_none=True, exclude={"join"})
-    return _declared(seen, declared) if declared else _recognised(seen)
+    if declared.keys() - _BESIDE:
+        return _declared(seen, declared)
+    return _with_beside(seen, _recognised(seen), fields, declared) if declared else _recognised(seen)
+
+
+def _with_beside(seen: Sample, shape: Shape, fields: Fields, declared: dict[str, str]) -> Shape:
+    """Where only what stands beside a shape is declared, such as the name of an image, the rest is recognised."""
+    if shape.name == "plain text":
+        raise DataError(
+            f"{seen.source} holds plain text, which has no {', '.join(declared)}", "take these out of fields, or name a prompt and an answer"
+        )
+    parts = dict(shape.parts) | {field: seen.column(written, field) for field, written in declared.items()}
+    return replace(_shape(seen, shape.name, parts), beside=fields)
 
 
 def _declared(seen: Sample, fields: dict[str, str]) -> Shape:
@@ -313,6 +328,8 @@ def _beside(seen: Sample) -> Parts:
     if found := seen.named(_IMAGES):
         name = min(found, key=lambda name: _image_rank(seen, name))
         parts["images"] = Column(name, (name,))
+    elif named := image_column(seen):
+        parts["images"] = named
     return parts
 
 

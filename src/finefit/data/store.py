@@ -1,6 +1,7 @@
 """Prepared examples on disk: one safetensors file, written as rows stream by and read by memory map, so that neither needs them all in memory.
 
 A preference pair is two sequences, the second directly behind the first; lengths and counts then have a column for each side.
+Of images there is a table, in which each stands once; an example has the numbers of those that it shows.
 """
 
 import json
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finefit.data.pairs import Pair
+from finefit.data.pictures import Picture, as_json, from_json
 from finefit.data.render import Example
 
 _DTYPES: dict[str, Any] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
@@ -29,6 +31,9 @@ class Examples(Sequence[Example]):
         self.lengths: NDArray[np.int32] = self._arrays["lengths"]
         self.supervised_counts: NDArray[np.int32] = self._arrays["supervised_counts"]
         """Of tokens that something stands before: the first of an example is never predicted."""
+        self._pictures = _Pictures(self._arrays, path.parent)
+        self.num_values: NDArray[np.int64] = self._pictures.num_values
+        """Of what the images of each show."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -40,7 +45,7 @@ class Examples(Sequence[Example]):
     def __getitem__(self, at: int | slice) -> Example | list[Example]:
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
-        return _example(self._arrays, int(self._arrays["starts"][at]), int(self.lengths[at]))
+        return _example(self._arrays, int(self._arrays["starts"][at]), int(self.lengths[at]), self._pictures.of(at))
 
 
 class ExamplePairs(Sequence[Pair]):
@@ -51,6 +56,8 @@ class ExamplePairs(Sequence[Pair]):
         self.lengths: NDArray[np.int32] = self._arrays["lengths"]
         """Of the preferred side, and of the other."""
         self.supervised_counts: NDArray[np.int32] = self._arrays["supervised_counts"]
+        self._pictures = _Pictures(self._arrays, path.parent)
+        self.num_values: NDArray[np.int64] = self._pictures.num_values
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -63,7 +70,8 @@ class ExamplePairs(Sequence[Pair]):
         if isinstance(at, slice):
             return [self[index] for index in range(*at.indices(len(self)))]
         start, (chosen, rejected) = int(self._arrays["starts"][at]), self.lengths[at].tolist()
-        return Pair(_example(self._arrays, start, chosen), _example(self._arrays, start + chosen, rejected))
+        pictures = self._pictures.of(at)
+        return Pair(_example(self._arrays, start, chosen, pictures), _example(self._arrays, start + chosen, rejected, pictures))
 
     def distinct(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Rows that hold every pair once, and for each row the place of its pair among those."""
@@ -75,9 +83,66 @@ def open_examples(path: Path) -> Examples | ExamplePairs:
     return ExamplePairs(path) if _map(path)["lengths"].ndim == 2 else Examples(path)
 
 
-def _example(arrays: dict[str, NDArray[Any]], start: int, length: int) -> Example:
+class _Pictures:
+    """Of the examples of an epoch; read from the table when asked for."""
+
+    def __init__(self, arrays: dict[str, NDArray[Any]], folder: Path) -> None:
+        self._arrays, self._folder = arrays, folder
+        self.num_values: NDArray[np.int64] = arrays["num_values"] if "num_values" in arrays else np.zeros(len(arrays["lengths"]), np.int64)
+
+    def of(self, at: int) -> tuple[Picture, ...]:
+        if "shown" not in self._arrays:
+            return ()
+        start, count = int(self._arrays["shown_starts"][at]), int(self._arrays["shown_counts"][at])
+        return tuple(self._picture(number) for number in self._arrays["shown"][start : start + count].tolist())
+
+    def _picture(self, number: int) -> Picture:
+        start, end = self._arrays["picture_borders"][number : number + 2].tolist()
+        return from_json(json.loads(self._arrays["pictures"][start:end].tobytes()), self._folder)
+
+
+def _example(arrays: dict[str, NDArray[Any]], start: int, length: int, pictures: tuple[Picture, ...]) -> Example:
     tokens, supervised = (arrays[name][start : start + length] for name in ("tokens", "supervised"))
-    return Example(tuple(tokens.tolist()), tuple(supervised.astype(bool).tolist()))
+    return Example(tuple(tokens.tolist()), tuple(supervised.astype(bool).tolist()), pictures)
+
+
+class _PictureTable:
+    """The pictures of examples as they come, each distinct one once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Picture, int] = {}
+        self._shown: list[int] = []
+        self._counts: list[int] = []
+        self._values: list[int] = []
+
+    def add(self, pictures: Sequence[Picture]) -> None:
+        self._shown += [self._numbers.setdefault(picture, len(self._numbers)) for picture in pictures]
+        self._counts.append(len(pictures))
+        self._values.append(sum(picture.num_values for picture in pictures))
+
+    def most(self, chosen: NDArray[np.int64]) -> tuple[int, tuple[Picture, ...]]:
+        """What the example shows that shows most of these, and how many values that is."""
+        values = np.array(self._values, np.int64)[chosen]
+        if not self._numbers or not len(values):
+            return 0, ()
+        at = int(chosen[int(values.argmax())])
+        start, there = sum(self._counts[:at]), list(self._numbers)
+        return int(values.max()), tuple(there[number] for number in self._shown[start : start + self._counts[at]])
+
+    def arrays(self, table: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Nothing where no example shows anything."""
+        if not self._numbers:
+            return {}
+        lines = [json.dumps(as_json(picture)).encode() for picture in self._numbers]
+        counts = np.array(self._counts, np.int32)
+        return {
+            "shown": np.array(self._shown, np.int32),
+            "shown_starts": _starts(counts)[table],
+            "shown_counts": counts[table],
+            "num_values": np.array(self._values, np.int64)[table],
+            "pictures": np.frombuffer(b"".join(lines), np.uint8),
+            "picture_borders": np.cumsum([0, *map(len, lines)], dtype=np.int64),
+        }
 
 
 class ExampleWriter:
@@ -89,10 +154,20 @@ class ExampleWriter:
         self._files: dict[str, BinaryIO] = {name: part.open("wb") for name, part in self._parts.items()}
         self._lengths: list[NDArray[np.int32]] = []
         self._counts: list[NDArray[np.int32]] = []
+        self._pictures = _PictureTable()
         self.num_examples = 0
 
-    def add(self, tokens: NDArray[np.int32], supervised: NDArray[np.uint8], lengths: NDArray[np.int32]) -> int:
-        """Sequences of these lengths, one behind the other. Returns how many tokens of them are supervised."""
+    def add(
+        self,
+        tokens: NDArray[np.int32],
+        supervised: NDArray[np.uint8],
+        lengths: NDArray[np.int32],
+        pictures: Sequence[Sequence[Picture]] | None = None,
+    ) -> int:
+        """Sequences of these lengths, one behind the other. Returns how many tokens of them are supervised. `pictures`: what each example shows;
+        None: nothing."""
+        for shown in pictures if pictures is not None else [()] * (len(lengths) // self._sides):
+            self._pictures.add(shown)
         self._files["tokens"].write(np.ascontiguousarray(tokens, np.int32).data)
         self._files["supervised"].write(np.ascontiguousarray(supervised, np.uint8).data)
         counts = _supervised_counts(supervised, lengths)
@@ -110,6 +185,10 @@ class ExampleWriter:
     def supervised_counts(self) -> NDArray[np.int32]:
         return self._by_side(_joined(self._counts))
 
+    def most_shown(self, table: NDArray[np.int64]) -> tuple[int, tuple[Picture, ...]]:
+        """What the example of the table shows that shows most, and how many values that is."""
+        return self._pictures.most(table)
+
     def _by_side(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         return values if self._sides == 1 else values.reshape(-1, self._sides)
 
@@ -120,6 +199,7 @@ class ExampleWriter:
         lengths, counts = self.lengths, self.supervised_counts
         starts = _starts(lengths.reshape(-1))[:: self._sides]
         arrays: dict[str, NDArray[Any]] = {"starts": starts[table], "lengths": lengths[table], "supervised_counts": counts[table]}
+        arrays |= self._pictures.arrays(table)
         _write(self._path, arrays, {"tokens": (self._parts["tokens"], np.int32), "supervised": (self._parts["supervised"], np.uint8)})
         self._remove_parts()
 

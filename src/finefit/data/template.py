@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from finefit.data.conversations import IMAGE_MARK
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError
 
@@ -198,12 +199,15 @@ class ChatTemplate:
             return messages
         return [_thought_apart(message) for message in messages]
 
-    def dicts(self, messages: Sequence[Message]) -> list[Json]:
-        """As templates expect them. A tool's answer names the call that it answers: some templates look for it."""
+    def dicts(self, messages: Sequence[Message], *, has_images: bool = False) -> list[Json]:
+        """As templates expect them. A tool's answer names the call that it answers: some templates look for it. `has_images`: marks in the messages
+        stand for images."""
         dicts: list[Json] = []
         open_calls: Iterator[Json] = iter(())
         for message in messages:
             written = self._dict(message)
+            if has_images and IMAGE_MARK in message.content:
+                written["content"] = _parts(message.content)
             if message.tool_calls:
                 open_calls = iter(written["tool_calls"])
             elif message.role == "tool" and (call := next(open_calls, None)):
@@ -276,6 +280,12 @@ def _user(template: ChatTemplate) -> Json:
 
 def _typed(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """Texts and images in their order."""
+    first, *others = text.split(IMAGE_MARK)
+    return [*(_typed(first) if first else ()), *(part for rest in others for part in ({"type": "image"}, *(_typed(rest) if rest else ())))]
 
 
 def _reasoning(text: str) -> Json:

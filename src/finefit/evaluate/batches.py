@@ -16,14 +16,19 @@ from finefit.step.shortage import is_shortage
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
+Ahead = Callable[[Sequence[int], Sequence[int]], None]
+"""(the indices of a batch, those behind it): what they need can be got ready."""
 
 
-def in_batches(lengths: Sequence[int], room: Room, compute: Callable[[list[int]], Sequence[T]], *, warn: Warn) -> Iterator[tuple[int, T]]:
+def in_batches(
+    lengths: Sequence[int], room: Room, compute: Callable[[list[int]], Sequence[T]], *, warn: Warn, ahead: Ahead = lambda _now, _then: None
+) -> Iterator[tuple[int, T]]:
     """(index, result) of every row. `lengths`: tokens that each takes to its end; `compute` is given the indices of a batch. A batch that runs out of
     memory is cut in half, and so is the room for those after it."""
     waiting = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     while waiting:
         chosen = first_batch(waiting, lengths, room)
+        ahead(chosen, waiting[len(chosen) :])
         found = _attempt(compute, chosen)
         if isinstance(found, str):
             room = _narrower(room, len(chosen), lengths[chosen[0]], found)

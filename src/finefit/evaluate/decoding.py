@@ -1,22 +1,28 @@
 """Tokens behind a batch of prompts: all prompts pass the model once, then each step gives every row one token, the likeliest unless told otherwise.
 
 Prompts are padded on the right and pass without a mask, as training rows do: attention is causal, so no row sees its padding, and the fast kernels
-stay open. What padding leaves in the cache is masked from then on; prompts of one length, and a single one, never meet a mask. Nothing in `prefill`
-and `follow` is read on the host, so a rehearsal runs the same two.
-B rows, T tokens, S slots of the cache, V words of the vocabulary.
+stay open. What padding leaves in the cache is masked from then on; prompts of one length, and a single one, never meet a mask. Models that see read
+whole prompts by their sight, with what their images show. Nothing in `prefill`, `behold` and `follow` is read on the host: a rehearsal runs the same.
+B rows, T tokens, S slots of the cache, H hidden, V words of the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import peft
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finefit.model.attention import can_pack
+from finefit.model.sight import bare, sight_in
+from finefit.model.sight.tiles import as_taken
+from finefit.objective.batch import Extra
+from finefit.step.forward import logits_after
 
 _LOOK_STEPS = {"cpu": 1, "cuda": 8}
 """Steps between two looks at what was written: a look waits for the card."""
@@ -26,6 +32,9 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 Choose = Callable[[Tensor, int, Tensor], Tensor]
 """(rows_B, step, logits_BV) -> tokens_B: the next token of each row; `rows_B` are their numbers among the prompts."""
+Look = Callable[[NDArray[np.int64], Sequence[int]], Extra]
+"""(input_ids_BT, lengths) -> what a model that sees is given beside its prompts, on the host."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +47,8 @@ class Context:
     is_own_BS: Tensor | None
     """Which slots of the cache hold a token of the row, with room for those to come; None: all do."""
     slots: int
+    unsaid_B1H: Tensor | None = None
+    """Of a model that sees, behind the prompts' last tokens: what its first tokens are picked from."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """These alone go on."""
@@ -57,9 +68,28 @@ def prefill(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], *, m
     if width:
         model(input_ids=input_ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
     if min(lengths) < width:
-        slots_S = torch.arange(width + max_new_tokens, device=device)
-        context.is_own_BS = (slots_S < lengths_B1) | (slots_S >= width)
+        context.is_own_BS = _own(lengths, width, max_new_tokens, device)
     return context
+
+
+def behold(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], extra: Extra, *, max_new_tokens: int) -> Context:
+    """Reads whole prompts with their images, by the model's sight: in some families the last token is seen by those before it. `extra` lies on the
+    device. The cache keeps all tokens in every layer: one that slides would push out a row's own tokens and keep its padding."""
+    causal, sight = causal_of(model), sight_in(model)
+    assert sight is not None
+    width, device = input_ids_BT.shape[1], input_ids_BT.device
+    cache = DynamicCache()
+    hidden_BTH = sight.read(causal.base_model, input_ids_BT, extra, past_key_values=cache, use_cache=True).last_hidden_state
+    last_B = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)], device=hidden_BTH.device)
+    positions_B1 = torch.tensor(extra.host.get("next_positions", lengths), device=device).unsqueeze(1)
+    unsaid_B1H = hidden_BTH.flatten(0, 1).index_select(0, last_B).unsqueeze(1)
+    is_own_BS = _own(lengths, width, max_new_tokens, device) if min(lengths) < width else None
+    return Context(cache=cache, positions_B1=positions_B1, is_own_BS=is_own_BS, slots=width, unsaid_B1H=unsaid_B1H)
+
+
+def _own(lengths: Sequence[int], width: int, max_new_tokens: int, device: torch.device) -> Tensor:
+    slots_S, lengths_B1 = torch.arange(width + max_new_tokens, device=device), torch.tensor(lengths, device=device).unsqueeze(1)
+    return (slots_S < lengths_B1) | (slots_S >= width)
 
 
 def _likeliest(logits_BV: Tensor) -> Tensor:
@@ -67,7 +97,9 @@ def _likeliest(logits_BV: Tensor) -> Tensor:
 
 
 def follow(model: nn.Module, context: Context, tokens_B: Tensor, pick: Callable[[Tensor], Tensor] = _likeliest) -> Tensor:
-    """The next token of each row behind these, as it is picked from the logits."""
+    """The next token of each row behind these, as it is picked from the logits; behind prompts that were beheld, whatever these are."""
+    if sight_in(model) is not None:
+        return pick(_said(model, context, tokens_B)[:, -1])
     context.slots += 1
     mask = None if context.is_own_BS is None else context.is_own_BS[:, None, None, : context.slots]
     with sdpa_kernel(_KERNELS):
@@ -83,25 +115,90 @@ def follow(model: nn.Module, context: Context, tokens_B: Tensor, pick: Callable[
     return pick(output.logits[:, -1])
 
 
+def _said(model: nn.Module, context: Context, tokens_B: Tensor) -> Tensor:
+    """Logits_B1V of a model that sees."""
+    causal = causal_of(model)
+    hidden_B1H, context.unsaid_B1H = context.unsaid_B1H, None
+    if hidden_B1H is None:
+        hidden_B1H = _heard(causal, context, tokens_B)
+    return logits_after(causal, hidden_B1H)
+
+
+def _heard(causal: PreTrainedModel, context: Context, tokens_B: Tensor) -> Tensor:
+    sight = sight_in(causal)
+    assert sight is not None
+    context.slots += 1
+    told: dict[str, Any] = {"position_ids": context.positions_B1, "attention_mask": _masks(context, causal), "past_key_values": context.cache}
+    with sdpa_kernel(_KERNELS):
+        output = sight.read(causal.base_model, tokens_B.unsqueeze(1), None, use_cache=True, **told)
+    context.positions_B1 = context.positions_B1 + 1
+    hidden_B1H: Tensor = output.last_hidden_state
+    return hidden_B1H
+
+
+def _masks(context: Context, causal: PreTrainedModel) -> Tensor | dict[str, Tensor | None] | None:
+    """As the language tower takes them: one for each kind of layer where it has several, else one."""
+    text = causal.config.get_text_config(decoder=True)
+    own = None if context.is_own_BS is None else context.is_own_BS[:, None, None, : context.slots]
+    window = getattr(text, "sliding_window", None)
+    if window is None:
+        return _taken({_FULL: own}, text, causal.dtype)[_FULL]
+    masks = _taken({_FULL: own, _SLIDING: _near(context, window)}, text, causal.dtype)
+    return masks if getattr(text, "layer_types", None) else masks[_SLIDING]
+
+
+def _near(context: Context, window: int) -> Tensor | None:
+    """Of a row's own tokens the last `window`."""
+    slots, own_BS = context.slots, context.is_own_BS
+    if slots <= window:
+        return None if own_BS is None else own_BS[:, None, None, :slots]
+    if own_BS is None:
+        return (torch.arange(slots, device=context.positions_B1.device) >= slots - window)[None, None, None]
+    behind_BS = own_BS[:, :slots].flip(1).cumsum(1).flip(1)  # own tokens from here to the last one
+    return (own_BS[:, :slots] & (behind_BS <= window))[:, None, None]
+
+
+def _taken(masks: dict[str, Tensor | None], text: PretrainedConfig, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    return {**masks, **as_taken({kind: mask for kind, mask in masks.items() if mask is not None}, text, dtype)}
+
+
 def likeliest(_rows_B: Tensor, _step: int, logits_BV: Tensor) -> Tensor:
     return _likeliest(logits_BV)
 
 
 def decode(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: Sequence[int], pad: int, device: str, choose: Choose
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stops: Sequence[int],
+    pad: int,
+    device: str,
+    choose: Choose,
+    look: Look | None = None,
 ) -> list[list[int]]:
-    """What follows each prompt, up to and with the first stop token."""
+    """What follows each prompt, up to and with the first stop token. `look`: for a model that sees, what the prompts show."""
     longest = max(map(len, prompts)) + max_new_tokens
-    write = _step_by_step if can_pack(causal_of(model).config, longest) is None else _by_transformers
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": frozenset(stops), "device": device, "choose": choose}
     with torch.inference_mode():
-        return write(model, prompts, max_new_tokens=max_new_tokens, stops=frozenset(stops), pad=pad, device=device, choose=choose)
+        if look is not None:
+            return _step_by_step(_beheld(model, prompts, look, pad, device, max_new_tokens), model, prompts, **how)
+        if can_pack(causal_of(model).config, longest) is None:
+            context = prefill(model, *_padded_right([prompt[:-1] for prompt in prompts], pad, device), max_new_tokens=max_new_tokens)
+            return _step_by_step(context, model, prompts, **how)
+        return _by_transformers(model, prompts, pad=pad, **how)
+
+
+def _beheld(model: nn.Module, prompts: Sequence[Sequence[int]], look: Look, pad: int, device: str, max_new_tokens: int) -> Context:
+    input_ids_BT, lengths = _padded_right(prompts, pad, "cpu")
+    extra = look(input_ids_BT.numpy(), lengths).moved(lambda tensor: tensor.to(device))
+    return behold(model, input_ids_BT.to(device), lengths, extra, max_new_tokens=max_new_tokens)
 
 
 def _step_by_step(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], pad: int, device: str, choose: Choose
+    context: Context, model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], device: str, choose: Choose
 ) -> list[list[int]]:
     """Rows that have ended leave the batch once they are half of it."""
-    context = prefill(model, *_padded_right([prompt[:-1] for prompt in prompts], pad, device), max_new_tokens=max_new_tokens)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)
     written: list[list[int]] = [[] for _ in prompts]
     batch = list(range(len(prompts)))
@@ -166,6 +263,6 @@ def _padded_right(rows: Sequence[Sequence[int]], pad: int, device: str) -> tuple
 
 def causal_of(model: nn.Module) -> PreTrainedModel:
     """The model itself, below whatever adapts it."""
-    causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    causal = bare(model)
     assert isinstance(causal, PreTrainedModel)
     return causal

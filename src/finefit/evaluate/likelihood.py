@@ -4,6 +4,7 @@ with its end. Plain text counts whole, window by window."""
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from finefit.data.collate import collate
 from finefit.data.render import Example, Renderer
 from finefit.data.rows import Message, Row
 from finefit.errors import DataError
-from finefit.evaluate.answers import room_for
+from finefit.evaluate.answers import hanging, room_for
 from finefit.evaluate.batches import Warn, in_batches
 from finefit.evaluate.decoding import causal_of
+from finefit.evaluate.gallery import Gallery
 from finefit.objective.batch import Batch
 from finefit.step.forward import bind
 
@@ -41,19 +43,23 @@ def _written(row: Row, text: str, prompt: Sequence[Message]) -> Row:
     return replace(row, messages=(*prompt, answer), num_given=len(prompt), rejected=())
 
 
-def logprobs(model: nn.Module, examples: Sequence[Example], *, pad: int, room: Room, device: str, warn: Warn) -> Iterator[tuple[int, float]]:
-    """(index, summed log-probability of the supervised tokens) of every example."""
+def logprobs(
+    model: nn.Module, examples: Sequence[Example], *, pad: int, room: Room, device: str, warn: Warn, gallery: Gallery | None = None
+) -> Iterator[tuple[int, float]]:
+    """(index, summed log-probability of the supervised tokens) of every example. `gallery`: of a model that sees."""
+    sight: dict[str, Any] = {} if gallery is None else {"lens": gallery.lens, "show": gallery.show}
     forward, lengths = bind(model, loss_chunk=LOGITS_AT_ONCE), [len(example.tokens) for example in examples]
     at_the_end = _last_device(model)
 
     def compute(chosen: list[int]) -> list[float]:
-        batch = collate([examples[at] for at in chosen], pad=pad)
+        batch = collate([examples[at] for at in chosen], pad=pad, **sight)
         with torch.inference_mode():
             found_N = forward(_moved(batch, device, at_the_end)).to("cpu", torch.float64)
         parts: Sequence[Tensor] = torch.split(found_N, [num_counted(examples[at]) for at in chosen])
         return [float(part.sum()) for part in parts]
 
-    return in_batches(lengths, room_for(model, lengths, room), compute, warn=warn)
+    ahead = hanging(gallery, [example.images for example in examples])
+    return in_batches(lengths, room_for(model, lengths, room), compute, warn=warn, ahead=ahead)
 
 
 def num_counted(example: Example) -> int:
@@ -63,9 +69,8 @@ def num_counted(example: Example) -> int:
 
 def _moved(batch: Batch, device: str, at_the_end: torch.device) -> Batch:
     """A model that is spread over cards reads tokens on its first and answers on its last."""
-    return replace(
-        batch, input_ids_BT=batch.input_ids_BT.to(device), positions_N=batch.positions_N.to(at_the_end), targets_N=batch.targets_N.to(at_the_end)
-    )
+    on_first = batch.moved(lambda tensor: tensor.to(device))
+    return replace(on_first, positions_N=batch.positions_N.to(at_the_end), targets_N=batch.targets_N.to(at_the_end))
 
 
 def _last_device(model: nn.Module) -> torch.device:

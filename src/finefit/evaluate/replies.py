@@ -13,7 +13,10 @@ from finefit.data.tasks import Likelihood, Reply, Task
 from finefit.errors import DataError
 from finefit.evaluate.answers import Answer, answers
 from finefit.evaluate.batches import Warn
+from finefit.evaluate.gallery import Gallery
 from finefit.evaluate.likelihood import examples_of, logprobs, num_counted
+from finefit.evaluate.own import Asked, own_answers, require_own_answers
+from finefit.model.custom import own_of
 
 _SLICE = 16
 """Batches of items that are complete before the next ones begin, where an item is asked in two ways: what a stop can cost."""
@@ -39,6 +42,8 @@ class Voice:
     max_prompt_tokens: int | None
     """Longer prompts are cut in the middle, as training rows are."""
     warn: Warn
+    gallery: Gallery | None = None
+    """Of a model that sees."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +63,10 @@ def replies(voice: Voice, task: Task, rows: Mapping[int, Row]) -> Iterator[Repli
     """Of every row, by its number; those with the longest prompts first."""
     items = sorted((_asked(voice, task, at, row) for at, row in rows.items()), key=lambda item: -len(item.tokens))
     candidates = {item.at: task.candidates(item.row) for item in items}
-    asks_twice = task.generates and any(right or wrong for right, wrong in candidates.values())
+    weighs = any(right or wrong for right, wrong in candidates.values())
+    if (own := own_of(voice.model)) is not None:
+        require_own_answers(own, task.name, weighs=weighs or not task.generates)
+    asks_twice = task.generates and weighs
     size = _SLICE * voice.room.rows if asks_twice else max(1, len(items))
     for part in (items[begin : begin + size] for begin in range(0, len(items), size)):
         complete = _weighed(voice, task, part, candidates)
@@ -74,18 +82,32 @@ def _asked(voice: Voice, task: Task, at: int, row: Row) -> _Item:
     if row.text:
         return _Item(at=at, row=row, messages=messages, tokens=array("i"))
     if voice.max_prompt_tokens is not None:
-        messages = voice.renderer.cut_prompt(messages, tools=row.tools, max_tokens=voice.max_prompt_tokens)
-    return _Item(at=at, row=row, messages=messages, tokens=array("i", voice.renderer.prompt_tokens(messages, tools=row.tools)))
+        messages = voice.renderer.cut_prompt(messages, tools=row.tools, pictures=row.pictures, max_tokens=voice.max_prompt_tokens)
+    tokens = voice.renderer.prompt_tokens(messages, tools=row.tools, pictures=row.pictures)
+    return _Item(at=at, row=row, messages=messages, tokens=array("i", tokens))
 
 
 def _answered(voice: Voice, items: Sequence[_Item]) -> Iterator[Replied]:
-    prompts = [item.tokens for item in items]
-    found = answers(voice.model, voice.renderer, prompts, max_new_tokens=voice.max_new_tokens, room=voice.room, device=voice.device, warn=voice.warn)
+    if (own := own_of(voice.model)) is not None:
+        asked = [Asked(at=item.at, tokens=item.tokens, pictures=item.row.pictures) for item in items]
+        told = own_answers(own, voice.renderer, asked, max_new_tokens=voice.max_new_tokens, room=voice.room, device=voice.device, warn=voice.warn)
+        return (_told(voice, items[at], answer) for at, answer in told)
+    found = answers(
+        voice.model,
+        voice.renderer,
+        [item.tokens for item in items],
+        max_new_tokens=voice.max_new_tokens,
+        room=voice.room,
+        device=voice.device,
+        warn=voice.warn,
+        gallery=voice.gallery,
+        pictures=[item.row.pictures for item in items],
+    )
     return (_told(voice, items[at], answer) for at, answer in found)
 
 
 def _told(voice: Voice, item: _Item, answer: Answer | None) -> Replied:
-    prompt = "" if item.row.text else voice.renderer.prompt_text(item.messages, tools=item.row.tools)
+    prompt = "" if item.row.text else voice.renderer.prompt_text(item.messages, tools=item.row.tools, pictures=item.row.pictures)
     reply = Reply(text=answer.text if answer else "", right=tuple(item.right), wrong=tuple(item.wrong))
     return Replied(at=item.at, prompt=prompt, reply=reply, answer=answer)
 
@@ -105,7 +127,8 @@ def _weighed(voice: Voice, task: Task, items: Sequence[_Item], candidates: Mappi
             yield item
     if not examples:
         return
-    for index, logprob in logprobs(voice.model, examples, pad=voice.renderer.pad, room=voice.room, device=voice.device, warn=voice.warn):
+    known = logprobs(voice.model, examples, pad=voice.renderer.pad, room=voice.room, device=voice.device, warn=voice.warn, gallery=voice.gallery)
+    for index, logprob in known:
         item, found, place = owners[index]
         found[place] = replace(found[place], logprob=found[place].logprob + logprob)
         item.waits_for -= 1

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from finefit.artifacts.records import Candidate, EvalItem, EvalResult, Score
+from finefit.artifacts.records import Candidate, DatasetScores, EvalItem, EvalResult, ItemImage, Score
 from finefit.data.items import key_of
 from finefit.data.rows import Row
 from finefit.data.tasks import Likelihood, NoResult, Reading, Reply, Task
@@ -29,6 +29,7 @@ def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_
         item=at,
         key=key_of(row),
         place=row.place,
+        dataset=row.dataset,
         prompt=prompt,
         reference=row.answer if reading.reference is None else reading.reference,
         answer=reply.text,
@@ -39,6 +40,7 @@ def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_
         candidates=_candidates(reply),
         new_tokens=new_tokens,
         is_cut=is_cut,
+        images=tuple(ItemImage(name=picture.place, sha256=picture.sha256) for picture in row.pictures),
     )
 
 
@@ -75,8 +77,9 @@ def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, availab
         checkpoint=checkpoint,
         n=len(items),
         available=available,
-        coverage=sum(item.failure is None for item in items) / len(items),
-        metrics={metric.name: score_of(metric, items) for metric in task.metrics},
+        coverage=_coverage(items),
+        metrics=_scores(task, items),
+        by_dataset=_by_dataset(task, items),
         definitions=task.metrics,
         signature=dict(task.signature),
         warnings=cautions(len(items)),
@@ -84,6 +87,24 @@ def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, availab
         new_tokens=sum(item.new_tokens or 0 for item in items),
         items=tuple(sorted(items, key=lambda item: item.item)),
     )
+
+
+def _coverage(items: Sequence[EvalItem]) -> float:
+    return sum(item.failure is None for item in items) / len(items)
+
+
+def _scores(task: Task, items: Sequence[EvalItem]) -> dict[str, Score]:
+    return {metric.name: score_of(metric, items) for metric in task.metrics}
+
+
+def _by_dataset(task: Task, items: Sequence[EvalItem]) -> dict[str, DatasetScores]:
+    """Data sets differ in what is hard about them, so that the score of a mixture alone says little."""
+    parts: dict[str, list[EvalItem]] = {}
+    for item in items:
+        parts.setdefault(item.dataset, []).append(item)
+    if len(parts) < 2:
+        return {}
+    return {name: DatasetScores(n=len(part), coverage=_coverage(part), metrics=_scores(task, part)) for name, part in parts.items()}
 
 
 def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:

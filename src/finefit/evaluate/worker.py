@@ -21,7 +21,7 @@ import torch
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, write_record
-from finefit.data.items import key_of, read_items
+from finefit.data.items import is_asked, key_of, read_items
 from finefit.data.rows import Row
 from finefit.data.tasks import Task, make_task
 from finefit.errors import FinefitError, Interrupted
@@ -37,17 +37,19 @@ log = logging.getLogger("finefit")
 
 def evaluate(work: Work) -> EvalResult:
     task, rows = _task_and_rows(work)
-    chosen = sample(rows, work.request.evaluation.limit)
+    asked = _asked(work, rows)
+    chosen = sample(rows, work.request.evaluation.limit, among=asked)
     taken = _answer_all(work, task, rows, chosen)
     gc.collect()
     torch.cuda.empty_cache()  # what finishes the task may need a model of its own
     items = _scored(work, task, rows, chosen)
-    result = summarise(task, work.request.checkpoint, items, available=len(rows), seconds=taken.seconds)
+    result = summarise(task, work.request.checkpoint, items, available=len(asked), seconds=taken.seconds)
     befallen = dict.fromkeys(str(line["warning"]) for line in read_lines(work.paths.warnings))
     return replace(
         result,
         signature=result.signature | _signature(work.request),
         warnings=(*befallen, *result.warnings),
+        loaded_bytes=taken.loaded_bytes,
         peak_bytes=taken.peak_bytes,
         foretold_bytes=work.request.room.reserved_bytes,
     )
@@ -63,7 +65,7 @@ def _scored(work: Work, task: Task, rows: Sequence[Row], chosen: Sequence[int]) 
 def answer_part(work: Work, part: Part) -> None:
     """For one of several processes: its items and nothing else."""
     task, rows = _task_and_rows(work)
-    mine = part.mine(sample(rows, work.request.evaluation.limit))
+    mine = part.mine(sample(rows, work.request.evaluation.limit, among=_asked(work, rows)))
     done = answered(work.paths)
     answer(work, task, rows, [at for at in mine if at not in done], part=part)
 
@@ -74,10 +76,14 @@ def _task_and_rows(work: Work) -> tuple[Task, list[Row]]:
     return make_task(work.request.evaluation, form=subject.form, base=work.path.parent, run=work.where.run), rows
 
 
-def sample(rows: Sequence[Row], limit: int | None) -> list[int]:
+def _asked(work: Work, rows: Sequence[Row]) -> list[int]:
+    return [at for at, row in enumerate(rows) if is_asked(row, work.request.evaluation.sources)]
+
+
+def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | None = None) -> list[int]:
     """The same items for every model and every run that has them, whatever its seed; a smaller sample is a part of a larger one."""
-    everything = range(len(rows))
-    if limit is None or limit >= len(rows):
+    everything = range(len(rows)) if among is None else among
+    if limit is None or limit >= len(everything):
         return list(everything)
     drawn = sorted(everything, key=lambda at: hashlib.sha256(f"sample {key_of(rows[at])}".encode()).digest())
     return sorted(drawn[:limit])

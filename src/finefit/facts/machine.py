@@ -31,6 +31,7 @@ PACKAGES = (
     "regex",
     "sacrebleu",
     "httpx",
+    "pillow",
     "starlette",
     "uvicorn",
     "matplotlib",

@@ -16,7 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from finefit.errors import FinefitError, ModelError, SpecError
 from finefit.model.adapter_files import WEIGHTS, require_agreement
-from finefit.spec.schema import Lora
+from finefit.model.custom import adaptable_layers, own_of
+from finefit.model.sight import sight_in, tower_of
+from finefit.model.sight.unused import is_among, unused_in
+from finefit.spec.schema import Layers, Lora, Tower
 
 TRAINED = "default"
 """As peft calls an adapter that has no name of its own; it is saved in the plain layout."""
@@ -34,7 +37,7 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
             "set tuning.base_bits: 4, or tuning.dora: false",
         )
     try:
-        adapted = peft.get_peft_model(model, _config(tuning, _shortest(chosen, model)))
+        adapted = peft.get_peft_model(model, _config(tuning, _shortest(chosen, model), task=None if own_of(model) else "CAUSAL_LM"))
     except ValueError as error:  # layers that peft knows of and cannot adapt
         raise ModelError(f"{type(model).__name__} cannot carry these adapters: {error}", "name others in tuning.targets") from error
     adapted.peft_config[TRAINED].base_model_name_or_path = name
@@ -47,7 +50,8 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
     return adapted
 
 
-def _config(tuning: Lora, targets: list[str]) -> peft.LoraConfig:
+def _config(tuning: Lora, targets: list[str], *, task: str | None) -> peft.LoraConfig:
+    """`task`: None for a model that need not be one of transformers'."""
     return peft.LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.alpha,
@@ -55,7 +59,7 @@ def _config(tuning: Lora, targets: list[str]) -> peft.LoraConfig:
         target_modules=targets,
         use_rslora=tuning.rank_stabilised,
         use_dora=tuning.dora,
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
 
 
@@ -68,18 +72,50 @@ def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
 
 
 def _chosen(model: PreTrainedModel, tuning: Lora) -> set[str]:
+    if (own := own_of(model)) is not None:
+        return adaptable_layers(own, tuning)
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head}
     if not linear:
         raise ModelError(f"{type(model).__name__} has no linear layer that could carry an adapter", "train it in full: `tuning: {kind: full}`")
-    if tuning.targets == "all-linear":
+    return {name for tower, layers in targets_by_tower(tuning).items() for name in _matched(_of_tower(linear, tower, model), layers, tower, model)}
+
+
+def targets_by_tower(tuning: Lora) -> dict[Tower, Layers]:
+    """Names without a tower are of the language tower, which is all of a model that sees nothing."""
+    return tuning.targets if isinstance(tuning.targets, dict) else {"language": tuning.targets}
+
+
+def _of_tower(linear: set[str], tower: Tower, model: PreTrainedModel) -> set[str]:
+    sight = sight_in(model)
+    if sight is not None:
+        unused = unused_in(model, sight)
+        found = {name for name in linear if tower_of(sight, name) == tower and not is_among(name, unused)}
+    elif tower == "language":
+        found = linear
+    else:
+        raise ModelError(
+            f"tuning.targets names layers of the tower {tower}, and {type(model).__name__} has none: it sees no images",
+            "write the layers without a tower, or name a model that sees",
+        )
+    if not found:
+        raise ModelError(
+            f"tuning.targets: the tower {tower} of {type(model).__name__} has no linear layer that could carry an adapter",
+            f"leave it out, or train it as a whole: `tuning: {{kind: subset, trainable: [{tower}]}}`",
+        )
+    return found
+
+
+def _matched(linear: set[str], layers: Layers, tower: Tower, model: PreTrainedModel) -> set[str]:
+    if layers == "all-linear":
         return linear
+    place = f"the tower {tower}" if sight_in(model) is not None else "the model"
     chosen: set[str] = set()
-    for target in tuning.targets:
+    for target in layers:
         matched = {name for name in linear if name == target or name.endswith(f".{target}")}
         if not matched:
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ModelError(f"tuning.targets: {target} matches no linear layer of the model", f"its linear layers are {', '.join(known)}")
+            raise ModelError(f"tuning.targets: {target} matches no linear layer of {place}", f"its linear layers are {', '.join(known)}")
         chosen |= matched
     return chosen
 

@@ -112,6 +112,8 @@ def _repeated(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
 def can_pack(config: PretrainedConfig, longest: int) -> str | None:
     """Why rows of up to `longest` tokens cannot be packed for this model; None where they can."""
     text = config.get_text_config()
+    if hasattr(config, "vision_config"):
+        return "rows of a model that sees images are not packed"
     if config.model_type not in PACKABLE:
         return f"packed rows are not known to be exact in a model of type {config.model_type}"
     if caps_scores(config):
@@ -199,10 +201,16 @@ def has_varlen(query: Tensor, key: Tensor, value: Tensor, widest: int) -> bool:
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *, dropout: float, scaling: float | None) -> Tensor:
     """One kernel over all rows; it takes fewer key and value heads as they are."""
+    return varlen_between(query, key, value, packed.boundaries_R1, max(packed.lengths), dropout=dropout, scaling=scaling, is_causal=True)
+
+
+def varlen_between(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, *, dropout: float, scaling: float | None, is_causal: bool
+) -> Tensor:
+    """`boundaries` in int32 on the device; `longest` is what lies furthest apart of them."""
     q_THW, k_THW, v_THW = (tensor.squeeze(0).transpose(0, 1) for tensor in autocast(query, key, value))
-    boundaries, longest = packed.boundaries_R1, max(packed.lengths)
     answer: Tensor = torch.ops.aten._flash_attention_forward(
-        q_THW, k_THW, v_THW, boundaries, boundaries, longest, longest, dropout, True, False, scale=scaling
+        q_THW, k_THW, v_THW, boundaries, boundaries, longest, longest, dropout, is_causal, False, scale=scaling
     )[0]
     return answer.unsqueeze(0)
 

@@ -121,4 +121,5 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(rows_SH: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
-    return rows_SH.index_select(0, back_S).view(-1, num_chosen, rows_SH.shape[-1]).sum(dim=1)
+    """In the type of the rows: on a card autocast would give it in fp32, and a processor would not."""
+    return rows_SH.index_select(0, back_S).view(-1, num_chosen, rows_SH.shape[-1]).sum(dim=1, dtype=rows_SH.dtype)

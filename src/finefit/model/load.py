@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finefit.errors import ModelError, RunError, SpecError
 from finefit.model.adapter import REFERENCE, TRAINED, attach
@@ -23,15 +23,21 @@ from finefit.model.adapter import freeze_reference as freeze_reference
 from finefit.model.adapter import resolve_targets as resolve_targets
 from finefit.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from finefit.model.adapter_files import WEIGHTS as ADAPTER
+from finefit.model.custom import load_own, own_of, save_own
+from finefit.model.custom_files import written
 from finefit.model.experts import choose_experts, experts_of
 from finefit.model.foreign import with_adapter
 from finefit.model.kept import Kept, save_part
+from finefit.model.sight import auto_class, sight_in, sight_of
+from finefit.model.sight.unused import is_among, unused_in
 from finefit.model.spread import spread
 from finefit.model.stored import Stored
 from finefit.model.subset import train_only
-from finefit.spec.schema import Full, Lora, Subset, Tuning
+from finefit.spec.schema import CustomModel, Full, Lora, Subset, Tuning
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_HEAD = "lm_head"
+"""As every model that sees calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +51,19 @@ def load_base(
 ) -> PreTrainedModel:
     """Weights go to their device as they are read. `bits`: of the linear layers but the head; `dtype` is then what products are taken in.
     `num_cards`: that the layers are spread over."""
+    if bits is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise SpecError(f"tuning.base_bits {bits} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'")
     model: PreTrainedModel
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder)
+        model, report = auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
             device_map=_device_map(folder, device, dtype, bits, num_cards),
             output_loading_info=True,
             attn_implementation=attention,
             experts_implementation=choose_experts(),
-            quantization_config=_quantisation(bits, dtype),
+            quantization_config=_quantisation(bits, dtype, config),
         )
     except (ValueError, OSError) as error:  # an architecture that transformers does not know, a file that it cannot read
         raise ModelError(f"{folder.name} cannot be loaded: {error}", "`finefit doctor` shows the installed versions") from error
@@ -64,6 +73,12 @@ def load_base(
     if device == "cpu" and bits == 4:
         _keep_packed(model)
     return model
+
+
+def load_custom(model: CustomModel, base: Path, *, device: str, dtype: torch.dtype, seed: int, checkpoint: Path | None = None) -> nn.Module:
+    """A model of the user's own, with the weights of a checkpoint in the place of those that it starts from. `base`: where its paths start."""
+    weights = checkpoint if checkpoint is not None else None if model.weights is None else base / model.weights
+    return load_own(written(model, base), weights, device=device, dtype=dtype, seed=seed)
 
 
 def _device_map(folder: Path, device: str, dtype: torch.dtype, bits: int | None, num_cards: int) -> dict[str, torch.device | int] | None:
@@ -104,15 +119,22 @@ def base_bits(tuning: Tuning) -> int | None:
     return tuning.base_bits if isinstance(tuning, Lora) else None
 
 
-def _quantisation(bits: int | None, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Embeddings, norms and head stay as they are stored, in `dtype`."""
+def _quantisation(bits: int | None, dtype: torch.dtype, config: PretrainedConfig) -> BitsAndBytesConfig | None:
+    """Embeddings, norms and head stay as they are stored, in `dtype`, and so does what is not the language tower of a model that sees."""
     if bits is None:
         return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise SpecError(f"tuning.base_bits {bits} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'")
+    whole = _left_whole(config)
     if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=whole
+    )
+
+
+def _left_whole(config: PretrainedConfig) -> list[str] | None:
+    """None: what transformers leaves by itself, the head."""
+    sight = sight_of(config)
+    return None if sight is None else [_HEAD, *(name for tower, names in sight.towers.items() if tower != "language" for name in names)]
 
 
 def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str, base: Path | None = None) -> PreTrainedModel | peft.PeftModel:
@@ -121,12 +143,20 @@ def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str, base: P
     match tuning:
         case Full():
             _allow_saving(model)
-            return model.requires_grad_(True).train()
+            return _all_that_is_used(model).train()
         case Lora():
             return attach(model, tuning, name=name, base=base).train()
         case Subset():
             _allow_saving(model)
             return train_only(model, tuning.trainable).train()
+
+
+def _all_that_is_used(model: PreTrainedModel) -> PreTrainedModel:
+    sight = sight_in(model)
+    unused = () if sight is None else unused_in(model, sight)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_among(name, unused))
+    return model
 
 
 def starting_adapter(tuning: Tuning, base: Path) -> Path | None:
@@ -135,7 +165,7 @@ def starting_adapter(tuning: Tuning, base: Path) -> Path | None:
 
 def _allow_saving(model: PreTrainedModel) -> None:
     """Some models come with a temperature and without sampling; transformers loads that and refuses to save it."""
-    config = model.generation_config
+    config = getattr(model, "generation_config", None)
     if config is None or _refusal(config) is None:
         return
     config.do_sample = True
@@ -246,12 +276,24 @@ def load_for_answers(
     return model.eval()
 
 
+def load_custom_for_answers(
+    model: CustomModel, base: Path, checkpoint: Path | None, *, device: str, dtype: torch.dtype, seed: int, start: Path | None = None
+) -> nn.Module:
+    """As `load_for_answers`, of a model of the user's own. `base`: where its paths start; `seed`: of the run that trained it."""
+    adapter = start if checkpoint is None else checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
+    whole = checkpoint if adapter is None else None
+    found = load_custom(model, base, device=device, dtype=dtype, seed=seed, checkpoint=whole)
+    return (found if adapter is None else with_adapter(found, adapter)).eval()
+
+
 def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None, kept: Kept | None = None) -> None:
     """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as it is. `whole`: the weights
     by name, where those of the model are divided. `kept`: where frozen ones lie as they were before anything was rounded."""
     if isinstance(model, peft.PeftModel):
         model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[TRAINED], state_dict=whole)
         _sort_targets(folder / ADAPTER_CONFIG)
+    elif own_of(model) is not None:
+        save_own(model, folder, whole)
     elif kept is not None:
         assert isinstance(model, PreTrainedModel)
         save_part(model, folder, kept, whole_weights(model, _to_host, keeps=True, kept=kept) if whole is None else whole)

@@ -20,11 +20,12 @@ from huggingface_hub.errors import (
 from finefit.errors import ModelError
 from finefit.facts.model import read_config, read_model_folder, require_folder
 from finefit.model.adapter_files import adapter_fingerprint, require_agreement
-from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
+from finefit.model.custom_files import own_fingerprint, written
+from finefit.spec.schema import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
 
 _OUTLINE = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("*.jinja", "*.model", "merges.txt", "vocab.txt", "vocab.json", "chat_template.json"),
+    *("*.jinja", "*.model", "merges.txt", "vocab.txt", "vocab.json", "chat_template.json", "*processor_config.json"),
 )
 """Of a model on the hub, what a plan needs: no weights."""
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -33,6 +34,7 @@ _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
     folder: Path
+    """Of a model of the user's own that of its tokenizer."""
     name: str
     """What adapters record as their base: a hub id, or the path as the user wrote it."""
     fingerprint: str
@@ -50,6 +52,8 @@ def outline(model: Model, base: Path) -> Outline:
     match model:
         case ShapeModel():
             return Outline(config=model.config, tokenizer=None)
+        case CustomModel():
+            return Outline(config=written(model, base).as_config(), tokenizer=_tokenizer_of(model, base))
         case FolderModel():
             folder = base / model.path
             require_folder(folder)
@@ -59,8 +63,28 @@ def outline(model: Model, base: Path) -> Outline:
             folder = embedded.converted(embedded.find(model.name))
         case HubModel():
             folder = _download(model, _OUTLINE)
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"))
-    return Outline(config=read_config(folder), tokenizer=folder if has_tokenizer else None)
+    return Outline(config=read_config(folder), tokenizer=folder if _has_tokenizer(folder) else None)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"))
+
+
+def _tokenizer_of(model: CustomModel, base: Path) -> Path:
+    """A folder that need hold nothing else."""
+    match model.tokenizer:
+        case FolderModel(path=path):
+            folder = base / path
+            require_folder(folder)
+        case EmbeddedModel(name=name):
+            from finefit.model import embedded  # torch comes with it
+
+            folder = embedded.converted(embedded.find(name))
+        case HubModel() as named:
+            folder = _download(named, _OUTLINE)
+    if not _has_tokenizer(folder):
+        raise ModelError(f"model.tokenizer: {folder} holds no tokenizer", "name a folder with tokenizer.json")
+    return folder
 
 
 def locate(model: Model, base: Path) -> Located:
@@ -77,6 +101,10 @@ def locate(model: Model, base: Path) -> Located:
         case HubModel():
             folder = _download(model, _WANTED)
             return Located(folder=folder, name=model.id, fingerprint=read_model_folder(folder).fingerprint)
+        case CustomModel():
+            found, tokenizer = written(model, base), _tokenizer_of(model, base)
+            weights = None if model.weights is None else base / model.weights
+            return Located(folder=tokenizer, name=found.file.name, fingerprint=own_fingerprint(found, tokenizer, weights))
         case ShapeModel():
             raise ModelError("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
 

@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from finefit.artifacts.atomic import full_disk_named
 from finefit.errors import FinefitError, ModelError
@@ -22,6 +22,7 @@ from finefit.facts.model import TEXT_FILES, read_config, read_model_folder
 from finefit.model.foreign import with_adapter
 from finefit.model.load import load_base
 from finefit.model.routers import heard, hooked, routers_of
+from finefit.model.sight import auto_class
 from finefit.objective.router import Routed
 
 _SHARD = "4GB"
@@ -174,7 +175,7 @@ def _save(model: PreTrainedModel, base: Path, adapter: Path, out: Path) -> None:
 
 
 def _require_same_again(out: Path, probe: Tensor, found: Tensor) -> None:
-    again = _logits(AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval(), probe)
+    again = _logits(auto_class(AutoConfig.from_pretrained(out)).from_pretrained(out, dtype="auto").eval(), probe)
     if not torch.equal(again, found):
         raise FinefitError(
             f"the merged model in {out} does not read back as it was written: its logits differ by {_apart(again, found):.2g} of their spread",

@@ -9,17 +9,19 @@ import torch
 from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.utils import CustomDtype, get_balanced_memory
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from finefit.errors import ModelError
+from finefit.model.sight import auto_class, sight_in, tower_of
 
 _PACKED: dict[int, Any] = {4: CustomDtype.INT4, 8: torch.int8}
 
 
 def spread(folder: Path, *, dtype: torch.dtype, bits: int | None, free: Mapping[int, int]) -> dict[str, int]:
     """The card of every module by its number. `free`: bytes of each card."""
+    config = AutoConfig.from_pretrained(folder)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
     sizes: dict[str, Any] = {"dtype": _PACKED[bits] if bits else dtype, "special_dtypes": dict.fromkeys(_unpacked(model), dtype) if bits else {}}
     whole: Any = list(model._no_split_modules or ())
@@ -36,7 +38,8 @@ def spread(folder: Path, *, dtype: torch.dtype, bits: int | None, free: Mapping[
 
 
 def _unpacked(model: nn.Module) -> list[str]:
-    """Tensors that keep their precision: all but the linear layers', and the head."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    packed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
+    """Tensors that keep their precision: all but the linear layers' of the language tower, and the head."""
+    head, sight = model.get_output_embeddings(), sight_in(model)  # type: ignore[operator]
+    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    packed = {id(module.weight) for name, module in linear if sight is None or tower_of(sight, name) == "language"}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in packed]

@@ -1,16 +1,19 @@
 """A declared part of a model's own weights is trained, all else is frozen.
 
 A pattern matches a module whose dotted name ends with it, part by part; `*` stands for one part. `layers.*.mlp` is the MLP of every layer with
-everything in it, `layers.0.mlp` that of the first, `norm` every module of that name.
+everything in it, `layers.0.mlp` that of the first, `norm` every module of that name. Of a model that sees, the name of a tower is that tower.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import nn
 
 from finefit.errors import ModelError
+from finefit.model.sight import sight_in, tower_of
+from finefit.model.sight.unused import is_among, unused_in
+from finefit.spec.schema import Tower
 
 M = TypeVar("M", bound=nn.Module)
 _SHOWN = 24
@@ -18,13 +21,22 @@ _SHOWN = 24
 
 def train_only(model: M, patterns: Sequence[str]) -> M:
     """Trained weights are kept in fp32, where small updates are not lost; frozen ones stay as they were loaded. Autocast brings them together."""
-    chosen = {name for pattern in patterns for name in _matched(model, pattern)}
+    chosen = {name for pattern in patterns for name in _chosen(model, pattern)}
     _require_untied(model, chosen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_inside(name, chosen))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
     return model
+
+
+def _chosen(model: nn.Module, pattern: str) -> set[str]:
+    """Names of modules, or where a tower is meant of its parameters: one tower may lie inside another."""
+    sight = sight_in(model)
+    if sight is None or pattern not in get_args(Tower):
+        return _matched(model, pattern)
+    unused, names = unused_in(model, sight), (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name for name in names if tower_of(sight, name) == pattern and not is_among(name, unused)}
 
 
 def _matched(model: nn.Module, pattern: str) -> set[str]:
@@ -71,4 +83,4 @@ def _require_untied(model: nn.Module, chosen: set[str]) -> None:
 
 def _is_inside(parameter: str, modules: set[str]) -> bool:
     parts = parameter.split(".")
-    return any(".".join(parts[:end]) in modules for end in range(1, len(parts)))
+    return any(".".join(parts[:end]) in modules for end in range(1, len(parts) + 1))

@@ -3,9 +3,9 @@
 Shapes: B rows, T tokens, N supervised tokens, V vocabulary, R sequences, P preference pairs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -37,6 +37,21 @@ class Paired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What a model is given beside its tokens: what the images of the rows show, or whatever a model of the user's own takes."""
+
+    tensors: Mapping[str, Tensor]
+    """By the names that the model knows them under."""
+    host: Mapping[str, Any] = field(default_factory=dict)
+    """What has to be known without waiting for the device: sizes, lengths."""
+    identity: str = ""
+    """Names the content where tensors are too large to be read for that."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Extra":
+        return replace(self, tensors={name: move(tensor) for name, tensor in self.tensors.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Rows padded on the right, or packed. Attention is causal, so no row sees its padding and no mask is needed."""
 
@@ -54,6 +69,8 @@ class Batch:
     """Of the sequences, without padding, on the host; for objectives that look at rows one by one."""
     supervised: tuple[int, ...] = ()
     """Of each sequence's tokens, in the same way."""
+    extra: Extra | None = None
+    """None where tokens are all that the model is given."""
 
     @property
     def num_rows(self) -> int:
@@ -72,7 +89,8 @@ class Batch:
         if paired is not None and paired.reference_R is not None:
             paired = replace(paired, reference_R=move(paired.reference_R))
         input_ids_BT, positions_N, targets_N = move(self.input_ids_BT), move(self.positions_N), move(self.targets_N)
-        return replace(self, input_ids_BT=input_ids_BT, positions_N=positions_N, targets_N=targets_N, packed=packed, paired=paired)
+        extra = None if self.extra is None else self.extra.moved(move)
+        return replace(self, input_ids_BT=input_ids_BT, positions_N=positions_N, targets_N=targets_N, packed=packed, paired=paired, extra=extra)
 
 
 @dataclass(frozen=True, slots=True)

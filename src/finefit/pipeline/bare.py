@@ -19,7 +19,10 @@ from finefit.artifacts.checkpoint import MANIFEST
 from finefit.artifacts.records import EvalStage, Facts, Inputs, Run, Stage, Subject, WiredModel, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_run, newest_with_digest
 from finefit.artifacts.stages import stage_holding
+from finefit.data.eyes.eye import Eye
 from finefit.data.items import read_items
+from finefit.data.looking import OwnEye, keep_processor
+from finefit.data.pictures import KEPT
 from finefit.data.render import open_renderer
 from finefit.errors import ModelError, RunError
 from finefit.facts.files import read_file
@@ -28,11 +31,13 @@ from finefit.model.adapter_files import CONFIG, adapter_fingerprint
 from finefit.model.locate import Located, locate
 from finefit.pipeline.create import put_in_place
 from finefit.pipeline.data import PreparedData
+from finefit.pipeline.inputs import moved_model
 from finefit.pipeline.questions import file_facts, plain_spec, prepare_questions, without_rows
 from finefit.pipeline.taskfiles import keep_form
 from finefit.plan.resolve import precision_on
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import Data, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
+from finefit.spec.schema import CustomModel, Data, EmbeddedModel, FolderModel, Full, HubModel, ImageLimits, Lora, Model, OwnTask, Source, Spec, Tuning
+from finefit.step.custom_eye import see_of
 
 FORMS = "a run directory, a folder with a model or an adapter, hub:owner/name, or embedded:smollm2-135m"
 NAME = "model"
@@ -139,9 +144,17 @@ def _laid_over(folder: Path, model: Model, home: _Home | None, config: dict[str,
     tuning = _tuning(config) if home is None else home.stage.tuning
     if isinstance(tuning, Lora):
         tuning = tuning.model_copy(update={"adapter": None})  # what it went on from is part of it
-    has_tokenizer = any((folder / file).is_file() for file in _TOKENIZERS)
+    has_tokenizer = any((folder / file).is_file() for file in _TOKENIZERS) and not _sees(model)
     found = _whole(model, _last_name(str(folder)), home, tokenizer=folder if has_tokenizer else None)
     return replace(found, weights=folder, tuning=tuning)
+
+
+def _sees(model: Model) -> bool:
+    """Then rows are read with what lies beside the model: an adapter comes without its config. One of the user's own needs neither."""
+    if isinstance(model, CustomModel):
+        return False
+    folder = locate(model, Path.cwd()).folder
+    return OwnEye(folder, folder / "config.json", ImageLimits())() is not None
 
 
 def _whole(model: Model, name: str, home: _Home | None, *, tokenizer: Path | None = None) -> Bare:
@@ -202,12 +215,13 @@ def _tuning(config: dict[str, Any]) -> Lora:
 
 
 def _absolute(model: Model, run: Path) -> Model:
-    return FolderModel(kind="folder", path=str((run / model.path).resolve())) if isinstance(model, FolderModel) else model
+    return moved_model(model, lambda path: str((run / path).resolve()))
 
 
 def _template(folder: Path) -> Literal["chat", "plain"]:
-    """The tokenizer's own, where it has one."""
-    return "chat" if open_renderer(folder, "plain").tokenizer.chat_template else "plain"
+    """The tokenizer's own, or that of a model's processor, where there is one."""
+    eye = OwnEye(folder, folder / "config.json", ImageLimits())()
+    return "chat" if open_renderer(folder, "plain", eye=eye).tokenizer.chat_template else "plain"
 
 
 # its run directory
@@ -227,7 +241,8 @@ class Asked:
     def digest(self) -> str:
         bare, prepared, data = self.bare, self.prepared, self.bare.asks.data
         settings = [self.device, self.precision, bare.asks.seed, bare.max_prompt_tokens, *_content(data)]
-        content = [bare.fingerprint, [fact.sha256 for fact in file_facts(prepared)], prepared.record.template_sha256, settings]
+        shown = [] if prepared.record.pictures_sha256 is None else [prepared.record.pictures_sha256]
+        content = [bare.fingerprint, [fact.sha256 for fact in file_facts(prepared)], prepared.record.template_sha256, settings, *shown]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -242,7 +257,8 @@ def _content(data: Data) -> list[Any]:
 def open_bare(bare: Bare, data: str, *, device: Literal["cpu", "cuda"] | None, runs: Path) -> RunDir:
     """The newest run of the same model, rows and settings, by content; or a new one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    prepared = prepare_questions(Source(path=data), bare.asks, bare.tokenizer, base=Path.cwd())
+    asks = bare.asks.model_copy(update={"model": bare.model})  # which says how it sees
+    prepared = prepare_questions(Source(path=data), asks, bare.tokenizer, base=Path.cwd())
     asked = Asked(bare=bare, prepared=prepared, base=Path.cwd(), device=device, precision=precision_on(device))
     return newest_with_digest(runs, bare.name, asked.digest()) or create_bare(asked, runs, lambda staging: put_in_place(staging, runs, bare.name))
 
@@ -288,12 +304,15 @@ def _fill(run: RunDir, asked: Asked) -> None:
     for folder in (where.path / "data", where.tokenizer, run.log.parent):
         folder.mkdir(parents=True)
     run.log.touch()
-    shutil.copyfile(prepared.path("test.jsonl"), where.prepared("test.jsonl"))
+    for name in ("test.jsonl", KEPT):
+        if name in prepared.record.files:
+            shutil.copyfile(prepared.path(name), where.prepared(name))
     shutil.copyfile(prepared.path("ledger.jsonl"), where.ledger)
     _take_tokenizer(where, bare)
     subject = _subject(asked, where)
     num_items = len(read_items(where.prepared("test.jsonl")))
-    write_record(where.eval_stage, EvalStage(name=bare.filed, subject=subject, prompt_tokens=prepared.record.prompt_tokens or 1, num_items=num_items))
+    tokens, grids = prepared.record.prompt_tokens or 1, prepared.record.prompt_grids
+    write_record(where.eval_stage, EvalStage(name=bare.filed, subject=subject, prompt_tokens=tokens, prompt_grids=grids, num_items=num_items))
     _record_facts(run, subject, asked)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_record(run.run, Run(name=bare.name, digest=asked.digest(), finefit=__version__, created=now, kind="eval", status="prepared"))
@@ -309,16 +328,21 @@ def _record_facts(run: RunDir, subject: Subject, asked: Asked) -> None:
 
 def _take_tokenizer(where: StageDir, bare: Bare) -> None:
     data = bare.asks.data
-    open_renderer(bare.tokenizer, data.template, template_options=data.template_options).tokenizer.save_pretrained(where.tokenizer)
+    renderer = open_renderer(bare.tokenizer, data.template, template_options=data.template_options, eye=_eye(bare))
+    renderer.tokenizer.save_pretrained(where.tokenizer)
+    keep_processor(bare.located.folder, where.tokenizer)
     settings = bare.located.folder / "generation_config.json"
     if settings.is_file():
         shutil.copyfile(settings, where.tokenizer / settings.name)
 
 
+def _eye(bare: Bare) -> Eye | None:
+    return see_of(bare.model, Path.cwd(), bare.located.folder, bare.asks.data.images)()
+
+
 def _subject(asked: Asked, where: StageDir) -> Subject:
     bare, data, model = asked.bare, asked.bare.asks.data, asked.bare.model
-    if isinstance(model, FolderModel):
-        model = FolderModel(kind="folder", path=_relative(Path(model.path), where.run))
+    model = moved_model(model, lambda path: _relative(Path(path), where.run))
     manifest = None if bare.weights is None else bare.weights / MANIFEST
     return Subject(
         model=model,
@@ -333,7 +357,8 @@ def _subject(asked: Asked, where: StageDir) -> Subject:
         seed=bare.asks.seed,
         template=data.template,
         template_options=data.template_options,
-        template_sha256=open_renderer(where.tokenizer, data.template, template_options=data.template_options).sha256(),
+        template_sha256=open_renderer(where.tokenizer, data.template, template_options=data.template_options, eye=_eye(bare)).sha256(),
+        images=data.images,
         max_prompt_tokens=bare.max_prompt_tokens,
         form=keep_form(data.task, Path.cwd(), where.run),
         items_sha256=asked.prepared.record.files["test.jsonl"],

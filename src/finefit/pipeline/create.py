@@ -11,13 +11,14 @@ from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
 from finefit.artifacts.records import Check, Facts, Plan, Run, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
+from finefit.data.looking import eye_of, keep_processor
 from finefit.data.render import open_renderer
 from finefit.errors import RunError
 from finefit.facts.machine import read_machine
 from finefit.pipeline.data import PreparedData
 from finefit.pipeline.inputs import Opened, between, pinned, relocate
 from finefit.pipeline.preparation import data_findings, findings_of, foresee, require_data, require_sound
-from finefit.pipeline.taskfiles import keep_task_files
+from finefit.pipeline.taskfiles import keep_model_file, keep_task_files
 from finefit.plan.resolve import make_stage, resolve
 from finefit.preflight.findings import in_order
 from finefit.spec.load import spec_to_json
@@ -70,13 +71,13 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     where = run.stage(1, spec.objective.kind)
     for folder in (where.path / "data", where.tokenizer, run.log.parent):
         folder.mkdir(parents=True)
-    spec = keep_task_files(spec, run.path, run.path)
+    spec = keep_model_file(keep_task_files(spec, run.path, run.path), run.path)
     write_text(run.spec_yaml, spec_text)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
     machine = read_machine()
     write_record(run.facts, Facts(machine=machine, inputs=opened.inputs))
     files = _take_data(where, opened.prepared)
-    _take_tokenizer(where, opened)
+    _take_tokenizer(where, opened, base)
     lengths = opened.prepared.record.lengths
     assert lengths is not None  # else there was a finding
     assert lengths.num_rows is not None
@@ -92,10 +93,14 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     write_record(run.run, Run(name=spec.name, digest=opened.digest, finefit=__version__, created=now, status="prepared", overrides=overrides))
 
 
-def _take_tokenizer(where: StageDir, opened: Opened) -> None:
+def _take_tokenizer(where: StageDir, opened: Opened, base: Path) -> None:
     """With what the model's own settings end an answer by."""
+    from finefit.step.custom_eye import see_of  # peft comes with it
+
     folder, data = opened.located.folder, opened.spec.data
-    open_renderer(folder, data.template, template_options=data.template_options).tokenizer.save_pretrained(where.tokenizer)
+    eye = eye_of(see_of(opened.spec.model, base, folder, data.images))
+    open_renderer(folder, data.template, template_options=data.template_options, eye=eye).tokenizer.save_pretrained(where.tokenizer)
+    keep_processor(folder, where.tokenizer)
     settings = folder / "generation_config.json"
     if settings.is_file():
         shutil.copyfile(settings, where.tokenizer / settings.name)

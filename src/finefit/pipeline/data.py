@@ -17,15 +17,17 @@ import finefit
 from finefit.artifacts.atomic import full_disk_named
 from finefit.artifacts.records import Efficiency, Levers, Preparation, read_record, write_record
 from finefit.data.files import find_files
+from finefit.data.sightings import are_unchanged
 from finefit.errors import DataError, RunError, SpecError
 from finefit.facts.files import FileFact, finefit_cache, read_file
-from finefit.spec.schema import Data, Dpo, OwnTask, Source, Spec
+from finefit.model.custom_files import Written, written
+from finefit.spec.schema import CustomModel, Data, Dpo, OwnTask, Source, Spec
 
 Files = dict[str, tuple[tuple[FileFact, ...], ...]]
 """By split and source."""
 
 RECORD = "preparation.json"
-_PACKAGES = ("transformers", "tokenizers", "numpy")
+_PACKAGES = ("transformers", "tokenizers", "numpy", "pillow")
 _MOST_KEPT = 20
 _MOST_BYTES = 20 << 30
 _ABANDONED_SECONDS = 86400
@@ -131,8 +133,22 @@ def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
     own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))).hexdigest()
     versions = [version(name) for name in _PACKAGES]
     asked = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), _wants_pairs(spec), spec.max_prompt_tokens(), spec.seed]
-    content = [*asked, facts, files, versions, own, _form_sha256(spec.data, base)]
+    content = [*asked, facts, files, versions, own, _form_sha256(spec.data, base), *_images_start(spec, base, tokenizer)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _images_start(spec: Spec, base: Path, tokenizer: Path) -> list[str]:
+    """Where images lie is told by whole paths, so rows of a model that may see belong to one place. Their contents are compared whenever
+    prepared rows are used again."""
+    config = tokenizer / "config.json"
+    sees = isinstance(spec.model, CustomModel) or (config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8")))
+    code = [json.dumps([found.sha256, found.entry, dict(found.config)], sort_keys=True)] if (found := _code(spec, base)) else []
+    return [str(base.resolve()), *code] if sees else []
+
+
+def _code(spec: Spec, base: Path) -> Written | None:
+    """That says what stands in a prompt in the place of an image."""
+    return written(spec.model, base) if isinstance(spec.model, CustomModel) else None
 
 
 def _form_sha256(data: Data, base: Path) -> str | None:
@@ -158,7 +174,8 @@ def _kept(folder: Path) -> Preparation | None:
         record = read_record(folder / RECORD, Preparation)
     except (RunError, OSError):  # not there, written by another version, or not to be read
         return None
-    return record if all(_has(folder / name, sha256) for name, sha256 in record.files.items()) else None
+    is_whole = all(_has(folder / name, sha256) for name, sha256 in record.files.items())
+    return record if is_whole and are_unchanged(folder) else None
 
 
 def _has(path: Path, sha256: str) -> bool:
@@ -169,6 +186,7 @@ def _has(path: Path, sha256: str) -> bool:
 def _prepared(spec: Spec, base: Path, tokenizer: Path, folder: Path, sources: Files) -> Preparation:
     """Under a hidden name until it is whole; another process may prepare the same, and either result will do."""
     from finefit.data.prepared import prepare  # transformers comes with it
+    from finefit.step.custom_eye import see_of
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +204,7 @@ def _prepared(spec: Spec, base: Path, tokenizer: Path, folder: Path, sources: Fi
                 folder=staging,
                 max_prompt_tokens=spec.max_prompt_tokens(),
                 pairs=_wants_pairs(spec),
+                see=see_of(spec.model, base, tokenizer, spec.data.images),
             )
         if _by_content(spec.data, base) != sources:
             raise DataError("a data file has changed while it was read", "give the command again when nothing writes to it")

@@ -4,7 +4,7 @@ item."""
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.versions import made_with
 from finefit.facts.files import read_file
 from finefit.pipeline.create import stage_of
-from finefit.pipeline.forecasting import rooms_here
+from finefit.pipeline.forecasting import Grids, rooms_here
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.taskfiles import moved_task, take_task_file, task_sha256, without_paths
 from finefit.plan.resolve import precision_on
@@ -51,6 +51,8 @@ NO_ITEMS = sha256(b"").hexdigest()
 _SAMPLES = 3
 _APART = re.compile(r"-with-[0-9a-f]{8}$")
 _LONGEST_LABEL = 64
+_UNTOLD = re.compile(r"[^\w.-]+", re.ASCII)
+"""What some trackers take in no name."""
 _LONGEST_PROMPT = 4096
 """Of a run that was planned without a forecast."""
 
@@ -64,6 +66,7 @@ class Items:
     suffix: str
     """Of the labels of its evaluations: scores of other rows are other scores."""
     prompt_tokens: int
+    prompt_grids: Grids = ()
 
 
 def evaluate(
@@ -109,10 +112,18 @@ def _is_noted(where: StageDir, result: EvalResult) -> bool:
 
 def _noted(result: EvalResult) -> dict[str, Any]:
     """Scores with their intervals, and a few answers."""
-    scores = {f"{result.task}/{name}{end}": value for name, s in result.metrics.items() for end, value in _ends(s)}
+    scores = _told(result.task, result.metrics) | {
+        name: value
+        for dataset, part in result.by_dataset.items()
+        for name, value in _told(f"{result.task}/{_UNTOLD.sub('-', dataset)}", part.metrics).items()
+    }
     samples = [{"prompt": item.prompt, "answer": item.answer, "reference": item.reference, "scores": item.scores} for item in spaced(result.items)]
     about = {"event": "scored", "step": step_named(result.checkpoint) or 0, "checkpoint": result.checkpoint, "task": result.task}
     return {**about, **scores, f"{result.task}/coverage": result.coverage, "samples": samples}
+
+
+def _told(prefix: str, metrics: Mapping[str, Score]) -> dict[str, float]:
+    return {f"{prefix}/{name}{end}": value for name, score in metrics.items() for end, value in _ends(score)}
 
 
 def _ends(score: Score) -> tuple[tuple[str, float], ...]:
@@ -223,6 +234,7 @@ def subject_of(where: StageDir, checkpoint: str) -> Subject:
         template=stage.template,
         template_options=stage.template_options,
         template_sha256=stage.template_sha256,
+        images=stage.images,
         max_prompt_tokens=stage.max_prompt_tokens,
         form=stage.form,
         items_sha256=stage.prepared.get("test.jsonl", NO_ITEMS),
@@ -241,6 +253,8 @@ class Rooms:
 
     run: RunDir
     prompt_tokens: int
+    prompt_grids: Grids = ()
+    """Of the prompt that shows most."""
     as_planned: bool = False
     """On a card too: when the training that it was planned with has just ended."""
     known: dict[str, Room] = field(default_factory=dict)
@@ -252,7 +266,8 @@ class Rooms:
             return planned
         key = f"{evaluation.model_copy(update={'limit': None})} {subject.device} {subject.tuning}"
         if key not in self.known:
-            self.known[key] = rooms_here(subject, self.run.path, (evaluation,), self.prompt_tokens)[evaluation.label]
+            found = rooms_here(subject, self.run.path, (evaluation,), self.prompt_tokens, self.prompt_grids)
+            self.known[key] = found[evaluation.label]
         return self.known[key]
 
     def _planned(self, evaluation: Evaluation) -> Room | None:
@@ -275,6 +290,15 @@ def prompt_tokens_of(run: RunDir) -> int:
         return read_record(where.eval_stage, EvalStage).prompt_tokens
     lengths = [forecast.lengths for forecast in read_record(run.plan, Plan).forecasts.values()]
     return max((found.prompt or found.longest for found in lengths), default=_LONGEST_PROMPT)
+
+
+def prompt_grids_of(run: RunDir) -> Grids:
+    """Of the images of the test row that shows most, in the same way."""
+    where = stage_of(run)
+    if where.eval_stage.exists():
+        return read_record(where.eval_stage, EvalStage).prompt_grids
+    lengths = [forecast.lengths for forecast in read_record(run.plan, Plan).forecasts.values()]
+    return next((found.grids if found.prompt is None else found.prompt_grids for found in lengths), ())
 
 
 def evaluations_of(run: RunDir, chosen: Iterable[Evaluation] = (), *, has_items: bool = False) -> list[Evaluation]:
@@ -343,7 +367,7 @@ def at_the_end(run: RunDir, *, lock: int, tick: Tick, say: Say) -> None:
 
 def _score_all(run: RunDir, lock: int, tick: Tick) -> None:
     stage = read_record(stage_of(run).stage, Stage)
-    rooms = Rooms(run=run, prompt_tokens=prompt_tokens_of(run), as_planned=True)
+    rooms = Rooms(run=run, prompt_tokens=prompt_tokens_of(run), prompt_grids=prompt_grids_of(run), as_planned=True)
     for evaluation in stage.evaluate:
         names = checkpoints_of(run, "all") if evaluation.checkpoints == "all" else ["base", *checkpoints_of(run, "final")]
         for name in (name for name in names if evaluation.base or name != "base"):

@@ -2,11 +2,8 @@
 
 import hashlib
 import json
+import math
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,12 +15,13 @@ from finefit import errors
 from finefit.artifacts.launcher import allocator_setting
 from finefit.artifacts.measurements import uncertainty
 from finefit.artifacts.records import Answer, Forecast, Lengths, Question, Room, Subject, read_record, write_record
-from finefit.errors import FinefitError, ModelError, RunError
+from finefit.errors import FinefitError, RunError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import finefit_cache
 from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_memory_bytes
-from finefit.model.locate import outline
+from finefit.model.locate import Outline, outline
 from finefit.pipeline.data import missing, prepare_data, present
+from finefit.pipeline.rehearsing import ask
 from finefit.spec.load import spec_to_json
 from finefit.spec.schema import (
     AdamW,
@@ -45,11 +43,16 @@ from finefit.spec.schema import (
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
 _ROOMS = ("plan", "rehearse", "evaluate", "step", "model", "objective", "data", "facts", "spec", "artifacts")
-_TAIL_LINES = 12
 _MOST_KEPT = 500
+Grids = tuple[tuple[int, ...], ...]
+"""Of the images of one row."""
 _UNNAMED = ShapeModel(kind="shape", config={})
 _ROUNDED = 64 << 20
 """What is free on a card changes by a little all the time."""
+_SIDE_STEP, _LARGEST_SIDE = 28, 4480
+"""Pixels of the square images that are tried, where nothing is known of those of the rows."""
+_BESIDE = 2
+"""Tokens that a row has beside those of its image: one before it, and one to be answered."""
 
 
 def forecast(
@@ -68,10 +71,11 @@ def forecast(
     return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in _answered(question).forecasts)
 
 
-def rooms_here(subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int) -> dict[str, Room]:
+def rooms_here(subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int, grids: Grids = ()) -> dict[str, Room]:
     """What evaluations have room for on the device that they get, by what is free there now. `base`: where the path of the model starts."""
     known, card = outline(subject.model, base), "cpu" if subject.device == "cpu" else "auto"
-    (rooms,) = rooms_on((card,), known.config, subject.tuning, evaluations, precision=subject.precision, prompt_tokens=prompt_tokens)
+    asked = (known.config, subject.tuning, evaluations)
+    (rooms,) = rooms_on((card,), *asked, precision=subject.precision, prompt_tokens=prompt_tokens, grids=grids)
     return rooms
 
 
@@ -83,8 +87,9 @@ def rooms_on(
     *,
     precision: Literal["auto", "bf16", "fp16", "fp32"],
     prompt_tokens: int,
+    grids: Grids = (),
 ) -> tuple[dict[str, Room], ...]:
-    """By label, on each card. `config`: the model's, which need not exist yet."""
+    """By label, on each card. `config`: the model's, which need not exist yet. `grids`: of the prompt that shows most."""
     asked = tuple(_as_planned(e.model_copy(update={"name": e.label})) for e in evaluations)
     nowhere = Source(path="")
     spec = Spec(
@@ -96,7 +101,16 @@ def rooms_on(
         optimizer=AdamW(lr=1.0),
         evaluate=asked,
     )
-    prompts = Lengths(num_rows=None, longest=2, mean=2.0, supervised=1, mean_supervised=1.0, source="nothing is trained", prompt=prompt_tokens)
+    prompts = Lengths(
+        num_rows=None,
+        longest=2,
+        mean=2.0,
+        supervised=1,
+        mean_supervised=1.0,
+        source="nothing is trained",
+        prompt=prompt_tokens,
+        prompt_grids=grids,
+    )
     question = Question(
         spec=spec_to_json(spec),
         config=config,
@@ -114,7 +128,7 @@ def _answered(question: Question) -> Answer:
     place = finefit_cache() / "forecasts" / f"{_key(question)}.json"
     answer = _kept(place)
     if answer is None:
-        answer = _ask(question)
+        answer = ask(question)
         if answer.failure is None:
             with suppress(OSError):  # a cache that cannot be written costs time and nothing else
                 _keep(place, answer)
@@ -129,12 +143,13 @@ def lengths_of(spec: Spec, base: Path) -> Lengths:
     known = outline(spec.model, base)
     absent = [path for path in missing(spec.data, base) if path in {source.path for source in spec.data.train}]
     if absent or known.tokenizer is None:
-        return _assumed(spec, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer")
+        return _assumed(spec, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer", known)
     there = spec.model_copy(update={"data": present(spec.data, base)})
-    return prepare_data(there, base, known.tokenizer).record.lengths or _assumed(spec, "no row can be used")
+    return prepare_data(there, base, known.tokenizer).record.lengths or _assumed(spec, "no row can be used", known)
 
 
-def _assumed(spec: Spec, reason: str) -> Lengths:
+def _assumed(spec: Spec, reason: str, known: Outline) -> Lengths:
+    """Of a model that sees, every row shows one image."""
     tokens = spec.data.max_tokens
     return Lengths(
         num_rows=None,
@@ -144,7 +159,27 @@ def _assumed(spec: Spec, reason: str) -> Lengths:
         mean_supervised=float(tokens - 1),
         source=f"assumed from data.max_tokens, since {reason}",
         sides=2 if isinstance(spec.objective, Dpo) else 1,
+        grids=(grid,) if (grid := _assumed_grid(spec, known)) is not None else (),
     )
+
+
+def _assumed_grid(spec: Spec, known: Outline) -> tuple[int, ...] | None:
+    """Of a square image of `data.images.max_pixels`; where that is not given, of one whose tokens fill half a row, or of the smallest. None where the
+    model sees nothing, or no row has room for what it sees. A mere shape has no processor, and is taken to scale no image."""
+    if "vision_config" not in known.config:
+        return None
+    from finefit.data.eyes import lens_of, open_eye  # torch comes with it
+
+    lens = lens_of(known.config)
+    if lens is None:
+        return None
+    eye = None if known.tokenizer is None else open_eye(known.tokenizer, known.config, spec.data.images)
+    limit, most = spec.data.images.max_pixels, spec.data.max_tokens
+    largest = _LARGEST_SIDE if limit is None else math.isqrt(limit)
+    grids = [lens.square(side) if eye is None else eye.grid((side, side)) for side in (*range(_SIDE_STEP, largest, _SIDE_STEP), largest)]
+    fitting = [grid for grid in grids if lens.num_tokens(grid) <= most - _BESIDE]
+    small = [grid for grid in fitting if limit is not None or 2 * lens.num_tokens(grid) <= most]
+    return max(small or fitting[:1], key=lens.num_tokens, default=None)
 
 
 def _relevant(spec: Spec, nodes: int | None) -> Spec:
@@ -170,7 +205,7 @@ def _anywhere(tuning: Tuning) -> Tuning:
 
 
 def _as_planned(evaluation: Evaluation) -> Evaluation:
-    return evaluation.model_copy(update={"limit": None, "base": True, "judge": None, "checkpoints": "final"})
+    return evaluation.model_copy(update={"limit": None, "sources": (), "base": True, "judge": None, "checkpoints": "final"})
 
 
 def _key(question: Question) -> str:
@@ -223,27 +258,3 @@ def _keep(place: Path, answer: Answer) -> None:
     kept = sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
     for old in kept[:-_MOST_KEPT]:
         old.unlink(missing_ok=True)
-
-
-def _ask(question: Question) -> Answer:
-    with tempfile.TemporaryDirectory(prefix="finefit-plan-") as folder:
-        asked, answered = Path(folder) / "question.json", Path(folder) / "answer.json"
-        write_record(asked, question)
-        command = [sys.executable, "-P", "-m", "finefit.plan.worker", str(asked), str(answered)]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment, check=False)
-        if answered.exists():
-            return read_record(answered, Answer)
-    raise _died(done)
-
-
-def _died(done: "subprocess.CompletedProcess[str]") -> FinefitError:
-    words = "\n".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        return ModelError(
-            f"the rehearsal was ended by {name} inside torch; its last words:\n{words}", "please report it with the model's config.json"
-        )
-    return FinefitError(
-        f"the rehearsal ended with code {done.returncode}, which is a fault of finefit:\n{words}", "please report it with these lines"
-    )

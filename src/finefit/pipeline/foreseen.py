@@ -11,6 +11,7 @@ from finefit.facts.machine import read_machine
 from finefit.pipeline.data import missing, prepare_data
 from finefit.pipeline.forecasting import forecast, lengths_of
 from finefit.pipeline.outlines import Done, Outlines, nothing_done
+from finefit.pipeline.rehearsing import one_rehearser
 from finefit.pipeline.wiring import wired_spec
 from finefit.spec.load import parse_any, spec_to_json
 from finefit.spec.schema import Data, Lora, Sft, Source, Spec
@@ -24,7 +25,8 @@ def foresee_stages(
     What is suggested is written as the pipeline takes it."""
     outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
     asked = [name for name in pipeline.order() if isinstance(pipeline.stages[name], TrainStage) and (names is None or name in names)]
-    return {name: foresee_stage(outlines, name, cards) for name in asked}
+    with one_rehearser():
+        return {name: foresee_stage(outlines, name, cards) for name in asked}
 
 
 def foresee_stage(outlines: Outlines, name: str, cards: tuple[str, ...] | None) -> tuple[Forecast, ...]:

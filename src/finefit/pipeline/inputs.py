@@ -6,17 +6,36 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from finefit.artifacts.records import Inputs
 from finefit.data.files import pin_hub_path
 from finefit.errors import SpecError
 from finefit.facts.files import read_file
+from finefit.model.custom_files import written
 from finefit.model.locate import Located, locate_start
 from finefit.pipeline.data import PreparedData, find_sources, prepare_data
 from finefit.pipeline.taskfiles import moved_task, task_sha256
 from finefit.plan.engine import nodes_of
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import Data, DeepSpeed, Engine, Evaluation, Fields, FolderModel, HubModel, LocalLauncher, Lora, OwnTask, Spec, Tuning
+from finefit.spec.schema import (
+    CustomModel,
+    Data,
+    DeepSpeed,
+    Engine,
+    Evaluation,
+    Fields,
+    FolderModel,
+    Held,
+    HubModel,
+    LocalLauncher,
+    Lora,
+    Model,
+    OwnTask,
+    Source,
+    Spec,
+    Tuning,
+)
 
 MovePath = Callable[[str], str]
 UNDIGESTED = ("launcher", "trackers")
@@ -43,7 +62,8 @@ class Opened:
         content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256]
         several = [self.nodes] if self.nodes > 1 else []
         tasks = [self.inputs.tasks_sha256] if self.inputs.tasks_sha256 else []
-        return hashlib.sha256(json.dumps([document, content, *several, *tasks], sort_keys=True).encode()).hexdigest()
+        pictures = [self.inputs.pictures_sha256] if self.inputs.pictures_sha256 else []
+        return hashlib.sha256(json.dumps([document, content, *several, *tasks, *pictures], sort_keys=True).encode()).hexdigest()
 
 
 def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) -> Opened:
@@ -63,26 +83,37 @@ def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) 
         template_sha256=prepared.record.template_sha256,
         engine_sha256=engine_sha256(spec.engine, base),
         tasks_sha256=tasks_sha256(spec, base),
+        code_sha256=written(spec.model, base).sha256 if isinstance(spec.model, CustomModel) else None,
+        pictures_sha256=prepared.record.pictures_sha256,
     )
     return Opened(spec=spec, located=located, prepared=prepared, inputs=inputs, nodes=nodes or nodes_of(spec.launcher))
 
 
 def relocate(spec: Spec, move: MovePath) -> Spec:
     """The same spec with every path replaced."""
-    model = spec.model
-    if isinstance(model, FolderModel):
-        model = FolderModel(kind="folder", path=move(model.path))
     data = _with_paths(spec.data, lambda path: path if "://" in path else move(path))
     evaluate = tuple(moved_task(evaluation, move) for evaluation in spec.evaluate)
     return spec.model_copy(
         update={
             "data": data,
-            "model": model,
+            "model": moved_model(spec.model, move),
             "tuning": _with_adapter(spec.tuning, move),
             "engine": _with_config(spec.engine, move),
             "evaluate": evaluate,
         }
     )
+
+
+def moved_model(model: Model, move: MovePath) -> Model:
+    match model:
+        case FolderModel():
+            return FolderModel(kind="folder", path=move(model.path))
+        case CustomModel(tokenizer=tokenizer, weights=weights):
+            if isinstance(tokenizer, FolderModel):
+                tokenizer = FolderModel(kind="folder", path=move(tokenizer.path))
+            moved = {"file": move(model.file), "weights": None if weights is None else move(weights), "tokenizer": tokenizer}
+            return model.model_copy(update=moved)
+    return model
 
 
 def _with_adapter(tuning: Tuning, move: MovePath) -> Tuning:
@@ -118,21 +149,26 @@ def _with_paths(data: Data, moved: MovePath) -> Data:
     def fields(old: Fields) -> Fields:
         return old if old.join is None else old.model_copy(update={"join": moved(old.join)})
 
-    train = tuple(s.model_copy(update={"path": moved(s.path), "fields": fields(s.fields)}) for s in data.train)
-    held, test = data.validation, data.test
+    def beside(source: Source | Held) -> dict[str, Any]:
+        return {"fields": fields(source.fields), "images_root": None if source.images_root is None else moved(source.images_root)}
+
+    train = tuple(s.model_copy(update={"path": moved(s.path), **beside(s)}) for s in data.train)
+    held = data.validation
     if held is not None and held.path is not None:
-        held = held.model_copy(update={"path": moved(held.path), "fields": fields(held.fields)})
-    if test is not None:
-        test = test.model_copy(update={"path": moved(test.path), "fields": fields(test.fields)})
+        held = held.model_copy(update={"path": moved(held.path), **beside(held)})
+    tests = tuple(s.model_copy(update={"path": moved(s.path), **beside(s)}) for s in data.test_sources())
+    test = tests[0] if isinstance(data.test, Source) else tests or None
     form = data.task.model_copy(update={"path": moved(data.task.path)}) if isinstance(data.task, OwnTask) else data.task
     return data.model_copy(update={"train": train, "validation": held, "test": test, "task": form})
 
 
 def pinned(spec: Spec, located: Located) -> Spec:
     """A branch of the hub moves; the run keeps the commits that it began with."""
-    model = spec.model
+    model, commit = spec.model, located.folder.name  # the snapshot's folder is named by its commit
     if isinstance(model, HubModel):
-        model = HubModel(kind="hub", id=model.id, revision=located.folder.name)  # the snapshot's folder is named by its commit
+        model = HubModel(kind="hub", id=model.id, revision=commit)
+    if isinstance(model, CustomModel) and isinstance(model.tokenizer, HubModel):
+        model = model.model_copy(update={"tokenizer": HubModel(kind="hub", id=model.tokenizer.id, revision=commit)})
     return spec.model_copy(update={"model": model, "data": _with_paths(spec.data, pin_hub_path)})
 
 

@@ -10,9 +10,10 @@ from finefit.facts.cards import parse_card
 from finefit.facts.machine import MEMORY_LIMITS, read_cards, read_memory_bytes
 from finefit.facts.model import read_config
 from finefit.pipeline.data import PreparedData, missing, prepare_data
-from finefit.pipeline.forecasting import rooms_on
+from finefit.pipeline.forecasting import Grids, rooms_on
 from finefit.pipeline.foreseen import foresee_stage, naming
 from finefit.pipeline.outlines import Done, Outlines, copies_in, mixture_of, nothing_done
+from finefit.pipeline.rehearsing import one_rehearser
 from finefit.pipeline.sizes import size_of
 from finefit.pipeline.wiring import wired_model, with_files
 from finefit.spec.schema import AdamW, Data, Evaluation, Full, Lora, ShapeModel, Source, Spec, Tuning
@@ -43,7 +44,8 @@ _ANY_LENGTH = 1 << 24
 def look_ahead(pipeline: Pipeline, base: Path, *, cards: tuple[str, ...], done: Done = nothing_done) -> dict[str, StageOutlook]:
     """Of every stage, in their order."""
     outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
-    return {name: look_at(outlines, name, cards) for name in pipeline.order()}
+    with one_rehearser():
+        return {name: look_at(outlines, name, cards) for name in pipeline.order()}
 
 
 def look_at(outlines: Outlines, name: str, asked: tuple[str, ...] | None) -> StageOutlook:
@@ -179,13 +181,13 @@ def width_of(outlines: Outlines, asked: Input) -> int:
 
 
 def _of_evaluation(outlines: Outlines, stage: EvaluateStage, cards: tuple[str, ...]) -> StageOutlook:
-    prompts, items, unknown = _questions(outlines, stage)
+    prompts, grids, items, unknown = _questions(outlines, stage)
     tunings = _tunings(outlines, stage)
     rooms: list[dict[str, dict[str, Room]]] = [{} for _ in cards]
     for name, tuning in tunings.items():
         config = outlines.of(stage.models[name]).config
         precision = _asked_precision(outlines.pipeline, cards)
-        for at, found in enumerate(rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts)):
+        for at, found in enumerate(rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts, grids=grids)):
             rooms[at][name] = found
     gates = [f"{name}: the answers of its experts, chosen by the gate" for name in stage.models if name not in tunings]
     return StageOutlook(
@@ -255,15 +257,15 @@ def _tuning_of(pipeline: Pipeline, asked: Input) -> Tuning:
     return Full(kind="full")
 
 
-def _questions(outlines: Outlines, stage: EvaluateStage) -> tuple[int, int | None, tuple[str, ...]]:
-    """Tokens of the longest prompt, how many rows there are, and what is not known of them."""
+def _questions(outlines: Outlines, stage: EvaluateStage) -> tuple[int, Grids, int | None, tuple[str, ...]]:
+    """Tokens of the longest prompt, the images of the one that shows most, how many rows there are, and what is not known of them."""
     longest = stage.data.max_tokens - min(max(one.max_new_tokens for one in stage.evaluate), stage.data.max_tokens // 2)
     if not outlines.is_made(stage.data.test.path):
-        return longest, None, (f"prompts assumed from data.max_tokens, since {stage.data.test.path} is yet to be made",)
+        return longest, (), None, (f"prompts assumed from data.max_tokens, since {stage.data.test.path} is yet to be made",)
     prepared = prepared_questions(outlines, stage)
     if prepared is None or prepared.record.prompt_tokens is None:
-        return longest, None, ("prompts assumed from data.max_tokens, since rows or tokenizer are not there",)
-    return prepared.record.prompt_tokens, sum(source.used for source in prepared.record.sources), ()
+        return longest, (), None, ("prompts assumed from data.max_tokens, since rows or tokenizer are not there",)
+    return prepared.record.prompt_tokens, prepared.record.prompt_grids, sum(source.used for source in prepared.record.sources), ()
 
 
 def prepared_questions(outlines: Outlines, stage: EvaluateStage) -> PreparedData | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from finefit.artifacts.records import Finding, Forecast, Lengths
-from finefit.data.items import read_items
+from finefit.data.items import is_asked, read_items
 from finefit.data.rows import Row
 from finefit.data.tasks import NoResult, Task, make_task
 from finefit.errors import DataError, FindingError, SpecError
@@ -79,8 +79,9 @@ def _references(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding
 
 
 def unreadable_references(evaluations: Iterable[Evaluation], rows: Sequence[Row], *, form: Form | None, base: Path) -> tuple[Finding, ...]:
-    tasks = [make_task(evaluation, form=form, base=base) for evaluation in evaluations if not isinstance(evaluation.task, LmEval)]
-    faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task in tasks for row in rows if (reason := _unreadable(task, row))]
+    tasks = [(make_task(e, form=form, base=base), e) for e in evaluations if not isinstance(e.task, LmEval)]
+    asked = [(task, row) for task, evaluation in tasks for row in rows if is_asked(row, evaluation.sources)]
+    faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task, row in asked if (reason := _unreadable(task, row))]
     if not faults:
         return ()
     more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""

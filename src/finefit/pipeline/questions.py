@@ -33,7 +33,7 @@ def _require_usable(record: Preparation, data: Data, path: str) -> None:
 def read_questions(source: Source, *, base: Path) -> list[Row]:
     """Without a tokenizer, for answers that are there already."""
     rows = []
-    for row in open_source(source.path, source.fields, base, split="test").rows():
+    for row in open_source(source.path, source.fields, base, split="test", where=source.where, images_root=source.images_root).rows():
         if isinstance(row, BadRow):
             raise DataError(f"{row.place} {row.reason}", "mend or remove this row")
         rows.append(row)

@@ -17,17 +17,30 @@ from finefit.model.locate import Located, locate, with_adapter
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.data import source_files
 from finefit.pipeline.inputs import UNDIGESTED, between, engine_sha256, relocate
-from finefit.pipeline.taskfiles import keep_task_files, kept_paths, path_of, task_sha256
+from finefit.pipeline.taskfiles import keep_model_file, keep_task_files, kept_paths, path_of, task_sha256
 from finefit.plan.engine import nodes_of
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import DeepSpeed, Engine, Evaluation, FolderModel, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
+from finefit.spec.schema import CustomModel, DeepSpeed, Engine, Evaluation, FolderModel, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
 from finefit.step.engines.zero_config import FILE as DEEPSPEED_JSON
 from finefit.step.schedule import learning_rate
 
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate", "launcher.", "trackers")
 """Keys that leave the steps already done as they were."""
-_PATHS = ("model.path", "model.revision", "tuning.adapter", "engine.config", "data.train", "data.validation.path", "data.test.path")
+_PATHS = (
+    "model.path",
+    "model.revision",
+    "model.file",
+    "model.weights",
+    "model.tokenizer.path",
+    "model.tokenizer.revision",
+    "tuning.adapter",
+    "engine.config",
+    "data.train",
+    "data.validation.path",
+    "data.test",
+    "data.validation.images_root",
+)
 _TASK_PATHS = ("path", "folder", "nli", "checkpoint")
 """Of a task, what may name a file or a folder."""
 
@@ -59,7 +72,7 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     if before == after:
         return []
     with run_lock(run.lock):
-        return _take_over(run, record, asked, keep_task_files(after, run.path, run.path), changes, overrides)
+        return _take_over(run, record, asked, keep_model_file(keep_task_files(after, run.path, run.path), run.path), changes, overrides)
 
 
 def follow(run: RunDir, spec: Spec) -> list[str]:
@@ -99,7 +112,7 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
 
     fresh = relocate(asked, between(Path.cwd(), run.resolve()))
     data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in ("train", "validation", "test")}
-    model = before.model if _is_same_place(asked.model, before.model, is_given) else fresh.model
+    model = before.model if _is_same_place(asked.model, before.model, is_given) else _same_files(fresh.model, before.model, is_given)
     tuning = fresh.tuning if is_given("tuning.adapter") else _same_adapter(asked.tuning, before.tuning)
     engine = fresh.engine if is_given("engine.config") else _same_config(asked.engine, before.engine)
     if isinstance(asked.data.task, OwnTask) and isinstance(before.data.task, OwnTask):
@@ -142,6 +155,15 @@ def _is_same_place(asked: Model, before: Model, is_given: Callable[[str], bool])
     return False
 
 
+def _same_files(fresh: Model, before: Model, is_given: Callable[[str], bool]) -> Model:
+    """Of a model of the user's own the run has a copy of the file; where the rest lies stays too, unless it is given now."""
+    if not isinstance(fresh, CustomModel) or not isinstance(before, CustomModel):
+        return fresh
+    is_new = {"weights": (fresh.weights is None) != (before.weights is None), "tokenizer": fresh.tokenizer.kind != before.tokenizer.kind}
+    known = {key: getattr(before, key) for key in ("file", "weights", "tokenizer") if not is_given(f"model.{key}") and not is_new.get(key)}
+    return fresh.model_copy(update=known)
+
+
 def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
     old, new = ({key: value for key, value, _ in side} for side in (before, after))
     for key in dict.fromkeys((*old, *new)):
@@ -152,7 +174,7 @@ def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
 def _is_move(key: str, before: Spec, after: Spec) -> bool:
     """Only where something lies has changed; whether it is still the same is seen by its content."""
     old, new = ({k: value for k, value, _ in leaves(relocate(spec, lambda _: ""))} for spec in (before, after))
-    return key.startswith(_PATHS) and (key == "model.revision" or (key in old and key in new and old[key] == new[key]))
+    return key.startswith(_PATHS) and (key in ("model.revision", "model.tokenizer.revision") or (key in old and key in new and old[key] == new[key]))
 
 
 def _inputs_unchanged(run: RunDir, spec: Spec) -> None:

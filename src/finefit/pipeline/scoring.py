@@ -14,16 +14,20 @@ from pathlib import Path
 from finefit import __version__
 from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Failure, Room, Run, Subject, read_record, write_record
-from finefit.artifacts.rundir import EvalPaths, RunDir, find_run, is_run, newest_with_digest, open_run
+from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, newest_with_digest, open_run
 from finefit.artifacts.stages import models_of
 from finefit.data.items import item_line, read_items
+from finefit.data.looking import OwnEye
+from finefit.data.pictures import KEPT
 from finefit.data.rows import Row
 from finefit.data.tasks import make_task
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError
 from finefit.facts.files import read_file
+from finefit.model.locate import locate
 from finefit.pipeline.asking import named_evaluations, overlaid
 from finefit.pipeline.bare import FORMS, find_bare, open_bare
 from finefit.pipeline.create import put_in_place, stage_of
+from finefit.pipeline.data import PreparedData
 from finefit.pipeline.evaluating import (
     NO_ITEMS,
     Device,
@@ -36,20 +40,24 @@ from finefit.pipeline.evaluating import (
     evaluate,
     evaluations_of,
     filed_apart,
+    prompt_grids_of,
     prompt_tokens_of,
     relabelled,
     request_of,
     scores_told,
     subject_of,
 )
+from finefit.pipeline.forecasting import Grids
 from finefit.pipeline.given import aligned, given_subject, name_of, read_given, write_answers
+from finefit.pipeline.inputs import moved_model
 from finefit.pipeline.questions import file_facts, prepare_questions, read_questions, require_answerable, without_rows
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import Evaluation, Full, LmEval, ShapeModel, Source
+from finefit.spec.schema import CustomModel, Evaluation, Full, ImageLimits, LmEval, Model, ShapeModel, Source
 
 _NO_ROOM = Room(rows=1, tokens=1)
 """Where nothing is generated, or it is not known yet."""
 _LONGEST_STEM = 24
+ITEMS = "test.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,7 @@ class Work:
     run: RunDir
     requests: tuple[EvalRequest, ...]
     prompt_tokens: int
+    prompt_grids: Grids = ()
     given: tuple[str, ...] | None = None
     """The answers to all items, where they were made elsewhere."""
 
@@ -125,7 +134,8 @@ def _of_run(run: RunDir, wish: Wish) -> Work:
     names, own = checkpoints_of(run, wish.checkpoint), subject_of(stage_of(run), "base").device
     requests = [request_of(run, name, one, device=wish.device, items=others) for one in evaluations for name in names]
     require_readable(run, requests)
-    return Work(run=run, requests=_filed(run, requests, own), prompt_tokens=tokens)
+    grids = prompt_grids_of(run) if others is None else others.prompt_grids
+    return Work(run=run, requests=_filed(run, requests, own), prompt_tokens=tokens, prompt_grids=grids)
 
 
 def _on_rows(chosen: list[Evaluation], wish: Wish) -> list[Evaluation]:
@@ -167,16 +177,41 @@ def _other_items(run: RunDir, data: str) -> Items:
     if where.eval_stage.exists():
         raise RunError(f"{run.path.name} belongs to its own rows", "score the model itself with --data, which makes another run directory")
     spec = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
-    like = spec.model_copy(update={"data": without_rows(spec.data, form_base=run.path)})
-    prepared = prepare_questions(Source(path=data), like, where.tokenizer, base=Path.cwd())
-    digest = hashlib.sha256("".join(fact.sha256 for fact in file_facts(prepared)).encode()).hexdigest()[:8]
-    place = where.prepared(f"items-{digest}.jsonl")
-    temporary = place.with_suffix(".tmp")
-    shutil.copyfile(prepared.path("test.jsonl"), temporary)
-    temporary.replace(place)
+    model = moved_model(spec.model, lambda path: str((run.path / path).resolve()))
+    like = spec.model_copy(update={"model": model, "data": without_rows(spec.data, form_base=run.path)})
+    prepared = prepare_questions(Source(path=data), like, _tokenizer(where, model), base=Path.cwd())
+    shown = () if prepared.record.pictures_sha256 is None else (prepared.record.pictures_sha256,)
+    digest = hashlib.sha256("".join((*(fact.sha256 for fact in file_facts(prepared)), *shown)).encode()).hexdigest()[:8]
+    place = _taken_in(where, prepared, digest)
     stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(data).stem)[:_LONGEST_STEM]
     sha256 = read_file(place, where.path).sha256
-    return Items(file=place.name, sha256=sha256, suffix=f"{stem}-{digest}", prompt_tokens=prepared.record.prompt_tokens or 1)
+    return Items(
+        file=str(place.relative_to(where.prepared(""))),
+        sha256=sha256,
+        suffix=f"{stem}-{digest}",
+        prompt_tokens=prepared.record.prompt_tokens or 1,
+        prompt_grids=prepared.record.prompt_grids,
+    )
+
+
+def _tokenizer(where: StageDir, model: Model) -> Path:
+    """The run's own; of a model that sees the folder of the model, where its config and its processor lie."""
+    if isinstance(model, CustomModel):
+        return where.tokenizer
+    folder = locate(model, where.run).folder
+    return where.tokenizer if OwnEye(folder, folder / "config.json", ImageLimits())() is None else folder
+
+
+def _taken_in(where: StageDir, prepared: PreparedData, digest: str) -> Path:
+    """Images that came as bytes lie beside their items, which then have a folder of their own."""
+    has_images = KEPT in prepared.record.files
+    place = where.prepared(f"items-{digest}/{ITEMS}" if has_images else f"items-{digest}.jsonl")
+    place.parent.mkdir(exist_ok=True)
+    for name, target in ((KEPT, place.with_name(KEPT)), (ITEMS, place)) if has_images else ((ITEMS, place),):
+        temporary = target.with_suffix(".tmp")
+        shutil.copyfile(prepared.path(name), temporary)
+        temporary.replace(target)
+    return place
 
 
 # answers made elsewhere
@@ -245,7 +280,7 @@ def _nobody(answers: Path, lines: str) -> Subject:
 
 
 def carry_out(work: Work, *, tick: Tick, say: Say) -> list[EvalResult]:
-    run, rooms = work.run, Rooms(run=work.run, prompt_tokens=work.prompt_tokens)
+    run, rooms = work.run, Rooms(run=work.run, prompt_tokens=work.prompt_tokens, prompt_grids=work.prompt_grids)
     fill = None if work.given is None else partial(_fill, run, work.given)
     with run_lock(run.lock) as lock, recorded(run), scores_told(stage_of(run), say):
         size = None if fill is not None else partial(_no_model, run) if _holds_answers(run) else rooms.find

@@ -49,12 +49,13 @@ def _counted(config: dict[str, Any]) -> ModelSize:
 def count(config: dict[str, Any]) -> ModelSize:
     """Tied tensors once."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from finefit.model.sight import auto_class
     from finefit.rehearse.rehearsal import read_config
 
+    known = read_config(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(config))
+        model = auto_class(known).from_config(known)
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         match = _LAYER.search(name)

@@ -22,7 +22,7 @@ from finefit.model.locate import commit_of
 from finefit.pipeline.foreseen import naming
 from finefit.pipeline.stage_paths import models_of, moved, paths_of
 from finefit.pipeline.wiring import At, output_of
-from finefit.spec.schema import Common, Fields, FolderModel, Held, HubModel, Lora, Source
+from finefit.spec.schema import Common, CustomModel, Fields, FolderModel, Held, HubModel, Lora, Source
 from finefit.spec.stages import STAGE_PATH, AnyStage, CompareStage, EvaluateStage, MergeAdapter, Pipeline, StageModel, TrainStage, Verdicts
 
 DigestOf = Callable[[str], str]
@@ -31,6 +31,9 @@ _OF_ALL = tuple(key for key in Common.model_fields if key not in ("name", "track
 _OF_MAKING = ("seed", "device", "precision")
 _UNSEEDED = ("python", "compare")
 """Kinds to which neither the seed nor the device means anything."""
+_TOKENIZER = ".tokenizer.path"
+"""Of a model of the user's own: a folder that need hold no weights."""
+_IMAGES = "images_root"
 _HASHED_APART = "finefit_"
 """How the files of a checkpoint begin that are no part of the model."""
 
@@ -135,19 +138,25 @@ def _inputs(stage: AnyStage, base: Path, at: At | None, digest_of: DigestOf | No
     """Without `at` only what lies outside of the pipeline."""
     for key, holder, path in paths_of(stage):
         if (made := STAGE_PATH.fullmatch(path)) is None:
-            yield key, _content(holder, path, base)
+            yield key, _content(holder, key, path, base)
         elif at is not None:
-            yield key, _content(holder, str(at(made[1]) / (made[2] or "")), base)
+            yield key, _content(holder, key, str(at(made[1]) / (made[2] or "")), base)
     for key, model in models_of(stage):
         if isinstance(model, StageModel) and digest_of is not None:
             yield key, digest_of(model.name)
         elif isinstance(model, HubModel):
             yield key, commit_of(model)
+        elif isinstance(model, CustomModel) and isinstance(model.tokenizer, HubModel):
+            yield f"{key}.tokenizer", commit_of(model.tokenizer)
     if isinstance(stage, CompareStage) and digest_of is not None:
         yield from ((f"of.{part}", digest_of(part.partition(":")[0])) for part in stage.of)
 
 
-def _content(holder: BaseModel, path: str, base: Path) -> str:
+def _content(holder: BaseModel, key: str, path: str, base: Path) -> str:
+    if key.endswith(_TOKENIZER):
+        return tree_digest(base / path)
+    if key.endswith(_IMAGES):
+        return _images_digest(base / path)
     match holder:
         case Source() | Held() | Fields() if path.startswith("hf://"):
             find_files(path, base, split="train")
@@ -171,6 +180,13 @@ def tree_digest(path: Path) -> str:
         return read_file(path, path.parent).sha256
     except OSError as error:
         raise SpecError(f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file") from None
+
+
+def _images_digest(path: Path) -> str:
+    """By names, sizes and times: images may be many, and what a training reads of them is compared by content there."""
+    if not path.is_dir():
+        return tree_digest(path)
+    return digest([(file.relative_to(path).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in _files_in(path)])
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -6,11 +6,11 @@ from typing import Literal
 
 from finefit.artifacts.records import Order, WiredModel
 from finefit.facts.machine import read_machine
+from finefit.pipeline.inputs import moved_model
 from finefit.pipeline.stage_choice import Stages
 from finefit.pipeline.stage_paths import models_of
 from finefit.pipeline.wiring import wired_model, with_files
 from finefit.plan.resolve import device_of, precision_on
-from finefit.spec.schema import FolderModel
 from finefit.spec.stages import STAGE_PATH, CompareStage, EvaluateStage, Input, Pipeline
 
 _OF_TASKS = "evaluate."
@@ -46,9 +46,7 @@ def _file(stages: Stages, path: str) -> str:
 
 def _wired(stages: Stages, asked: Input) -> WiredModel:
     found = wired_model(stages.pipeline, asked, stages.at)
-    if isinstance(found.model, FolderModel):
-        return replace(found, model=FolderModel(kind="folder", path=str((stages.base / found.model.path).resolve())))
-    return found
+    return replace(found, model=moved_model(found.model, lambda path: str((stages.base / path).resolve())))
 
 
 def _runs(stages: Stages, part: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel, ShapeModel
+from finefit.spec.schema import CustomModel, EmbeddedModel, FolderModel, HubModel, ShapeModel
 from finefit.spec.stage_kinds import PATHS, Input, StageModel
 
 P = TypeVar("P", bound=BaseModel)
@@ -24,7 +24,7 @@ def paths_of(part: object, key: str = "") -> Iterator[tuple[str, BaseModel, str]
 def models_of(part: object, key: str = "") -> Iterator[tuple[str, Input]]:
     """Models that a stage names, by where they stand: `base`, `experts.law`, `method.model`."""
     for here, value, _ in _children(part, key):
-        if isinstance(value, HubModel | FolderModel | EmbeddedModel | ShapeModel | StageModel):
+        if isinstance(value, HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel | StageModel):
             yield here, value
         else:
             yield from models_of(value, here)

@@ -39,7 +39,7 @@ from finefit.pipeline.stage_run import open_stages, plan_rest
 from finefit.pipeline.wiring import wired_spec
 from finefit.spec.edit import dumped
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import FolderModel, Lora, Spec
+from finefit.spec.schema import CustomModel, FolderModel, Lora, Spec
 from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage
 
 MAKER = "finefit.pipeline.making.worker"
@@ -197,7 +197,8 @@ class _Work:
         write_record(own.order, order)
         began, meter = time.perf_counter(), Meter.begin(order.device, self.teller.say)
         summary = score(order, own.path, lock=self.lock, tick=meter.tick, say=self.teller.say)
-        self._done(name, own, now, time.perf_counter() - began, meter.settled(), summary)
+        memory = meter.settled(loaded=summary["loaded_bytes"], peak=summary["peak_bytes"])
+        self._done(name, own, now, time.perf_counter() - began, memory, summary)
 
     # all others
 
@@ -262,6 +263,8 @@ def _amend_places(run: RunDir, spec: Spec) -> None:
     match before.model, spec.model:
         case FolderModel(path=old), FolderModel(path=new) if old != new:
             changes.append(f"model.path={json.dumps(str((run.path / new).resolve()))}")
+        case CustomModel(weights=str() as old), CustomModel(weights=str() as new) if old != new:
+            changes.append(f"model.weights={json.dumps(str((run.path / new).resolve()))}")
     match before.tuning, spec.tuning:
         case Lora(adapter=str() as old), Lora(adapter=str() as new) if old != new:
             changes.append(f"tuning.adapter={json.dumps(str((run.path / new).resolve()))}")

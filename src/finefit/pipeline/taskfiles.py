@@ -1,4 +1,4 @@
-"""Task files of a user's own, known by content: a run keeps a copy of each, and an evaluation has its own beside its request."""
+"""Files of a user's own, known by content: a run keeps a copy of each, and an evaluation has its task beside its request."""
 
 import hashlib
 import shutil
@@ -7,10 +7,11 @@ from pathlib import Path
 
 from finefit.errors import SpecError
 from finefit.facts.files import read_file
-from finefit.spec.schema import Evaluation, FolderModel, Form, LmEval, OwnTask, Spec, Summary, Task, TruthfulQa
+from finefit.spec.schema import CustomModel, Evaluation, FolderModel, Form, LmEval, OwnTask, Spec, Summary, Task, TruthfulQa
 
 TASK_FILE = "task.py"
 TASK_FOLDER = "tasks"
+MODEL_FOLDER = "model"
 _LARGEST_BYTES = 1 << 30
 _FORM = "tasks/data.task.py"
 """No evaluation is called so: a name has no dot."""
@@ -72,6 +73,15 @@ def keep_form(form: Form | None, base: Path, run: Path) -> Form | None:
         return form
     _copy(base / form.path, run / _FORM)
     return form.model_copy(update={"path": _FORM})
+
+
+def keep_model_file(spec: Spec, run: Path) -> Spec:
+    """The code that a model is built by is copied into the run directory, where the spec's paths start: the run needs no other."""
+    if not isinstance(spec.model, CustomModel):
+        return spec
+    place = f"{MODEL_FOLDER}/{Path(spec.model.file).name}"
+    _copy(run / spec.model.file, run / place)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"file": place})})
 
 
 def _taken(evaluation: Evaluation, base: Path, folder: Path, place: str) -> Evaluation:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from finefit.artifacts.records import WiredModel
 from finefit.artifacts.rundir import RunDir
-from finefit.spec.schema import FolderModel, Lora, Model, Spec
+from finefit.spec.schema import CustomModel, FolderModel, Lora, Model, Spec
 from finefit.spec.stages import STAGE_PATH, AnyStage, Gate, Input, Pipeline, StageModel, TrainStage
 
 At = Callable[[str], Path]
@@ -33,6 +33,9 @@ def wired_model(pipeline: Pipeline, asked: Input, at: At) -> WiredModel:
         return WiredModel(model=wired_model(pipeline, stage.base, at).model, gate=str(at(asked.name)))
     if isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora):
         return WiredModel(model=wired_model(pipeline, stage.model, at).model, adapter=str(at(asked.name)))
+    before = wired_model(pipeline, stage.model, at).model if isinstance(stage, TrainStage) else None
+    if isinstance(before, CustomModel):  # the same code with what it has learnt
+        return WiredModel(model=before.model_copy(update={"weights": str(at(asked.name))}))
     return WiredModel(model=FolderModel(kind="folder", path=str(at(asked.name))))
 
 
@@ -48,6 +51,8 @@ def wired_spec(pipeline: Pipeline, name: str, at: At, base: Path) -> Spec:
     model: Model = found.model
     if isinstance(model, FolderModel) and model != stage.model:  # what a stage has made
         model = FolderModel(kind="folder", path=os.path.relpath(base / model.path, base))
+    if isinstance(model, CustomModel) and model != stage.model and model.weights is not None:
+        model = model.model_copy(update={"weights": os.path.relpath(base / model.weights, base)})
     spec = pipeline.spec_of(name, model=model, tuning=tuning)
     return with_files(spec, lambda path: os.path.relpath(_file(path, at), base))
 

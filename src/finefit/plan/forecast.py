@@ -2,23 +2,27 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Room, Suggestion
+from finefit.artifacts.records import Forecast, GradientMap, Lengths, Room, Suggestion, TowerSize
 from finefit.errors import ModelError, SpecError
 from finefit.facts.cards import CARD_KINDS
 from finefit.model.attention import can_pack
+from finefit.model.custom_files import written_in
 from finefit.model.load import base_bits
+from finefit.plan.custom import narrowed, require_own
 from finefit.plan.engine import decide_engine, nodes_of, require_several, shardings_of
 from finefit.plan.kernels import decide_kernels
 from finefit.plan.look import Look, Looker
-from finefit.plan.rooms import held_bytes, make_rooms
+from finefit.plan.rooms import held_bytes, make_rooms, shown_most
 from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
 from finefit.plan.target import NCCL_BYTES, USABLE, Target
 from finefit.rehearse.clock import phase_seconds, total_flops
 from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, survey
+from finefit.rehearse.showing import image_tokens
 from finefit.rehearse.trace import OUTSIDE, Block
 from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Lora, Spec, Subset
 from finefit.spec.schema import Levers as AskedLevers
@@ -34,12 +38,15 @@ _HOST_BYTES = 3 << 29
 
 def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None) -> Forecast:
     """`memo`: what was rehearsed for other targets."""
+    require_own(spec, config)
     require_several(spec.engine, target.count)
     _require_one_update(spec, lengths, target)
     packing = decide_packing(spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic)
     scene = _scene(spec, config, lengths, target, packing)
     size = survey(scene)
-    looker, choice = _chosen(spec, lengths, scene, target, packing, {} if memo is None else memo, has_experts=size.active is not None)
+    _require_divisible(spec, size, target)
+    memo, has_experts = {} if memo is None else memo, size.active is not None
+    looker, choice = _chosen(spec, lengths, scene, target, packing, memo, has_experts=has_experts, is_looking=bool(_looks(size)))
     return _forecast(spec, lengths, looker, choice, size)
 
 
@@ -56,12 +63,28 @@ def _require_one_update(spec: Spec, lengths: Lengths, target: Target) -> None:
         raise SpecError(problem, "--set levers.update=after, or precision=fp32")
 
 
+def _require_divisible(spec: Spec, size: Size, target: Target) -> None:
+    if isinstance(spec.engine, FullyShard | DeepSpeed) and target.count > 1 and _looks(size):
+        problem = (
+            f"engine.kind {spec.engine.kind} divides gradients while backward goes on, and a rank whose rows have no image has none for the towers "
+            f"{', '.join(_looks(size))}: the others would wait for it"
+        )
+        raise SpecError(problem, "set engine.kind: ddp, or train the language tower alone")
+
+
+def _looks(size: Size) -> list[str]:
+    """Trained towers that only rows with images reach."""
+    return [tower for tower, found in size.towers.items() if tower != "language" and found.tensors]
+
+
 def decide_packing(
     asked: Literal["auto", "best_fit", "none"], config: dict[str, Any], longest: int, device: str, *, deterministic: bool = False
 ) -> tuple[bool, str]:
     """Whether rows are packed, and why. It is exact, so `auto` packs where that can be done and its forecast has been held against the truth."""
     if asked == "none":
         return False, "data.packing is none"
+    if written_in(config) is not None:
+        return False, "a model of your own makes its inputs itself"
     problem = can_pack(read_config(config), longest)
     if problem is not None and asked == "best_fit":
         raise ModelError(f"data.packing is best_fit, but {problem}", "set data.packing to auto, which packs where it can, or to none")
@@ -89,6 +112,8 @@ def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target,
         objective=spec.objective,
         rows_per_step=_rows_per_step(spec, lengths),
         validation=_validation(spec, lengths),
+        grids=lengths.grids,
+        is_deterministic=spec.deterministic,
     )
 
 
@@ -103,12 +128,20 @@ def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
 
 
 def _chosen(
-    spec: Spec, lengths: Lengths, scene: Scene, target: Target, packing: tuple[bool, str], memo: dict[str, Rehearsed], *, has_experts: bool
+    spec: Spec,
+    lengths: Lengths,
+    scene: Scene,
+    target: Target,
+    packing: tuple[bool, str],
+    memo: dict[str, Rehearsed],
+    *,
+    has_experts: bool,
+    is_looking: bool,
 ) -> tuple[Looker, Choice]:
-    """Where the engine is free to choose, the mildest sharding that fits."""
+    """Where the engine is free to choose, the mildest sharding that fits. `is_looking`: whether a tower is trained that some rows may not reach."""
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
     rows = -(-_rows_per_step(spec, lengths) // target.count)
-    for sharding in shardings_of(spec.engine, target.count, can_divide=_can_divide(spec)):
+    for sharding in shardings_of(spec.engine, target.count, can_divide=_can_divide(spec) and not is_looking and written_in(scene.config) is None):
         looker = Looker(scene=scene, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo)
         freedom = freedom_of(
             asked,
@@ -121,8 +154,11 @@ def _chosen(
         )
         if sharding == "zero3":  # gathers weights anew inside what is computed again
             freedom = replace(freedom, keep_attention=freedom.keep_attention[:1], mlp_tiles=freedom.mlp_tiles[:1])
-        kernels, why = decide_kernels(asked, target, sharding, has_experts=has_experts)
-        choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why))
+        if (found := written_in(scene.config)) is not None:
+            choice = choose(looker, replace(narrowed(freedom, found), packing_reason=packing[1]))
+        else:
+            kernels, why = decide_kernels(asked, target, sharding, has_experts=has_experts)
+            choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why))
         if choice.fits:
             break
     return looker, choice
@@ -137,9 +173,10 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
     tokens = lengths.mean * looker.scene.sides * _rows_per_step(spec, lengths)
     total = seconds * steps + _caching_seconds(looker, look, lengths) if seconds is not None and steps is not None else None
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
-    rooms = make_rooms(looker.scene, target, spec.evaluate, prompt_tokens=lengths.prompt or lengths.longest, devices=target.count)
+    prompts, most = lengths.prompt or lengths.longest, shown_most(lengths)
+    rooms = make_rooms(looker.scene, target, spec.evaluate, prompt_tokens=prompts, devices=target.count, grids=most)
     generation = max((room.reserved_bytes or 0 for room in rooms.values()), default=0)
-    disk = _checkpoint_bytes(spec, size, looker.scene.config) * (spec.save.keep + _BESIDE)
+    disk = _checkpoint_bytes(spec, size, looker.scene.config) * _num_checkpoints(spec, steps)
     peak = max(look.peak_bytes, held_bytes(target, _needed(spec, rooms, target)))
     suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
     engine, why = decide_engine(spec.engine, looker.sharding, target.count // nodes_of(spec.launcher), fits=choice.fits)
@@ -175,6 +212,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
         parameters=size.parameters,
         trainable_parameters=size.trainable,
         active_parameters=size.active,
+        towers=_towers(size, look.rehearsed.unreached),
         lengths=lengths,
         gradients=GradientMap(
             trainable=size.trainable_tensors,
@@ -190,6 +228,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
             *_sharding_notes(looker, spec),
             *_refusal_notes(spec, engine, look),
             *_tuning_notes(spec, size),
+            *_tower_notes(spec, size, lengths, looker.scene),
             *_experts_notes(look, size),
             *_reference_notes(spec, looker, look),
             *_divided_notes(looker, choice),
@@ -229,11 +268,18 @@ def _usual_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
     mean = max(2, round(lengths.mean))
     if mean >= 0.98 * lengths.longest:
         return look.step_seconds
-    usual = replace(looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))))
+    usual = replace(looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))), grids=())
     levers = look.levers
     if levers.packing:  # as many usual rows as a pack of the longest holds
         levers = replace(levers, micro_batch=min(looker.rows_per_step, levers.micro_batch * lengths.longest // mean))
-    return looker.look(levers, scene=usual).step_seconds
+    return looker.look(levers, scene=usual).step_seconds + _looking_seconds(looker, look) * mean / lengths.longest
+
+
+def _looking_seconds(looker: Looker, look: Look) -> float:
+    """Of a step whose rows all show as much as any; a row shows less as it is shorter."""
+    if not looker.scene.grids:
+        return 0.0
+    return max(0.0, looker.look(look.levers).step_seconds - looker.look(look.levers, scene=replace(looker.scene, grids=())).step_seconds)
 
 
 def _accumulation(look: Look, lengths: Lengths, rows: int) -> int:
@@ -264,7 +310,8 @@ def _smaller_answers(spec: Spec, lengths: Lengths, looker: Looker, peak: int) ->
     if peak <= looker.target.budget_bytes or not asked:
         return ()
     free = [evaluation.model_copy(update={"batch": "auto"}) for evaluation in spec.evaluate]
-    rooms = make_rooms(looker.scene, looker.target, free, prompt_tokens=lengths.prompt or lengths.longest, devices=looker.target.count)
+    prompts, most = lengths.prompt or lengths.longest, shown_most(lengths)
+    rooms = make_rooms(looker.scene, looker.target, free, prompt_tokens=prompts, devices=looker.target.count, grids=most)
     fewer = held_bytes(looker.target, max(room.reserved_bytes or 0 for room in rooms.values()))
     changes = tuple(f"evaluate.{at}.batch=auto" for at in asked)
     fits = fewer <= looker.target.budget_bytes
@@ -293,6 +340,12 @@ def _smallest_card(num_bytes: int) -> str:
 def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:
     order = ("load", "reference", "forward", "loss", "backward", "update", "validation")
     return {name: peaks[name] for name in order if name in peaks} | ({"generation": generation} if generation else {})
+
+
+def _num_checkpoints(spec: Spec, steps: int | None) -> int:
+    """That may lie there at once: no more than are ever saved, and the one that a stopped run leaves."""
+    most, every = spec.save.keep + _BESIDE, spec.save.every
+    return most if steps is None or every.unit != "steps" else min(most, math.ceil(steps / every.count) + 1)
 
 
 def _checkpoint_bytes(spec: Spec, size: Size, config: dict[str, Any]) -> int:
@@ -344,6 +397,27 @@ def _tuning_notes(spec: Spec, size: Size) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _towers(size: Size, unreached: tuple[str, ...]) -> dict[str, TowerSize]:
+    missed = Counter(tower for name in unreached for tower, names in size.tower_names.items() if name in names)
+    return {tower: replace(found, unreached=missed[tower]) for tower, found in size.towers.items()}
+
+
+def _tower_notes(spec: Spec, size: Size, lengths: Lengths, scene: Scene) -> tuple[str, ...]:
+    """Of a model that sees."""
+    if not size.towers:
+        return ()
+    found = []
+    if isinstance(spec.tuning, Lora) and not isinstance(spec.tuning.targets, dict):
+        found.append("tuning.targets without towers mean the language tower: vision and projector stay as they are")
+    if base_bits(spec.tuning):
+        found.append(f"the language tower is packed into {base_bits(spec.tuning)} bits, vision and projector stay whole")
+    if size.unused and "vision" in _looks(size):
+        found.append(f"features are taken before {', '.join(size.unused)}: no image passes there, and nothing of it is trained")
+    shown = image_tokens(scene.config, lengths.grids)
+    most = f"the row that shows most has {shown:,} image tokens ({len(lengths.grids)} images), and every row is planned so"
+    return (*found, most if lengths.grids else "no row has an image: the vision tower is never called")
+
+
 def _experts_notes(look: Look, size: Size) -> tuple[str, ...]:
     if size.active is None:
         return ()
@@ -370,7 +444,7 @@ def _reference_notes(spec: Spec, looker: Looker, look: Look) -> tuple[str, ...]:
 def _divided_notes(looker: Looker, choice: Choice) -> tuple[str, ...]:
     """What does not fit on one card may fit on several that divide it."""
     target, scene = looker.target, looker.scene
-    if choice.fits or target.count > 1 or target.device == "cpu":
+    if choice.fits or target.count > 1 or target.device == "cpu" or written_in(scene.config) is not None:
         return ()
     levers = replace(choice.look.levers, kernels="torch")  # fused ones take whole weights
     if any(engine_problems(FullyShard(kind="fsdp2", devices=2), scene.tuning, scene.optimizer, levers)):

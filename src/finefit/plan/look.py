@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field, replace
 
 from finefit.artifacts.records import Levers
+from finefit.model.custom_files import written_in
 from finefit.plan.target import Target
 from finefit.rehearse.allocator import Replay, replay
 from finefit.rehearse.clock import Rates, phase_seconds
+from finefit.rehearse.custom import num_layers
 from finefit.rehearse.depth import layer_kinds, rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config
 from finefit.rehearse.shard import Sharding, sharded
@@ -49,7 +51,8 @@ class Looker:
 
     @property
     def num_layers(self) -> int:
-        return len(layer_kinds(read_config(self.scene.config)))
+        found = written_in(self.scene.config)
+        return len(layer_kinds(read_config(self.scene.config))) if found is None else num_layers(found)
 
     def fits(self, look: Look) -> bool:
         return look.peak_bytes <= self.target.budget_bytes

@@ -73,6 +73,7 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         template=spec.data.template,
         template_options=spec.data.template_options,
         template_sha256=inputs.template_sha256,
+        images=spec.data.images,
         max_prompt_tokens=spec.max_prompt_tokens(),
         form=spec.data.task,
         rooms=forecast.rooms,

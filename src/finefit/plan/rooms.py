@@ -7,16 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finefit.artifacts.records import Levers, Room
+from finefit.artifacts.records import Lengths, Levers, Room
+from finefit.model.custom_files import written_in
+from finefit.plan.custom import own_rooms
 from finefit.plan.target import Target
 from finefit.rehearse.generation import Generated, allocated_by_depth, generate, read_through
 from finefit.rehearse.rehearsal import Scene
+from finefit.rehearse.showing import fitting, num_tokens, num_values
 from finefit.spec.schema import AdamW, Evaluation, Hallucination, LmEval, Perplexity, TruthfulQa, Tuning
 
 _MOST_ROWS = {"cuda": 64, "cpu": 16}
 """Of the longest prompts: more gain little, and a long batch waits for its slowest row."""
 _MORE = 4
 """Times as many rows where prompts are shorter."""
+_MOST_VALUES = 1 << 29
+"""Numbers of pixels in a batch, which lie in the machine's memory before they reach the card; 2 GiB of them."""
 _LONG_PROMPT = 16384
 """Longer ones may pass an MLP in pieces."""
 _TILES = (1, 4, 16)
@@ -48,9 +53,15 @@ def scene_for_answers(config: dict[str, Any], tuning: Tuning, target: Target) ->
     )
 
 
-def make_rooms(scene: Scene, target: Target, evaluations: Iterable[Evaluation], *, prompt_tokens: int, devices: int) -> dict[str, Room]:
-    """By label. `devices`: cards that the items may be shared over."""
-    scene = replace(scene, levers=Levers(micro_batch=1))
+def make_rooms(
+    scene: Scene, target: Target, evaluations: Iterable[Evaluation], *, prompt_tokens: int, devices: int, grids: tuple[tuple[int, ...], ...] = ()
+) -> dict[str, Room]:
+    """By label. `devices`: cards that the items may be shared over. `grids`: of the images of the prompt that shows most; every prompt is taken to
+    show them, as far as it has room."""
+    if written_in(scene.config) is not None:
+        return own_rooms(evaluations, prompt_tokens=prompt_tokens, devices=devices)
+    prompt_tokens = max(prompt_tokens, num_tokens(scene.config, grids)) if grids else prompt_tokens
+    scene = replace(scene, levers=Levers(micro_batch=1), grids=grids)
     known: dict[tuple[Any, ...], Room] = {}
     rooms = {}
     for evaluation in evaluations:
@@ -60,6 +71,11 @@ def make_rooms(scene: Scene, target: Target, evaluations: Iterable[Evaluation], 
             known[key] = _held(_room(scene, target, evaluation, prompt_tokens, devices), target)
         rooms[evaluation.label] = known[key]
     return rooms
+
+
+def shown_most(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
+    """By a prompt; where none is known, by any row."""
+    return lengths.grids if lengths.prompt is None else lengths.prompt_grids
 
 
 def _held(room: Room, target: Target) -> Room:
@@ -117,6 +133,11 @@ class _Batches:
         found += [lambda scene: self._read(scene, rows, prompt, tiles)] if _reads(self.evaluation) else []
         return max(allocated_by_depth(self.scene, rehearse) for rehearse in found)
 
+    def most_shown(self, prompt: int) -> int:
+        """Rows whose images are not too many numbers."""
+        shown = num_values(self.scene.config, fitting(self.scene.config, self.scene.grids, prompt))
+        return _MOST_VALUES // shown if shown else _MOST_VALUES
+
     def fits(self, reserved: int) -> bool:
         share = _PROCESSOR_SHARE if self.target.device == "cpu" else 1.0
         return held_bytes(self.target, reserved) <= self.target.budget_bytes * share
@@ -163,8 +184,8 @@ def _tiles(batches: _Batches, prompt: int) -> int:
 
 def _rows(batches: _Batches, prompt: int, tiles: int) -> int:
     """The largest power of two by what is allocated, which is a little less than what is reserved."""
-    rows = 1
-    while rows < _MOST_ROWS[batches.target.device] and batches.fits(batches.quick(2 * rows, prompt, tiles)):
+    rows, most = 1, min(_MOST_ROWS[batches.target.device], batches.most_shown(prompt))
+    while 2 * rows <= most and batches.fits(batches.quick(2 * rows, prompt, tiles)):
         rows *= 2
     return rows
 
@@ -175,7 +196,7 @@ def _with_shorter(batches: _Batches, room: Room, longest: int) -> Room:
     most = _MOST_ROWS["cuda"] * _MORE if batches.target.device == "cuda" else _MOST_ROWS["cpu"]
     rows = min(most, _MORE * room.rows)
     prompt = room.tokens // rows - batches.new_tokens
-    while rows > room.rows and prompt < 2:
+    while rows > room.rows and (prompt < 2 or rows > batches.most_shown(prompt)):
         rows, prompt = rows // 2, room.tokens // (rows // 2) - batches.new_tokens
     if rows <= room.rows or room.reserved_bytes is None:
         return room

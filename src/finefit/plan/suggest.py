@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from finefit.artifacts.records import Levers, Suggestion
+from finefit.model.custom_files import written_in
+from finefit.plan.custom import narrowed
 from finefit.plan.engine import engine_of
 from finefit.plan.kernels import decide_kernels
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import ASKED, Choice, Freedom, freedom_of
 from finefit.rehearse.rehearsal import Scene
+from finefit.rehearse.showing import fitting
 from finefit.spec.schema import Dpo, Full, Lora
 from finefit.spec.schema import Levers as AskedLevers
 from finefit.step.engines.choose import engine_problems
@@ -38,8 +41,11 @@ def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
         device=looker.target.device,
         has_experts=looker.has_experts,
     )
-    exact = list(_exact(looker, choice, free))
+    own = written_in(looker.scene.config)
+    exact = list(_exact(looker, choice, free if own is None else narrowed(free, own)))
     lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(looker, choice))
+    if own is not None:  # whose weights nobody packs
+        lossy = [(suggestion, seconds) for suggestion, seconds in lossy if "base_bits" not in " ".join(suggestion.changes)]
     found = {suggestion.changes: (suggestion, seconds) for suggestion, seconds in (*exact, *lossy) if suggestion.saves_bytes > 0}
     return tuple(suggestion for suggestion, _ in sorted(found.values(), key=lambda pair: _order(*pair))[:_MOST])
 
@@ -196,7 +202,7 @@ def _shorter(looker: Looker, choice: Choice, scene: Scene, changes: tuple[str, .
 
 
 def _cut(scene: Scene, tokens: int) -> Scene:
-    return replace(scene, tokens=tokens, supervised=min(scene.supervised, tokens - 1))
+    return replace(scene, tokens=tokens, supervised=min(scene.supervised, tokens - 1), grids=fitting(scene.config, scene.grids, tokens))
 
 
 def _suggestion(looker: Looker, choice: Choice, look: Look, changes: tuple[str, ...], *, is_exact: bool, price: str) -> Found:

@@ -1,4 +1,7 @@
-"""The process that rehearses: a fault inside torch ends it and not its caller, and the caller need not import torch."""
+"""The process that rehearses: a fault inside torch ends it and not its caller, and the caller need not import torch.
+
+A line on its standard input names a file with a question and the one for its answer; when that is written, a line says so.
+"""
 
 import faulthandler
 import sys
@@ -12,7 +15,7 @@ from finefit.facts.cards import CardRequest, parse_card
 from finefit.facts.machine import Machine, read_machine
 from finefit.plan.engine import devices_of, nodes_of, require_same_count
 from finefit.plan.forecast import make_forecast
-from finefit.plan.rooms import make_rooms, scene_for_answers
+from finefit.plan.rooms import make_rooms, scene_for_answers, shown_most
 from finefit.plan.target import find_target
 from finefit.rehearse.rehearsal import Rehearsed
 from finefit.spec.load import spec_from_json
@@ -39,7 +42,8 @@ def rooms(question: Question) -> list[dict[str, Room]]:
         target = find_target(request, machine, spec.precision, allocator=question.allocator)
         scene = scene_for_answers(question.config, spec.tuning, target)
         prompt = question.lengths.prompt or question.lengths.longest
-        found.append(make_rooms(scene, target, spec.evaluate, prompt_tokens=prompt, devices=_devices(request, machine)))
+        most = shown_most(question.lengths)
+        found.append(make_rooms(scene, target, spec.evaluate, prompt_tokens=prompt, devices=_devices(request, machine), grids=most))
     return found
 
 
@@ -57,13 +61,18 @@ def _machine(question: Question) -> Machine:
 def main() -> None:
     faulthandler.enable()
     warnings.simplefilter("ignore")  # of transformers, about a config that nobody loads
-    asked, answered = map(Path, sys.argv[1:])
+    said, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    for line in sys.stdin:
+        asked, answered = map(Path, line.rstrip("\n").split("\t"))
+        write_record(answered, _answered(read_record(asked, Question)))
+        print("answered", file=said, flush=True)
+
+
+def _answered(question: Question) -> Answer:
     try:
-        question = read_record(asked, Question)
-        found = Answer(rooms=tuple(rooms(question))) if question.only_rooms else Answer(forecasts=tuple(answer(question)))
+        return Answer(rooms=tuple(rooms(question))) if question.only_rooms else Answer(forecasts=tuple(answer(question)))
     except FinefitError as error:
-        found = Answer(failure=Failure.of(error))
-    write_record(answered, found)
+        return Answer(failure=Failure.of(error))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from finefit.errors import ModelError
+from finefit.model.custom_files import written_in
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config, rehearse
 from finefit.rehearse.splice import NotRegular, Run, check_whole, stretch
 
@@ -16,10 +18,12 @@ def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Re
 
     `memo` keeps what was executed: another number of recomputed layers needs the same few."""
     memo = {} if memo is None else memo
+    if written_in(scene.config) is not None:
+        return _whole(scene, memo)
     kinds = layer_kinds(read_config(scene.config))
     if not kinds or scene.levers.recompute > len(kinds):
         raise ModelError(f"levers.recompute is {scene.levers.recompute}, but the model has {len(kinds)} layers", "lower it, or say `all`")
-    runs = runs_of(kinds, scene.levers.recompute)
+    runs = runs_of(kinds, scene.levers.recompute, lead_of(read_config(scene.config)))
     kept = _rehearsed_layers(runs)
     levers = replace(scene.levers, recompute=sum(layer < scene.levers.recompute for layer in kept))
     short = replace(scene, config=cut(scene.config, [kinds[layer] for layer in kept]), levers=levers)
@@ -40,6 +44,13 @@ def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Re
     return replace(found, trace=trace)
 
 
+def _whole(scene: Scene, memo: dict[str, Rehearsed]) -> Rehearsed:
+    """Of a model of the user's own nobody knows which layers are alike."""
+    if repr(scene) not in memo:
+        memo[repr(scene)] = rehearse(scene)
+    return memo[repr(scene)]
+
+
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """What distinguishes one layer from another, as far as the config says it."""
     text = config.get_text_config()
@@ -51,10 +62,17 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     return [kind + " dense" * plain + " unturned" * (not turns) for kind, plain, turns in zip(kinds, is_dense, turned, strict=True)]
 
 
-def runs_of(kinds: Sequence[str], recompute: int) -> tuple[Run, ...]:
-    """The recomputed layers and the kept ones, each with the period in which its kinds repeat."""
+def lead_of(config: PretrainedConfig) -> int:
+    """How many layers at the beginning are given more than those behind them: features of deeper and deeper layers of the vision tower."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def runs_of(kinds: Sequence[str], recompute: int, lead: int = 0) -> tuple[Run, ...]:
+    """The recomputed layers and the kept ones, each with the period in which its kinds repeat. `lead` layers at the beginning stand for
+    themselves."""
     period = period_of(kinds)
-    return tuple(Run(count, period) for count in (recompute, len(kinds) - recompute) if count)
+    borders = sorted({0, recompute, min(lead, len(kinds)), len(kinds)})
+    return tuple(Run(end - start, period if start >= lead else end - start) for start, end in pairwise(borders))
 
 
 def period_of(kinds: Sequence[str]) -> int:
@@ -74,6 +92,8 @@ def _rehearsed_layers(runs: Sequence[Run]) -> list[int]:
 
 def cut(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """The same config with other layers."""
+    if isinstance(config.get("text_config"), dict):  # of a model that sees: its language tower's
+        return config | {"text_config": cut(config["text_config"], kinds)}
     short = dict(config, num_hidden_layers=len(kinds))
     if config.get("layer_types"):
         short["layer_types"] = [kind.split(" ")[0] for kind in kinds]

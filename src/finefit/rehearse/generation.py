@@ -1,4 +1,5 @@
-"""Answers on fake tensors: the same two calls that an evaluation makes, all prompts at once and then one token after another.
+"""Answers on fake tensors: the same two calls that an evaluation makes, all prompts at once and then one token after another. Every prompt shows as
+many images of the scene as it has room for.
 
 The cache grows by a copy with every token: old and new keys of one layer exist side by side, and what is given back is a little too small for the
 next copy. So the peak is found where the cache is longest, and what the allocator keeps depends on how it came there: it is grown in several steps.
@@ -14,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from finefit.artifacts.records import Levers
-from finefit.evaluate.decoding import follow, prefill
+from finefit.evaluate.decoding import Context, behold, follow, prefill
 from finefit.evaluate.likelihood import LOGITS_AT_ONCE
 from finefit.model.attention import can_pack
-from finefit.objective.batch import Batch
+from finefit.objective.batch import Batch, Extra
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import Rates, instant_seconds
 from finefit.rehearse.depth import cut, layer_kinds, period_of
@@ -25,6 +26,7 @@ from finefit.rehearse.fused import dense_shadow
 from finefit.rehearse.kernels import kernels_for
 from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.rehearsal import Scene, on_meta, put_fakes_in_place, read_config, untraceable
+from finefit.rehearse.showing import fitting, shown
 from finefit.rehearse.trace import Trace
 from finefit.step.forward import bind
 from finefit.step.levers import pull
@@ -56,14 +58,28 @@ def rehearse_generation(scene: Scene, *, rows: int, prompt_tokens: int, new_toke
 
 
 def generate(scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True) -> Generated:
+    extra = _extra(scene, rows, prompt_tokens)
+    if extra is not None:
+        trace = _acted(scene, lambda model, recorder: _answer_seeing(model, recorder, rows, prompt_tokens, new_tokens, extra), mlp_tiles)
+        return _weighed(scene, trace, new_tokens, expandable=expandable)
     answer = _answer if can_pack(read_config(scene.config), prompt_tokens + new_tokens) is None else _answer_padded_left
     trace = _acted(scene, lambda model, recorder: answer(model, recorder, rows, prompt_tokens, new_tokens), mlp_tiles)
     return _weighed(scene, trace, new_tokens, expandable=expandable)
 
 
+def _extra(scene: Scene, rows: int, tokens: int) -> Extra | None:
+    """Not to be called among fake tensors."""
+    return shown(scene.config, rows=rows, tokens=tokens, grids=fitting(scene.config, scene.grids, tokens))
+
+
+def _faked(extra: Extra) -> Extra:
+    return extra.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
 def read_through(scene: Scene, *, rows: int, tokens: int, counted: int, mlp_tiles: int = 1, expandable: bool = True) -> Generated:
     """Rows of so many tokens pass once, and the likelihood of `counted` tokens of each is asked for."""
-    trace = _acted(scene, lambda model, _: _read(model, rows, tokens, counted), mlp_tiles)
+    extra = _extra(scene, rows, tokens)
+    trace = _acted(scene, lambda model, _: _read(model, rows, tokens, counted, extra), mlp_tiles)
     return _weighed(scene, trace, 0, expandable=expandable)
 
 
@@ -89,10 +105,17 @@ def _weighed(scene: Scene, trace: Trace, new_tokens: int, *, expandable: bool) -
     return Generated(reserved_bytes=reserved, allocated_bytes=found.allocated_bytes, trace=trace, new_tokens=new_tokens)
 
 
-def _read(model: nn.Module, rows: int, tokens: int, counted: int) -> None:
+def _read(model: nn.Module, rows: int, tokens: int, counted: int, extra: Extra | None) -> None:
     zeros_N = torch.zeros(rows * counted, dtype=torch.long)
     ids_BT = torch.ones(rows, tokens, dtype=torch.long)
-    batch = Batch(input_ids_BT=ids_BT, positions_N=zeros_N, targets_N=zeros_N, num_supervised=rows * counted, num_tokens=rows * tokens)
+    batch = Batch(
+        input_ids_BT=ids_BT,
+        positions_N=zeros_N,
+        targets_N=zeros_N,
+        num_supervised=rows * counted,
+        num_tokens=rows * tokens,
+        extra=None if extra is None else _faked(extra),
+    )
     bind(model, loss_chunk=LOGITS_AT_ONCE)(batch)
 
 
@@ -100,7 +123,16 @@ def _answer(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int,
     """Prompts of several rows are of unequal length: what padding leaves in the cache is masked."""
     width = prompt_tokens - 1
     ids_BT, lengths = torch.ones(rows, width, dtype=torch.long), [width, *[max(0, width - 1)] * (rows - 1)]
-    context = prefill(model, ids_BT, lengths, max_new_tokens=new_tokens)
+    _go_on(model, recorder, prefill(model, ids_BT, lengths, max_new_tokens=new_tokens), rows, new_tokens)
+
+
+def _answer_seeing(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int, extra: Extra) -> None:
+    """Whole prompts pass with what they show, which has gone once they are read."""
+    ids_BT, lengths = torch.ones(rows, prompt_tokens, dtype=torch.long), [prompt_tokens, *[max(1, prompt_tokens - 1)] * (rows - 1)]
+    _go_on(model, recorder, behold(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens), rows, new_tokens)
+
+
+def _go_on(model: nn.Module, recorder: Recorder, context: Context, rows: int, new_tokens: int) -> None:
     tokens_B = torch.ones(rows, dtype=torch.long)
     recorder.phase = GENERATION
     follow(model, context, tokens_B)

@@ -14,11 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from finefit.artifacts.names import grouped
 from finefit.model.adapter import REFERENCE
+from finefit.model.sight import tower_in
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called themselves."""
 
 _NO_INPUT = "gets no input (a tower that the batch does not feed); feed it, or leave it out of tuning.targets"
+_NO_IMAGE = (
+    "no row has an image, so nothing is ever looked at; give rows that show something, or train the language tower alone "
+    "(tuning.targets without towers, or tuning: {kind: subset, trainable: [language]})"
+)
 _ADAPTER_IS_OFF = "is called without its adapter, which gets no input; unmerge the adapter, or make it the active one"
 _NO_GRAD = "is computed under no_grad; remove it from the forward that makes the call, or do not train these layers"
 _REENTRANT = (
@@ -28,11 +33,15 @@ _NO_GRAD_OR_REENTRANT = f"{_NO_GRAD}; if it is checkpointed: {_REENTRANT}"
 _UNUSED = "its output has no part in the loss: it is thrown away, detached, or used only by what is computed without gradients"
 
 
-def explain(model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool]) -> tuple[str, ...]:
-    """`entered`: the modules that were called, in the order of their first calls, and whether with gradients enabled in any call."""
+def explain(model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool], *, shows_images: bool = True) -> tuple[str, ...]:
+    """`entered`: the modules that were called, in the order of their first calls, and whether with gradients enabled in any call. `shows_images`:
+    whether any row does."""
     modules = dict(model.named_modules())
     places: dict[str, list[str]] = {}  # by cause
     for name in unreached:
+        if not shows_images and tower_in(model, name) in ("vision", "projector"):
+            places.setdefault(_NO_IMAGE, []).append(f"the tower {tower_in(model, name)}")
+            continue
         sentence, place = _cause(_owner(name, modules), modules, entered)
         places.setdefault(sentence, []).append(place or "the model")
     return tuple(f"{', '.join(grouped(found))}: {sentence}" for sentence, found in places.items())

@@ -58,6 +58,7 @@ class Kernels:
         dropout: float = 0.0,
         scaling: float | None = None,
         packed: Packed | None = None,
+        is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """What transformers' SDPA path comes to on the device; plain SDPA would take the CPU's kernel on these tensors."""
@@ -68,8 +69,13 @@ class Kernels:
         if groups > 1 and (attention_mask is not None or self.attention_kernel == "efficient"):
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         bias = None if attention_mask is None else _as_bias(attention_mask, query)
-        out = self._attend(query, key, value, bias, dropout, attention_mask is None and query.shape[2] > 1, scaling)
+        one_way = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        out = self._attend(query, key, value, bias, dropout, one_way and attention_mask is None and query.shape[2] > 1, scaling)
         return out.transpose(1, 2).contiguous(), None
+
+    def has_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether rows of any length are one kernel."""
+        return self.attention_kernel != "efficient" and has_varlen(query, key, value, self.widest_head)
 
     def answering(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
@@ -84,7 +90,7 @@ class Kernels:
         return out.reshape(rows, 1, heads, value.shape[3]), None
 
     def _by_row(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None) -> Tensor:
-        if self.attention_kernel != "efficient" and has_varlen(q, k, v, self.widest_head):
+        if self.has_varlen(q, k, v):
             return varlen(q, k, v, packed, dropout=dropout, scaling=scale)
         return row_by_row(partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scale), q, k, v, packed.lengths)
 

@@ -8,7 +8,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
 _OF_BYTES = _ATEN._int_mm.default
 _WITHOUT_KERNEL = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+P = ParamSpec("P")
+R = TypeVar("R")
 Place = tuple[str, int]
 """(module, layer)"""
 NOWHERE: Place = ("", OUTSIDE)
@@ -51,28 +53,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # what is being executed
 
-    def watch(self, model: nn.Module, layers: Iterable[nn.Module], backbone: nn.Module) -> None:
+    def watch(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         unit_of = {id(layer): at for at, layer in enumerate(layers)}
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._entering(name, unit_of.get(id(module)), module is backbone))
-            module.register_forward_hook(self._leaving(module is backbone), always_call=True)
+            module.register_forward_pre_hook(self._entering(name, unit_of.get(id(module))))
+            module.register_forward_hook(self._leaving, always_call=True)
 
-    def _entering(self, name: str, unit: int | None, is_backbone: bool) -> Callable[..., None]:
+    def reading(self, read: Callable[P, R]) -> Callable[P, R]:
+        """All but the head: what is executed meanwhile is the forward."""
+
+        def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._in_backbone = True
+            try:
+                return read(*args, **kwargs)
+            finally:
+                self._in_backbone = False
+
+        return watched
+
+    def _entering(self, name: str, unit: int | None) -> Callable[..., None]:
         def enter(*_: object) -> None:
-            self._in_backbone |= is_backbone
             self.entered[name] = self.entered.get(name, False) or torch.is_grad_enabled()
             self._stack.append((name, self._inherited() if unit is None else unit))
             self._note_place()
 
         return enter
 
-    def _leaving(self, is_backbone: bool) -> Callable[..., None]:
-        def leave(*_: object) -> None:
-            self._in_backbone &= not is_backbone
-            self._stack.pop()
-            self._note_place()
-
-        return leave
+    def _leaving(self, *_: object) -> None:
+        self._stack.pop()
+        self._note_place()
 
     def _inherited(self) -> int:
         """The layer of the calling module, or in backward of the node that computes it again."""
@@ -115,14 +124,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, self._unit = self._find_place(node, args)
         self._instant = self._find_instant(node)
         self.last = (module, func.name())
-        if func in _PRODUCTS:
-            self._take_workspace("backward" if node is not None else "forward")
         out = run_kernel(func, args, kwargs or {})
         leaves = list(_tensors((out,)))
         units = self._units(args, module) if isinstance(out, list) else None
         is_new = False
         for at, leaf in enumerate(leaves):
             is_new |= self._born(leaf.untyped_storage(), module, self._unit if units is None else units[at])
+        if func in _PRODUCTS:
+            self._take_workspace("backward" if node is not None else "forward")
         self._pass_through(self._kernels.hidden_bytes(func, args), module)
         self._count(func, args, kwargs or {}, out, leaves, is_new)
         return out
@@ -156,7 +165,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.free(ident, self._unit, self._instant)
 
     def _take_workspace(self, thread: str) -> None:
-        """cuBLAS takes it at a thread's first product, and keeps it."""
+        """cuBLAS takes it at a thread's first product, when there is room for the result already, and keeps it."""
         if thread not in self._with_workspace and self._kernels.workspace_bytes:
             self._with_workspace.add(thread)
             self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
@@ -233,15 +242,24 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return 2 * int(args[0].numel()) * int(args[1].shape[1])
     name = func._overloadpacket.__name__
     if name.startswith("_flash_attention"):
-        return _packed_flops(args[1], args[8], backward=True) if name.endswith("_backward") else _packed_flops(args[0], args[5], backward=False)
+        found = _packed_flops(args[1], args[8], backward=True) if name.endswith("_backward") else _packed_flops(args[0], args[5], backward=False)
+        return found * _sides(func, args, kwargs)
     if _is_attention(name):
-        return _attention_flops(*args[1:3], backward=True) if name.endswith("_backward") else _attention_flops(*args[:2], backward=False)
+        found = _attention_flops(*args[1:3], backward=True) if name.endswith("_backward") else _attention_flops(*args[:2], backward=False)
+        return found * _sides(func, args, kwargs)
     counted = flop_registry.get(func._overloadpacket)
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
 
 
 def _is_attention(name: str) -> bool:
     return "dot_product" in name or "flash_attention" in name
+
+
+def _sides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """2 where patches of an image look both ways."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    query, mask = given["query"], given.get("attn_bias", given.get("attn_mask"))
+    return 1 if given.get("is_causal") or mask is not None or (query.ndim == 4 and query.shape[2] == 1) else 2
 
 
 def _packed_flops(query: Tensor, longest: int, *, backward: bool) -> int:

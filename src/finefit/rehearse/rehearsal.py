@@ -4,34 +4,44 @@ Two optimizer steps: the first allocates the optimizer's state, the second is th
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from finefit.artifacts.records import Levers
+from finefit.artifacts.records import Levers, TowerSize
 from finefit.data.packing import capacity_of
 from finefit.errors import ModelError
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
+from finefit.model.custom import own_of
+from finefit.model.custom_files import written_in
 from finefit.model.experts import active_parameters, choose_experts, experts_of
 from finefit.model.load import base_bits, make_trainable, weight_dtype
-from finefit.objective.batch import Batch, Forward, Packed, Paired
+from finefit.model.sight import auto_class, bare, read, sight_in, sight_of, tower_in, tower_of
+from finefit.model.sight.attention import PIECES, by_piece
+from finefit.model.sight.unused import unused_in
+from finefit.objective.batch import Batch, Extra, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
 from finefit.objective.dpo import Dpo as DpoLoss
 from finefit.objective.dpo import Reference
+from finefit.rehearse.custom import blank_extra, own_on_meta
 from finefit.rehearse.fused import FusedShadows, dense_shadow
 from finefit.rehearse.gradients import explain, frozen_adapters
 from finefit.rehearse.kernels import Kernels, kernels_for, rehearsed_mask
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.shadows import BitsAndBytesAdamW, Int8Linear, Nf4Linear, fuse_dropout, leave_uncast, paged_bytes, quantise
+from finefit.rehearse.shadows import BitsAndBytesAdamW, Int8Linear, Nf4Linear, fuse_dropout, leave_uncast, paged_bytes, quantise, widen_norms
+from finefit.rehearse.showing import num_tokens, shown
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Trace
 from finefit.spec.schema import AdamW, Dpo, Lora, Objective, Sft, Tuning
+from finefit.step.custom import bind_own
 from finefit.step.forward import autocast_for, bind, keeps_casts
 from finefit.step.levers import layers_of, pull
 from finefit.step.objective import is_cached, keep_start, make_objective, still
@@ -69,6 +79,10 @@ class Scene:
     """No pack has more rows; None where that is not known."""
     validation: tuple[int, int] | None = None
     """Tokens and supervised tokens of the longest validation row; None where there are none."""
+    grids: tuple[tuple[int, ...], ...] = ()
+    """Of the images of the row that shows most; every row shows them, those of validation too."""
+    is_deterministic: bool = False
+    """Then images are looked at one by one, not all by one kernel."""
     is_quick: bool = False
     """One micro-batch with gradients and optimizer state already there: enough to compare, a little off in what the allocator holds, and without a
     gradient map."""
@@ -93,6 +107,12 @@ class Size:
     """Parameters that a token meets, in a mixture of experts; None where it meets all."""
     expert_bytes: int = 0
     """Of weights in tensors that hold several experts."""
+    towers: dict[str, TowerSize] = field(default_factory=dict)
+    """Of a model that sees."""
+    tower_names: dict[str, frozenset[str]] = field(default_factory=dict)
+    """What is trained of each."""
+    unused: tuple[str, ...] = ()
+    """Modules of a vision tower that no image passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,27 +132,54 @@ def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None,
     kernels = kernels_for(scene.device, scene.capability, scene.precision)
     model = on_meta(scene, kernels)
     adjust(model)
+    shows = Shows(train=_shown(scene), validation=_shown(_of_validation(scene)))
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda", loaded=weight_dtype(scene.precision, scene.tuning))
-        recorder.watch(model, layers_of(model), _backbone(model))
+        recorder.watch(model, layers_of(model))
         pull(model, scene.levers, _HostMemory(recorder.trace), _fused(scene), dense_shadow)
         if scene.device == "cuda" and scene.precision != "fp32":
             leave_uncast(model)
+            widen_norms(model)
         if not _trainable(model):
             raise ModelError(
                 f"nothing is trained: {', '.join(frozen_adapters(model)) or 'every tensor'} is frozen",
                 "leave requires_grad of what is to be trained on",
             )
         optimizer = _optimizer(model, scene.optimizer, scene.device)
-        unreached = _steps(scene, model, optimizer, recorder, bend)
+        unreached = _steps(scene, model, optimizer, recorder, bend, shows)
     return Rehearsed(
         trace=recorder.trace,
         unreached=unreached,
-        causes=explain(model, unreached, recorder.entered),
+        causes=explain(model, unreached, recorder.entered, shows_images=bool(scene.grids)),
         frozen=frozen_adapters(model),
         kernels=kernels,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shows:
+    """What batches have beside their tokens, on the meta device."""
+
+    train: Extra | None
+    validation: Extra | None
+
+
+def _shown(scene: Scene | None) -> Extra | None:
+    if scene is None:
+        return None
+    if (found := written_in(scene.config)) is not None:
+        return blank_extra(found, rows=scene.levers.micro_batch, tokens=scene.tokens, supervised=scene.supervised, sizes=scene.grids)
+    return shown(scene.config, rows=scene.levers.micro_batch * scene.sides, tokens=scene.tokens, grids=scene.grids)
+
+
+def _of_validation(scene: Scene) -> Scene | None:
+    """Never packed."""
+    if scene.validation is None:
+        return None
+    tokens, supervised = scene.validation
+    tokens = max(tokens, num_tokens(scene.config, scene.grids))
+    return replace(scene, tokens=tokens, supervised=supervised, levers=replace(scene.levers, packing=False))
 
 
 def survey(scene: Scene) -> Size:
@@ -155,11 +202,34 @@ def _size(model: nn.Module, optimizer: AdamW) -> Size:
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         trainable_bytes=sum(p.numel() * p.element_size() for p in trained),
         paged_bytes=paged_bytes(trained, is_eight_bit=is_eight_bit) if is_paged else 0,
+        towers=_towers(model),
+        tower_names=_tower_names(model),
+        unused=() if (sight := sight_in(model)) is None else unused_in(bare(model), sight),
     )
 
 
+def _towers(model: nn.Module) -> dict[str, TowerSize]:
+    if sight_in(model) is None:
+        return {}
+    total, trained, tensors = Counter[str](), Counter[str](), Counter[str]()
+    stands_for = {id(module.weight): module.in_features * module.out_features for module in model.modules() if isinstance(module, Nf4Linear)}
+    for name, parameter in model.named_parameters():
+        tower, count = str(tower_in(model, name)), stands_for.get(id(parameter), parameter.numel())
+        total[tower] += count
+        trained[tower] += count * parameter.requires_grad
+        tensors[tower] += parameter.requires_grad
+    return {tower: TowerSize(parameters=total[tower], trainable=trained[tower], tensors=tensors[tower]) for tower in total}
+
+
+def _tower_names(model: nn.Module) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for name in _trainable(model) if sight_in(model) is not None else ():
+        found.setdefault(str(tower_in(model, name)), set()).add(name)
+    return {tower: frozenset(names) for tower, names in found.items()}
+
+
 def _steps(
-    scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder, bend: Callable[[Forward], Forward]
+    scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder, bend: Callable[[Forward], Forward], shows: Shows
 ) -> tuple[str, ...]:
     unreached: list[str] = []
 
@@ -170,17 +240,17 @@ def _steps(
         unreached[:] = [name for name, p in _trainable(model).items() if p.grad is None and id(p) not in updated]
         return True
 
-    forward = bend(_forward(scene, model))
+    forward = bend(_forward(scene, model, recorder))
     scale = 2.0 if scene.precision == "fp16" else 1.0  # any but one: it is taken out again
     objective = _apart(make_objective(scene.objective, scene.tuning, model, forward), recorder)
     if is_cached(scene.objective, scene.tuning):
-        _cache_reference(scene, model, forward, recorder)
+        _cache_reference(scene, model, forward, recorder, shows)
     if scene.is_quick:
         _settle(scene, model, optimizer, recorder)
     for num_batches in (1,) if scene.is_quick else (1, 2 if scene.accumulates else 1):
         recorder.phase = "batch"
         recorder.place(OUTSIDE)
-        batches = [_batch(scene) for _ in range(num_batches)]
+        batches = [_batch(scene, shows.train) for _ in range(num_batches)]
         recorder.phase = "step"
         recorder.trace.marks["step"] = len(recorder.trace.events)
         recorder.trace.costs.clear()
@@ -202,17 +272,25 @@ def _steps(
             raise untraceable(model, recorder, error) from error
         recorder.name((t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)), "optimizer")
         del batches
-    if scene.validation is not None:
-        tokens, supervised = scene.validation
-        padded = replace(scene, tokens=tokens, supervised=supervised, levers=replace(scene.levers, packing=False))
-        _validate(padded, model, forward, objective, recorder)
+    padded = _of_validation(scene)
+    if padded is not None:
+        _validate(padded, model, forward, objective, recorder, shows)
     return tuple(unreached)
 
 
-def _forward(scene: Scene, model: nn.Module) -> Forward:
+def _forward(scene: Scene, model: nn.Module, recorder: Recorder) -> Forward:
     levers = scene.levers
     autocast = autocast_for("cpu", scene.precision, with_cache=keeps_casts(scene.tuning, levers))
-    return bind(model, loss_chunk=levers.loss_chunk, autocast=autocast, is_fused=levers.kernels == "fused", kernels=_fused(scene))
+    if (own := own_of(model)) is not None:
+        return bind_own(own, autocast=autocast, watch=recorder.reading)
+    return bind(
+        model,
+        loss_chunk=levers.loss_chunk,
+        autocast=autocast,
+        is_fused=levers.kernels == "fused",
+        kernels=_fused(scene),
+        reading=recorder.reading(read),
+    )
 
 
 def _fused(scene: Scene) -> FusedShadows | None:
@@ -237,11 +315,11 @@ def _during_reference(reference: Reference, recorder: Recorder) -> Reference:
     return asked
 
 
-def _cache_reference(scene: Scene, model: nn.Module, forward: Forward, recorder: Recorder) -> None:
+def _cache_reference(scene: Scene, model: nn.Module, forward: Forward, recorder: Recorder, shows: Shows) -> None:
     """Before the first step, when there is neither gradient nor optimizer state; never packed."""
     recorder.phase = _REFERENCE
     with still(model):
-        forward(_batch(replace(scene, levers=replace(scene.levers, packing=False))))
+        forward(_batch(replace(scene, levers=replace(scene.levers, packing=False)), shows.train))
 
 
 def _settle(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
@@ -254,11 +332,11 @@ def _settle(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, re
         optimizer.zero_grad(set_to_none=True)
 
 
-def _validate(scene: Scene, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder) -> None:
+def _validate(scene: Scene, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder, shows: Shows) -> None:
     recorder.phase = "validation"
     model.eval()
     with torch.no_grad():
-        objective(forward, _batch(scene))
+        objective(forward, _batch(scene, shows.validation))
 
 
 def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
@@ -270,7 +348,7 @@ def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> Model
     )
 
 
-def _batch(scene: Scene) -> Batch:
+def _batch(scene: Scene, shows: Extra | None) -> Batch:
     sequences = scene.levers.micro_batch * scene.sides
     supervised = sequences * scene.supervised
     shape = (1, sequences * scene.tokens) if scene.levers.packing else (sequences, scene.tokens)
@@ -284,6 +362,7 @@ def _batch(scene: Scene) -> Batch:
         paired=_paired(scene, sequences) if scene.sides > 1 else None,
         lengths=(scene.tokens,) * sequences,
         supervised=(scene.supervised,) * sequences,
+        extra=None if shows is None else shows.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)),
     )
 
 
@@ -321,15 +400,23 @@ def read_config(values: dict[str, Any]) -> PretrainedConfig:
 
 def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Module:
     """`answers`: as an evaluation loads it, where nothing is trained."""
+    if (found := written_in(scene.config)) is not None:
+        dtype = answers_dtype(scene.precision, scene.tuning) if answers else weight_dtype(scene.precision, scene.tuning)
+        own = own_on_meta(found, scene.tuning, dtype, answers=answers)
+        if kernels.device == "cuda":
+            fuse_dropout(own)
+        return own
     config = read_config(scene.config)
     if config.model_type in _ENCODERS and not config.is_decoder:
         raise ModelError(f"{config.model_type} is an encoder: each token would see the one that it has to predict", "name a causal language model")
-    config.use_cache = False
+    config.use_cache = config.get_text_config().use_cache = False
     dtype = answers_dtype(scene.precision, scene.tuning) if answers else weight_dtype(scene.precision, scene.tuning)
     attention = choose_attention("cpu", (0, 0), scene.precision, config, packing=scene.levers.packing and not answers)
     if kernels.device == "cuda" and attention != "eager":
         attention = _ATTENTION
         AttentionInterface.register(_ATTENTION, kernels.answering if answers else kernels.attention)
+        has_kernel = _never if scene.is_deterministic else kernels.has_varlen
+        AttentionInterface.register(_ATTENTION + PIECES, partial(by_piece, kernels.attention, has_kernel))
         AttentionMaskInterface.register(_ATTENTION, rehearsed_mask)
     elif answers:
         attention = for_answers(attention)
@@ -339,7 +426,7 @@ def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Modu
         except KeyError:  # attention classes of the model's own: the CPU's kernel then stands for the card's, which takes about as much
             model = _built(config, dtype, "sdpa")
         if bits := base_bits(scene.tuning):
-            quantise(model, model.get_output_embeddings(), bits)
+            quantise(model, bits, _is_packed(model))
         if answers and not isinstance(scene.tuning, Lora):  # a checkpoint is a whole model
             trained: nn.Module = model
         else:
@@ -356,6 +443,16 @@ def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Modu
     return trained
 
 
+def _never(*_: Tensor) -> bool:
+    return False
+
+
+def _is_packed(model: PreTrainedModel) -> Callable[[str, nn.Module], bool]:
+    """Which linear layers bitsandbytes packs: all but the head, of a model that sees those of its language tower."""
+    head, sight = model.get_output_embeddings(), sight_of(model.config)
+    return lambda name, module: module is not head and (sight is None or tower_of(sight, name) == "language")
+
+
 def answers_dtype(precision: str, tuning: Tuning) -> torch.dtype:
     """What an evaluation loads weights in: what is not trained any more is kept in bf16 where the card has it."""
     return torch.bfloat16 if precision == "bf16" else weight_dtype(precision, tuning)
@@ -364,7 +461,7 @@ def answers_dtype(precision: str, tuning: Tuning) -> torch.dtype:
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     chosen = {"attn_implementation": attention, "experts_implementation": choose_experts()}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **chosen)
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         raise ModelError(f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model") from error
     return model
@@ -445,11 +542,6 @@ def _optimizer(model: nn.Module, spec: AdamW, device: str) -> torch.optim.Optimi
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _backbone(model: nn.Module) -> nn.Module:
-    causal: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return causal.base_model  # type: ignore[return-value]
 
 
 class _HostMemory:

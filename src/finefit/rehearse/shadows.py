@@ -6,6 +6,7 @@
 | bitsandbytes' `Linear4bit` under peft | `Nf4Linear` | tests/gpu/test_shadows.py |
 | bitsandbytes' `Linear8bitLt` under peft | `Int8Linear` | tests/gpu/test_shadows.py |
 | bitsandbytes' `AdamW8bit`, `PagedAdamW` | `BitsAndBytesAdamW` | tests/gpu/test_shadows.py |
+| layer norms under CUDA's autocast | `widen_norms` | bench/memory.py (models that see) |
 | attention kernels and their inner buffers | `finefit.rehearse.kernels` | tests/gpu/test_shadows.py |
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 
 _BLOCK = 64  # weights that share a scale in NF4
 _NESTED_BLOCK = 256  # scales that share a scale of their own
@@ -182,9 +183,10 @@ def paged_bytes(parameters: Iterable[Tensor], *, is_eight_bit: bool) -> int:
 _QUANTISED: dict[int, type[Nf4Linear] | type[Int8Linear]] = {4: Nf4Linear, 8: Int8Linear}
 
 
-def quantise(model: nn.Module, head: nn.Module | None, bits: int) -> None:
-    """Every linear layer but the head, as transformers does it."""
-    _replace(model, lambda module: _QUANTISED[bits](module) if type(module) is nn.Linear and module is not head else None)
+def quantise(model: nn.Module, bits: int, is_packed: Callable[[str, nn.Module], bool]) -> None:
+    """`is_packed` is asked of every linear layer by its name."""
+    packed = {id(module) for name, module in model.named_modules() if type(module) is nn.Linear and is_packed(name, module)}
+    _replace(model, lambda module: _QUANTISED[bits](module) if type(module) is nn.Linear and id(module) in packed else None)
 
 
 def leave_uncast(model: nn.Module) -> None:
@@ -202,6 +204,18 @@ def _varied(layer: LoraLayer, x: Tensor) -> Tensor:
     for name in () if layer.disable_adapters else layer.active_adapters:
         result = layer.lora_variant[name].forward(layer, active_adapter=name, x=x, result=result)
     return result
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Under autocast a card takes layer norms in fp32: it keeps their input once more, and what follows gets fp32. A CPU does not."""
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.forward = partial(_widened, module)  # type: ignore[method-assign]
+
+
+def _widened(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    weight, bias = (None if part is None else part.to(torch.float32) for part in (norm.weight, norm.bias))
+    return layer_norm(x.to(torch.float32), norm.normalized_shape, weight, bias, norm.eps)
 
 
 def fuse_dropout(model: nn.Module) -> None:

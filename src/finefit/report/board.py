@@ -1,6 +1,6 @@
 """The checkpoint board: checkpoints x metrics with their intervals, the best of them marked, validation loss and coverage beside."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -105,6 +105,9 @@ def _table(results: Sequence[EvalResult], best: EvalResult | None, by: str, loss
         loss = [f"{losses[step]:.4f}" if step in losses else ""] if with_loss else []
         scores = [Text(shown_score(metric_of(result, m), result.metrics[m]), style="bold" if is_best and m == by else "") for m in names]
         table.add_row(f"{result.checkpoint} *" if is_best else result.checkpoint, *loss, *scores, shown_n(result), f"{result.coverage:.0%}")
+        for name, part in result.by_dataset.items():
+            told = [shown_score(metric_of(result, m), part.metrics[m]) for m in names]
+            table.add_row(Text(f"  {name}", style="dim"), *([""] if with_loss else []), *told, f"{part.n:,}", f"{part.coverage:.0%}")
     return table
 
 
@@ -154,10 +157,15 @@ def scores_document(results: Sequence[EvalResult], where: StageDir, *, by: str |
             "n": r.n,
             "available": r.available,
             "coverage": r.coverage,
-            "metrics": {name: {"value": s.value, "low": finite(s.low), "high": finite(s.high)} for name, s in r.metrics.items()},
+            "metrics": _document(r.metrics),
+            "by_dataset": {name: {"n": part.n, "coverage": part.coverage, "metrics": _document(part.metrics)} for name, part in r.by_dataset.items()},
             "best": r is best[r.task],
             "validation_loss": losses.get(step_named(r.checkpoint) or -1),
             "warnings": list(r.warnings),
         }
         for r in results
     ]
+
+
+def _document(metrics: Mapping[str, Score]) -> dict[str, Any]:
+    return {name: {"value": s.value, "low": finite(s.low), "high": finite(s.high)} for name, s in metrics.items()}

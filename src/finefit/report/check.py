@@ -7,8 +7,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from finefit.artifacts.records import Efficiency, Finding, Forecast, GradientMap, Preparation
+from finefit.artifacts.records import Efficiency, Finding, Forecast, GradientMap, Preparation, TowerSize
 from finefit.report.ledger import ledger_document
+from finefit.report.plan import tower_lines
 from finefit.report.units import gib
 
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -37,6 +38,7 @@ def proved_lines(forecast: Forecast, efficiency: Efficiency | None) -> list[str]
     lines = [f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}"] if forecast.fits else []
     if not gradients.unreached:
         lines.append(f"gradients   all {gradients.trainable:,} trained tensors get one")
+    lines += [f"towers      {line}" for line in tower_lines(forecast.towers)]
     lines.append(f"rows        longest {forecast.lengths.longest:,} tokens ({forecast.lengths.source})")
     if efficiency is not None:
         lines.append(_layout(forecast, efficiency))
@@ -67,6 +69,7 @@ def check_document(findings: Sequence[Finding], forecast: Forecast, prepared: Pr
         "ledger": ledger_document(prepared) if prepared else None,
         "layout": TypeAdapter(Efficiency).dump_python(efficiency) if efficiency else None,
         "gradients": TypeAdapter(GradientMap).dump_python(forecast.gradients, mode="json"),
+        "towers": TypeAdapter(dict[str, TowerSize]).dump_python(forecast.towers, mode="json"),
         "fits": forecast.fits,
         "peak_bytes": forecast.peak_bytes,
         "budget_bytes": forecast.budget_bytes,

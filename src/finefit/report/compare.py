@@ -1,13 +1,13 @@
 """A comparison in the terminal: settings that differ first, then scores, differences, items, and what was foretold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finefit.compare.records import Comparison, ItemChange, Pairing, TaskComparison
+from finefit.compare.records import Cell, Comparison, ItemChange, Pairing, TaskComparison
 from finefit.report.board import shown_value
 from finefit.report.compare_words import (
     FORETOLD,
@@ -20,6 +20,7 @@ from finefit.report.compare_words import (
     interval,
     is_better,
     own_metric,
+    parts_of,
     setting_value,
     shortened,
     spread_words,
@@ -87,6 +88,8 @@ def _scored(comparison: Comparison, task: TaskComparison, metrics: Sequence[Metr
     for group, spreads in zip(comparison.groups, task.spreads, strict=True):
         for at in group.sides:
             table.add_row(_plain(comparison.sides[at].name), *_cells(task, metrics, at))
+            for name, part in parts_of(task, at):
+                table.add_row(_plain(f"  {name}", style="dim"), Text(f"{part.n:,}"), Text(f"{part.coverage:.0%}"), *_values(metrics, part.metrics))
         if len(group.sides) > 1:
             means = (Text(spread_words(metric, spreads[metric.name]), style="bold") for metric in metrics)
             table.add_row(Text("mean over seeds", style="bold"), "", "", *means)
@@ -101,8 +104,12 @@ def _cells(task: TaskComparison, metrics: Sequence[Metric], at: int) -> Iterator
         return
     yield Text(f"{scored.n:,}" if scored.n == scored.available else f"{scored.n:,} of {scored.available:,}")
     yield Text(f"{scored.coverage:.0%}")
+    yield from _values(metrics, scored.metrics)
+
+
+def _values(metrics: Sequence[Metric], cells: Mapping[str, Cell]) -> Iterator[Text]:
     for metric in metrics:
-        cell = scored.metrics.get(metric.name)
+        cell = cells.get(metric.name)
         yield (
             Text(MISSING, style="yellow")
             if cell is None

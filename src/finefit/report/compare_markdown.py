@@ -4,7 +4,19 @@ from collections.abc import Iterator, Sequence
 
 from finefit.compare.records import Cell, Comparison, TaskComparison
 from finefit.report.board import shown_value
-from finefit.report.compare_words import FORETOLD, MISSING, against, chance, change, foretold_words, interval, setting_value, spread_words, visible
+from finefit.report.compare_words import (
+    FORETOLD,
+    MISSING,
+    against,
+    chance,
+    change,
+    foretold_words,
+    interval,
+    parts_of,
+    setting_value,
+    spread_words,
+    visible,
+)
 from finefit.stats.metrics import Metric
 
 
@@ -53,6 +65,9 @@ def _scores(comparison: Comparison, task: TaskComparison) -> Iterator[list[str]]
                 continue
             n = str(scored.n) if scored.n == scored.available else f"{scored.n} of {scored.available}"
             yield [name, n, f"{scored.coverage:.0%}", *(_cell(metric, scored.metrics.get(metric.name)) for metric in task.metrics)]
+            for dataset, part in parts_of(task, at):
+                cells = (_cell(metric, part.metrics.get(metric.name)) for metric in task.metrics)
+                yield [f"{name}, {dataset}", str(part.n), f"{part.coverage:.0%}", *cells]
         if len(group.sides) > 1:
             yield [f"mean over seeds of {group.name}", "", "", *(spread_words(metric, spreads[metric.name]) for metric in task.metrics)]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
-from finefit.compare.records import Cell, Comparison, ItemChange, Pairing, Setting, TaskComparison
+from finefit.compare.records import Cell, Comparison, ItemChange, Pairing, ScoredPart, Setting, TaskComparison
 from finefit.report.board import shown_value
 from finefit.report.compare_plots import colour, difference_plot, item_plot, loss_plot, score_plot
 from finefit.report.compare_words import (
@@ -18,6 +18,7 @@ from finefit.report.compare_words import (
     interval,
     is_better,
     own_metric,
+    parts_of,
     setting_value,
     shortened,
     spread_words,
@@ -109,7 +110,9 @@ def _scores(comparison: Comparison, task: TaskComparison) -> tuple[list[list[str
     for group, spreads in zip(comparison.groups, task.spreads, strict=True):
         for at in group.sides:
             rows.append([_dot(at) + _text(comparison.sides[at].name), *_cells(task, at)])
-            classes.append("")
+            parts = [_part(task.metrics, name, part) for name, part in parts_of(task, at)]
+            rows += parts
+            classes += ["", *["soft"] * len(parts)]
         if len(group.sides) > 1:
             rows.append(["mean over seeds", "", "", *(_text(spread_words(metric, spreads[metric.name])) for metric in task.metrics)])
             classes.append("mean")
@@ -122,6 +125,11 @@ def _cells(task: TaskComparison, at: int) -> list[str]:
         return [f'<span class="warn">{MISSING}</span>'] * (2 + len(task.metrics))
     n = f"{scored.n:,}" if scored.n == scored.available else f"{scored.n:,} of {scored.available:,}"
     return [n, f"{scored.coverage:.0%}", *(_cell(metric, scored.metrics.get(metric.name)) for metric in task.metrics)]
+
+
+def _part(metrics: Sequence[Metric], name: str, part: ScoredPart) -> list[str]:
+    cells = (_cell(metric, part.metrics.get(metric.name)) for metric in metrics)
+    return [f"&emsp;{_text(name)}", f"{part.n:,}", f"{part.coverage:.0%}", *cells]
 
 
 def _cell(metric: Metric, cell: Cell | None) -> str:

@@ -4,7 +4,7 @@ import json
 import unicodedata
 from typing import Any
 
-from finefit.compare.records import Cell, Change, Comparison, Foretold, Pairing, Setting, TaskComparison
+from finefit.compare.records import Cell, Change, Comparison, Foretold, Pairing, ScoredPart, Setting, TaskComparison
 from finefit.report.board import shown_value
 from finefit.report.units import duration, gib, three_digits
 from finefit.stats import Spread
@@ -77,6 +77,12 @@ def _quantity(row: Foretold, value: float | None) -> str:
             return f"{three_digits(value)}/s"
         case "money":
             return f"{value:.2f}"
+
+
+def parts_of(task: TaskComparison, at: int) -> list[tuple[str, ScoredPart]]:
+    """What a side has of each data set, where there are several."""
+    scored = task.scored[at]
+    return [] if scored is None else list(scored.by_dataset.items())
 
 
 def own_metric(task: TaskComparison, pairing: Pairing) -> Metric:

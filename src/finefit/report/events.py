@@ -8,7 +8,12 @@ from finefit.report.units import gib
 
 Line = dict[str, Any]
 _NAMES_TOLD = 3
-_QUIET = {"zero": "exactly zero for", "faint": "rounding for", "idle": "missing, since no row came to these experts, for"}
+_QUIET = {
+    "zero": "exactly zero for",
+    "faint": "rounding for",
+    "idle": "missing, since no row came to these experts, for",
+    "blind": "missing, since no row of this step has an image, for",
+}
 """What an audit says of a gradient, where it is worth a word."""
 
 

@@ -45,6 +45,8 @@ def _counts(source: SourceLedger) -> Iterator[str]:
         yield f"{source.examples:,} sequences"
     if source.repeated:
         yield f"{source.repeated:,} repeated by weight"
+    if source.images:
+        yield f"{source.images:,} {'image' if source.images == 1 else 'images'}"
 
 
 def _tokens(source: SourceLedger) -> str:
@@ -64,7 +66,7 @@ def ledger_document(found: Preparation) -> dict[str, Any]:
 
 
 def _totals(sources: Sequence[SourceLedger]) -> dict[str, Any]:
-    names = ("records", "read", "used", "cut", "cut_tokens", "examples", "repeated", "tokens", "supervised_tokens")
+    names = ("records", "read", "used", "cut", "cut_tokens", "examples", "repeated", "tokens", "supervised_tokens", "images")
     dropped: Counter[str] = Counter()
     for source in sources:
         dropped.update(source.dropped)

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from finefit.artifacts.names import grouped
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Room, Suggestion
+from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Room, Suggestion, TowerSize
 from finefit.report.lines import GAP, GUTTER, hanging, print_lines, section, table, trimmed
 from finefit.report.units import apportion, duration, gib, three_digits
 from finefit.spec.schema import DeepSpeed
 
 INSTANTS = ("load", "batch", "reference", "forward", "loss", "backward", "update", "validation", "generation")
+TOWERS = ("language", "vision", "projector")
 BAR_CELLS, INSTANT_CELLS, MAX_NAMES = 100, 14, 8
 FIGURE = 6
 """Characters of a figure in GiB: 141.00."""
@@ -239,6 +240,8 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
         yield "engine", wrapped(_engine(forecast))
     yield "pairs" if forecast.lengths.sides > 1 else "rows", wrapped(_rows(forecast.lengths))
     yield "parameters", wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})")
+    if forecast.towers:
+        yield "towers", wrapped(*tower_lines(forecast.towers))
     yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
     if forecast.rooms:
         yield "evaluation", wrapped(*(room_words(label, room) for label, room in forecast.rooms.items()))
@@ -248,6 +251,15 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
         yield "notes", wrapped(*forecast.notes)
     if forecast.uncertainty is not None:
         yield "certainty", wrapped(f"earlier forecasts on this card were within {_percent(forecast.uncertainty, 1)}")
+
+
+def tower_lines(towers: Mapping[str, TowerSize]) -> Iterator[str]:
+    """What is trained of each, and whether gradients get there."""
+    for name in (name for name in TOWERS if name in towers):
+        tower = towers[name]
+        missing = f", {tower.unreached:,} get no gradient" if tower.unreached else ""
+        trained = f"{tower.trainable:,} trained in {tower.tensors:,} tensors{missing}" if tower.tensors else "frozen"
+        yield f"{name}: {trained}, of {tower.parameters:,}"
 
 
 def room_words(label: str, room: Room) -> str:

@@ -169,6 +169,8 @@ def show_sheet(turn: Turn, face: Face, marked: Sequence[set[Reason]], note: str,
     console.rule(f"{turn.judged + turn.skipped + 1} of {turn.total}  {harmless(face.place)}")
     for said in face.prompt:
         console.print(_box(said.text, said.role or "asked"))
+    for image in face.images:
+        console.print(_box(image.name, "image"))
     if face.reference is not None:
         console.print(_box(face.reference, "reference"))
     boxes = [_box(answer, _title(at, len(face.answers), marked[at])) for at, answer in enumerate(face.answers)]

@@ -15,6 +15,7 @@ from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import RunError
 from finefit.report.board import boards, in_order, metric_of, scores_document, shown_n, shown_value
 from finefit.report.events import validation_words
+from finefit.report.plan import tower_lines
 from finefit.report.units import clock, gib
 
 
@@ -27,7 +28,8 @@ def plan_view(plan: Plan) -> RenderableType:
             if resolved.source not in ("spec", "default"):
                 table.add_row(key, _shown(resolved), Text(resolved.source, style="dim"))
         parts += [table, _paragraph("from the spec", "spec", values), _paragraph("defaults", "default", values)]
-    return Group(*parts)
+    towers = (line for forecast in plan.forecasts.values() for line in tower_lines(forecast.towers))
+    return Group(*parts, *(Text(f"tower    {line}") for line in towers))
 
 
 def _paragraph(title: str, source: str, values: dict[str, Resolved]) -> Text:
@@ -84,6 +86,10 @@ def evals_table(results: Sequence[EvalResult], *, names: dict[str, str] | None =
             about = metric_of(result, metric)
             interval = f"{shown_value(about, score.low)} .. {shown_value(about, score.high)}"
             table.add_row(model, metric, shown_n(result), shown_value(about, score.value), interval, f"{result.coverage:.0%}")
+            for name, part in result.by_dataset.items():
+                own = part.metrics[metric]
+                interval = f"{shown_value(about, own.low)} .. {shown_value(about, own.high)}"
+                table.add_row("", f"  {name}", f"{part.n:,}", shown_value(about, own.value), interval, f"{part.coverage:.0%}")
     return table
 
 

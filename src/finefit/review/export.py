@@ -3,27 +3,29 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.atomic import write_text
 from finefit.errors import UserError
+from finefit.review.exhibits import keep_beside
 from finefit.review.results import decided
 from finefit.review.stack import Said, Sheet, Stack
 from finefit.review.verdicts import Entry, Verdict, of_stack, seen_before, standing
 
 
-def verdict_rows(stack: Stack, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """One for each verdict that stands, with the texts it is about."""
+def verdict_rows(stack: Stack, entries: Sequence[Entry], images: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """One for each verdict that stands, with the texts it is about. `images`: what those are called, by digest; else by their own names."""
     kept = of_stack(entries, stack)
     sheets = {sheet.key: sheet for sheet in stack.sheets}
     informed = seen_before(kept)
-    return [_row(stack, sheets[verdict.key], verdict, is_blind=verdict.number not in informed) for verdict in standing(kept)]
+    called = {} if images is None else images
+    return [_row(stack, sheets[verdict.key], verdict, called, is_blind=verdict.number not in informed) for verdict in standing(kept)]
 
 
-def _row(stack: Stack, sheet: Sheet, verdict: Verdict, *, is_blind: bool) -> dict[str, Any]:
+def _row(stack: Stack, sheet: Sheet, verdict: Verdict, images: Mapping[str, str], *, is_blind: bool) -> dict[str, Any]:
     return {
         "id": sheet.key,
         "task": stack.task,
@@ -36,12 +38,20 @@ def _row(stack: Stack, sheet: Sheet, verdict: Verdict, *, is_blind: bool) -> dic
         "stood_first": stack.models[verdict.shown[0]],
         "note": verdict.note,
         "prompt": _plain(sheet.prompt),
+        **_shown(stack, sheet, images),
         "reference": sheet.reference,
         "answers": [
             {"model": model, "answer": answer, "reasons": list(reasons)}
             for model, answer, reasons in zip(stack.models, sheet.answers, verdict.reasons, strict=True)
         ],
     }
+
+
+def _shown(stack: Stack, sheet: Sheet, images: Mapping[str, str]) -> dict[str, list[str]]:
+    """As `data.train` reads them: where one sheet shows images, each row says which."""
+    if not any(other.images for other in stack.sheets):
+        return {}
+    return {"images": [images.get(exhibit.sha256, exhibit.name) for exhibit in sheet.images]}
 
 
 def _preferred(stack: Stack, verdict: Verdict) -> str | None:
@@ -57,24 +67,25 @@ def _plain(prompt: Iterable[Said]) -> str | list[dict[str, str]]:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """For a table: one column for each model's answer."""
-    flat = {name: value for name, value in row.items() if name != "answers"}
+    flat = {name: value for name, value in row.items() if name not in ("answers", "images")}
     if isinstance(flat["prompt"], list):
         flat["prompt"] = "\n\n".join(f"{said['role']}: {said['content']}" for said in flat["prompt"])
+    if "images" in row:
+        flat["images"] = "; ".join(row["images"])
     for mark, answer in zip("ab", row["answers"], strict=False):
         flat |= {f"model_{mark}": answer["model"], f"answer_{mark}": answer["answer"], f"reasons_{mark}": "; ".join(answer["reasons"])}
     return flat
 
 
 def export_verdicts(path: Path, stack: Stack, entries: Sequence[Entry]) -> int:
-    """How many were written. The extension says how."""
-    rows = verdict_rows(stack, entries)
-    match path.suffix.lower():
-        case ".jsonl":
-            write_text(path, _lines(rows))
-        case ".csv":
-            write_text(path, _csv([_flat(row) for row in rows]))
-        case other:
-            raise UserError(f"{path.name} has the extension {other or 'none'}, which says no format", "name it .jsonl or .csv")
+    """How many were written. The extension says how; images lie in a folder beside the file."""
+    written = _FORMATS.get(path.suffix.lower())
+    if written is None:
+        raise UserError(f"{path.name} has the extension {path.suffix.lower() or 'none'}, which says no format", "name it .jsonl or .csv")
+    judged = {verdict.key for verdict in standing(of_stack(entries, stack))}
+    images = keep_beside(path, (exhibit for sheet in stack.sheets if sheet.key in judged for exhibit in sheet.images))
+    rows = verdict_rows(stack, entries, images)
+    write_text(path, written(rows))
     return len(rows)
 
 
@@ -83,12 +94,15 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    text, flat = io.StringIO(), [_flat(row) for row in rows]
+    if flat:
+        writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(flat)
     return text.getvalue()
+
+
+_FORMATS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {".jsonl": _lines, ".csv": _csv}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +114,7 @@ class Pairs:
     """Sheets by the reason why they are no pair."""
 
 
-def preference_pairs(stack: Stack, entries: Sequence[Entry]) -> Pairs:
+def preference_pairs(stack: Stack, entries: Sequence[Entry], images: Mapping[str, str] | None = None) -> Pairs:
     """Of two models the better answer over the other; of one the reference over an answer that is bad. What raters disagree on is no pair."""
     found = decided(stack, entries)
     rows, left_out = [], dict[str, int]()
@@ -109,7 +123,7 @@ def preference_pairs(stack: Stack, entries: Sequence[Entry]) -> Pairs:
         if isinstance(pair, str):
             left_out[pair] = left_out.get(pair, 0) + 1
         else:
-            rows.append({"prompt": _plain(sheet.prompt), "chosen": pair[0], "rejected": pair[1]})
+            rows.append({"prompt": _plain(sheet.prompt), **_shown(stack, sheet, images or {}), "chosen": pair[0], "rejected": pair[1]})
     return Pairs(rows=tuple(rows), left_out=left_out)
 
 
@@ -140,6 +154,8 @@ def _pair(sheet: Sheet, choice: str | None) -> tuple[str, str] | str:
 def export_pairs(path: Path, stack: Stack, entries: Sequence[Entry]) -> Pairs:
     if path.suffix.lower() != ".jsonl":
         raise UserError(f"{path.name} is no .jsonl file, and pairs are written as JSON lines", f"name it {path.stem}.jsonl")
-    pairs = preference_pairs(stack, entries)
+    found = decided(stack, entries)
+    paired = [sheet for sheet in stack.sheets if isinstance(_pair(sheet, found.get(sheet.key)), tuple)]
+    pairs = preference_pairs(stack, entries, keep_beside(path, (exhibit for sheet in paired for exhibit in sheet.images)))
     write_text(path, _lines(pairs.rows))
     return pairs

@@ -14,11 +14,14 @@ from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
 from finefit.artifacts.stages import short_names
 from finefit.errors import RunError
 from finefit.facts.files import read_file
+from finefit.review.exhibits import Exhibit
 from finefit.review.stack import Said, Sheet, Stack
 
 FINAL = "final"
 _OR = "\n\nor\n\n"
 """Between references."""
+_IMAGE = "<image>"
+"""Stands in a message where an image belongs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,8 @@ def stack_of_runs(named: Sequence[Named], *, task: str | None = None, name: str 
     common = [key for key in answered[0] if all(key in items for items in answered)]
     if not common:
         raise RunError(f"{' and '.join(models)} have no item of {chosen} in common", "review runs that were evaluated on the same rows")
-    messages = _messages(taken[0])
-    sheets = tuple(_sheet(key, [items[key] for items in answered], messages) for key in common)
+    rows = _rows(taken[0])
+    sheets = tuple(_sheet(key, [items[key] for items in answered], rows) for key in common)
     if not any(chain.from_iterable(sheet.answers for sheet in sheets)):
         raise RunError(f"the task {chosen} asked for no answers, so there is nothing to judge", "name another with --task")
     unpaired = sum(len(items) for items in answered) - len(answered) * len(common)
@@ -131,25 +134,53 @@ def _items(scored: _Scored) -> dict[str, EvalItem]:
     return found
 
 
-def _messages(scored: _Scored) -> dict[int, list[dict[str, Any]]]:
-    """Of the rows as they were before a template made text of them; none where the rows are not there as they were."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """As it was before a template made text of it."""
+
+    messages: list[dict[str, Any]]
+    images: tuple[Exhibit, ...]
+
+
+def _rows(scored: _Scored) -> dict[int, _Row]:
+    """None where they are not there as they were."""
     subject = read_record(scored.paths.request, EvalRequest).subject
     path = scored.where.prepared(subject.items)
     if not path.exists() or read_file(path, scored.where.path).sha256 != subject.items_sha256:
         return {}
     with path.open(encoding="utf-8") as file:
-        return {at: json.loads(line)["messages"][:-1] for at, line in enumerate(file)}
+        return {at: _row(json.loads(line), path.parent) for at, line in enumerate(file)}
 
 
-def _sheet(key: str, items: Sequence[EvalItem], messages: dict[int, list[dict[str, Any]]]) -> Sheet:
+def _row(item: dict[str, Any], folder: Path) -> _Row:
+    """Of an image its path, its place in a zip and its digest come first; a path that is not absolute lies among the prepared files."""
+    images = tuple(_exhibit(folder / path, member, sha256) for path, member, sha256, *_ in item.get("pictures", ()))
+    return _Row(messages=item["messages"][:-1], images=images)
+
+
+def _exhibit(path: Path, member: str, sha256: str) -> Exhibit:
+    """One that came without a file is called by its digest."""
+    return Exhibit(name=sha256[:12] if member == sha256 else Path(member or path).name, sha256=sha256, path=path, member=member)
+
+
+def _images(item: EvalItem, row: _Row | None) -> tuple[Exhibit, ...]:
+    """Those that were answered, even where nothing says any more where they lie."""
+    if row is not None and [exhibit.sha256 for exhibit in row.images] == [image.sha256 for image in item.images]:
+        return row.images
+    return tuple(Exhibit(name=Path(image.name.partition(" in ")[0]).name, sha256=image.sha256, path=None) for image in item.images)
+
+
+def _sheet(key: str, items: Sequence[EvalItem], rows: dict[int, _Row]) -> Sheet:
     first = items[0]
-    said = _said(first.prompt, messages.get(first.item, []))
+    row = rows.get(first.item)
+    said = _said(first.prompt, [] if row is None else row.messages, has_images=bool(first.images))
     return Sheet(
         key=key,
         prompt=said or (Said(role="", text=first.prompt),),
         answers=tuple(item.answer for item in items),
         reference=_reference(items),
         place=first.place,
+        images=_images(first, row),
         is_rendered=not said,
     )
 
@@ -159,9 +190,11 @@ def _reference(items: Sequence[EvalItem]) -> str:
     return _OR.join(sorted({item.reference for item in items}))
 
 
-def _said(asked: str, messages: Sequence[dict[str, Any]]) -> tuple[Said, ...]:
-    """The messages where they are what was asked; none where only the text that the model was given is: it may have been cut."""
-    if messages and _are_in(asked, (message["content"] for message in messages)) and not any(message.get("tool_calls") for message in messages):
+def _said(asked: str, messages: Sequence[dict[str, Any]], *, has_images: bool) -> tuple[Said, ...]:
+    """The messages where they are what was asked; none where only the text that the model was given is: it may have been cut. Of an image that has
+    the model's own mark."""
+    texts = [part for message in messages for part in (message["content"].split(_IMAGE) if has_images else [message["content"]])]
+    if messages and _are_in(asked, texts) and not any(message.get("tool_calls") for message in messages):
         return tuple(Said(role=message["role"], text=message["content"]) for message in messages)
     return ()
 

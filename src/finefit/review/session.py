@@ -33,6 +33,14 @@ class Stale(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """An image of a sheet: where it lies is the server's matter."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Face:
     """A sheet as a rater sees it: nothing in it says whose the answers are."""
 
@@ -42,6 +50,7 @@ class Face:
     """In the order in which they stand."""
     reference: str | None
     place: str
+    images: tuple[Shown, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +163,8 @@ class Session:
     def _face(self, sheet: Sheet, rater: str) -> Face:
         answers = tuple(sheet.answers[at] for at in sides(sheet, self._seed, rater))
         reference = sheet.reference if self._shows_reference else None
-        return Face(handle=sheet.handle, prompt=sheet.prompt, answers=answers, reference=reference, place=sheet.place)
+        images = tuple(Shown(name=exhibit.name, sha256=exhibit.sha256) for exhibit in sheet.images)
+        return Face(handle=sheet.handle, prompt=sheet.prompt, answers=answers, reference=reference, place=sheet.place, images=images)
 
     def _draft(self, sheet: Sheet | None, rater: str, entries: Sequence[Entry]) -> Draft:
         last = _taken_back(rater, entries)

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from finefit.review.exhibits import Exhibit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
@@ -25,6 +27,8 @@ class Sheet:
     reference: str | None = None
     place: str = ""
     """Where the item comes from; shown, so it says nothing of a model."""
+    images: tuple[Exhibit, ...] = ()
+    """That the prompt shows, in their order."""
     is_rendered: bool = False
     """Whether the prompt is known only as a template made it: a training would put it into a template once more."""
 

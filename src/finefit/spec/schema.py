@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from finefit.spec.every import Every, Interval
 
@@ -17,6 +17,8 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+_LABEL = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+"""It becomes the name of folders and files, and what follows a dot in these is not the user's."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -46,7 +48,28 @@ class ShapeModel(Part):
     """The contents of a `config.json`, with `model_type`: enough to plan, nothing to train."""
 
 
-Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel, Field(discriminator="kind")]
+Tower = Literal["language", "vision", "projector"]
+"""Of a model that sees: what reads, what looks at images, and what stands between them."""
+Layers = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class CustomModel(Part):
+    """A model of your own, built by a Python file: naming it here is the consent to run that file, which is shown and recorded."""
+
+    kind: Literal["custom"]
+    file: str
+    """Python, relative to the spec file."""
+    entry: str = "build"
+    """The function in it that builds the model from `config`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the function as it stands."""
+    tokenizer: Annotated[HubModel | FolderModel | EmbeddedModel, Field(discriminator="kind")]
+    """Whose tokenizer and chat template rows are written with."""
+    weights: str | None = None
+    """A safetensors file or a folder of them to start from, relative to the spec file; None: as the function leaves them, by the seed."""
+
+
+Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel, Field(discriminator="kind")]
 
 
 class Lora(Part):
@@ -56,8 +79,9 @@ class Lora(Part):
     alpha: float = Field(32, gt=0)
     """Adapter outputs are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]."""
+    targets: Layers | dict[Tower, Layers] = "all-linear"
+    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]. Of a model that sees images these are of
+    its language tower; others are named by tower: {language: all-linear, vision: [qkv], projector: all-linear}."""
     base_bits: Literal[4, 8] | None = None
     """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so only ever asked for."""
     rank_stabilised: bool = False
@@ -77,7 +101,8 @@ class Full(Part):
 class Subset(Part):
     kind: Literal["subset"]
     trainable: tuple[str, ...] = Field(min_length=1)
-    """Modules whose own weights are trained, by name with `*` for a part of it: [layers.*.mlp]. All else stays as it is, and that is proved."""
+    """Modules whose own weights are trained, by name with `*` for a part of it: [layers.*.mlp]. All else stays as it is, and that is proved. Of a
+    model that sees images also its towers: [projector, language]."""
 
 
 Tuning = Annotated[Lora | Full | Subset, Field(discriminator="kind")]
@@ -121,6 +146,27 @@ class Chrf(Part):
 
     kind: Literal["chrf"]
     word_order: int = Field(0, ge=0, le=2)
+
+
+class RelaxedAccuracy(Part):
+    """The answer is the reference, or a number near it (ChartQA)."""
+
+    kind: Literal["relaxed_accuracy"]
+    tolerance: float = Field(0.05, ge=0, lt=1)
+    """How far a number may be off, as a share of the reference."""
+
+
+class Anls(Part):
+    """How near the answer is to a reference, character by character; nothing where less than half of it agrees (DocVQA, InfographicVQA)."""
+
+    kind: Literal["anls"]
+    threshold: float = Field(0.5, ge=0, le=1)
+
+
+class VqaAccuracy(Part):
+    """How many people gave the same answer, three being enough; rows need the answers of several people (VQAv2, TextVQA)."""
+
+    kind: Literal["vqa_accuracy"]
 
 
 class Amr(Part):
@@ -202,7 +248,22 @@ def _named(value: Any) -> Any:
 
 
 Task = Annotated[
-    ExactMatch | JsonMatch | Rouge | Bleu | Chrf | Amr | TruthfulQa | QmSum | Summary | Hallucination | Perplexity | LmEval | OwnTask,
+    ExactMatch
+    | JsonMatch
+    | RelaxedAccuracy
+    | Anls
+    | VqaAccuracy
+    | Rouge
+    | Bleu
+    | Chrf
+    | Amr
+    | TruthfulQa
+    | QmSum
+    | Summary
+    | Hallucination
+    | Perplexity
+    | LmEval
+    | OwnTask,
     Field(discriminator="kind"),
     BeforeValidator(_named),
 ]
@@ -267,8 +328,14 @@ class Fields(Part):
     """Plain text, every token of which is supervised. For a text file: `line`, `paragraph` or `document`, what a record is."""
     tools: str | None = None
     images: str | None = None
+    """A path, bytes, or a list of these; also a text that makes a file's name, `{image_id:012}.jpg` with zeros in front. May be given alone, or with
+    `system` and `tools`: the rest is recognised then."""
     join: str | None = None
     """Another file, whose records are joined to these by the id column that both have."""
+
+
+Scalar = str | int | float | bool
+Where = dict[str, Scalar | Annotated[tuple[Scalar, ...], Field(min_length=1)]]
 
 
 class Source(Part):
@@ -281,6 +348,29 @@ class Source(Part):
     """How often a row is seen in an epoch: 2 is twice, 0.25 a seeded quarter of the rows once."""
     limit: int | None = Field(None, ge=1)
     """A seeded sample of at most so many rows."""
+    where: Where = Field(default_factory=dict)
+    """Only records with these values, such as {split: 2} or {kind: [bar, line]}; the others are not rows of this source. A data set that is known to
+    number its splits (OCR-VQA) needs no `where`."""
+    images_root: str | None = None
+    """The folder or zip that paths of images start from, relative to the spec file. By default the folder of the data file; what is not there is
+    looked for in the folders in it, then in its zips."""
+    name: str | None = Field(None, pattern=_LABEL)
+    """What its scores are told under, where `test` has several sources; by default the last part of its path, without the extension."""
+
+    @property
+    def label(self) -> str:
+        """The same wherever the files lie, and whatever commit of the hub they are pinned to."""
+        return self.name or PurePath(PurePath(self.path).name.partition("@")[0]).stem
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
+Sources = Annotated[
+    Annotated[Source, Tag("one")] | Annotated[tuple[Source, ...], Field(min_length=1), Tag("several")],
+    Discriminator(_one_or_several),
+]
 
 
 class Held(Part):
@@ -289,6 +379,10 @@ class Held(Part):
     path: str | None = None
     """As in `train`."""
     fields: Fields = Fields()
+    where: Where = Field(default_factory=dict)
+    """As in `train`."""
+    images_root: str | None = None
+    """As in `train`."""
     share: float | None = Field(None, gt=0, lt=1)
     """A seeded share of the training rows, taken out before anything is repeated; equal prompts stay on one side."""
     limit: int | None = Field(None, ge=1)
@@ -297,17 +391,29 @@ class Held(Part):
     def _one_kind(self) -> "Held":
         if (self.path is None) == (self.share is None):
             raise ValueError("give either path or share")
-        if self.share is not None and (self.limit is not None or self.fields != Fields()):
-            raise ValueError("fields and limit belong to a path; a share has those of train")
+        if self.share is not None and (self.limit is not None or self.fields != Fields() or self.where or self.images_root is not None):
+            raise ValueError("fields, limit, where and images_root belong to a path; a share has those of train")
         return self
+
+    def source(self, path: str) -> Source:
+        return Source(path=path, fields=self.fields, limit=self.limit, where=self.where, images_root=self.images_root)
+
+
+class ImageLimits(Part):
+    """How large images are shown, within what the model's own processor does."""
+
+    max_pixels: int | None = Field(None, ge=1)
+    """An image with more is scaled down to so many, its shape kept; None: as the processor has it. Fewer pixels are fewer tokens."""
+    min_pixels: int | None = Field(None, ge=1)
+    """An image with fewer is scaled up, where the processor does that at all; None: as the processor has it."""
 
 
 class Data(Part):
     train: tuple[Source, ...] = Field(min_length=1)
     validation: Held | None = None
     """Rows for the validation loss; they choose the checkpoint that is called best."""
-    test: Source | None = None
-    """Rows that `evaluate` answers; one that is trained on too is refused."""
+    test: Sources | None = None
+    """Rows that `evaluate` answers; one that is trained on too is refused. A source, or a list of them: scores are told for each, too."""
     max_tokens: int = Field(2048, ge=2)
     """The longest row in tokens, prompt and answer together."""
     too_long: Literal["error", "drop", "cut_prompt"] = "error"
@@ -330,21 +436,31 @@ class Data(Part):
     """How rows become prompt and answer, in training and evaluation alike; None: as they stand."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: true} for rows that hold reasoning."""
+    images: ImageLimits = ImageLimits()
+    """For models that see. Image tokens count as tokens of their row, and are never cut out of it."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
     """`best_fit`: rows of a step stand behind one another without padding, each seeing only itself; the gradient is the same. `auto` does so
     where the model's attention allows it, on a card not with `deterministic`. `none` groups rows by length and pads them."""
 
     @model_validator(mode="after")
     def _test_rows_have_no_weight(self) -> "Data":
-        if self.test is not None and self.test.weight != 1:
+        if any(source.weight != 1 for source in self.test_sources()):
             raise ValueError("test.weight: only train has weights, a test row is answered once")
+        labels = [source.label for source in self.test_sources()]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"test has two sources called {', '.join(twice)}; give them a name each")
         return self
+
+    def test_sources(self) -> tuple[Source, ...]:
+        if self.test is None:
+            return ()
+        return (self.test,) if isinstance(self.test, Source) else self.test
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
         """By split; a share of the training rows is no source."""
-        held, test = self.validation, self.test
-        own = () if held is None or held.path is None else (Source(path=held.path, fields=held.fields, limit=held.limit),)
-        return {"train": self.train, "validation": own, "test": () if test is None else (test,)}
+        held = self.validation
+        own = () if held is None or held.path is None else (held.source(held.path),)
+        return {"train": self.train, "validation": own, "test": self.test_sources()}
 
 
 class Sft(Part):
@@ -522,10 +638,6 @@ class Tracker(Part):
     """By default the name of the run."""
 
 
-_LABEL = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-"""It becomes the name of folders and files, and what follows a dot in these is not the user's."""
-
-
 class Evaluation(Part):
     task: Task
     """A name, or a mapping with `kind` and the task's own keys."""
@@ -533,6 +645,8 @@ class Evaluation(Part):
     """Where one kind of task is evaluated in two ways."""
     limit: int | None = Field(None, ge=1)
     """A seeded sample of the test rows instead of all of them."""
+    sources: tuple[str, ...] = Field((), strict=False)
+    """Which sources of `data.test` are asked, by name, where there are several: each data set has a metric of its own. By default all."""
     max_new_tokens: int = Field(256, ge=1)
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Answers generated at a time; `auto` is what the plan finds room for."""
@@ -604,6 +718,7 @@ class Training(Part):
     @model_validator(mode="after")
     def _one_name_each(self) -> Self:
         require_labels(self.evaluate)
+        self._require_sources()
         return self
 
     @model_validator(mode="after")
@@ -611,6 +726,12 @@ class Training(Part):
         if isinstance(self.objective, Router) and isinstance(self.levers, Levers) and self.levers.compile:
             raise ValueError("levers.compile: true hides what routers say, which objective router is computed from; set levers.compile: false")
         return self
+
+    def _require_sources(self) -> None:
+        labels = [source.label for source in self.data.test_sources()]
+        for evaluation in self.evaluate:
+            if lost := [name for name in evaluation.sources if name not in labels]:
+                raise ValueError(f"evaluate: {evaluation.label} is asked of {', '.join(lost)}; data.test has {', '.join(labels) or 'no source'}")
 
     def max_prompt_tokens(self) -> int | None:
         """Longer prompts of test rows are cut, so that an answer still ends within the lengths that were trained; None where nothing is cut."""

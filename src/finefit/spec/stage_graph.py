@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from finefit.spec.schema import LmEval, Lora
+from finefit.spec.schema import CustomModel, LmEval, Lora
 from finefit.spec.stage_kinds import (
     PATHS,
     STAGE,
@@ -130,6 +130,8 @@ def _require_scores(name: str, needed: str, stage: BaseModel, which: str) -> Non
 
 
 def require_fitting_models(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
+    if isinstance(stage, MergeAdapter | BuildMoe | Gate | MakePairs):
+        _require_published(name, stage, stages)
     match stage:
         case TrainStage(model=StageModel(name=before)):
             _require_same_adapter(name, stage, before, stages[before])
@@ -139,6 +141,32 @@ def require_fitting_models(name: str, stage: BaseModel, stages: dict[str, Any]) 
             _require_one_adapter(name, stage, stages)
         case EvaluateStage():
             _require_experts(name, stage, stages)
+
+
+def _require_published(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
+    """A model of the user's own is trained and evaluated; what takes models apart or samples from them knows those of transformers."""
+    for wanted, what, _ in _wanted(stage):
+        if what == "model" and _is_own(stages[wanted], stages):
+            raise ValueError(f"stage {name} takes models of transformers, and the model of stage {wanted} is one of your own (kind: custom)")
+    if any(isinstance(value, CustomModel) for value in _models_in(stage)):
+        raise ValueError(f"stage {name} takes models of transformers, and not one of your own (kind: custom)")
+
+
+def _is_own(stage: BaseModel, stages: dict[str, Any]) -> bool:
+    asked = getattr(stage, "model", None)
+    return isinstance(asked, CustomModel) or (isinstance(asked, StageModel) and _is_own(stages[asked.name], stages))
+
+
+def _models_in(part: object) -> Iterator[object]:
+    match part:
+        case CustomModel():
+            yield part
+        case BaseModel():
+            for key in type(part).model_fields:
+                yield from _models_in(getattr(part, key))
+        case dict():
+            for value in part.values():
+                yield from _models_in(value)
 
 
 def _trains_adapter(asked: Input, stages: dict[str, Any]) -> bool:

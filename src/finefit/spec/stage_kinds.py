@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from finefit.spec.schema import (
+    CustomModel,
     DeepSpeed,
     EmbeddedModel,
     Evaluation,
@@ -42,7 +43,7 @@ class StageModel(Part):
     name: StageName
 
 
-Input = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | StageModel, Field(discriminator="kind")]
+Input = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel | StageModel, Field(discriminator="kind")]
 
 
 class TrainStage(Training):
@@ -296,10 +297,11 @@ AnyStage = Annotated[
     TrainStage | EvaluateStage | CompareStage | MakePairs | MergeAdapter | BuildMoe | Gate | PythonStage, Field(discriminator="kind")
 ]
 PATHS: dict[type, tuple[str, ...]] = {
-    Source: ("path",),
-    Held: ("path",),
+    Source: ("path", "images_root"),
+    Held: ("path", "images_root"),
     Fields: ("join",),
     FolderModel: ("path",),
+    CustomModel: ("file", "weights"),
     Lora: ("adapter",),
     DeepSpeed: ("config",),
     OwnTask: ("path",),

@@ -102,7 +102,9 @@ def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool =
         if members := _members(at):
             is_literal = str(part).startswith("literal[")
             by_kind = [member for member in members if part in _choices(member)]
-            at = next(iter(by_kind or [member for member in members if (get_origin(member) is Literal) == is_literal]), None)
+            of_one_form = [member for member in members if (get_origin(member) is Literal) == is_literal]
+            several = [member for member in of_one_form if get_origin(member) is tuple and part == "several"]
+            at = next(iter(by_kind or several or of_one_form), None)
         else:
             path = (*path, part)
             declared = _fields(at).get(str(part)) if _fields(at) else _inner(at)

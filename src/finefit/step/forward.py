@@ -5,12 +5,11 @@ soft-capping) makes the logits, all at once or chunk by chunk: it is called with
 N supervised positions of B x T, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,11 +18,16 @@ from transformers.utils import ModelOutput
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
-from finefit.model.attention import packed_inputs
+from finefit.model.custom import own_of
+from finefit.model.sight import bare, read, sight_in
 from finefit.objective.batch import Batch, Forward
 from finefit.spec.schema import Lora, Tuning
+from finefit.step.custom import bind_own
 from finefit.step.fused import Kernels
 from finefit.step.head import head_logprobs
+
+Reading = Callable[[nn.Module, Batch], ModelOutput]
+"""A batch through all of a model but its head."""
 
 
 def bind(
@@ -33,27 +37,31 @@ def bind(
     autocast: AbstractContextManager[Any] | None = None,
     is_fused: bool = False,
     kernels: Kernels | None = None,
+    reading: Reading = read,
 ) -> Forward:
     """`loss_chunk` supervised tokens have logits at a time; None: all of them at once. They are computed again in backward, or, where it is fused
     and the head is frozen, their gradients are taken at once."""
-    causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    if (own := own_of(model)) is not None:
+        return bind_own(own, autocast=autocast)
+    causal = bare(model)
     _require_backbone(causal)
+    sees = sight_in(causal) is not None
     context = autocast or nullcontext()
     heads: list[nn.Linear | None] = [] if is_fused else [None]
 
-    def logits(hidden_NH: Tensor, answer: Callable[..., ModelOutput]) -> Tensor:
+    def logits(hidden_NH: Tensor, answer: Callable[..., Any]) -> Tensor:
         with _answering(causal, answer(last_hidden_state=hidden_NH.unsqueeze(0))):
             found: Tensor = causal(inputs_embeds=hidden_NH.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return found
 
-    def logprobs(hidden_NH: Tensor, targets_N: Tensor, answer: Callable[..., ModelOutput]) -> Tensor:
+    def logprobs(hidden_NH: Tensor, targets_N: Tensor, answer: Callable[..., Any]) -> Tensor:
         return -cross_entropy(logits(hidden_NH, answer).to(torch.float32), targets_N, reduction="none")
 
-    def forward(batch: Batch) -> Tensor:
+    def answered(batch: Batch) -> Tensor:
         with context:
-            output = causal.base_model(input_ids=batch.input_ids_BT, use_cache=False, **packed_inputs(batch.packed))  # type: ignore[operator]
+            output = reading(causal, batch)
             hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, batch.positions_N)
-            kind: Callable[..., ModelOutput] = type(output)
+            kind: Callable[..., Any] = _Heard if sees else type(output)
             answer = partial(kind, **{name: value for name, value in output.items() if name != "last_hidden_state"})
             del output
             if not heads:
@@ -64,6 +72,12 @@ def bind(
                 return logprobs(hidden_NH, batch.targets_N, answer)
             chunks = zip(torch.split(hidden_NH, loss_chunk), torch.split(batch.targets_N, loss_chunk), strict=True)
             return torch.cat([checkpoint(logprobs, *chunk, answer, use_reentrant=False) for chunk in chunks])
+
+    def forward(batch: Batch) -> Tensor:
+        found = answered(batch)
+        if sees and torch.is_grad_enabled() and not found.requires_grad:  # rows that show nothing, where only what looks is trained
+            return found + torch.zeros((), device=found.device, requires_grad=True)
+        return found
 
     return forward
 
@@ -105,17 +119,31 @@ def _nodes(last: Any) -> set[str]:
     return {node.name().rsplit("::", 1)[-1] for node in seen}
 
 
+class _Heard:
+    """What a language tower has answered, in place of the whole backbone: the code after that asks for what only the backbone would add, and makes
+    nothing of it."""
+
+    def __init__(self, **answered: Any) -> None:
+        self._answered: Mapping[str, Any] = answered
+
+    def __getattr__(self, name: str) -> Any:
+        return self._answered.get(name)
+
+    def __getitem__(self, _: int) -> Any:
+        return self._answered["last_hidden_state"]
+
+
 class _Answer(nn.Module):
-    def __init__(self, output: ModelOutput) -> None:
+    def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output
 
-    def forward(self, *_: Any, **__: Any) -> ModelOutput:
+    def forward(self, *_: Any, **__: Any) -> Any:
         return self.output
 
 
 @contextmanager
-def _answering(causal: nn.Module, output: ModelOutput) -> Iterator[None]:
+def _answering(causal: nn.Module, output: Any) -> Iterator[None]:
     name = str(causal.base_model_prefix)
     backbone = getattr(causal, name)
     setattr(causal, name, _Answer(output))
@@ -141,3 +169,10 @@ def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> Abs
 def keeps_casts(tuning: Tuning, levers: Levers) -> bool:
     """Not where whole weights are trained and their layers computed again: it would be a second copy of them all, which nothing else needs."""
     return isinstance(tuning, Lora) or levers.recompute == 0
+
+
+def logits_after(causal: nn.Module, hidden_BTH: Tensor) -> Tensor:
+    """What the code behind the backbone of a model that sees makes of these, outside of training."""
+    with _answering(causal, _Heard(last_hidden_state=hidden_BTH)):
+        found: Tensor = causal(inputs_embeds=hidden_BTH, use_cache=False).logits
+    return found

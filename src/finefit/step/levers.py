@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
+from finefit.model.custom import own_of
+from finefit.model.sight import bare, sight_in, tower_of
+from finefit.step.custom import pull_own
 from finefit.step.fused import Kernels, Lever, fuse, release
 from finefit.step.liger import dense_weight
 from finefit.step.offload import PinnedMemory, Store
@@ -37,32 +41,69 @@ def pull(
     dense: Callable[[nn.Module], Tensor] = dense_weight,
 ) -> None:
     """On a model that is to be trained; again with other levers where those were not enough. `kernels` is what fused levers have on this device."""
-    layers = layers_of(model)
+    if (own := own_of(model)) is not None:
+        pull_own(own, levers)
+        _keep_inputs(model, levers)
+        return
+    layers = _counted(model)
     if levers.recompute > len(layers):
         raise ModelError(
             f"levers.recompute is {levers.recompute}, but {type(model).__name__} has {len(layers)} layers that can be computed again",
             "lower it, or say `all`",
         )
     recompute = _recomputation(levers, store or PinnedMemory())
+    looking = _recomputed_beside(model, levers)
     release(model)
     for layer in layers:
         layer._compiled_call_impl = None
         if levers.compile:
             layer.compile()
     if levers.kernels == "fused":
-        fuse(model, kernels, dense, layers[: levers.recompute])
+        fuse(model, kernels, dense, [*layers[: levers.recompute], *looking])
     for at, layer in enumerate(layers):
         layer.gradient_checkpointing = at < levers.recompute
         layer._gradient_checkpointing_func = recompute
         if levers.mlp_tiles > 1:
             _tile(layer, levers.mlp_tiles)
+    for layer in layers_beside(model):
+        layer.gradient_checkpointing = any(layer is other for other in looking)
+        layer._gradient_checkpointing_func = _recomputation(replace(levers, offload=False), PinnedMemory())
+    _keep_inputs(model, levers)
+
+
+def _keep_inputs(model: nn.Module, levers: Levers) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.cast_input_dtype_enabled = levers.adapter_inputs != "bf16"
 
 
-def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Those that levers count; of a model that sees, its language tower's; of a model of the user's own, those that it names."""
+    own = own_of(model)
+    return [*_counted(model)] if own is None else own.layers
+
+
+def _counted(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [layer for layer, is_counted in _layers(model) if is_counted]
+
+
+def layers_beside(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Of the other towers of a model that sees."""
+    return [layer for layer, is_counted in _layers(model) if not is_counted]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, bool]]:
+    sight = sight_in(model)
+    for name, module in bare(model).named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            yield module, sight is None or tower_of(sight, name) == "language"
+
+
+def _recomputed_beside(model: nn.Module, levers: Levers) -> list[GradientCheckpointingLayer]:
+    """All of them where any layer is recomputed at all, from the first that something is trained in: those before it keep nothing anyway."""
+    beside = layers_beside(model) if levers.recompute else []
+    first = next((at for at, layer in enumerate(beside) if any(p.requires_grad for p in layer.parameters())), len(beside))
+    return beside[first:]
 
 
 def _recomputation(levers: Levers, store: Store) -> Callable[..., Any]:

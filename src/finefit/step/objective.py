@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from finefit.errors import SpecError
 from finefit.model.adapter import as_reference, freeze_reference
+from finefit.model.custom import own_of
 from finefit.model.routers import heard, is_normalised, routers_of, top_k_of
 from finefit.objective.batch import Batch, Forward, Objective
+from finefit.objective.custom import own_loss
 from finefit.objective.dpo import Dpo, Reference, from_batch, paired_of, sequence_sums
 from finefit.objective.router import RouterLoss
 from finefit.objective.sft import sft
@@ -19,6 +21,8 @@ from finefit.spec import schema
 
 
 def make_objective(asked: schema.Objective, tuning: schema.Tuning, model: nn.Module, forward: Forward) -> Objective:
+    if own_of(model) is not None:
+        return own_loss
     match asked:
         case schema.Sft():
             return sft

@@ -89,7 +89,8 @@ def _updated_inside(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with updated_inside(optimizer, parameters) as norms:
         parts = _accumulate(batches, (), forward, objective, engine, whole=whole, loss_scale=1.0)
-    loss, grad_norm = parts.pop(_LOSS), torch.linalg.vector_norm(torch.stack(norms))
+    loss = parts.pop(_LOSS)
+    grad_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)  # rows that show nothing, of towers that look
     return StepOutcome(loss=loss, grad_norm=grad_norm, applied=decide(torch.isfinite(loss) & torch.isfinite(grad_norm)), measures=parts)
 
 

@@ -5,7 +5,8 @@ What no gradient reaches stops the run before the first update. An adapter's fac
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from finefit.artifacts.names import grouped
 from finefit.errors import FindingError
+from finefit.model.sight import tower_in
 from finefit.objective.batch import Batch, Forward, LossSum, Objective
 from finefit.rehearse.gradients import explain
 from finefit.step.engine import Engine
@@ -30,6 +32,7 @@ _FLOOR = 1e-12
 _PARTNERS = {"lora_A": "lora_B", "lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B", "lora_embedding_B": "lora_embedding_A"}
 _NAMES_TOLD = 8
 _EXPERTS = ".experts."
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Found:
     """Without those of experts, which no row of this step need be routed to."""
     idle: tuple[str, ...]
     """Of experts that got no row. One of several that share a tensor has its number in the tensor's name, and the tensor counts as reached."""
+    blind: tuple[str, ...]
+    """Of towers that look, where no row of this step has an image."""
     not_finite: tuple[str, ...]
     waiting: tuple[str, ...]
     """Exactly zero, because the other factor of the adapter is still zero."""
@@ -55,9 +60,24 @@ class Audit:
         """`unfuse`: so that every module is called by itself and can be seen; only before the run is stopped."""
         self._model, self._engine, self._ranks, self._tell, self._unfuse = model, engine, ranks, tell, unfuse
         self._left, self._last = _LOOKS, 0
+        self._tower_of = {name: tower_in(model, name) for name, p in model.named_parameters() if p.requires_grad}
+        """None of all where the model sees nothing."""
+        self._has_shown = False
+        self._touched: set[str] = set()
         self._heard: dict[str, Tensor] = {}
         self._by_expert: dict[str, Tensor] = {}
         self._ears: list[RemovableHandle] = []
+        self._feelers: list[RemovableHandle] = list(self._feel()) if self._sees else []
+
+    @property
+    def _sees(self) -> bool:
+        return any(self._tower_of.values())
+
+    def _feel(self) -> Iterator[RemovableHandle]:
+        """What this rank's own rows reach, before ranks add up; where one holds whole tensors."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and _local(parameter) is parameter:
+                yield parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))  # type: ignore[no-untyped-call]
 
     def hear(self) -> None:
         """Where gradients are given back within backward, their norms are taken as they come by."""
@@ -74,20 +94,23 @@ class Audit:
         it calls."""
         is_finite = bool(finite)
         if self._left:
-            self._look(step, again, is_finite)
-            self._left -= is_finite  # a step that is not applied shows only what was not reached
+            is_whole = self._look(step, again, is_finite)
+            self._left -= is_finite and is_whole  # a step that is not applied shows only what was not reached
         if not self._left:
             self._hear_no_more()
         return is_finite
 
     def _hear_no_more(self) -> None:
-        for ear in self._ears:
+        for ear in (*self._ears, *self._feelers):
             ear.remove()
-        self._ears, self._heard, self._by_expert = [], {}, {}
+        self._ears, self._feelers, self._heard, self._by_expert = [], [], {}, {}
 
     def watched(self, objective: Objective) -> Objective:
         """Stops where the loss itself has no gradient: all of what is trained is unreached then, and backward would not say why."""
-        return _Watched(objective, self._refuse)
+        return _Watched(objective, self._refuse, self._note_shown)
+
+    def _note_shown(self, batch: Batch) -> None:
+        self._has_shown |= batch.extra is not None and bool(batch.extra.tensors.get("places_I", _NOTHING).numel())
 
     def _refuse(self, again: Callable[[], Any]) -> None:
         found = judge({name: p for name, p in self._model.named_parameters() if p.requires_grad}, {})
@@ -98,19 +121,44 @@ class Audit:
         self._unfuse()
         raise FindingError(problem, "\n".join(explain(self._model, found.unreached, _entered(self._model, again))))
 
-    def _look(self, step: int, again: Callable[[], Any], is_finite: bool) -> None:
+    def _look(self, step: int, again: Callable[[], Any], is_finite: bool) -> bool:
+        """Whether every tower could be reached."""
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        found = judge(trained, self._norms(trained), resting(self._by_expert))
+        looking = self._looking()
+        found = judge(trained, self._norms(trained), resting(self._by_expert), looking)
+        by_rank = self._by_rank()
         if found.unreached:
             self._stop(found, again)
         if not is_finite and step == self._last:  # fp16 tries a step again until its scale fits
-            return
+            return not looking
         self._last = step
-        named = {name: grouped(getattr(found, name)) for name in ("idle", "not_finite", "waiting", "zero", "faint")}
-        reached = found.tensors - sum(name in trained for name in found.idle)
-        self._tell(event="audited", step=step, tensors=found.tensors, reached=reached, **{k: v for k, v in named.items() if v})
+        named = {name: grouped(getattr(found, name)) for name in ("idle", "blind", "not_finite", "waiting", "zero", "faint")}
+        reached = found.tensors - sum(name in trained for name in found.idle) - len(found.blind)
+        told = {**{k: v for k, v in named.items() if v}, **({"towers": self._by_tower(found), "ranks": by_rank} if self._sees else {})}
+        self._tell(event="audited", step=step, tensors=found.tensors, reached=reached, **told)
         if self._left == 1 and (found.zero or found.faint):
             log.warning(_quiet(found))
+        return not looking
+
+    def _looking(self) -> frozenset[str]:
+        """Trained tensors that this step could not reach, since no row of any rank has an image. Every rank has to ask."""
+        if not self._sees:
+            return frozenset()
+        has_shown, self._has_shown = self._ranks.any(self._has_shown), False
+        return frozenset() if has_shown else frozenset(name for name, tower in self._tower_of.items() if tower in ("vision", "projector"))
+
+    def _by_tower(self, found: Found) -> dict[str, dict[str, int]]:
+        missing = {*found.idle, *found.blind, *found.not_finite}
+        towers = dict.fromkeys(str(tower) for tower in self._tower_of.values())
+        names = {tower: [name for name, of in self._tower_of.items() if str(of) == tower] for tower in towers}
+        return {tower: {"tensors": len(own), "reached": len(own) - len(missing & {*own})} for tower, own in names.items()}
+
+    def _by_rank(self) -> list[dict[str, int]]:
+        """Tensors of each tower that a rank's own rows reached."""
+        if not self._sees:
+            return []
+        own, self._touched = Counter(str(self._tower_of[name]) for name in self._touched), set()
+        return list(self._ranks.gather(dict(own)))
 
     def _norms(self, trained: Mapping[str, nn.Parameter]) -> dict[str, float]:
         """Of every tensor that has a gradient on any rank; the largest part that a rank holds stands for the whole."""
@@ -131,10 +179,11 @@ class Audit:
 
 
 class _Watched:
-    def __init__(self, objective: Objective, refuse: Callable[[Callable[[], Any]], None]) -> None:
-        self._objective, self._refuse = objective, refuse
+    def __init__(self, objective: Objective, refuse: Callable[[Callable[[], Any]], None], note: Callable[[Batch], None]) -> None:
+        self._objective, self._refuse, self._note = objective, refuse, note
 
     def __call__(self, forward: Forward, batch: Batch) -> LossSum:
+        self._note(batch)
         found = self._objective(forward, batch)
         if not found.total.requires_grad:
             self._refuse(lambda: self._objective(forward, batch))
@@ -144,15 +193,17 @@ class _Watched:
         return self._objective.count(batch)
 
 
-def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float], at_rest: Sequence[str] = ()) -> Found:
-    """`at_rest`: experts within tensors that were reached."""
+def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float], at_rest: Sequence[str] = (), looking: Container[str] = ()) -> Found:
+    """`at_rest`: experts within tensors that were reached. `looking`: what cannot be reached by rows that show nothing."""
     absent = [name for name in trained if name not in norms]
+    blind = [name for name in absent if name in looking]
     largest = max((norm for norm in norms.values() if norm < float("inf")), default=0.0)
     zero = [name for name, norm in norms.items() if norm == 0.0]
     waiting = [name for name in zero if _partner_is_zero(name, trained)]
     return Found(
         tensors=len(trained),
-        unreached=tuple(name for name in absent if _EXPERTS not in name),
+        unreached=tuple(name for name in absent if _EXPERTS not in name and name not in looking),
+        blind=tuple(blind),
         idle=(*(name for name in absent if _EXPERTS in name), *at_rest),
         not_finite=tuple(name for name, norm in norms.items() if not norm < float("inf")),
         waiting=tuple(waiting),

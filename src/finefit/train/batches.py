@@ -1,18 +1,25 @@
 """The micro-batches of a step, as the levers in force cut them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from finefit.artifacts.records import Levers
-from finefit.data.collate import collate, lengths_of, micro_batches, supervised_counts_of
+from finefit.data.collate import grouped, lengths_of, pack, packs_of, pictures_of, supervised_counts_of
 from finefit.data.order import rows_of_rank
 from finefit.data.packing import Capacity, capacity_of, num_sides
+from finefit.data.pairs import Trained
+from finefit.data.render import Example
 from finefit.errors import FinefitError
 from finefit.objective.batch import Batch
+from finefit.objective.custom import seed_of
+from finefit.step.custom import Compose
 from finefit.train.feed import Make
 from finefit.train.live import Live
 
@@ -38,8 +45,66 @@ def _batches(live: Live, micro_batch: int, capacity: Capacity | None, step: int)
     """Of this rank, in memory that a card can copy from while it computes. None where the step has fewer rows than there are ranks."""
     stage, ranks = live.stage, live.ranks
     rows = rows_of_rank(step, rank=ranks.rank, num_ranks=ranks.size, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)
-    batches = micro_batches([live.examples[row] for row in rows], micro_batch=micro_batch, pad=live.pad, capacity=capacity) if rows else []
+    if not rows:
+        return []
+    chosen = [live.examples[row] for row in rows]
+    if capacity is not None:
+        batches = [pack([chosen[at] for at in group]) for group in packs_of(chosen, capacity)]
+    else:
+        groups = grouped(lengths_of(chosen), micro_batch)
+        batches = list(made(live, (call_for(live, live.examples, [rows[at] for at in group], step) for group in groups)))
     return [batch.moved(Tensor.pin_memory) for batch in batches] if stage.device == "cuda" else batches
+
+
+class Call(NamedTuple):
+    """Makes a batch, here or in a process of its own."""
+
+    make: Callable[..., Batch]
+    args: tuple[object, ...]
+    is_long: bool
+    """Images are decoded for it, or code of the user's own runs, which may not see a card."""
+
+    def __call__(self) -> Batch:
+        return self.make(*self.args)
+
+
+def call_for(live: Live, examples: Sequence[Trained], rows: Sequence[int], occasion: int | str) -> Call:
+    """`rows`: numbers of examples. `occasion`: a step, or what else they are taken for."""
+    chosen = [examples[row] for row in rows]
+    if live.compose is not None:
+        return Call(live.compose, ([single(row) for row in chosen], [seed_of(live.stage.seed, occasion, row) for row in rows]), True)
+    return Call(live.collator, (chosen,), any(pictures_of(row) for row in chosen))
+
+
+def made(live: Live, calls: Iterable[Call]) -> Iterator[Batch]:
+    """In their order; while one is used, the next ones are made."""
+    waiting: deque[Call | Future[Batch]] = deque()
+    for call in calls:
+        waiting.append(live.workers.submit(call.make, *call.args) if call.is_long else call)
+        if len(waiting) > live.workers.count:
+            yield _taken(waiting.popleft())
+    while waiting:
+        yield _taken(waiting.popleft())
+
+
+def _taken(waiting: "Call | Future[Batch]") -> Batch:
+    return waiting() if isinstance(waiting, Call) else waiting.result()
+
+
+def composed(compose: Compose, examples: Sequence[Trained], rows: Sequence[int], step: int | str, *, micro_batch: int, seed: int) -> list[Batch]:
+    """For a model of the user's own. `rows`: numbers of examples, cut by length as in any step; what is drawn for one depends on no other."""
+    if not rows:
+        return []
+    chosen = [single(examples[row]) for row in rows]
+    return [
+        compose([chosen[at] for at in group], [seed_of(seed, step, rows[at]) for at in group]) for group in grouped(lengths_of(chosen), micro_batch)
+    ]
+
+
+def single(row: Trained) -> Example:
+    if not isinstance(row, Example):
+        raise FinefitError("a model of the user's own was given a preference pair")
+    return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +160,8 @@ def _joined(digests: Sequence[str]) -> str:
 
 def _shortest(live: Live) -> Batch:
     lengths = lengths_of(live.examples)
-    return collate([live.examples[int(lengths.reshape(len(lengths), -1).sum(axis=1).argmin())]], pad=live.pad)
+    row = int(lengths.reshape(len(lengths), -1).sum(axis=1).argmin())
+    return call_for(live, live.examples, [row], "idle")()
 
 
 def require_all_rows(step: int, whole: Share, num_rows: int) -> None:
@@ -114,4 +180,6 @@ def digest(batches: Sequence[Batch]) -> str:
     for batch in batches:
         found.update(batch.input_ids_BT.numpy().tobytes())
         found.update(batch.positions_N.numpy().tobytes())
+        if batch.extra is not None:
+            found.update(batch.extra.identity.encode())
     return found.hexdigest()[:16]

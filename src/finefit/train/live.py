@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Levers, Stage
+from finefit.data.collate import Collator
 from finefit.data.pairs import Trained
+from finefit.data.workers import Workers
 from finefit.facts.usage import Usage
 from finefit.objective.batch import Batch, Forward, Objective
+from finefit.step.custom import Compose
 from finefit.step.engine import Engine
 from finefit.step.proof import Sums
 from finefit.train.audit import Audit
@@ -51,7 +54,11 @@ class Live:
     optimizer: torch.optim.Optimizer
     examples: Sequence[Trained]
     validation: Sequence[Trained]
-    pad: int
+    collator: Collator
+    workers: Workers
+    """Make the batches that take long."""
+    compose: Compose | None = None
+    """Makes batches for a model of the user's own; None for any other."""
     saver: Saver
     metrics: Journal
     stop: StopRequest

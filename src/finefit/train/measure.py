@@ -9,7 +9,7 @@ from finefit.data.collate import micro_batches, worst_of
 from finefit.facts.cards import find_kind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import random_state, restore_random
-from finefit.train.batches import capacity_under, on_device
+from finefit.train.batches import capacity_under, composed, on_device
 from finefit.train.live import Live
 from finefit.train.rescue import is_shortage
 
@@ -19,7 +19,12 @@ def measure(live: Live, levers: Levers) -> None:
     if live.ranks.size > 1 or levers.update == "inside":
         return
     rows = min(2 * levers.micro_batch, live.stage.global_batch, len(live.examples))
-    batches = micro_batches([worst_of(live.examples)] * rows, micro_batch=levers.micro_batch, pad=live.pad, capacity=capacity_under(live, levers))
+    worst = [worst_of(live.examples)] * rows
+    if live.compose is not None:
+        batches = composed(live.compose, worst, range(rows), "measure", micro_batch=levers.micro_batch, seed=live.stage.seed)
+    else:
+        pad, see = live.collator.pad, live.collator.see
+        batches = micro_batches(worst, micro_batch=levers.micro_batch, pad=pad, see=see, capacity=capacity_under(live, levers))
     random_before = random_state()
     try:
         optimizer_step(

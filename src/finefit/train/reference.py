@@ -23,7 +23,7 @@ from finefit.artifacts.atomic import full_disk_named, sync_file, sync_folder
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Stage
 from finefit.artifacts.rundir import StageDir
-from finefit.data.collate import collate, grouped
+from finefit.data.collate import Collator, grouped
 from finefit.data.order import part_of_rank
 from finefit.data.pairs import Pair, Trained
 from finefit.data.store import ExamplePairs
@@ -52,7 +52,7 @@ class Referenced(Sequence[Pair]):
 
     def __init__(self, pairs: ExamplePairs, values: NDArray[np.float32]) -> None:
         self._pairs, self._values = pairs, values[pairs.distinct()[1]]
-        self.lengths, self.supervised_counts = pairs.lengths, pairs.supervised_counts
+        self.lengths, self.supervised_counts, self.num_values = pairs.lengths, pairs.supervised_counts, pairs.num_values
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -76,7 +76,7 @@ class Start:
     stage: Stage
     model: nn.Module
     forward: Forward
-    pad: int
+    collator: Collator
     ranks: Ranks
     stop: StopRequest
     metrics: Journal
@@ -115,7 +115,7 @@ class _Work:
         rows = pairs.distinct()[0]
         groups = [g for g in grouped(pairs.lengths[rows], start.stage.levers.micro_batch) if np.isnan(values[g]).any()]
         for group, _ in part_of_rank(groups, rank=start.ranks.rank, num_ranks=start.ranks.size):
-            sums = _sums(start, collate([pairs[int(row)] for row in rows[group]], pad=start.pad))
+            sums = _sums(start, start.collator([pairs[int(row)] for row in rows[group]]))
             for places, found in start.ranks.gather((group, sums.tolist())):
                 values[places] = _require_numbers(name, np.array(found, np.float32))
             self._rest()

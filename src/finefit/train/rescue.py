@@ -113,6 +113,8 @@ def next_validation_levers(levers: Levers, live: Live) -> Levers | None:
     """Of the exact levers those that save something where nothing is kept for a backward."""
     if (at_once := min(levers.micro_batch, len(live.validation))) > 1:
         return replace(levers, micro_batch=at_once // 2)
+    if live.compose is not None:  # of a model of the user's own nothing else is known to save anything here
+        return None
     num_layers = len(layers_of(live.model))
     without_backward = replace(levers, recompute=num_layers, keep_attention=False, offload=True)
     pulled = _next_model_lever(without_backward, live.stage.engine, num_layers=num_layers)
@@ -137,7 +139,10 @@ def next_levers(levers: Levers, live: Live) -> Levers | None:
     rows = -(-min(live.stage.global_batch, len(live.examples)) // live.ranks.size)
     if levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1:  # an update inside backward needs all rows in one micro-batch
         return replace(levers, micro_batch=at_once // 2)
-    return _next_model_lever(levers, live.stage.engine, num_layers=len(layers_of(live.model)))
+    num_layers = len(layers_of(live.model))
+    if live.compose is not None:
+        return replace(levers, recompute=num_layers) if levers.recompute < num_layers else None
+    return _next_model_lever(levers, live.stage.engine, num_layers=num_layers)
 
 
 def _next_model_lever(levers: Levers, engine: EngineSpec, *, num_layers: int) -> Levers | None:

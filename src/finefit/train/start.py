@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from finefit.data.collate import collate
 from finefit.data.order import rows_of_step
 from finefit.errors import FindingError
 from finefit.objective.batch import Batch
@@ -26,7 +25,7 @@ def require_start(live: Live) -> None:
     if not isinstance(asked, Dpo):
         return
     rows = rows_of_step(0, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)[:_ROWS]
-    batches = [collate([live.examples[row]], pad=live.pad) for row in rows]
+    batches = [live.collator([live.examples[row]]) for row in rows]
     loss, allowed = _mean_loss(live, batches), _tolerance(batches, asked.beta, stage.precision)
     live.metrics.write(event="dpo_start", found=loss if math.isfinite(loss) else str(loss), allowed=allowed)
     is_off = not abs(loss - math.log(2)) <= allowed  # so that NaN is off too

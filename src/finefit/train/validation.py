@@ -5,12 +5,12 @@ import math
 import torch
 from torch import Tensor
 
-from finefit.data.collate import collate, grouped, lengths_of
+from finefit.data.collate import grouped, lengths_of
 from finefit.data.order import part_of_rank
 from finefit.objective.batch import LossSum
 from finefit.spec.schema import Sft
 from finefit.step.objective import still
-from finefit.train.batches import on_device
+from finefit.train.batches import call_for, made, on_device
 from finefit.train.live import Live
 
 LOSS = "validation_loss"
@@ -21,7 +21,7 @@ def validate(live: Live, micro_batch: int) -> dict[str, float]:
     names, sums = _sums(live, micro_batch)
     total, count, *measures = live.engine.sum(sums).tolist()
     means = {LOSS: total / count} | {name: value / count for name, value in zip(names, measures, strict=True)}
-    return means | (_perplexity(means[LOSS]) if isinstance(live.stage.objective, Sft) else {})
+    return means | (_perplexity(means[LOSS]) if isinstance(live.stage.objective, Sft) and live.compose is None else {})
 
 
 def _sums(live: Live, micro_batch: int) -> tuple[list[str], Tensor]:
@@ -30,8 +30,9 @@ def _sums(live: Live, micro_batch: int) -> tuple[list[str], Tensor]:
     parts: list[Tensor] = []
     names: list[str] = []
     with still(live.model):
-        for rows, counts in part_of_rank(groups, rank=live.ranks.rank, num_ranks=live.ranks.size):
-            batch = collate([live.validation[row] for row in rows], pad=live.pad)
+        own = list(part_of_rank(groups, rank=live.ranks.rank, num_ranks=live.ranks.size))
+        batches = made(live, (call_for(live, live.validation, rows, "validation") for rows, _ in own))
+        for batch, (_, counts) in zip(batches, own, strict=True):
             found = live.objective(live.forward, on_device(batch, live.stage.device))
             names = list(found.measures)
             parts.append(_values(found) * counts)

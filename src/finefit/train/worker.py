@@ -15,23 +15,28 @@ import psutil
 import torch
 from torch import nn
 from torch.distributed.distributed_c10d import Store
-from transformers import PreTrainedModel
 
 from finefit.artifacts.checkpoint import list_checkpoints, step_of, sweep
 from finefit.artifacts.journal import Journal, read_steps
 from finefit.artifacts.launcher import Place, find_place, recorded_variables
 from finefit.artifacts.records import Failure, Levers, Stage, StageResult, TrainState, read_record, write_record
 from finefit.artifacts.rundir import StageDir
+from finefit.data.collate import Collator
+from finefit.data.looking import OwnEye
 from finefit.data.render import open_renderer
 from finefit.data.store import open_examples
+from finefit.data.workers import Workers, num_workers
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
 from finefit.facts.usage import Read, Usage, open_card
 from finefit.model.attention import attention_here
+from finefit.model.custom_files import written
 from finefit.model.kept import kept_of
-from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
+from finefit.model.load import base_bits, counts, load_base, load_custom, make_trainable, quiet, weight_dtype
 from finefit.model.locate import locate_start
 from finefit.objective.batch import Forward
+from finefit.spec.schema import CustomModel
 from finefit.step import scaling
+from finefit.step.custom import Compose
 from finefit.step.engines import loads_on, make_engine
 from finefit.step.forward import autocast_for, bind, keeps_casts
 from finefit.step.levers import pull
@@ -44,6 +49,7 @@ from finefit.train.corrections import Corrections
 from finefit.train.live import Live, Rig
 from finefit.train.loop import train
 from finefit.train.meeting import PATIENCE, Visitor, introduce, meet, require_alike
+from finefit.train.own import prove_sum
 from finefit.train.ranks import ONE_RANK, Ranks, joined, lost_peers, open_store, peers_lost
 from finefit.train.reference import Start, with_reference
 from finefit.train.routing import note_routing
@@ -72,11 +78,12 @@ def run_stage(where: StageDir, stop: StopRequest, place: Place | None = None, st
 def _trained(where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, metrics: Journal, memory: Journal) -> StageResult:
     note_memory = _memory_notes(memory, stage.device)
     note_memory("start", 0)
-    live, state = _make_live(where, stage, stop, ranks, metrics, note_memory)
-    note_memory("loaded", state.step)
-    began = time.perf_counter()
-    with live.watchdog, live.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
-        state = train(live, state)
+    with Workers(num_workers(ranks.size)) as workers:
+        live, state = _make_live(where, stage, stop, ranks, metrics, note_memory, workers)
+        note_memory("loaded", state.step)
+        began = time.perf_counter()
+        with live.watchdog, live.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
+            state = train(live, state)
     note_routing(live, where, state.step)
     unmoved = require_unmoved(live.frozen, live.model)
     note_memory("end", state.step)
@@ -141,12 +148,18 @@ def _take_card(local_rank: int) -> None:
 
 
 def _make_live(
-    where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, metrics: Journal, note_memory: Callable[[str, int], None]
+    where: StageDir,
+    stage: Stage,
+    stop: StopRequest,
+    ranks: Ranks,
+    metrics: Journal,
+    note_memory: Callable[[str, int], None],
+    workers: Workers,
 ) -> tuple[Live, TrainState]:
     checkpoint = _checkpoint(where, stage, ranks, metrics)  # verified before a weight is loaded
     examples = {name: open_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
     folder = _folder(where, stage)
-    model = make_trainable(_base(folder, stage, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
+    model = make_trainable(_base(folder, stage, where.run, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
     kept = kept_of(model, folder)
     keep_start(stage.objective, stage.tuning, model)
     engine = make_engine(stage, ranks, folder=where.path, run=where.run)
@@ -158,7 +171,8 @@ def _make_live(
     if ranks.rank:  # weights were made alike; dropout is every rank's own
         torch.manual_seed(stage.seed + ranks.rank)
     pad = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options).pad
-    start = Start(where=where, stage=stage, model=model, forward=forward, pad=pad, ranks=ranks, stop=stop, metrics=metrics)
+    collator = Collator(pad=pad, see=OwnEye(where.tokenizer, folder / "config.json", stage.images))
+    start = Start(where=where, stage=stage, model=model, forward=forward, collator=collator, ranks=ranks, stop=stop, metrics=metrics)
     rows = with_reference(start, examples)  # of the starting weights, so before a checkpoint is put back
     state = _fresh_state(stage)
     if checkpoint is None:
@@ -168,6 +182,7 @@ def _make_live(
         log.info("resumed from %s", checkpoint.name)
         metrics.write(event="resumed", step=state.step, checkpoint=checkpoint.name)
     forward.change(state.levers)
+    compose = Compose(found=written(stage.model, where.run), pad=pad) if isinstance(stage.model, CustomModel) else None
     live = Live(
         stage=stage,
         model=model,
@@ -179,7 +194,9 @@ def _make_live(
         optimizer=optimizer,
         examples=rows["train.safetensors"],
         validation=rows.get("validation.safetensors", ()),
-        pad=pad,
+        collator=collator,
+        workers=workers,
+        compose=compose,
         saver=saver,
         metrics=metrics,
         stop=stop,
@@ -190,6 +207,8 @@ def _make_live(
         watchdog=watchdog,
         usage=Usage(_card(stage.device)),
     )
+    if compose is not None and state.step == 0:
+        prove_sum(live)
     return live, state
 
 
@@ -221,14 +240,18 @@ def _folder(where: StageDir, stage: Stage) -> Path:
     return located.folder
 
 
-def _base(folder: Path, stage: Stage, *, num_ranks: int) -> PreTrainedModel:
-    return load_base(
+def _base(folder: Path, stage: Stage, run: Path, *, num_ranks: int) -> nn.Module:
+    if isinstance(stage.model, CustomModel):
+        dtype = weight_dtype(stage.precision, stage.tuning)
+        return load_custom(stage.model, run, device=stage.device, dtype=dtype, seed=stage.seed)
+    base: nn.Module = load_base(
         folder,
         device=loads_on(stage, num_ranks=num_ranks),
         dtype=weight_dtype(stage.precision, stage.tuning),
         attention=attention_here(stage.device, stage.precision, folder, packing=stage.levers.packing),
         bits=base_bits(stage.tuning),
     )
+    return base
 
 
 def _fresh_state(stage: Stage) -> TrainState:

@@ -9,16 +9,19 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from finefit.errors import FinefitError
 from finefit.report.review import results_document
+from finefit.review.exhibits import Gone
 from finefit.review.results import results_of
 from finefit.review.session import NAME_LENGTH, NOTE_LENGTH, Press, Refused, Session, Stale, Turn
 from finefit.review.verdicts import REASONS
 from finefit.web.guard import LOGIN, Token
+from finefit.web.pictures import picture_of
 
 _PAGES = {"/": ("review.html", "text/html"), "/review.js": ("review.js", "text/javascript"), "/review.css": ("review.css", "text/css")}
 _NO_ROOM = 507
@@ -93,6 +96,18 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
             return JSONResponse({"error": "this is not the token"}, 401)
         return Response(status_code=204, headers={"Set-Cookie": token.cookie})
 
+    exhibits = {exhibit.sha256: exhibit for sheet in session.stack.sheets for exhibit in sheet.images}
+
+    async def image(request: Request) -> Response:
+        """By its digest alone: no path comes from outside, and none goes there."""
+        exhibit = exhibits.get(request.path_params["sha256"])
+        if exhibit is None:
+            return JSONResponse({"error": "no sheet of this review shows such an image"}, 404)
+        try:
+            return Response(await run_in_threadpool(picture_of, exhibit), media_type="image/png")
+        except Gone as gone:
+            return JSONResponse({"error": str(gone)}, 410)
+
     asked: dict[str, Answer] = {
         "/api/begin": begin,
         "/api/turn": turn,
@@ -104,6 +119,7 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
     routes = [Route(path, _page(name, kind)) for path, (name, kind) in _PAGES.items()]
     routes.append(Route("/favicon.ico", _no_icon))
     routes += [Route(path, answer, methods=["POST"]) for path, answer in asked.items()]
+    routes.append(Route("/api/image/{sha256}", image))
     return Starlette(routes=routes, exception_handlers={Refused: _refused, _Misread: _misread, FinefitError: _failed})
 
 

@@ -16,7 +16,7 @@ from finefit.data.falsify.make import ALL_RULES, Made, make_pairs
 from finefit.data.falsify.words import KindOfTerm, Words
 from finefit.data.falsify.written import pair_record, write_pairs
 from finefit.data.fingerprint import normalise
-from finefit.data.pieces import make_piece
+from finefit.data.pieces import Work
 from finefit.data.read import open_source
 from finefit.data.render import Renderer
 from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
@@ -187,7 +187,7 @@ def test_the_written_pairs_are_read_as_objective_dpo_reads_pairs(made: Made, tmp
     for row, pair in zip(rows, made.pairs, strict=True):
         assert (row.kind, row.messages, row.num_given) == ("pair", pair.row.messages, 1)
         assert row.rejected == (Message("assistant", pair.change.text),)
-    piece = make_piece(Renderer(make_tokenizer(), "chat"), WIDE, rows, pairs=True)
+    piece = Work(Renderer(make_tokenizer(), "chat"), WIDE, pairs=True).render(rows)
     assert (piece.problems, piece.sides, piece.examples) == ({}, 2, [1] * len(rows))
 
 

@@ -11,10 +11,13 @@ from finefit.data.tasks.judged import with_judge
 from finefit.data.tasks.likely import hallucination, perplexity
 from finefit.data.tasks.match import exact_match, json_match
 from finefit.data.tasks.own import own_form, own_task
+from finefit.data.tasks.relaxed import relaxed_accuracy
 from finefit.data.tasks.task import Likelihood, NoResult, Reading, Reply, Task
+from finefit.data.tasks.vqa import vqa_accuracy
 from finefit.spec.schema import (
     Amr,
     AmrForm,
+    Anls,
     Bleu,
     Chrf,
     Evaluation,
@@ -25,9 +28,11 @@ from finefit.spec.schema import (
     OwnTask,
     Perplexity,
     QmSum,
+    RelaxedAccuracy,
     Rouge,
     Summary,
     TruthfulQa,
+    VqaAccuracy,
 )
 
 __all__ = ["Likelihood", "NoResult", "Reading", "Reply", "Task", "make_build", "make_task"]
@@ -49,6 +54,14 @@ def _named(evaluation: Evaluation, form: Form | None, base: Path | None, models:
             return exact_match(name)
         case JsonMatch():
             return json_match(name)
+        case RelaxedAccuracy():
+            return relaxed_accuracy(name, task)
+        case Anls():
+            from finefit.data.tasks.anls import anls
+
+            return anls(name, task)
+        case VqaAccuracy():
+            return vqa_accuracy(name)
         case Amr():
             return amr_task(name, task, form=form if isinstance(form, AmrForm) else None)
         case Rouge() | QmSum():

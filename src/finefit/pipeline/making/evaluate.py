@@ -13,7 +13,7 @@ from finefit.artifacts.lock import run_lock
 from finefit.artifacts.records import EvalResult, Order, WiredModel
 from finefit.artifacts.rundir import RunDir
 from finefit.pipeline.bare import EARLIER, STAGING, Asked, Bare, open_at, wired_bare
-from finefit.pipeline.evaluating import Rooms, Say, Tick, evaluate, prompt_tokens_of, request_of
+from finefit.pipeline.evaluating import Rooms, Say, Tick, evaluate, prompt_grids_of, prompt_tokens_of, request_of
 from finefit.pipeline.making.gated import GateModel, require_experts, score_gate
 from finefit.pipeline.making.score_table import summary_of
 from finefit.pipeline.making.score_table import told as lines
@@ -69,7 +69,7 @@ def _opened(order: Order, place: Path, models: Mapping[str, WiredModel], evaluat
 def _asked(order: Order, data: Questions, models: Mapping[str, WiredModel], evaluations: tuple[Evaluation, ...]) -> dict[str, Asked]:
     asks, base = _asks(order, data, evaluations), Path(order.base)
     bare = _loaded_alike([wired_bare(name, wired, asks) for name, wired in models.items()])
-    prepared = {one.name: prepare_questions(data.test, asks, one.tokenizer, base=base) for one in bare}
+    prepared = {one.name: prepare_questions(data.test, asks.model_copy(update={"model": one.model}), one.tokenizer, base=base) for one in bare}
     return {one.name: Asked(bare=one, prepared=prepared[one.name], base=base, device=order.device, precision=order.precision) for one in bare}
 
 
@@ -96,7 +96,7 @@ def _forget(folders: Iterable[Path]) -> None:
 
 
 def _answered(run: RunDir, evaluations: Sequence[Evaluation], hands: _Hands, which: str) -> dict[str, EvalResult]:
-    rooms, name = Rooms(run=run, prompt_tokens=prompt_tokens_of(run)), run.path.name
+    rooms, name = Rooms(run=run, prompt_tokens=prompt_tokens_of(run), prompt_grids=prompt_grids_of(run)), run.path.name
     found = {}
     with run_lock(run.lock), recorded(run):
         for one in evaluations:

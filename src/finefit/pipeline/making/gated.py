@@ -185,6 +185,7 @@ def composed(answered: Mapping[str, EvalResult], choices: Sequence[str]) -> Eval
         signature=_signature(answered),
         warnings=(f"of {len(items)} items the gate gave {words}", *told),
         new_tokens=sum(item.new_tokens or 0 for item in items),
+        loaded_bytes=None,
         peak_bytes=None,
         foretold_bytes=None,
         items=items,

@@ -1,7 +1,7 @@
 """What an evaluation of several models comes to: plain numbers for its record, and a line for each model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finefit.artifacts.records import EvalResult, Score
@@ -11,13 +11,17 @@ from finefit.stats.metrics import Metric
 def summary_of(scored: Mapping[str, Mapping[str, EvalResult]]) -> dict[str, Any]:
     """By model and task, in the order of the spec."""
     results = [result for found in scored.values() for result in found.values()]
-    peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
     return {
         "models": list(scored),
         "scores": {name: {task: _scores(result) for task, result in found.items()} for name, found in scored.items()},
         "metrics": {result.task: [_metric(metric) for metric in result.definitions] for result in results},
-        "peak_bytes": max(peaks, default=None),
+        "loaded_bytes": _most(result.loaded_bytes for result in results),
+        "peak_bytes": _most(result.peak_bytes for result in results),
     }
+
+
+def _most(found: Iterable[int | None]) -> int | None:
+    return max((one for one in found if one is not None), default=None)
 
 
 def _scores(result: EvalResult) -> dict[str, Any]:

@@ -75,6 +75,7 @@ function draw(next) {
 
 function drawSheet(face) {
   at("place").textContent = face.place;
+  drawImages(face);
   at("prompt").replaceChildren(...face.prompt.map(said));
   at("reference-part").hidden = face.reference === null;
   at("reference").textContent = face.reference ?? "";
@@ -82,6 +83,37 @@ function drawSheet(face) {
   at("answers").replaceChildren(...face.answers.map((text, side) => answer(face, text, side)));
   for (const box of document.querySelectorAll(".text")) box.scrollTop = 0;
   window.scrollTo(0, 0);
+}
+
+// drawn anew only for another sheet: marking words must not load images again
+function drawImages(face) {
+  const part = at("images");
+  if (part.dataset.sheet === face.handle) return;
+  part.dataset.sheet = face.handle;
+  part.hidden = !face.images.length;
+  part.replaceChildren(...face.images.map((image, number) => exhibit(image, face.images.length > 1 ? `Image ${number + 1}: ${image.name}` : image.name)));
+}
+
+function exhibit(image, name) {
+  const figure = made("figure");
+  const shown = made("img");
+  const address = `/api/image/${image.sha256}`;
+  shown.alt = name;
+  shown.addEventListener("error", () => gone(figure, address, name));
+  shown.addEventListener("click", () => figure.classList.toggle("large"));
+  shown.src = address;
+  figure.append(shown, made("figcaption", name, "dim"));
+  return figure;
+}
+
+// what the server says of an image that it cannot show stands in its place
+async function gone(figure, address, name) {
+  let reason = `${name}: the server does not answer.`;
+  try {
+    const response = await fetch(address, { redirect: "error" });
+    if (!response.ok) reason = response.headers.get("Content-Type").startsWith("application/json") ? (await response.json()).error : await response.text();
+  } catch { /* as said */ }
+  figure.replaceChildren(made("p", reason, "gone"));
 }
 
 function said(message) {

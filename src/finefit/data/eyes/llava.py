@@ -1,0 +1,61 @@
+"""LLaVA: an image is one tile, scaled to its shorter side and cut in the middle; each patch of it is a token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
+from finefit.data.eyes.tiles import ONE, Tile, image_processor, no_limits, one_tile, require_tower, seen, settings_of, tile_of, token_of
+from finefit.objective.batch import Extra
+from finefit.spec.schema import ImageLimits
+
+TOWERS = ("clip_vision_model", "siglip_vision_model")
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaLens:
+    image_token: int
+    tile: Tile
+    features: int
+
+    def num_tokens(self, grid: Grid) -> int:  # noqa: ARG002
+        return self.features
+
+    def square(self, side: int) -> Grid:  # noqa: ARG002
+        return ONE
+
+    def blank(self, grid: Grid) -> Pixels:  # noqa: ARG002
+        return self.tile.blank(1)
+
+    def extra(
+        self,
+        input_ids_BT: NDArray[np.int64],
+        lengths: Sequence[int],
+        rows: Sequence[Sequence[Shown]],
+        prompts: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> Extra:
+        return Extra(tensors=seen(self, input_ids_BT, lengths, rows))
+
+
+def llava_lens(config: Mapping[str, Any]) -> LlavaLens:
+    settings = settings_of(config)
+    require_tower(settings.vision_config, *TOWERS)
+    tile = tile_of(settings.vision_config)
+    return LlavaLens(settings.image_token_id, tile, num_features(settings, tile))
+
+
+def num_features(settings: Any, tile: Tile) -> int:
+    """Of a tile: CLIP puts a class token before the patches, and the usual way is to leave out what comes first."""
+    has_class, leaves_first = settings.vision_config.model_type == TOWERS[0], settings.vision_feature_select_strategy == "default"
+    return tile.patches**2 + int(has_class) - int(leaves_first)
+
+
+def llava_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
+    through = llava_lens(config)
+    no_limits(limits, through.tile.side)
+    mark = token_of(folder, "image_token", "<image>")
+    return one_tile(through, through.tile, image_processor(folder), mark=mark, written=mark * through.features)

@@ -1,0 +1,231 @@
+import io
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import zlib
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from finefit.data.cells import Fault
+from finefit.data.images import MAX_PIXELS, decode, decoded, size_of
+from finefit.data.rows import BadRow, Image, Message, Row
+
+MESSAGES = (Message("user", "What colour?"), Message("assistant", "red"))
+CORNERS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0)}
+SIZE = (32, 16)
+SHARP: dict[str, dict[str, Any]] = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}
+
+
+def _picture(mode: str = "RGB") -> PIL.Image.Image:
+    """A quarter of each colour: red and lime above, blue and black below."""
+    picture = PIL.Image.new("RGB", SIZE)
+    for at, colour in enumerate(CORNERS.values()):
+        picture.paste(colour, (at % 2 * 16, at // 2 * 8, at % 2 * 16 + 16, at // 2 * 8 + 8))
+    return picture.convert(mode)
+
+
+def _encoded(picture: PIL.Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    written = io.BytesIO()
+    picture.save(written, form, **options)
+    return written.getvalue()
+
+
+def _row(*images: Image) -> Row:
+    return Row(source="val.json", number=7, part=2, messages=MESSAGES, images=images)
+
+
+def _fault(data: bytes, *, max_pixels: int = MAX_PIXELS) -> str:
+    with pytest.raises(Fault) as caught:
+        decode(Image(data=data), max_pixels=max_pixels)
+    return str(caught.value)
+
+
+def _colours(picture: PIL.Image.Image) -> list[tuple[int, ...]]:
+    """In the middle of each quarter."""
+    width, height = picture.size
+    return [tuple(np.asarray(picture)[height * y // 4, width * x // 4]) for y in (1, 3) for x in (1, 3)]
+
+
+def _is_near(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]], tolerance: int = 4) -> bool:
+    return bool(np.abs(np.array(found, int) - np.array(wanted, int)).max() <= tolerance)
+
+
+@pytest.mark.parametrize(
+    ("form", "mode", "options"),
+    [
+        ("PNG", "RGB", {}),
+        ("PNG", "P", {}),
+        ("PNG", "RGBA", {}),
+        ("GIF", "P", {}),
+        ("BMP", "RGB", {}),
+        ("PPM", "RGB", {}),
+        ("TIFF", "RGB", {}),
+        ("TIFF", "CMYK", {}),
+        ("WEBP", "RGB", {"lossless": True}),
+        ("JPEG", "RGB", {"quality": 100, "subsampling": 0}),
+        ("JPEG", "CMYK", {"quality": 100, "subsampling": 0}),
+    ],
+)
+def test_every_form_shows_the_same_picture_in_rgb(form: str, mode: str, options: dict[str, Any]) -> None:
+    data = _encoded(_picture(mode), form, **options)
+    shown = decode(Image(data=data))
+    assert (shown.mode, shown.size, size_of(Image(data=data))) == ("RGB", SIZE, SIZE)
+    assert _is_near(_colours(shown), list(CORNERS.values()))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(
+    ("orientation", "corners"),
+    [
+        (1, ["red", "lime", "blue", "black"]),
+        (2, ["lime", "red", "black", "blue"]),
+        (3, ["black", "blue", "lime", "red"]),
+        (4, ["blue", "black", "red", "lime"]),
+        (5, ["red", "blue", "lime", "black"]),
+        (6, ["blue", "red", "black", "lime"]),
+        (7, ["black", "lime", "blue", "red"]),
+        (8, ["lime", "black", "red", "blue"]),
+    ],
+)
+def test_an_image_is_turned_as_its_camera_was_held(form: str, orientation: int, corners: list[str]) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    image = Image(data=_encoded(_picture(), form, exif=exif, **SHARP.get(form, {})))
+    shown = decode(image)
+    assert _is_near(_colours(shown), [CORNERS[colour] for colour in corners])
+    assert size_of(image) == shown.size == (SIZE if orientation < 5 else SIZE[::-1])
+
+
+def test_what_is_transparent_is_laid_on_white() -> None:
+    picture = _picture("RGBA")
+    picture.putalpha(PIL.Image.new("L", SIZE, 0))
+    assert _colours(decode(Image(data=_encoded(picture)))) == [(255, 255, 255)] * 4
+    picture.putalpha(PIL.Image.new("L", SIZE, 128))
+    assert _is_near(_colours(decode(Image(data=_encoded(picture)))), [(255, 127, 127), (127, 255, 127), (127, 127, 255), (127, 127, 127)])
+    grey = PIL.Image.new("LA", SIZE, (0, 0))
+    assert _colours(decode(Image(data=_encoded(grey)))) == [(255, 255, 255)] * 4
+
+
+def test_a_colour_that_a_file_calls_transparent_is_white() -> None:
+    data = _encoded(_picture(), transparency=CORNERS["black"])
+    assert _colours(decode(Image(data=data))) == [*list(CORNERS.values())[:3], (255, 255, 255)]
+    palette = _picture("P")
+    index = int(np.asarray(palette)[12, 24])
+    assert _colours(decode(Image(data=_encoded(palette, "GIF", transparency=index))))[3] == (255, 255, 255)
+
+
+def test_sixteen_bits_are_taken_as_eight() -> None:
+    grey = np.repeat(np.array([[0x0000, 0x40FF, 0x8000, 0xFFFF]], np.uint16), 4, axis=0)
+    shown = decode(Image(data=_encoded(PIL.Image.fromarray(grey))))
+    assert np.asarray(shown)[0].tolist() == [[value] * 3 for value in (0x00, 0x40, 0x80, 0xFF)]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_without_an_agreed_range_are_refused(mode: str) -> None:
+    assert "pixels of 32 bits" in _fault(_encoded(_picture("L").convert(mode), "TIFF"))
+
+
+def test_of_an_animation_the_first_frame_is_shown() -> None:
+    second = PIL.Image.new("RGB", SIZE, "white")
+    for form in ("GIF", "PNG", "WEBP"):
+        data = _encoded(_picture(), form, save_all=True, append_images=[second], **SHARP.get(form, {}))
+        assert _is_near(_colours(decode(Image(data=data))), list(CORNERS.values()))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", r"its image is no image that can be read: its 0 bytes begin with b''"),
+        (b"<html>404</html>", r"its image is no image that can be read: its 16 bytes begin with b'<html>40'"),
+        (_encoded(_picture())[:60], "its image cannot be decoded: .+"),
+        (_encoded(_picture(), "JPEG")[:-30], "its image cannot be decoded: .*truncated.*"),
+        (_encoded(_picture(), "TIFF")[:100], "its image .+"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "its image is no image that can be read.*"),
+    ],
+)
+def test_bytes_that_are_no_whole_image_are_told(data: bytes, reason: str) -> None:
+    with pytest.raises(Fault, match=rf"\A{reason}\Z"):
+        decode(Image(data=data))
+
+
+def _png(width: int, height: int) -> bytes:
+    """Of any size that a head can name, with hardly any pixels behind it."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+def test_an_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
+    gif = b"GIF89a" + struct.pack("<HHBBB", *size, 0, 0, 0) + b";"
+    for data in (_png(*size), gif, b"P6 %d %d 255\n" % size):
+        assert _fault(data).startswith("its image ")
+
+
+@pytest.mark.parametrize("size", [(9_500, 9_500), (20_000, 20_000), (200_000, 200_000)])
+def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_decoded(size: tuple[int, int]) -> None:
+    assert _fault(_png(*size)).startswith("its image has too many pixels: ")
+    with pytest.raises(Fault, match="too many pixels"):
+        size_of(Image(data=_png(*size)))
+
+
+def test_a_lower_limit_may_be_set() -> None:
+    data = _encoded(_picture())
+    assert decode(Image(data=data), max_pixels=512).size == SIZE
+    assert _fault(data, max_pixels=511) == "its image has too many pixels: 32 x 16, and at most 511 are decoded"
+
+
+def test_a_row_whose_image_cannot_be_decoded_is_a_bad_row_with_its_place() -> None:
+    good = Image(data=_encoded(_picture()))
+    shown = decoded(_row(good, good))
+    assert isinstance(shown, tuple)
+    assert [image.size for image in shown] == [SIZE, SIZE]
+    assert decoded(_row()) == ()
+    bad = decoded(_row(good, Image(data=b"x")))
+    assert isinstance(bad, BadRow)
+    assert (bad.place, bad.reason) == ("val.json:7 (2)", "image 2 of 2: its image is no image that can be read: its 1 bytes begin with b'x'")
+    alone = decoded(_row(good), max_pixels=1)
+    assert isinstance(alone, BadRow)
+    assert alone.reason == "its image has too many pixels: 32 x 16, and at most 1 are decoded"
+
+
+def test_damaged_bytes_are_an_image_or_a_fault_and_nothing_else() -> None:
+    choose = random.Random(7)
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    kinds = (("RGBA", "PNG"), ("P", "GIF"), ("CMYK", "JPEG"), ("RGB", "WEBP"), ("RGB", "BMP"), ("L", "PPM"))
+    forms = [*(_encoded(_picture(mode), form) for mode, form in kinds), _encoded(_picture(), "JPEG", exif=exif)]
+    refused = 0
+    for _ in range(1500):
+        data = bytearray(choose.choice(forms))
+        for _ in range(choose.randrange(1, 5)):
+            data[choose.randrange(min(len(data), choose.choice((20, 80, 1000))))] = choose.randrange(256)
+        image = Image(data=bytes(data[: choose.randrange(len(data))] if choose.random() < 0.2 else data))
+        try:
+            assert decode(image, max_pixels=1 << 20).mode == "RGB"
+        except Fault:
+            refused += 1
+    assert 500 < refused < 1500
+
+
+def test_broken_notes_beside_a_picture_do_not_break_it() -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    data = bytearray(_encoded(_picture(), "JPEG", exif=exif))
+    at = data.index(b"Exif\0\0") + 14  # the number of tags
+    data[at : at + 2] = b"\xff\xff"
+    assert decode(Image(data=bytes(data))).mode == "RGB"
+
+
+def test_decoding_needs_no_torch_and_its_inputs_travel_to_spawned_processes() -> None:
+    code = "import sys; import finefit.data.images; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert pickle.loads(pickle.dumps(_row(Image(path="a.png", root="x")))) == _row(Image(path="a.png", root="x"))

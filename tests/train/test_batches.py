@@ -1,0 +1,56 @@
+"""Batches of a step: made here or in other processes, in their order, and by others only where that takes long."""
+
+import operator
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finefit.data.collate import Collator
+from finefit.data.pictures import Picture
+from finefit.data.render import Example
+from finefit.data.workers import Workers
+from finefit.errors import WorkerDied
+from finefit.train.batches import Call, call_for, digest, made
+from finefit.train.feed import Feeder
+
+TEXT = Example((5, 6, 0), (False, False, True))
+SEEN = Example((5, 6, 0), (False, False, True), (Picture("a.png", "", "0" * 64, (8, 8), (1,)),))
+
+
+def test_batches_come_in_their_order_wherever_they_are_made() -> None:
+    with Workers(2) as workers:
+        live: Any = SimpleNamespace(workers=workers)
+        calls = [Call(operator.add, (number, 0), number % 3 > 0) for number in range(10)]
+        found: list[Any] = list(made(live, iter(calls)))
+    assert found == list(range(10))
+
+
+def test_only_what_takes_long_leaves_this_process() -> None:
+    with Workers(1) as workers:
+        live: Any = SimpleNamespace(workers=workers)
+        whose: Any = os.getpid
+        here, there = (int(pid) for pid in list[Any](made(live, [Call(whose, (), False), Call(whose, (), True)])))
+    assert here == os.getpid() != there
+
+
+def test_rows_of_text_are_collated_here_and_rows_with_images_by_others() -> None:
+    live: Any = SimpleNamespace(compose=None, collator=Collator(pad=0))
+    assert not call_for(live, [TEXT, TEXT], [0, 1], 0).is_long
+    assert call_for(live, [TEXT, SEEN], [0, 1], 0).is_long
+    assert digest([call_for(live, [TEXT, TEXT], [0, 1], 0)()]) == digest([Collator(pad=0)([TEXT, TEXT])])
+
+
+def test_the_death_of_a_process_that_makes_batches_is_told_where_the_step_is_taken(tmp_path: Path) -> None:
+    with Workers(1) as workers:
+        live: Any = SimpleNamespace(workers=workers)
+
+        def make(step: int) -> Any:
+            (tmp_path / str(step)).touch()
+            return list(made(live, [Call(os._exit, (7,), True)]))
+
+        with Feeder(make, total_steps=3) as feeder, pytest.raises(WorkerDied, match="ended with code 7") as raised:
+            feeder.take(0)
+    assert raised.value.__notes__ == ["while the feeder made the micro-batches of step 1"]
