@@ -1,0 +1,1 @@
+../shirg/shirg.py

@@ -1,0 +1,542 @@
+"""SHIRG on a masked-diffusion language model, after LaViDa: an image is seen twice, the second view keeps its best patches, an answer is unmasked.
+
+The whole image is the global view: its patches are pooled 2 x 2. The foveal view keeps single patches, those that score best, in raster order. Both
+together are as many tokens for every image, so image and question are read once and all steps of an answer use what was read.
+
+Image and question see one another; the answer sees them and itself, in both directions. In training it stands behind them twice, under a random mask
+and under the inverse of it, and neither copy sees the other: that is a batch of twice the rows, with image and question computed once.
+
+B rows, P patches of a view, C channels of the tower, H hidden, S image tokens, T text tokens, L = S + T, A answer tokens of both copies, D of a head.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import PIL.Image
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import SiglipVisionConfig, SiglipVisionModel
+
+from finefit.objective.custom import CustomRow
+
+READ, FIRST, SECOND, UNSEEN = range(4)
+"""Parts of a row: what is read (image and question), the two copies of the answer, and what nobody sees: padding and dropped image tokens."""
+_LEAST = 1e-3
+"""LLaDA's smallest probability to be masked."""
+
+
+# --- settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """LLaDA-8B by default."""
+
+    vocabulary: int = 126464
+    hidden: int = 4096
+    mlp: int = 12288
+    layers: int = 32
+    heads: int = 32
+    theta: float = 500000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The `config` of the spec."""
+
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """Of transformers' SiglipVisionConfig."""
+    language: Language = Language()
+    side: int = 448
+    """Pixels of a view's side."""
+    keep: int = 724
+    """Patches of the foveal view."""
+    fovea: Literal["centre", "whole"] = "centre"
+    """The largest square in the middle of the image, or all of it squeezed into a square, as the global view is."""
+    score: Literal["base", "entropy", "edge", "full", "random"] = "base"
+    merge: float | None = None
+    """A patch that is left out and has at least this cosine with a kept one is averaged into it."""
+    token_dropout: float = 0.0
+    """Share of image tokens that nobody sees, drawn anew for every row; in training alone."""
+    lead: int = 0
+    """Text tokens before the image: those that open the chat template."""
+    answer_tokens: int = 32
+    """Shorter answers are filled up with the end token, so that an answer does not tell its length by the number of its masks."""
+    mask_token: int = 126336
+    end_token: int = 126081
+    unmask: int = 1
+    """Tokens of an answer that are settled at a time."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("score", tuple(SCORES)), ("fovea", ("centre", "whole"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)} is none of {', '.join(choices)}")
+        if not 0 <= self.token_dropout < 1:
+            raise ValueError(f"token_dropout {self.token_dropout} is no share below 1")
+        if self.side % (2 * self.patch):
+            raise ValueError(f"side {self.side} is no multiple of two patches of {self.patch} pixels, so patches cannot be pooled 2 x 2")
+        if not 0 < self.keep <= self.num_patches:
+            raise ValueError(f"keep {self.keep} of the {self.num_patches} patches that a view of {self.side} pixels has")
+
+    @property
+    def patch(self) -> int:
+        return int(self.vision.get("patch_size", 16))  # what SiglipVisionConfig takes
+
+    @property
+    def grid(self) -> int:
+        return self.side // self.patch
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid**2
+
+    @property
+    def num_seen(self) -> int:
+        """Image tokens of every row: 980 of LaViDa."""
+        return self.num_patches // 4 + self.keep
+
+
+def build(config: Mapping[str, Any]) -> "Shirg":
+    language = Language(**config.get("language", {}))
+    return Shirg(Settings(**{**config, "language": language}))
+
+
+# --- the two views
+
+
+def views(image: PIL.Image.Image, side: int, fovea: str) -> NDArray[np.uint8]:
+    """2 x 3 x side x side: global, foveal."""
+    width, height = image.size
+    square = min(width, height)
+    left, top = (width - square) // 2, (height - square) // 2
+    middle = image.crop((left, top, left + square, top + square)) if fovea == "centre" else image
+    both = [np.asarray(view.resize((side, side), PIL.Image.Resampling.BICUBIC)) for view in (image, middle)]
+    return np.stack(both).transpose(0, 3, 1, 2)
+
+
+# --- which patches are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What patches of the foveal view are scored by."""
+
+    attention_BPP: Tensor
+    """Of the tower's last layer, the mean over its heads; a query in each row."""
+    features_BPC: Tensor
+    similarity_BP: Tensor
+    """Cosine of the projected patch with the mean of the question's embeddings."""
+    noise_BP: Tensor
+
+    def received(self) -> Tensor:
+        """Attention that a patch is given by all others. SigLIP has no class token whose attention could be taken."""
+        return scaled(self.attention_BPP.mean(dim=1))
+
+    def entropy(self) -> Tensor:
+        """Of what a patch attends to: highest where it looks at everything alike."""
+        spread_BPP: Tensor = torch.special.entr(self.attention_BPP)
+        return spread_BPP.sum(dim=2)
+
+    def edge(self) -> Tensor:
+        """Sobel over the grid of mean features. The border is continued, so that it is no edge itself."""
+        num_rows, num_patches = self.similarity_BP.shape
+        side = round(num_patches**0.5)
+        plane = functional.pad(self.features_BPC.mean(dim=2).view(num_rows, 1, side, side), (1, 1, 1, 1), mode="replicate")
+        sobel = plane.new_tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
+        across, down = (functional.conv2d(plane, kernel.view(1, 1, 3, 3)) for kernel in (sobel, sobel.T))
+        return scaled(torch.hypot(across, down).flatten(1))
+
+    def redundancy(self) -> Tensor:
+        """Mean cosine with all patches."""
+        direction_BPC = functional.normalize(self.features_BPC, dim=2)
+        return scaled((direction_BPC * direction_BPC.mean(dim=1, keepdim=True)).sum(dim=2))
+
+    def centre(self) -> Tensor:
+        """1 in the middle, falling to one half in the corners."""
+        side = round(self.similarity_BP.shape[1] ** 0.5)
+        line = torch.linspace(-1, 1, side, device=self.similarity_BP.device)
+        return (1 - torch.hypot(line[:, None], line[None, :]) / (2 * 2**0.5)).flatten()[None]
+
+
+def scaled(scores_BP: Tensor) -> Tensor:
+    """From 0 to 1 within each row, so that weights weigh what they say. Where all are equal, their rounding is not blown up."""
+    lowest, highest = scores_BP.amin(dim=1, keepdim=True), scores_BP.amax(dim=1, keepdim=True)
+    return (scores_BP - lowest) / torch.maximum(highest - lowest, 1e-3 * highest.abs()).clamp_min(1e-12)
+
+
+def base(look: Look) -> Tensor:
+    return 0.7 * look.received() + 0.3 * scaled(look.similarity_BP)
+
+
+def entropy(look: Look) -> Tensor:
+    """As base, but the tenth of the patches that look at everything alike come last."""
+    spread_BP = look.entropy()
+    limit_B1 = spread_BP.sort(dim=1).values[:, [int(0.9 * spread_BP.shape[1])]]
+    return base(look) - 2.0 * (spread_BP > limit_B1)
+
+
+def edge(look: Look) -> Tensor:
+    return base(look) + 0.25 * look.edge()
+
+
+def full(look: Look) -> Tensor:
+    """No term is below zero, so that less weight far from the middle never lifts a patch."""
+    novelty_BP = 1 - look.redundancy()
+    sum_BP = 0.4 * look.received() + 0.25 * scaled(look.similarity_BP) + 0.1 * novelty_BP + 0.25 * look.edge()
+    return sum_BP * look.centre()
+
+
+def random(look: Look) -> Tensor:
+    return look.noise_BP
+
+
+SCORES: Mapping[str, Callable[[Look], Tensor]] = {"base": base, "entropy": entropy, "edge": edge, "full": full, "random": random}
+
+
+def best(scores_BP: Tensor, keep: int) -> Tensor:
+    """Indices of the best in raster order; of equals the first."""
+    return scores_BP.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
+
+
+def taken(features_BPC: Tensor, kept_BK: Tensor) -> Tensor:
+    return features_BPC.gather(1, kept_BK[:, :, None].expand(-1, -1, features_BPC.shape[2]))
+
+
+def merged(features_BPC: Tensor, kept_BK: Tensor, least: float) -> Tensor:
+    """The kept patches, each the mean of itself and of those left out that are most like it, where they are enough so."""
+    kept_BKC = taken(features_BPC, kept_BK)
+    with torch.no_grad():
+        direction_BPC, kept_direction_BKC = functional.normalize(features_BPC, dim=2), functional.normalize(kept_BKC, dim=2)
+        cosine_BPK, nearest_BP = (direction_BPC @ kept_direction_BKC.mT).max(dim=2)
+        is_left_BP = torch.ones_like(cosine_BPK).scatter(1, kept_BK, 0.0)
+        joins_BP = is_left_BP * (cosine_BPK >= least)
+        share_BKP = functional.one_hot(nearest_BP, kept_BK.shape[1]).mT * joins_BP[:, None, :]
+    return (kept_BKC + share_BKP.to(features_BPC.dtype) @ features_BPC) / (1 + share_BKP.sum(dim=2, keepdim=True)).to(features_BPC.dtype)
+
+
+# --- the language model
+
+
+class Block(nn.Module):
+    """A layer of LLaDA, with its names: a Llama layer that sees in both directions."""
+
+    def __init__(self, made: Language) -> None:
+        super().__init__()
+        self.heads = made.heads
+        self.attn_norm, self.ff_norm = (nn.RMSNorm(made.hidden, eps=1e-5) for _ in range(2))
+        self.q_proj, self.k_proj, self.v_proj, self.attn_out = (nn.Linear(made.hidden, made.hidden, bias=False) for _ in range(4))
+        self.ff_proj, self.up_proj = (nn.Linear(made.hidden, made.mlp, bias=False) for _ in range(2))
+        self.ff_out = nn.Linear(made.mlp, made.hidden, bias=False)
+
+    def forward(self, hidden_BLH: Tensor, turn: Tensor, sees_B1LL: Tensor, before: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`before`: keys and values of what was read already, which stand in front of those made here."""
+        normed_BLH = self.attn_norm(hidden_BLH)
+        query, (key, value) = turned(self._heads(self.q_proj(normed_BLH)), turn), self._remembered(normed_BLH, turn)
+        if before is not None:
+            key, value = torch.cat([before[0], key], dim=2), torch.cat([before[1], value], dim=2)
+        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees_B1LL)
+        hidden_BLH = hidden_BLH + self.attn_out(found.transpose(1, 2).flatten(2))
+        normed_BLH = self.ff_norm(hidden_BLH)
+        changed_BLH: Tensor = self.ff_out(functional.silu(self.ff_proj(normed_BLH)) * self.up_proj(normed_BLH))
+        return hidden_BLH + changed_BLH
+
+    def remembered(self, hidden_BLH: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer's input."""
+        return self._remembered(self.attn_norm(hidden_BLH), turn)
+
+    def _remembered(self, normed_BLH: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        return turned(self._heads(self.k_proj(normed_BLH)), turn), self._heads(self.v_proj(normed_BLH))
+
+    def _heads(self, flat_BLH: Tensor) -> Tensor:
+        return flat_BLH.view(*flat_BLH.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+def turn_of(positions_BL: Tensor, width: int, theta: float) -> Tensor:
+    """Cosines and sines of the rotary embedding, 2 x B x 1 x L x D."""
+    pace = theta ** -(torch.arange(0, width, 2, device=positions_BL.device, dtype=torch.float32) / width)
+    angle = (positions_BL[:, None, :, None] * pace).repeat(1, 1, 1, 2)
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+def turned(heads: Tensor, turn: Tensor) -> Tensor:
+    low, high = heads.float().chunk(2, dim=-1)
+    return (heads.float() * turn[0] + torch.cat([-high, low], dim=-1) * turn[1]).to(heads.dtype)
+
+
+class Transformer(nn.Module):
+    def __init__(self, made: Language) -> None:
+        super().__init__()
+        self.made = made
+        self.wte = nn.Embedding(made.vocabulary, made.hidden)
+        self.blocks = nn.ModuleList(Block(made) for _ in range(made.layers))
+        self.ln_f = nn.RMSNorm(made.hidden, eps=1e-5)
+        self.ff_out = nn.Linear(made.hidden, made.vocabulary, bias=False)
+        nn.init.normal_(self.wte.weight, std=0.02)
+
+    def turn(self, positions_BL: Tensor) -> Tensor:
+        return turn_of(positions_BL, self.made.hidden // self.made.heads, self.made.theta)
+
+    def forward(self, hidden_BLH: Tensor, positions_BL: Tensor, parts_BL: Tensor) -> Tensor:
+        turn, sees_B1LL = self.turn(positions_BL), sees(parts_BL, parts_BL)
+        for block in self.blocks:
+            hidden_BLH = block(hidden_BLH, turn, sees_B1LL)
+        return hidden_BLH
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.ff_out(self.ln_f(hidden))
+        return found
+
+
+def sees(looking_BL: Tensor, seen_BL: Tensor) -> Tensor:
+    """Everybody sees what is read, and the part that he belongs to. So no token sees nothing, and what is unseen sees but is not."""
+    looking_BL1, seen_B1L = looking_BL[:, :, None], seen_BL[:, None, :]
+    return ((seen_B1L == READ) | (seen_B1L == looking_BL1))[:, None]
+
+
+# --- rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """The text of a row as the model is given it."""
+
+    ids_T: NDArray[np.int64]
+    positions_L: NDArray[np.int64]
+    """Of image and text."""
+    parts_T: NDArray[np.int64]
+    places_A: NDArray[np.int64]
+    """Of the answer's copies among all tokens of the row."""
+    targets_A: NDArray[np.int64]
+    weights_A: NDArray[np.float32]
+    """0 where nothing is to be told."""
+
+
+def laid(row: CustomRow, made: Settings, chance: np.random.Generator) -> Laid:
+    """The answer reaches from the first supervised token to the last, and is filled up; of a prompt there is none."""
+    supervised = np.flatnonzero(row.supervised)
+    first, last = (supervised[0], supervised[-1] + 1) if len(supervised) else (len(row.tokens), len(row.tokens))
+    fill = 0 if row.is_prompt else max(0, made.answer_tokens - (last - first))
+    answer_A = np.concatenate([row.tokens[first:last], np.full(fill, made.end_token)])
+    is_told_A = np.concatenate([row.supervised[first:last], np.full(fill, True)])
+    return _twice(row.tokens[:first], answer_A, _masked(is_told_A, chance), made)
+
+
+Copies = tuple[tuple[NDArray[np.bool_], float], tuple[NDArray[np.bool_], float]]
+"""Where each copy is masked, and with which probability a place in it is."""
+
+
+def _masked(is_told_A: NDArray[np.bool_], chance: np.random.Generator) -> Copies:
+    first = np.zeros_like(is_told_A)
+    if not is_told_A.any():
+        return (first, 1.0), (first, 1.0)
+    first[is_told_A], probability = drawn(int(is_told_A.sum()), chance)
+    return (first, probability), (is_told_A & ~first, 1 - probability)
+
+
+def drawn(num: int, chance: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
+    """Which of so many tokens the first copy masks, and the probability that it masks a given one.
+
+    That is LLaDA's p(t), and what it takes that each copy masks at least one token, where there are two."""
+    share = _LEAST + (1 - _LEAST) * chance.random()
+    is_masked = chance.random(num) < share
+    one = chance.integers(num)
+    if not is_masked.any():
+        is_masked[one] = True
+    elif is_masked.all() and num > 1:
+        is_masked[one] = False
+    return is_masked, 1.0 if num == 1 else share + ((1 - share) ** num - share**num) / num
+
+
+def _twice(question: NDArray[np.int64], answer_A: NDArray[np.int64], copies: Copies, made: Settings) -> Laid:
+    """A token weighs one over its probability to be masked, as in LLaDA's loss, and rows weigh alike however long their answers; a row is the mean of
+    its copies, as far as they are masked."""
+    lengths = (len(question), len(answer_A), len(answer_A))
+    whole = sum(is_masked.sum() for is_masked, _ in copies) * sum(bool(is_masked.any()) for is_masked, _ in copies)
+    return Laid(
+        ids_T=np.concatenate([question, *(np.where(is_masked, made.mask_token, answer_A) for is_masked, _ in copies)]),
+        positions_L=_positions(*lengths, made=made),
+        parts_T=np.repeat([READ, FIRST, SECOND], lengths),
+        places_A=made.num_seen + lengths[0] + np.arange(2 * lengths[1]),
+        targets_A=np.tile(answer_A, 2),
+        weights_A=np.concatenate([is_masked / (whole * p) if is_masked.any() else np.zeros(len(answer_A)) for is_masked, p in copies]).astype(
+            np.float32
+        ),
+    )
+
+
+def _positions(question: int, *copies: int, made: Settings) -> NDArray[np.int64]:
+    """The image comes first in memory and stands behind `lead` tokens: attention knows the order by positions alone. Both copies of an answer stand
+    in the same place."""
+    lead, num_seen = min(made.lead, question), made.num_seen
+    text = [np.arange(lead), num_seen + np.arange(lead, question), *(num_seen + question + np.arange(copy) for copy in copies)]
+    return np.concatenate([lead + np.arange(num_seen), *text])
+
+
+def padded(rows: Sequence[NDArray[Any]], value: float) -> Tensor:
+    width = max(len(row) for row in rows)
+    return torch.from_numpy(np.stack([np.pad(row, (0, width - len(row)), constant_values=value) for row in rows]))
+
+
+# --- the model
+
+
+class Shirg(nn.Module):
+    views = 1
+    """Images of a row; both views are made of it."""
+    towers: Mapping[str, tuple[str, ...]] = {"vision": ("vision",), "projector": ("projector",), "language": ("transformer",)}
+
+    def __init__(self, made: Settings) -> None:
+        super().__init__()
+        self.made = made
+        config = SiglipVisionConfig(**made.vision, vision_use_head=False)
+        self.vision = SiglipVisionModel(config)
+        self.vision.post_layernorm = nn.Identity()  # the language model is given what the last layer gives
+        hidden = made.language.hidden
+        self.projector = nn.Sequential(nn.Linear(config.hidden_size, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+        self.transformer = Transformer(made.language)
+        linear = [name for name, module in self.named_modules() if isinstance(module, nn.Linear)]
+        self.adaptable = tuple(name for name in linear if name != "transformer.ff_out")
+        self.layers = tuple(
+            [f"vision.encoder.layers.{n}" for n in range(config.num_hidden_layers)] + [f"transformer.blocks.{n}" for n in range(made.language.layers)]
+        )
+
+    # rows become tensors
+
+    def inputs(self, rows: Sequence[CustomRow]) -> dict[str, Tensor]:
+        made = self.made
+        chances = [np.random.default_rng(row.seed) for row in rows]
+        texts = [laid(row, made, chance) for row, chance in zip(rows, chances, strict=True)]
+        noise_BP = np.stack([chance.random(made.num_patches, dtype=np.float32) for chance in chances])
+        is_dropped_BS = np.stack([chance.random(made.num_seen) < made.token_dropout for chance in chances])
+        pixels = np.stack([views(row.images[0], made.side, made.fovea) for row in rows])
+        return {
+            "pixels": torch.from_numpy(pixels),
+            "noise": torch.from_numpy(noise_BP),
+            "image_parts": torch.from_numpy(np.where(is_dropped_BS, UNSEEN, READ)),
+            "ids": padded([text.ids_T for text in texts], made.end_token),
+            "positions": padded([text.positions_L for text in texts], 0),
+            "parts": padded([text.parts_T for text in texts], UNSEEN),
+            "places": padded([text.places_A for text in texts], 0),
+            "targets": padded([text.targets_A for text in texts], 0),
+            "weights": padded([text.weights_A for text in texts], 0.0),
+        }
+
+    # training
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return len(inputs["ids"])
+
+    def loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        hidden_BLH = self.transformer(*self._read(inputs))
+        places_BAH = inputs["places"][:, :, None].expand(-1, -1, hidden_BLH.shape[2])
+        logits_BAV = self.transformer.logits(hidden_BLH.gather(1, places_BAH))
+        surprise = functional.cross_entropy(logits_BAV.flatten(0, 1).float(), inputs["targets"].flatten(), reduction="none")
+        return (surprise * inputs["weights"].flatten()).sum()
+
+    def _read(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings, positions and parts of whole rows: image, text."""
+        text_BTH, image_BSH = self.transformer.wte(inputs["ids"]), self.seen(inputs)
+        image_parts_BS = inputs["image_parts"] if self.training else torch.full_like(inputs["image_parts"], READ)
+        hidden_BLH = torch.cat([image_BSH.to(text_BTH.dtype), text_BTH], dim=1)
+        return hidden_BLH, inputs["positions"], torch.cat([image_parts_BS, inputs["parts"]], dim=1)
+
+    # images become tokens
+
+    def seen(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The image tokens of both views, projected: B x S x H."""
+        before_BVPC, features_BVPC = self._looked_at(inputs["pixels"])
+        grid = self.made.grid
+        whole_BPC = features_BVPC[:, 0]
+        plane = whole_BPC.mT.reshape(len(whole_BPC), -1, grid, grid)
+        pooled = functional.avg_pool2d(plane, 2).flatten(2).mT
+        foveal_BPC = features_BVPC[:, 1]
+        kept_BK = self.kept(before_BVPC[:, 1], foveal_BPC, inputs)
+        foveal = taken(foveal_BPC, kept_BK) if self.made.merge is None else merged(foveal_BPC, kept_BK, self.made.merge)
+        found: Tensor = self.projector(torch.cat([pooled, foveal], dim=1))
+        return found
+
+    def _looked_at(self, pixels_BVCXY: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layer of the tower is given, and what it gives, of both views. SigLIP's positions are stretched to the grid."""
+        num_rows = len(pixels_BVCXY)
+        values = pixels_BVCXY.flatten(0, 1).float() / 127.5 - 1
+        hidden = self.vision.embeddings(values, interpolate_pos_encoding=True)
+        before = hidden
+        for layer in self.vision.encoder.layers:
+            before, hidden = hidden, layer(hidden, attention_mask=None)
+        return before.unflatten(0, (num_rows, 2)), hidden.unflatten(0, (num_rows, 2))
+
+    @torch.no_grad()
+    def kept(self, before_BPC: Tensor, features_BPC: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Which patches the foveal view keeps. A choice has no gradient; the features that are chosen have."""
+        look = Look(
+            attention_BPP=self._attention(before_BPC),
+            features_BPC=features_BPC.float(),
+            similarity_BP=self._similarity(features_BPC, inputs),
+            noise_BP=inputs["noise"],
+        )
+        return best(SCORES[self.made.score](look), self.made.keep)
+
+    def _attention(self, before_BPC: Tensor) -> Tensor:
+        """Head by head: all heads at once would hold as many squares of the patches."""
+        layer = self.vision.encoder.layers[-1]
+        attention = layer.self_attn
+        normed_BPC = layer.layer_norm1(before_BPC)
+        queries, keys = (project(normed_BPC).float().chunk(attention.num_heads, dim=2) for project in (attention.q_proj, attention.k_proj))
+        total = torch.zeros(len(before_BPC), before_BPC.shape[1], before_BPC.shape[1], device=before_BPC.device)
+        for query, key in zip(queries, keys, strict=True):
+            total += (query @ key.mT * attention.scale).softmax(dim=2)
+        return total / int(attention.num_heads)
+
+    def _similarity(self, features_BPC: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """With the question alone: an answer that had a say here would not be there when it is asked for."""
+        is_question_BT1 = (inputs["parts"] == READ)[:, :, None]
+        words_BTH = self.transformer.wte(inputs["ids"]).float() * is_question_BT1
+        question_B1H = words_BTH.sum(dim=1, keepdim=True) / is_question_BT1.sum(dim=1, keepdim=True).clamp_min(1)
+        return functional.cosine_similarity(self.projector(features_BPC).float(), question_B1H, dim=2)
+
+    # answers
+
+    def generate(self, inputs: Mapping[str, Tensor], *, max_new_tokens: int, stops: frozenset[int]) -> list[list[int]]:
+        """All tokens of an answer start masked; at every step the surest are settled. Image and question are read once."""
+        hidden_BLH, positions_BL, parts_BL = self._read(inputs)
+        past = self._remembered(hidden_BLH, positions_BL, parts_BL)
+        num_rows, made = len(hidden_BLH), self.made
+        ids_BA = torch.full((num_rows, max_new_tokens), made.mask_token, device=hidden_BLH.device)
+        is_read_BL = parts_BL == READ
+        behind_B1 = is_read_BL.sum(dim=1, keepdim=True)
+        turn = self.transformer.turn(behind_B1 + torch.arange(max_new_tokens, device=behind_B1.device))
+        sees_B11L = functional.pad(is_read_BL, (0, max_new_tokens), value=True)[:, None, None]
+        is_open_BA = torch.ones_like(ids_BA, dtype=torch.bool)
+        for _ in range(0, max_new_tokens, made.unmask):
+            sure_BA, found_BA = self._told(ids_BA, turn, sees_B11L, past)
+            surest = sure_BA.masked_fill(~is_open_BA, -1.0).topk(min(made.unmask, max_new_tokens), dim=1).indices
+            settles_BA = torch.zeros_like(is_open_BA).scatter(1, surest, True) & is_open_BA
+            ids_BA, is_open_BA = torch.where(settles_BA, found_BA, ids_BA), is_open_BA & ~settles_BA
+        return [until(row, stops | {made.end_token}) for row in ids_BA.tolist()]
+
+    def _remembered(self, hidden_BLH: Tensor, positions_BL: Tensor, parts_BL: Tensor) -> list[tuple[Tensor, Tensor]]:
+        turn, sees_B1LL = self.transformer.turn(positions_BL), sees(parts_BL, parts_BL)
+        found = []
+        for block in self.transformer.blocks:
+            assert isinstance(block, Block)
+            found.append(block.remembered(hidden_BLH, turn))
+            hidden_BLH = block(hidden_BLH, turn, sees_B1LL)
+        return found
+
+    def _told(self, ids_BA: Tensor, turn: Tensor, sees_B11L: Tensor, past: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The likeliest token of each place, and how likely it is. A mask is no answer."""
+        hidden_BAH = self.transformer.wte(ids_BA)
+        for block, before in zip(self.transformer.blocks, past, strict=True):
+            hidden_BAH = block(hidden_BAH, turn, sees_B11L, before)
+        logits_BAV = self.transformer.logits(hidden_BAH).float()
+        logits_BAV[:, :, self.made.mask_token] = -torch.inf
+        sure_BA, found_BA = logits_BAV.softmax(dim=2).max(dim=2)
+        return sure_BA, found_BA
+
+
+def until(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    return tokens[: next((at for at, token in enumerate(tokens) if token in stops), len(tokens))]
