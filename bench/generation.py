@@ -30,7 +30,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.memory import SHAPES, fill, versions
-from finefit.artifacts.records import Levers, Room
+from finefit.artifacts.forecasts import Room
+from finefit.artifacts.records import Levers
 from finefit.evaluate.batches import in_batches
 from finefit.evaluate.decoding import decode, follow, likeliest, prefill
 from finefit.facts.cards import parse_card
@@ -40,7 +41,8 @@ from finefit.plan.rooms import make_rooms, scene_for_answers
 from finefit.plan.target import Target, find_target
 from finefit.rehearse.generation import rehearse_generation
 from finefit.rehearse.rehearsal import read_config
-from finefit.spec.schema import Evaluation, Full
+from finefit.spec.models import Full
+from finefit.spec.schema import Evaluation
 from finefit.step.levers import pull
 
 TINY: dict[str, Any] = SHAPES["qwen3-4b"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}

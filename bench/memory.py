@@ -40,7 +40,8 @@ from finefit.rehearse.clock import step_seconds
 from finefit.rehearse.depth import cut, rehearse_depth
 from finefit.rehearse.rehearsal import Scene, read_config
 from finefit.rehearse.showing import image_tokens
-from finefit.spec.schema import AdamW, Dpo, Full, Lora, Objective, Sft, Subset, Tuning
+from finefit.spec.models import Full, Lora, Subset, Tuning
+from finefit.spec.schema import AdamW, Dpo, Objective, Sft
 from finefit.step.objective import is_cached
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -28,7 +28,8 @@ from finefit.objective.batch import Batch
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Scene, read_config
-from finefit.spec.schema import AdamW, Tuning
+from finefit.spec.models import Tuning
+from finefit.spec.schema import AdamW
 
 ROWS_PER_STEP = 64
 STEPS = 6

@@ -30,7 +30,8 @@ from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Scene
-from finefit.spec.schema import AdamW, Full, Objective, Tuning
+from finefit.spec.models import Full, Tuning
+from finefit.spec.schema import AdamW, Objective
 
 GIB = 1 << 30
 Step = Callable[[], Tensor]

@@ -27,8 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finefit
 from bench.memory import SHAPES, versions
-from finefit.artifacts.records import StageResult, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import StageResult
 from finefit.model.moe import moe_config
 from tests.conftest import SPECIAL, make_tokenizer, write_jsonl
 

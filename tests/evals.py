@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, Room, Score, Subject
-from finefit.spec.schema import Evaluation, FolderModel, Full
+from finefit.artifacts.evaluations import EvalItem, EvalRequest, EvalResult, Score, Subject
+from finefit.artifacts.forecasts import Room
+from finefit.spec.models import FolderModel, Full
+from finefit.spec.schema import Evaluation
 from finefit.stats.metrics import Metric, rate
 
 SUBJECT = Subject(

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import Done, PipelineState, Run, StageState, write_record
+from finefit.artifacts.pipelines import Done, PipelineState, StageState
+from finefit.artifacts.records import Run, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from tests.runs import make_bare
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers
+from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths
+from finefit.artifacts.records import Levers
 
 GIB = 2**30
 COMPONENTS = {

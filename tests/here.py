@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 
-from finefit.artifacts.records import Answer, Failure, Question
+from finefit.artifacts.forecasts import Answer, Question
+from finefit.artifacts.records import Failure
 from finefit.errors import FinefitError
 from finefit.pipeline import forecasting, sizes
 from finefit.plan import worker

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from finefit.data.eyes.eye import Shown
 from finefit.data.eyes.qwen import QwenEye, qwen_eye
 from finefit.objective.batch import Extra
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from tests.vision import ask, digit_image
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

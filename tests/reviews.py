@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import EvalItem, EvalRequest, Run, read_record, write_record
+from finefit.artifacts.evaluations import EvalItem, EvalRequest
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir
 from finefit.facts.files import read_file
 from finefit.review.session import Session, open_session

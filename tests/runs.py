@@ -6,30 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from finefit.artifacts.evaluations import DatasetScores, EvalItem, EvalRequest, EvalResult, EvalStage, Score
+from finefit.artifacts.forecasts import Plan, Resolved
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import (
-    DatasetScores,
-    EvalItem,
-    EvalRequest,
-    EvalResult,
-    EvalStage,
-    Facts,
-    Inputs,
-    Levers,
-    Plan,
-    Resolved,
-    Run,
-    Score,
-    Stage,
-    StageResult,
-    read_record,
-    write_record,
-)
+from finefit.artifacts.records import Facts, Inputs, Levers, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.load import parse_spec, spec_to_json
-from finefit.spec.schema import Evaluation, FolderModel, Single
+from finefit.spec.models import FolderModel
+from finefit.spec.schema import Evaluation, Single
 from finefit.stats.metrics import Metric, rate
 from tests.evals import ROOM, SUBJECT, make_item, make_result
 from tests.forecasts import make_forecast

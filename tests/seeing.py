@@ -13,7 +13,7 @@ from finefit.data.eyes.eye import Grid, Shown
 from finefit.model.load import make_trainable
 from finefit.model.sight import auto_class
 from finefit.objective.batch import Batch
-from finefit.spec.schema import Lora, Tuning
+from finefit.spec.models import Lora, Tuning
 from tests.vision import vlm_config
 
 GRIDS: Mapping[str, tuple[Grid, Grid]] = {"qwen2_5_vl": ((1, 4, 8), (1, 8, 4)), "qwen3_vl": ((1, 4, 8), (1, 8, 4)), "llava": ((1,), (1,))}

@@ -13,7 +13,7 @@ from transformers.utils import is_torchvision_available
 from finefit.data.images import decoded
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 from tests.vision import FAMILIES, ask, digit_image, make_vlm, vlm_config, vlm_inputs, vlm_processor, write_reading_task
 
 WIDE, TALL = digit_image(3, size=(64, 40), seed=1), digit_image(8, size=(33, 56), seed=2)

@@ -1,8 +1,8 @@
-"""Writes the rows of the recipe shirg-twin: digits to be read, and a tokenizer of single bytes for them.
+"""Writes the rows of the recipe shirg/twin: digits to be read, and a tokenizer of single bytes for them.
 
 Ink is dark on light, chalk is light on dark. The twin learns to read ink first, and chalk by its adapters. No image stands twice.
 
-    python tools/make_shirg_rows.py src/finefit/recipes/shirg-twin
+    python tools/make_shirg_rows.py src/finefit/recipes/shirg
 """
 
 import io

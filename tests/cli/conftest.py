@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Forecast, Lengths
+from finefit.artifacts.forecasts import Forecast, Lengths
 from finefit.cli import main
 from tests.conftest import make_project
 from tests.forecasts import make_forecast

@@ -9,8 +9,9 @@ from typing import Any
 import PIL.Image
 import pytest
 
-from finefit.artifacts.records import Facts, Stage, read_record
+from finefit.artifacts.records import Facts, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from tests.cli.conftest import Finefit
 from tests.conftest import write_jsonl
 from tests.own import CODE, CONFIG, SPEC, make_own_project

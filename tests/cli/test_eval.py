@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import EvalFailure, read_record
+from finefit.artifacts.evaluations import EvalFailure
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
 from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
 

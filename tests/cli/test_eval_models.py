@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import EvalResult, Run, read_record
+from finefit.artifacts.evaluations import EvalResult
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
 from tests.conftest import write_jsonl

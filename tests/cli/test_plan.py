@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Suggestion
+from finefit.artifacts.forecasts import Suggestion
 from tests.cli.conftest import Finefit, process, processor_seconds, rewrite
 from tests.forecasts import make_forecast
 

@@ -12,14 +12,16 @@ import pytest
 
 from finefit.artifacts.journal import read_steps
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import Run, Stage, read_record, write_record
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import RunError, SpecError
 from finefit.facts.files import finefit_cache
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.resume import amend, follow
 from finefit.spec.load import load_spec
-from finefit.spec.schema import FolderModel, OwnTask, Summary
+from finefit.spec.models import FolderModel
+from finefit.spec.tasks import OwnTask, Summary
 from tests.cli.conftest import STAGE, Finefit, files_with_times, rewrite
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 from tests.pipeline.conftest import prepared

@@ -29,7 +29,7 @@ from finefit.report.review import harmless, show_sheet
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.session import open_session
 from finefit.review.stack import Stack
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 from tests.cli.conftest import COMMAND, Finefit, environment, process, started
 from tests.reviews import in_memory, make_items, make_run, make_single, make_stack
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finefit.artifacts.records import PipelineState, Stage, read_record
+from finefit.artifacts.pipelines import PipelineState
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.stage_keys import tree_digest
-from finefit.spec.schema import FolderModel, Lora
+from finefit.spec.models import FolderModel, Lora
 from tests.cli.conftest import Finefit, Finished, process, started
 from tests.forecasts import make_forecast
 from tests.stages import calls, make_scripts, make_trainings

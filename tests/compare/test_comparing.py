@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finefit.artifacts.records import EvalItem, EvalResult, read_record
+from finefit.artifacts.evaluations import EvalItem, EvalResult
+from finefit.artifacts.records import read_record
 from finefit.compare.comparing import compare
 from finefit.compare.records import Pairing
 from finefit.errors import RunError

@@ -11,7 +11,7 @@ from finefit.artifacts.rundir import RunDir
 from finefit.compare.comparing import compare
 from finefit.compare.records import ABSENT, Comparison
 from finefit.errors import RunError
-from finefit.spec.schema import ShapeModel
+from finefit.spec.models import ShapeModel
 from tests.runs import FILE, MACHINE, make_bare, make_run, write_result
 
 HITS = (1, 0, 1, 1, 0, 1, 1, 0, 1, 1)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import Preparation
+from finefit.artifacts.trainings import Preparation
 from finefit.data.eyes.eye import Eye
 from finefit.data.looking import Looker, OwnEye
 from finefit.data.prepared import prepare
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Image, Message, Row
-from finefit.spec.schema import Data, ImageLimits
+from finefit.spec.rows import Data, ImageLimits
 from tests.vision import digit_image
 
 ASKED = "Which digit is it?"

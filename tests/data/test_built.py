@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Preparation
+from finefit.artifacts.trainings import Preparation
 from finefit.data.items import key_of, read_items
 from finefit.data.prepared import prepare
 from finefit.data.render import open_renderer
 from finefit.data.store import Examples
 from finefit.data.tasks import Reply, make_task
 from finefit.preflight.data import repairs_are_told
-from finefit.spec.schema import Data, Evaluation, Spec
+from finefit.spec.rows import Data
+from finefit.spec.schema import Evaluation, Spec
 from tests.conftest import make_tokenizer, write_jsonl
 from tests.preflight.test_data_checks import SPEC
 

@@ -14,7 +14,8 @@ from finefit.data.tasks import Reply, make_task
 from finefit.data.tasks.entailment import CONTRADICTS, FOLLOWS, faithfulness
 from finefit.data.tasks.words import words
 from finefit.errors import ModelError, SpecError
-from finefit.spec.schema import Evaluation, FolderModel
+from finefit.spec.models import FolderModel
+from finefit.spec.schema import Evaluation
 from tests.data.task_rows import make_row
 
 FILLER = [f"filler{n}" for n in range(20)]

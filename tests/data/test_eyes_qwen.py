@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from finefit.data.cells import Fault
 from finefit.data.eyes import lens_of, open_eye
 from finefit.errors import DataError, ModelError
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from tests.qwen import QWENS, SMALL, TALL, WIDE, config_of, drawn, eye_of, mixed_rows, own_tokens, rows_of, shown
 from tests.vision import make_vlm, vlm_inputs, vlm_processor
 

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from finefit.data.eyes import lens_of, open_eye
 from finefit.data.eyes.eye import Eye, Shown
 from finefit.errors import DataError, ModelError, SpecError
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from tests.vision import PATCH, SIDE, ask, digit_image, make_vlm, vlm_inputs, vlm_processor
 
 FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "gemma3", "paligemma")

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Preparation
+from finefit.artifacts.trainings import Preparation
 from finefit.data.prepared import prepare
 from finefit.data.store import Examples
 from finefit.errors import DataError
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 from tests.conftest import make_tokenizer
 
 NUM_MUTANTS = 40

@@ -19,7 +19,7 @@ from finefit.data.read import Reading, open_source
 from finefit.data.rows import BadRow, Image, Row
 from finefit.errors import DataError
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")

@@ -9,7 +9,8 @@ from finefit.data.rows import Message, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_task
 from finefit.errors import DataError, RunError
 from finefit.evaluate.score import score_item
-from finefit.spec.schema import Data, Evaluation, Source
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import Evaluation
 from finefit.stats.metrics import value
 from tests.conftest import make_tokenizer, write_jsonl
 from tests.data.task_rows import counts_of, make_likelihood, make_row

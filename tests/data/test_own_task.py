@@ -6,7 +6,8 @@ import pytest
 from finefit.data.rows import Message, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_build, make_task
 from finefit.errors import SpecError
-from finefit.spec.schema import Evaluation, OwnTask
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import OwnTask
 from tests.data.task_rows import make_likelihood, make_row, metrics_of
 
 WHOLE = """

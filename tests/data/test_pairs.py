@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Levers, Preparation
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Preparation
 from finefit.data.collate import collate, lengths_of, micro_batches, pack, supervised_counts_of, worst_of
 from finefit.data.layout import efficiency
 from finefit.data.packing import capacity_of
@@ -21,7 +22,7 @@ from finefit.data.render import Example, Renderer, open_renderer
 from finefit.data.rows import Message, Row
 from finefit.data.store import ExamplePairs, Examples, ExampleWriter, open_examples
 from finefit.errors import DataError
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 from tests.conftest import make_tokenizer, write_jsonl
 from tests.data.conftest import WIDE
 from tests.pairs import make_pairs

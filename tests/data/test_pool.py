@@ -14,7 +14,7 @@ import pytest
 from finefit.data import pieces
 from finefit.data.prepared import prepare
 from finefit.errors import WorkerDied
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 from tests.conftest import make_tokenizer, write_jsonl
 
 ROWS = 2000

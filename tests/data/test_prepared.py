@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Preparation, SourceLedger
+from finefit.artifacts.trainings import Preparation, SourceLedger
 from finefit.data import pieces
 from finefit.data.items import read_items
 from finefit.data.pieces import chunked
@@ -22,7 +22,7 @@ from finefit.data.rows import Row
 from finefit.data.selection import Choice, together
 from finefit.data.store import Examples
 from finefit.errors import DataError, WorkerDied
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 from tests.conftest import make_tokenizer, write_jsonl
 
 WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge", "marsh", "nook", "oasis", "pond")

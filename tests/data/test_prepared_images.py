@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finefit.artifacts.records import Preparation, SourceLedger
+from finefit.artifacts.trainings import Preparation, SourceLedger
 from finefit.data import looking, pieces
 from finefit.data.collate import Collator, collate, worst_of
 from finefit.data.eyes.eye import Shown
@@ -27,7 +27,7 @@ from finefit.data.rows import Image
 from finefit.data.sightings import are_unchanged
 from finefit.data.store import ExamplePairs, Examples
 from finefit.errors import DataError
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from finefit.train.batches import digest
 from tests.conftest import make_tokenizer, write_jsonl
 from tests.data.seen import asked, draw, eye_in, prepared

@@ -11,7 +11,7 @@ from finefit.data.files import find_files
 from finefit.data.read import Reading, open_source
 from finefit.data.rows import BadRow, Row
 from finefit.errors import DataError
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 
 GOOD = '{"prompt": "2+2", "completion": "4"}'
 

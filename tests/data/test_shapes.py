@@ -13,7 +13,7 @@ from finefit.data.records import Record
 from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
 from finefit.data.shapes import Shape, find_shape
 from finefit.errors import DataError
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 
 Value = dict[str, Any]
 USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}

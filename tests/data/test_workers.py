@@ -20,7 +20,7 @@ from finefit.data.store import Examples
 from finefit.data.workers import Workers
 from finefit.errors import DataError, FinefitError, ModelError, WorkerDied
 from finefit.objective.batch import Batch
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from tests.conftest import write_jsonl
 from tests.data.seen import asked, draw, prepared
 from tests.vision import make_vlm

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import EvalResult, Run, Stage, read_record
+from finefit.artifacts.evaluations import EvalResult
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.recipes import copy_recipe, find_recipe
 from finefit.spec.load import load_spec

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.evaluations import EvalResult
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import EvalResult, Run, Stage, StageResult, read_record
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.recipes import copy_recipe, find_recipe
 from tests.conftest import make_model_folder

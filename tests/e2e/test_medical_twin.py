@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.evaluations import EvalResult
 from finefit.artifacts.journal import read_steps
-from finefit.artifacts.records import Done, EvalResult, PipelineState, Run, Stage, read_record
+from finefit.artifacts.pipelines import Done, PipelineState
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.recipes import copy_recipe, find_recipe
 from finefit.stats.intervals import wilson

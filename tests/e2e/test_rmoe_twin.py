@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finefit.artifacts.records import Done, PipelineState, read_record
+from finefit.artifacts.pipelines import Done, PipelineState
+from finefit.artifacts.records import read_record
 from finefit.pipeline.recipes import copy_recipe, find_recipe
 from finefit.spec.load import load_any
 from finefit.spec.stages import Pipeline

@@ -18,8 +18,9 @@ import pytest
 
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.lock import holder_of
-from finefit.artifacts.records import Run, Stage, StageResult, read_record
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from tests.conftest import make_project
 from tests.faults import TRAINING, Outcome, outcome
 

@@ -21,9 +21,9 @@ NUM_TENSORS = 36
 def chalk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of the stage that has learnt chalk."""
     folder = tmp_path_factory.mktemp("shirg")
-    copy_recipe(find_recipe("shirg-twin"), folder / "twin")
+    copy_recipe(find_recipe("shirg/twin"), folder / "twin")
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"}
-    done = subprocess.run([*COMMAND, "run", "twin/spec.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1700)
+    done = subprocess.run([*COMMAND, "run", "twin/twin.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "shirg-twin-1" / "stages" / "2-chalk"
 

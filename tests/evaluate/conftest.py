@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from finefit.artifacts.records import EvalRequest, Room, write_record
+from finefit.artifacts.evaluations import EvalRequest
+from finefit.artifacts.forecasts import Room
+from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.data.items import item_line
 from finefit.data.render import Renderer

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.errors import Resumable
 from finefit.evaluate.answers import Answer, answers
 from finefit.evaluate.batches import first_batch, in_batches

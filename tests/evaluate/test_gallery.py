@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.eyes.eye import Shown
 from finefit.data.pictures import Picture
 from finefit.data.rows import Message, Row

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import EvalRequest, Room, write_record
+from finefit.artifacts.evaluations import EvalRequest
+from finefit.artifacts.forecasts import Room
+from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import RunError
 from finefit.evaluate import harness
 from finefit.evaluate.harness import Told, command_of, make_result, read_output
 from finefit.facts.model import read_model_folder
-from finefit.spec.schema import Evaluation, FolderModel
+from finefit.spec.models import FolderModel
+from finefit.spec.schema import Evaluation
 from tests.conftest import make_model_folder, make_tokenizer
 from tests.evals import SUBJECT
 

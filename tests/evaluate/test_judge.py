@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from finefit.artifacts.records import EvalItem
+from finefit.artifacts.evaluations import EvalItem
 from finefit.data.tasks import NoResult, Reply, Task, make_task
 from finefit.data.tasks.judged import asked, mark_in
 from finefit.errors import Resumable, RunError, SpecError
 from finefit.evaluate.judge import Patience, judge_items, marks_made_fit
 from finefit.evaluate.score import score_item, summarise
-from finefit.spec.schema import Evaluation, Judge
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import Judge
 from tests.data.task_rows import make_row
 
 QUICK = Patience(attempts=3, first_seconds=0.01, longest_seconds=0.05, reply_seconds=0.5)

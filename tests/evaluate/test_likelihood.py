@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.budget import Budget
 from finefit.data.render import Example
 from finefit.data.rows import Message, Row

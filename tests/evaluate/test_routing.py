@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from finefit.artifacts.records import Routing, SourceRouting
+from finefit.artifacts.pipelines import Routing, SourceRouting
 from finefit.evaluate.routing import measure_routing, own_share, routing_map
 from tests.mixtures import make_mixture
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from finefit.artifacts.records import EvalItem
+from finefit.artifacts.evaluations import EvalItem
 from finefit.data.rows import Message, Row
 from finefit.data.tasks import Reply, Task
 from finefit.data.tasks.match import exact_match, json_match

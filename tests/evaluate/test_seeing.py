@@ -17,7 +17,7 @@ from finefit.data.eyes.eye import Eye, Shown
 from finefit.evaluate import decoding
 from finefit.evaluate.decoding import Look, decode, likeliest
 from finefit.model.attention import choose_attention, for_answers
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from tests.vision import FAMILIES, digit_image, make_vlm, vlm_inputs, vlm_processor
 
 torch.set_num_threads(1)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from finefit.artifacts.records import EvalRequest, ItemImage, Room, write_record
+from finefit.artifacts.evaluations import EvalRequest, ItemImage
+from finefit.artifacts.forecasts import Room
+from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.data.budget import Budget
 from finefit.data.eyes.eye import Eye
@@ -30,7 +32,8 @@ from finefit.evaluate.replies import Voice, replies
 from finefit.evaluate.worker import evaluate
 from finefit.facts.files import read_file
 from finefit.facts.model import read_model_folder
-from finefit.spec.schema import Evaluation, ImageLimits
+from finefit.spec.rows import ImageLimits
+from finefit.spec.schema import Evaluation
 from tests.evals import SUBJECT
 from tests.evaluate.conftest import never
 from tests.vision import digit_image, make_vlm, vlm_inputs, vlm_processor

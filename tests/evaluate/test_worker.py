@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from finefit.artifacts.evaluations import EvalFailure, EvalResult
+from finefit.artifacts.forecasts import Room
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import EvalFailure, EvalResult, Room, read_record, write_record
+from finefit.artifacts.records import read_record, write_record
 from finefit.data.items import is_asked
 from finefit.data.rows import Row
 from finefit.data.tasks import Likelihood, Reading, Reply, Task

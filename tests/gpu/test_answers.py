@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from finefit.artifacts.forecasts import Room
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Room, write_record
+from finefit.artifacts.records import write_record
 from finefit.evaluate.answering import Work, read_work
 from finefit.evaluate.batches import in_batches
 from finefit.evaluate.decoding import decode, likeliest

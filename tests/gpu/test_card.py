@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.launcher import chosen_variables
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage
 from tests.conftest import make_rows, write_jsonl
 from tests.faults import TRAINING, digests, make_job
 from tests.gpu.test_measure import finefit, make_middle_project

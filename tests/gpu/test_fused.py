@@ -14,7 +14,8 @@ from finefit.artifacts.records import Levers
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch
 from finefit.objective.sft import sft
-from finefit.spec.schema import AdamW, Lora
+from finefit.spec.models import Lora
+from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
 from finefit.step.levers import pull
 from finefit.step.optimize import optimizer_step

@@ -19,7 +19,8 @@ from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Packed
 from finefit.objective.sft import sft
 from finefit.rehearse.kernels import kernels_for
-from finefit.spec.schema import AdamW, Full
+from finefit.spec.models import Full
+from finefit.spec.schema import AdamW
 from finefit.step.forward import autocast_for, bind
 from finefit.step.levers import pull
 from finefit.step.optimize import optimizer_step

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from finefit.model.attention import attention_here
 from finefit.model.load import base_bits, load_base, make_trainable, quiet, weight_dtype
 from finefit.objective.sft import sft
-from finefit.spec.schema import AdamW, Full, Lora, Subset, Tuning
+from finefit.spec.models import Full, Lora, Subset, Tuning
+from finefit.spec.schema import AdamW
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.proof import frozen_digest

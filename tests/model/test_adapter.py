@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finefit.errors import FinefitError, ModelError
 from finefit.model.adapter import require_exact
 from finefit.model.load import as_reference, counts, freeze_reference, load_base, load_for_answers, make_trainable, restore_weights, save_weights
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_model_folder
 from tests.step.conftest import ADAMW, FULL, LORA, cut, step, tuned, unequal_examples

@@ -15,7 +15,7 @@ from finefit.model.custom_files import own_fingerprint, weight_files, written, w
 from finefit.model.load import counts, load_custom, load_custom_for_answers, make_trainable, restore_weights, save_weights
 from finefit.model.locate import locate, outline
 from finefit.objective.custom import CustomRow
-from finefit.spec.schema import CustomModel, FolderModel, Full, Lora, Subset
+from finefit.spec.models import CustomModel, FolderModel, Full, Lora, Subset
 from tests.conftest import make_tokenizer
 from tests.own import CODE, CONFIG
 

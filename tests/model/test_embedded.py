@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message
 from finefit.evaluate.answers import answers
@@ -17,7 +17,7 @@ from finefit.facts.model import read_model_folder
 from finefit.model.embedded import converted, find
 from finefit.model.load import load_for_answers
 from finefit.model.locate import Located, locate
-from finefit.spec.schema import EmbeddedModel
+from finefit.spec.models import EmbeddedModel
 from tests.data.conftest import render_one, supervised_texts
 
 torch.set_num_threads(1)

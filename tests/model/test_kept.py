@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from finefit.errors import FinefitError, RunError
 from finefit.model.kept import kept_of, require_kept, save_part
 from finefit.model.load import load_base, make_trainable, restore_weights, save_weights, weight_bytes, weight_dtype
-from finefit.spec.schema import Subset
+from finefit.spec.models import Subset
 from tests.conftest import make_model
 from tests.mixtures import FAMILIES, make_mixture
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.errors import ModelError, RunError, SpecError
 from finefit.evaluate.answers import answers
 from finefit.model.load import (
@@ -25,7 +25,7 @@ from finefit.model.load import (
     weight_bytes,
     weight_dtype,
 )
-from finefit.spec.schema import Full, Lora, Subset, Tuning
+from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_model_folder
 from tests.step.conftest import ADAMW, FULL, LORA, RENDERER, TUNINGS, cut, step, tuned, unequal_examples

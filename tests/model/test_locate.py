@@ -6,7 +6,7 @@ import pytest
 from finefit.errors import ModelError
 from finefit.facts.model import read_model_folder
 from finefit.model.locate import locate
-from finefit.spec.schema import EmbeddedModel, FolderModel, HubModel
+from finefit.spec.models import EmbeddedModel, FolderModel, HubModel
 from tests.conftest import make_model_folder
 
 

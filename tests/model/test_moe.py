@@ -16,7 +16,7 @@ from finefit.model.kept import kept_of
 from finefit.model.load import load_base, make_trainable, save_weights, weight_dtype
 from finefit.model.moe import average, build_moe, moe_config
 from finefit.model.moe_proof import prove_experts
-from finefit.spec.schema import Subset
+from finefit.spec.models import Subset
 
 torch.set_num_threads(1)
 SHAPE: dict[str, Any] = {

@@ -24,7 +24,7 @@ from finefit.model.load import (
     weight_dtype,
 )
 from finefit.objective.sft import sft
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.proof import frozen_digest

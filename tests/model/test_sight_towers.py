@@ -20,7 +20,7 @@ from finefit.data.eyes import open_eye
 from finefit.data.eyes.eye import Eye, Shown
 from finefit.model.sight import sight_of, tower_of
 from finefit.objective.batch import Extra
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 from tests.vision import SIDE, digit_image, make_vlm, vlm_config, vlm_processor
 
 torch.set_num_threads(1)

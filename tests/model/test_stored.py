@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finefit.errors import RunError
 from finefit.model.load import make_trainable, restore_weights, save_weights
-from finefit.spec.schema import Subset
+from finefit.spec.models import Subset
 from tests.mixtures import DENSE, FAMILIES, make_mixture
 
 IDS = torch.arange(5, 25).view(2, 10)

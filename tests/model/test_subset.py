@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from finefit.errors import ModelError
 from finefit.model.load import counts, load_base, make_trainable, restore_weights, save_weights, weight_bytes, weight_dtype
 from finefit.objective.sft import sft
-from finefit.spec.schema import Subset
+from finefit.spec.models import Subset
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.proof import frozen_digest

@@ -14,7 +14,7 @@ from finefit.errors import ModelError
 from finefit.model.load import counts, load_base, make_trainable, restore_weights, save_weights
 from finefit.model.merging import merge_adapter
 from finefit.model.sight import tower_in
-from finefit.spec.schema import Full, Lora, Subset
+from finefit.spec.models import Full, Lora, Subset
 from tests.conftest import make_model
 from tests.seeing import EVERYWHERE, seeing, trained
 from tests.vision import make_vlm

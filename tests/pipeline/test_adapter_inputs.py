@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from finefit.artifacts.records import Facts, Stage, read_record
+from finefit.artifacts.records import Facts, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import ModelError, RunError
 from finefit.model.load import load_base, make_trainable, save_weights
 from finefit.pipeline.create import create_run, stage_of
 from finefit.pipeline.inputs import open_inputs
 from finefit.pipeline.resume import amend
 from finefit.spec.load import load_spec
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from tests.conftest import SPEC, make_project
 
 GOING_ON = re.sub(r"tuning: .*\n", "tuning: {kind: lora, rank: 4, alpha: 8, adapter: adapters/first}\n", SPEC)

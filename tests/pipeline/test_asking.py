@@ -6,7 +6,8 @@ import pytest
 
 from finefit.errors import SpecError
 from finefit.pipeline.asking import named_evaluations, overlaid
-from finefit.spec.schema import Evaluation, LmEval, OwnTask, Rouge
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import LmEval, OwnTask, Rouge
 
 DECLARED = Evaluation.model_validate({"task": "json_match", "max_new_tokens": 8})
 

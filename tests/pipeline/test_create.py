@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Plan, Run, Stage, read_record
+from finefit.artifacts.records import Run, read_record
+from finefit.artifacts.trainings import Stage
 from finefit.errors import DataError, DiskFull, RunError
 from finefit.facts.files import read_file
 from finefit.pipeline.create import create_run, stage_of

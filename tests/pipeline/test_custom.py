@@ -10,7 +10,7 @@ from finefit.pipeline.resume import _same_files
 from finefit.pipeline.taskfiles import keep_model_file
 from finefit.pipeline.wiring import wired_model, wired_spec
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import CustomModel, FolderModel
+from finefit.spec.models import CustomModel, FolderModel
 from finefit.spec.stages import Pipeline, StageModel
 from tests.own import CODE, SPEC
 from tests.spec.test_custom import TRAIN

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Levers, Preparation
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Preparation
 from finefit.data.prepared import prepare
 from finefit.errors import DataError, RunError
 from finefit.facts.files import finefit_cache, read_file

@@ -6,7 +6,9 @@ import pytest
 
 from finefit.data.store import Examples
 from finefit.pipeline.data import PreparedData, prepare_data
-from finefit.spec.schema import AdamW, Data, FolderModel, Full, Spec
+from finefit.spec.models import FolderModel, Full
+from finefit.spec.rows import Data
+from finefit.spec.schema import AdamW, Spec
 from tests.conftest import write_jsonl
 from tests.data.seen import asked, draw
 from tests.vision import make_vlm

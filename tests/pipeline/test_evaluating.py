@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.checkpoint import MANIFEST
+from finefit.artifacts.evaluations import DatasetScores, EvalRequest, Score
+from finefit.artifacts.forecasts import Room
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import DatasetScores, EvalRequest, Room, Run, Score, Stage, read_record, write_record
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.pipeline import evaluating
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.evaluating import Rooms, at_the_end, evaluate, evaluations_of, note_scores, relabelled, request_of, scores_told
 from finefit.pipeline.scoring import Wish, carry_out, open_work
-from finefit.spec.schema import Evaluation, Judge, Tracker
+from finefit.spec.schema import Evaluation, Tracker
+from finefit.spec.tasks import Judge
 from tests.conftest import make_rows, write_jsonl
 from tests.evals import make_item, make_result
 

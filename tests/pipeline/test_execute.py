@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import EvalFailure, EvalRequest, Failure, Run, StageResult, read_record, write_record
+from finefit.artifacts.evaluations import EvalFailure, EvalRequest
+from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.errors import Diverged, FinefitError, Interrupted, RunError, UserError, WorkerDied
 from finefit.pipeline import evaluating, execute
 from finefit.pipeline.create import stage_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Answer, Lengths, Question
+from finefit.artifacts.forecasts import Answer, Lengths, Question
 from finefit.pipeline import forecasting
 from finefit.pipeline.forecasting import forecast, lengths_of, visible_cards
 from finefit.spec.load import load_spec

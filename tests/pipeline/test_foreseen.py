@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Suggestion
+from finefit.artifacts.forecasts import Suggestion
 from finefit.errors import FindingError, ModelError
 from finefit.pipeline.foreseen import foresee_stages, require_fitting, sharing_adapter, within_pipeline
 from finefit.pipeline.outlines import Outlines, copies_in

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finefit.artifacts.records import Stage, read_record, write_record
+from finefit.artifacts.records import read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FinefitError, Interrupted, ModelError, SpecError, WorkerDied
 from finefit.pipeline import launch as launching
 from finefit.pipeline.create import stage_of

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from finefit.pipeline.leaks import leaks
-from finefit.spec.schema import OwnTask, Source
+from finefit.spec.rows import Source
+from finefit.spec.tasks import OwnTask
 from tests.conftest import write_jsonl
 
 FORM = """\

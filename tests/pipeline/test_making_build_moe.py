@@ -15,11 +15,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from finefit.artifacts.records import Order, Routing, WiredModel, read_record, write_record
+from finefit.artifacts.pipelines import Order, Routing, WiredModel
+from finefit.artifacts.records import read_record, write_record
 from finefit.errors import DataError, ModelError, SpecError
 from finefit.facts.model import read_model_folder
 from finefit.pipeline.making.build_moe import lines, make
-from finefit.spec.schema import FolderModel
+from finefit.spec.models import FolderModel
 from finefit.spec.stages import BuildMoe, Pipeline
 from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Order, read_record
+from finefit.artifacts.pipelines import Order
+from finefit.artifacts.records import read_record
 from finefit.compare.comparing import compare as compared
 from finefit.compare.records import Comparison
 from finefit.compare.targets import kept

@@ -9,8 +9,10 @@ import peft
 import pytest
 import torch
 
+from finefit.artifacts.evaluations import EvalRequest, EvalResult, EvalStage
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Order, Run, WiredModel, read_record, write_record
+from finefit.artifacts.pipelines import Order, WiredModel
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.compare.comparing import compare
 from finefit.errors import DataError, SpecError
@@ -18,7 +20,7 @@ from finefit.pipeline import evaluating
 from finefit.pipeline.launch import launch
 from finefit.pipeline.making import evaluate, gate
 from finefit.pipeline.making.gated import composed
-from finefit.spec.schema import FolderModel, Lora, ShapeModel
+from finefit.spec.models import FolderModel, Lora, ShapeModel
 from finefit.spec.stages import EvaluateStage, Gate
 from finefit.stats import wilson
 from tests.cli.conftest import files_with_times

@@ -13,14 +13,15 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finefit.artifacts.records import Order, SequenceGate, WiredModel, read_record
+from finefit.artifacts.pipelines import Order, SequenceGate, WiredModel
+from finefit.artifacts.records import read_record
 from finefit.data.render import open_renderer
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError, RunError
 from finefit.evaluate.gate import choose
 from finefit.model.gate import fit, mean_embeddings, token_scores
 from finefit.pipeline.making import gate
-from finefit.spec.schema import FolderModel
+from finefit.spec.models import FolderModel
 from finefit.spec.stages import Gate
 from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer, write_jsonl
 

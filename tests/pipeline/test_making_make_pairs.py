@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finefit.artifacts.records import Order, WiredModel
+from finefit.artifacts.pipelines import Order, WiredModel
 from finefit.artifacts.rundir import RunDir
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
@@ -17,7 +17,8 @@ from finefit.pipeline.making.make_pairs import lines, make
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.session import journal_of, open_session
 from finefit.spec.load import parse_any
-from finefit.spec.schema import Fields, FolderModel
+from finefit.spec.models import FolderModel
+from finefit.spec.rows import Fields
 from finefit.spec.stages import MakePairs
 from tests.conftest import make_model_folder, write_jsonl
 from tests.data.falsify.corpus import make_rows

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from finefit.artifacts.records import Order, WiredModel
+from finefit.artifacts.pipelines import Order, WiredModel
 from finefit.errors import FinefitError, ModelError
 from finefit.model import merging
 from finefit.pipeline.making.merge_adapter import lines, make
-from finefit.spec.schema import FolderModel
+from finefit.spec.models import FolderModel
 from finefit.spec.stages import MergeAdapter
 from tests.conftest import make_model, make_model_folder, make_tokenizer
 from tests.mixtures import FAMILIES, make_mixture

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Made, Order, read_record, write_record
+from finefit.artifacts.pipelines import Made, Order
+from finefit.artifacts.records import read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.spec.stages import PythonStage
 

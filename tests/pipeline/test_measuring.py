@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FindingError, UserError
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.measuring import _ONE_STEP, measured, require_measurable

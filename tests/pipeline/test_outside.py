@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.launcher import Place
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import RunError, SpecError, WorkerDied
 from finefit.pipeline import outside
 from finefit.pipeline.create import stage_of

@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from finefit.artifacts.records import Lengths, Question
+from finefit.artifacts.forecasts import Lengths, Question
 from finefit.errors import ModelError
 from finefit.pipeline.rehearsing import Rehearser, ask, one_rehearser
 from finefit.spec.load import parse_spec, spec_to_json

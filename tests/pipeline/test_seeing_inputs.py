@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.records import Lengths, WiredModel
+from finefit.artifacts.forecasts import Lengths
+from finefit.artifacts.pipelines import WiredModel
 from finefit.artifacts.rundir import RunDir
 from finefit.cli.code import tell_code
 from finefit.data.eyes import lens_of
@@ -17,7 +18,7 @@ from finefit.pipeline.bare import find_bare, open_bare
 from finefit.pipeline.forecasting import lengths_of
 from finefit.pipeline.making import evaluate
 from finefit.spec.load import load_spec
-from finefit.spec.schema import CustomModel, FolderModel, ShapeModel
+from finefit.spec.models import CustomModel, FolderModel, ShapeModel
 from finefit.spec.stages import EvaluateStage, Pipeline
 from tests.conftest import write_jsonl
 from tests.data.seen import asked, draw

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Done, Finding, Forecast, PipelineState, Plan, Run, read_record
+from finefit.artifacts.forecasts import Forecast, Plan
+from finefit.artifacts.pipelines import Done, PipelineState
+from finefit.artifacts.records import Finding, Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, open_run
 from finefit.errors import FindingError, RunError, SpecError
 from finefit.pipeline.stage_choice import Choice, above, foretell

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import PipelineState, Run, read_record
+from finefit.artifacts.pipelines import PipelineState
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import WorkerDied
 from finefit.pipeline.stage_keys import tree_digest

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import Done, read_record
+from finefit.artifacts.pipelines import Done
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.pipeline.stage_choice import foretell, is_worth_keeping
 from finefit.pipeline.stage_keys import tree_digest

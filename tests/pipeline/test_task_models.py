@@ -1,7 +1,9 @@
 import pytest
 
 from finefit.pipeline.taskfiles import moved_task
-from finefit.spec.schema import Evaluation, FolderModel, Summary, TruthfulQa
+from finefit.spec.models import FolderModel
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import Summary, TruthfulQa
 
 
 def _moved(task: dict[str, object]) -> object:

@@ -7,7 +7,8 @@ import pytest
 from finefit.errors import SpecError
 from finefit.pipeline.taskfiles import keep_task_files, kept_paths, take_task_file, task_sha256
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Evaluation, LmEval, OwnTask
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import LmEval, OwnTask
 from tests.conftest import SPEC
 
 OWN = Evaluation.model_validate({"task": {"kind": "python", "path": "mine.py"}})

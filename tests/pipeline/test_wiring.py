@@ -6,7 +6,7 @@ import pytest
 
 from finefit.pipeline.wiring import output_of, wired_model, wired_spec
 from finefit.spec.load import parse_any
-from finefit.spec.schema import FolderModel
+from finefit.spec.models import FolderModel
 from finefit.spec.stages import EvaluateStage, Pipeline
 
 SPEC = """\

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Forecast, Lengths, Question
+from finefit.artifacts.forecasts import Forecast, Lengths, Question
 from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine

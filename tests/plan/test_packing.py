@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from finefit.artifacts.records import Lengths
+from finefit.artifacts.forecasts import Lengths
 from finefit.errors import ModelError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine

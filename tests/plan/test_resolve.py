@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from finefit.artifacts.records import Inputs, Levers, Resolved, Stage
+from finefit.artifacts.forecasts import Resolved
+from finefit.artifacts.records import Inputs, Levers
+from finefit.artifacts.trainings import Stage
 from finefit.errors import SpecError
 from finefit.facts.machine import Machine
 from finefit.plan.resolve import leaves, make_stage, resolve

@@ -8,7 +8,8 @@ import pytest
 from finefit.plan.rooms import held_bytes, make_rooms, scene_for_answers
 from finefit.plan.target import Target
 from finefit.rehearse.generation import generate, read_through
-from finefit.spec.schema import Evaluation, Full
+from finefit.spec.models import Full
+from finefit.spec.schema import Evaluation
 from tests.rehearse.conftest import make_config
 from tests.vision import vlm_config
 

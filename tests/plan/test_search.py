@@ -18,7 +18,8 @@ from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, survey
 from finefit.rehearse.shard import Sharding, sharded
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Levers, Lora, Subset, Tuning
+from finefit.spec.models import Lora, Subset, Tuning
+from finefit.spec.schema import Levers
 from tests.rehearse.conftest import FULL, make_config, make_scene
 
 GIB = 2**30

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finefit.artifacts.records import Fault, Finding, Lengths, Preparation, SourceLedger
+from finefit.artifacts.forecasts import Lengths
+from finefit.artifacts.records import Finding
+from finefit.artifacts.trainings import Fault, Preparation, SourceLedger
 from finefit.preflight.data import (
     CHECKS,
     examine_data,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Finding, Forecast, GradientMap, Lengths, Levers, Suggestion
+from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths, Suggestion
+from finefit.artifacts.records import Finding, Levers
 from finefit.errors import SpecError
 from finefit.facts.machine import read_machine
 from finefit.pipeline.preparation import findings_of

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Finding, Room, StageOutlook
+from finefit.artifacts.forecasts import Room, StageOutlook
+from finefit.artifacts.records import Finding
 from finefit.pipeline.outlines import copies_in
 from finefit.preflight.stages import Whole, examine_stages, of_stage
 from finefit.spec.load import parse_any

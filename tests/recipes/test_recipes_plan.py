@@ -7,7 +7,8 @@ import pytest
 from finefit.pipeline.forecasting import forecast, lengths_of
 from finefit.pipeline.recipes import Recipe, all_recipes
 from finefit.spec.load import load_any, load_spec
-from finefit.spec.schema import EmbeddedModel, ShapeModel, Single, Spec
+from finefit.spec.models import EmbeddedModel, ShapeModel
+from finefit.spec.schema import Single, Spec
 
 QWEN3_4B = {
     "model_type": "qwen3",

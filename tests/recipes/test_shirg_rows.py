@@ -1,4 +1,4 @@
-"""The rows of shirg-twin are readable, balanced and disjoint; recipe and twin are one method in two sizes, with adapters where SHIRG has them."""
+"""The rows of shirg/twin are readable, balanced and disjoint; recipe and twin are one method in two sizes, with adapters where SHIRG has them."""
 
 import io
 import json
@@ -16,17 +16,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finefit.artifacts.records import Forecast
+from finefit.artifacts.forecasts import Forecast
 from finefit.model.custom import adaptable_layers, build, own_of, put_weights
 from finefit.model.custom_files import written
 from finefit.pipeline.forecasting import forecast, lengths_of
 from finefit.spec.load import load_any, load_spec
-from finefit.spec.schema import CustomModel, FolderModel, Lora, Spec
+from finefit.spec.models import CustomModel, FolderModel, Lora
+from finefit.spec.schema import Spec
 from finefit.spec.stages import Pipeline, TrainStage
 
 RECIPES = Path(__file__).parents[2] / "src" / "finefit" / "recipes"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "shirg.md"
-TWIN, FULL = RECIPES / "shirg-twin", RECIPES / "shirg"
+FOLDER = RECIPES / "shirg"
 NUM_ROWS = {"ink-train": 300, "ink-test": 50, "chalk-train": 300, "chalk-test": 100}
 ADAPTED = {
     *(f"vision.encoder.layers.{layer}.self_attn.{part}_proj" for layer in range(6) for part in ("qkv" if layer < 4 else "qk")),
@@ -36,17 +37,17 @@ ADAPTED = {
 
 @cache
 def rows(name: str) -> tuple[dict[str, str], ...]:
-    return tuple(map(json.loads, (TWIN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()))
+    return tuple(map(json.loads, (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()))
 
 
 @cache
 def images() -> dict[str, bytes]:
-    with zipfile.ZipFile(TWIN / "digits.zip") as archive:
+    with zipfile.ZipFile(FOLDER / "digits.zip") as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 def stage(name: str) -> TrainStage:
-    pipeline = load_any(TWIN / "spec.yaml")
+    pipeline = load_any(FOLDER / "twin.yaml")
     assert isinstance(pipeline, Pipeline)
     found = pipeline.stages[name]
     assert isinstance(found, TrainStage)
@@ -54,7 +55,7 @@ def stage(name: str) -> TrainStage:
 
 
 def full() -> Spec:
-    return load_spec(FULL / "spec.yaml")
+    return load_spec(FOLDER / "spec.yaml")
 
 
 def model_of(spec: Spec | TrainStage) -> CustomModel:
@@ -69,7 +70,7 @@ def test_every_digit_is_drawn_equally_often_and_no_image_twice() -> None:
     named = [row["image"] for name in NUM_ROWS for row in rows(name)]
     assert sorted(named) == sorted(images())
     assert len(set(images().values())) == len(images())
-    assert (TWIN / "digits.zip").stat().st_size < 300_000
+    assert (FOLDER / "digits.zip").stat().st_size < 300_000
 
 
 def test_ink_is_dark_on_light_and_chalk_light_on_dark() -> None:
@@ -79,15 +80,11 @@ def test_ink_is_dark_on_light_and_chalk_light_on_dark() -> None:
         assert (corner > 127) == name.startswith("ink"), name
 
 
-def test_the_twin_runs_the_code_of_the_recipe() -> None:
-    assert (TWIN / "shirg.py").read_bytes() == (FULL / "shirg.py").read_bytes()
-
-
 @pytest.mark.parametrize("size", ["full", "twin"])
 def test_adapters_lie_on_the_18_layers_that_shirg_names_and_nowhere_else(size: str) -> None:
     tuning = full().tuning if size == "full" else stage("chalk").tuning
-    folder, model = (FULL, model_of(full())) if size == "full" else (TWIN, model_of(stage("ink")))
-    own = own_of(build(written(model, folder), device="meta"))
+    model = model_of(full()) if size == "full" else model_of(stage("ink"))
+    own = own_of(build(written(model, FOLDER), device="meta"))
     assert own is not None
     assert isinstance(tuning, Lora)
     assert adaptable_layers(own, tuning) == ADAPTED
@@ -117,9 +114,9 @@ def test_every_data_set_has_its_metric() -> None:
 def planned() -> Forecast:
     """Without the weights, and with the tokenizer of the twin: where rows are not there, every row is planned in full length."""
     spec = full()
-    tokenizer: dict[str, Any] = {"tokenizer": FolderModel(kind="folder", path=str(TWIN / "tokenizer"))}
+    tokenizer: dict[str, Any] = {"tokenizer": FolderModel(kind="folder", path=str(FOLDER / "tokenizer"))}
     spec = spec.model_copy(update={"model": model_of(spec).model_copy(update=tokenizer)})
-    (found,) = forecast(spec, FULL, (spec.card,), lengths_of(spec, FULL))
+    (found,) = forecast(spec, FOLDER, (spec.card,), lengths_of(spec, FOLDER))
     return found
 
 
@@ -147,7 +144,7 @@ def test_weights_by_the_names_of_lavida_are_put_where_they_belong(tmp_path: Path
     code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
     theirs = {"vision": "model.vision_tower.vision_tower.vision_model", "projector": "model.mm_projector", "transformer": "model.transformer"}
-    there, here = (build(written(model_of(stage("ink")), TWIN), device="cpu", seed=seed) for seed in (1, 2))
+    there, here = (build(written(model_of(stage("ink")), FOLDER), device="cpu", seed=seed) for seed in (1, 2))
     named = {f"{theirs[name.partition('.')[0]]}.{name.partition('.')[2]}": tensor for name, tensor in there.state_dict().items()}
     named |= {"model.image_newline": torch.ones(3), f"{theirs['vision']}.post_layernorm.weight": torch.ones(3)}
     (tmp_path / "theirs").mkdir()

@@ -6,7 +6,8 @@ import pytest
 
 from finefit.artifacts.records import Levers
 from finefit.rehearse.rehearsal import Scene
-from finefit.spec.schema import AdamW, Full, Lora
+from finefit.spec.models import Full, Lora
+from finefit.spec.schema import AdamW
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {

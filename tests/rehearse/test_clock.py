@@ -8,7 +8,7 @@ from finefit.rehearse.clock import Rates, phase_seconds, step_seconds, total_flo
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed
 from finefit.rehearse.trace import Cost, Trace
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from tests.rehearse.conftest import make_config, make_scene
 
 RATES = Rates(half_flops=100e12, full_flops=10e12, bytes_per_second=1e12, launch_seconds=10e-6)

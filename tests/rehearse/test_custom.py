@@ -13,7 +13,8 @@ from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import AdamW, CustomModel, FolderModel, Full, Lora
+from finefit.spec.models import CustomModel, FolderModel, Full, Lora
+from finefit.spec.schema import AdamW
 from tests.own import CODE, CONFIG, make_own_project
 
 LOSS = "    def loss(self, inputs):\n"

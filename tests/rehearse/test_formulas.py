@@ -8,7 +8,8 @@ import pytest
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
 from finefit.rehearse.trace import Trace
-from finefit.spec.schema import AdamW, Lora
+from finefit.spec.models import Lora
+from finefit.spec.schema import AdamW
 from tests.rehearse.conftest import FULL, LORA, SHAPES, make_config, make_scene
 
 TOKENS = 512

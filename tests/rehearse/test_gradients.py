@@ -14,7 +14,8 @@ from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
 from finefit.rehearse.gradients import explain, frozen_adapters
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
-from finefit.spec.schema import AdamW, Full, Lora, Tuning
+from finefit.spec.models import Full, Lora, Tuning
+from finefit.spec.schema import AdamW
 
 BACKBONE = "base_model.model.model"
 REENTRANT = "re-entrant checkpointing passes no gradient to layers whose input requires none"

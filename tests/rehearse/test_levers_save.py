@@ -11,7 +11,7 @@ from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, rehearse, survey
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from tests.rehearse.conftest import FULL, SHAPES, make_config, make_scene
 
 GIB = 2**30

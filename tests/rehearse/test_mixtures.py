@@ -18,7 +18,8 @@ from finefit.rehearse.generation import GENERATION, Generated, generate
 from finefit.rehearse.kernels import GROUPED, kernels_for
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
 from finefit.rehearse.trace import Cost
-from finefit.spec.schema import Lora, Router, Subset, Tuning
+from finefit.spec.models import Lora, Subset, Tuning
+from finefit.spec.schema import Router
 from finefit.step.forward import bind
 from finefit.step.levers import pull
 from finefit.step.optimize import optimizer_step

@@ -12,7 +12,8 @@ from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import Rates, phase_seconds
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse
-from finefit.spec.schema import Dpo, Lora
+from finefit.spec.models import Lora
+from finefit.spec.schema import Dpo
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene
 
 PAIRS, CACHED = Dpo(kind="dpo"), Dpo(kind="dpo", reference="cached")

@@ -13,7 +13,7 @@ from finefit.errors import ModelError
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.generation import rehearse_generation
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from tests.rehearse.conftest import FULL, make_config, make_scene
 
 ON_Q = Lora(kind="lora", rank=8, targets=("q_proj",))

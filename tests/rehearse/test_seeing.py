@@ -10,7 +10,8 @@ from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
 from finefit.rehearse.showing import fitting, image_tokens, num_tokens, shown
-from finefit.spec.schema import AdamW, Lora, Subset, Tuning
+from finefit.spec.models import Lora, Subset, Tuning
+from finefit.spec.schema import AdamW
 from tests.seeing import EVERYWHERE, GRIDS
 from tests.vision import vlm_config
 

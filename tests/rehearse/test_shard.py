@@ -10,7 +10,7 @@ from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.shard import Sharding, sharded
 from finefit.rehearse.splice import check_whole
 from finefit.rehearse.trace import WARM_UP, Trace
-from finefit.spec.schema import Lora, Tuning
+from finefit.spec.models import Lora, Tuning
 from tests.rehearse.conftest import FULL, make_config, make_scene
 
 CARDS = 8

@@ -12,7 +12,8 @@ from finefit.rehearse.depth import cut, layer_kinds, rehearse_depth, runs_of
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config, rehearse
 from finefit.rehearse.splice import REHEARSED, NotRegular, Run, check_whole, stretch
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Cost, Trace
-from finefit.spec.schema import AdamW, Lora
+from finefit.spec.models import Lora
+from finefit.spec.schema import AdamW
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene
 
 NARROW = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

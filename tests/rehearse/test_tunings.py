@@ -8,7 +8,8 @@ from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
-from finefit.spec.schema import AdamW, Lora, Subset
+from finefit.spec.models import Lora, Subset
+from finefit.spec.schema import AdamW
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene
 
 MLP = Subset(kind="subset", trainable=("layers.*.mlp",))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from finefit.artifacts.records import DatasetScores, EvalResult, Score
+from finefit.artifacts.evaluations import DatasetScores, EvalResult, Score
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import RunError
 from finefit.pipeline.create import stage_of

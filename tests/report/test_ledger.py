@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from finefit.artifacts.forecasts import Lengths
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Lengths, Preparation, SourceLedger
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Preparation, SourceLedger
 from finefit.pipeline.create import stage_of
 from finefit.report.ledger import ledger_document, ledger_lines, show_ledger
 

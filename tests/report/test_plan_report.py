@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.records import Forecast, GradientMap, Room, Suggestion
+from finefit.artifacts.forecasts import Forecast, GradientMap, Room, Suggestion
 from finefit.report.plan import forecast_document, in_order, show_cards, show_forecast
 from finefit.report.units import apportion, duration, three_digits
 from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel

@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, Score, StageResult, read_record, write_record
+from finefit.artifacts.evaluations import EvalResult, Score
+from finefit.artifacts.forecasts import Plan, Resolved
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import StageResult
 from finefit.cli.console import open_console
 from finefit.pipeline.create import stage_of
 from finefit.report.demo import show_change

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from finefit.artifacts.records import Forecast, Plan, TowerSize
+from finefit.artifacts.forecasts import Forecast, Plan, TowerSize
 from finefit.report.check import check_document, show_check
 from finefit.report.plan import forecast_object, show_forecast
 from finefit.report.run import plan_view

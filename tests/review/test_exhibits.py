@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.records import EvalItem, ItemImage
+from finefit.artifacts.evaluations import EvalItem, ItemImage
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
 from finefit.errors import RunError
@@ -21,7 +21,7 @@ from finefit.review.export import export_pairs, export_verdicts
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.stack import Stack
 from finefit.review.verdicts import Entry
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 from tests.reviews import OPENED, in_memory, make_items, make_run, make_verdict, set_rows
 from tests.vision import digit_image
 

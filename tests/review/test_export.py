@@ -14,7 +14,7 @@ from finefit.errors import UserError
 from finefit.review.export import export_pairs, export_verdicts, preference_pairs
 from finefit.review.stack import Said, Sheet, Stack
 from finefit.review.verdicts import Entry, Revealed, Undone
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 from tests.reviews import MODELS, OPENED, make_single, make_stack, make_verdict
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from finefit.spec.schema import CustomModel, Spec
+from finefit.spec.models import CustomModel
+from finefit.spec.schema import Spec
 from finefit.spec.stages import Pipeline
 from tests.own import SPEC
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from finefit.errors import SpecError
 from finefit.spec import load_spec, parse_spec, whole_text
 from finefit.spec.edit import dumped
+from finefit.spec.models import FolderModel, Full, Lora
 from finefit.spec.reader import Reader
-from finefit.spec.schema import AmrForm, FolderModel, Full, Lora
+from finefit.spec.tasks import AmrForm
 
 BASE = """\
 seed: 7

@@ -7,7 +7,9 @@ import pytest
 from finefit.errors import SpecError
 from finefit.spec import Spec, load_spec, parse_spec, spec_from_json, spec_to_json
 from finefit.spec.every import Interval
-from finefit.spec.schema import FolderModel, Levers, Lora, Source
+from finefit.spec.models import FolderModel, Lora
+from finefit.spec.rows import Source
+from finefit.spec.schema import Levers
 
 GOOD = """\
 name: medical

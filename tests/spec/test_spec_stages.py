@@ -7,7 +7,8 @@ import pytest
 from finefit.errors import SpecError
 from finefit.pipeline.stage_paths import paths_of
 from finefit.spec.load import load_spec, parse_any, pipeline_from_json, spec_to_json, whole_text
-from finefit.spec.schema import FolderModel, Lora, Spec
+from finefit.spec.models import FolderModel, Lora
+from finefit.spec.schema import Spec
 from finefit.spec.stages import Pipeline, TrainStage, needs
 
 MEDICAL = """\

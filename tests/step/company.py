@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from finefit.artifacts.records import Levers, Stage
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Stage
 from finefit.data.collate import micro_batches
 from finefit.data.order import rows_of_rank, rows_of_step
 from finefit.objective.batch import Batch, Forward
 from finefit.objective.sft import sft
-from finefit.spec.schema import AdamW, DeepSpeed, FolderModel, NanStop, Save, Sft, Single, Tuning
+from finefit.spec.models import FolderModel, Tuning
+from finefit.spec.schema import AdamW, DeepSpeed, NanStop, Save, Sft, Single
 from finefit.step.engine import ALONE, LiveEngine
 from finefit.step.engines.ddp import Copies
 from finefit.step.engines.fsdp import FullShards

@@ -13,7 +13,8 @@ from finefit.data.rows import Message
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.sft import sft
-from finefit.spec.schema import AdamW, Full, Lora, Tuning
+from finefit.spec.models import Full, Lora, Tuning
+from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.state import make_optimizer

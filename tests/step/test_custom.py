@@ -18,7 +18,8 @@ from finefit.model.custom_files import written
 from finefit.model.load import load_custom, make_trainable
 from finefit.objective.batch import Batch
 from finefit.objective.custom import own_loss, seed_of
-from finefit.spec.schema import AdamW, CustomModel, FolderModel, Full, Lora, Sft
+from finefit.spec.models import CustomModel, FolderModel, Full, Lora
+from finefit.spec.schema import AdamW, Sft
 from finefit.step.custom import Compose, blank_rows, require_sum
 from finefit.step.forward import bind
 from finefit.step.levers import layers_of, pull

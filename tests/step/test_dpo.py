@@ -18,6 +18,7 @@ from finefit.model.attention import choose_attention
 from finefit.objective.batch import Batch
 from finefit.objective.dpo import Dpo, from_batch
 from finefit.spec import schema
+from finefit.spec.models import Lora
 from finefit.step.forward import bind
 from finefit.step.levers import pull
 from finefit.step.objective import is_cached, keep_start, make_objective, starting, still
@@ -116,7 +117,7 @@ def _packing(model: nn.Module) -> nn.Module:
 
 def test_a_new_adapter_is_its_own_reference_exactly() -> None:
     """Also where dropout is on in training: the reference is taken without."""
-    model = tuned(schema.Lora(kind="lora", rank=4, dropout=0.5), dropout=0.5)
+    model = tuned(Lora(kind="lora", rank=4, dropout=0.5), dropout=0.5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.zeros_(parameter)
@@ -129,7 +130,7 @@ def test_a_new_adapter_is_its_own_reference_exactly() -> None:
 
 
 def test_the_reference_leaves_mode_adapter_and_random_numbers_as_they_were() -> None:
-    model = tuned(schema.Lora(kind="lora", rank=4, dropout=0.5), dropout=0.5)
+    model = tuned(Lora(kind="lora", rank=4, dropout=0.5), dropout=0.5)
     (batch,) = micro_batches(make_pairs(), micro_batch=6, pad=RENDERER.pad)
     forward, before = bind(model), torch.get_rng_state()
     reference = starting(model, forward)

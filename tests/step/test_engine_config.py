@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import pytest
 
-from finefit.artifacts.records import Finding, Levers, Stage
+from finefit.artifacts.records import Finding, Levers
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FinefitError, RunError, SpecError
-from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, FullyShard, Lora, Parallel, Single
+from finefit.spec.models import Lora
+from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, FullyShard, Parallel, Single
 from finefit.step.engine import ALONE
 from finefit.step.engines import engine_problems, loads_on, make_engine
 from finefit.step.engines.ddp import Copies

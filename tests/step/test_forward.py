@@ -8,7 +8,7 @@ from torch.nn.functional import log_softmax
 from finefit.data.collate import collate
 from finefit.errors import ModelError
 from finefit.objective.batch import Batch
-from finefit.spec.schema import Tuning
+from finefit.spec.models import Tuning
 from finefit.step.forward import autocast_for, bind
 from tests.conftest import make_model
 from tests.step.conftest import TUNINGS, tuned, unequal_examples

@@ -10,7 +10,7 @@ from torch import nn
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
 from finefit.objective.batch import Forward
-from finefit.spec.schema import Tuning
+from finefit.spec.models import Tuning
 from finefit.step.forward import bind
 from finefit.step.levers import layers_of, pull
 from tests.step.conftest import LORA, TUNINGS, Taken, assert_same_step, cut, take_gradients, tuned, unequal_examples

@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 from finefit.data.collate import collate
 from finefit.objective.batch import Batch, Forward, LossSum
 from finefit.objective.sft import sft
-from finefit.spec.schema import AdamW, Tuning
+from finefit.spec.models import Tuning
+from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer, optimizer_tensors

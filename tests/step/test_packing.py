@@ -20,7 +20,7 @@ from finefit.errors import ModelError
 from finefit.model.attention import PACKABLE, can_pack, choose_attention
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch
-from finefit.spec.schema import Tuning
+from finefit.spec.models import Tuning
 from finefit.step.forward import autocast_for, bind
 from finefit.step.levers import pull
 from tests.step.conftest import FULL, LORA, TUNINGS, Taken, assert_same_step, take_gradients

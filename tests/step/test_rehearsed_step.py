@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from finefit.objective.batch import Batch
 from finefit.objective.sft import sft
-from finefit.spec.schema import Tuning
+from finefit.spec.models import Tuning
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer, optimizer_tensors

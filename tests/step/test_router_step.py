@@ -17,7 +17,8 @@ from finefit.model.experts import choose_experts
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Objective
 from finefit.spec.load import parse_spec
-from finefit.spec.schema import Full, Lora, Router, Subset, Tuning
+from finefit.spec.models import Full, Lora, Subset, Tuning
+from finefit.spec.schema import Router
 from finefit.step.forward import autocast_for, bind
 from finefit.step.levers import pull
 from finefit.step.objective import make_objective

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finefit.artifacts.records import LossScale
+from finefit.artifacts.trainings import LossScale
 from finefit.objective.sft import sft
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step

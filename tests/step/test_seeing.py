@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.records import Levers
-from finefit.spec.schema import Lora, Subset
+from finefit.spec.models import Lora, Subset
 from finefit.step.forward import bind
 from finefit.step.levers import layers_beside, layers_of, pull
 from tests.seeing import GRIDS, gradients, shown, trained

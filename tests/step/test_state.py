@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from finefit.errors import RunError
 from finefit.model.load import restore_weights, save_weights
-from finefit.spec.schema import Lora, Tuning
+from finefit.spec.models import Lora, Tuning
 from finefit.step.state import make_optimizer, optimizer_tensors, restore_state, save_state, state_bytes
 from tests.step.conftest import ADAMW, FULL, LORA, TUNINGS, cut, step, trainable, tuned, unequal_examples
 

@@ -15,7 +15,8 @@ from trl import SFTConfig, SFTTrainer
 from finefit.data.render import Example, Renderer
 from finefit.data.rows import Message
 from finefit.objective.sft import sft
-from finefit.spec.schema import AdamW, Tuning
+from finefit.spec.models import Tuning
+from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import read_record
+from finefit.artifacts.trainings import Stage
 from finefit.errors import RunError
 from finefit.train.ranks import ONE_RANK
 from finefit.train.saver import agreed_checkpoint

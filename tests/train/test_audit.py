@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from finefit.artifacts.checkpoint import list_checkpoints
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import StageResult, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.errors import FindingError
 from finefit.step.engine import ALONE
 from finefit.train import worker

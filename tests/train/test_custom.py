@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.launcher import Place
-from finefit.artifacts.records import StageResult, read_record
+from finefit.artifacts.records import read_record
+from finefit.artifacts.trainings import StageResult
 from finefit.data.workers import Workers
 from finefit.train.worker import work
 from tests.faults import Job, at_step, finish, make_job, nothing, outcome, send_self, start, words

@@ -10,8 +10,9 @@ import pytest
 
 from finefit.artifacts.checkpoint import list_checkpoints, problems
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Stage, StageResult, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.train import worker
 from tests.faults import Reference, at_step, finish, make_job, outcome, send_self, start, words
 

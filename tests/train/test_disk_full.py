@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.checkpoint import list_checkpoints, problems
-from finefit.artifacts.records import Failure, StageResult, read_record
+from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import StageResult
 from tests.faults import PAGE, Job, Reference, at_operation, at_step, fill_disk, finish, hidden, make_job, outcome, small_disk, start, words
 
 STOPPED = 3

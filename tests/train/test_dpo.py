@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from finefit.artifacts.journal import Journal, read_lines, read_steps
-from finefit.artifacts.records import Stage, StageResult, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.data.collate import Collator
 from finefit.data.store import ExamplePairs, open_examples
 from finefit.errors import FindingError, Interrupted

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import LossScale, StageResult, TrainState, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import LossScale, StageResult, TrainState
 from finefit.objective.batch import Batch, Forward, LossSum
 from finefit.objective.sft import sft
 from finefit.train import worker

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.launcher import Place
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import RunError, WorkerDied
 from finefit.train.meeting import Visitor, introduce, meet, require_alike
 from finefit.train.ranks import open_store

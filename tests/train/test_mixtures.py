@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import StageResult, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.model.load import load_base
 from tests.faults import TRAINING, Job, at_step, finish, make_job, outcome, send_self, start, words
 from tests.mixtures import make_mixture_project

@@ -10,8 +10,9 @@ import torch
 
 from finefit.artifacts.checkpoint import list_checkpoints, problems
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import StageResult, TrainState, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import StageResult, TrainState
 from finefit.objective.batch import Batch, Forward, LossSum
 from finefit.objective.sft import sft
 from finefit.train import worker

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from finefit.artifacts.checkpoint import list_checkpoints, problems, step_of
 from finefit.artifacts.journal import read_steps
-from finefit.artifacts.records import Failure, Stage, StageResult, read_record, write_record
+from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.errors import DiskFull, Resumable
 from finefit.pipeline.launch import launch_ranks
 from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel, Single

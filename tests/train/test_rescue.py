@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import Place
-from finefit.artifacts.records import Levers, Stage, StageResult, TrainState, read_record
+from finefit.artifacts.records import Levers, read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage, StageResult, TrainState
 from finefit.errors import Resumable
 from finefit.objective.batch import Batch
 from finefit.spec.schema import DeepSpeed

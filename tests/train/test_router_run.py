@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Routing, StageResult, read_record
+from finefit.artifacts.pipelines import Routing
+from finefit.artifacts.records import read_record
+from finefit.artifacts.trainings import StageResult
 from finefit.data.render import Example
 from finefit.data.store import open_examples
 from finefit.report.events import event_words

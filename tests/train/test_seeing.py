@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from finefit.artifacts.checkpoint import list_checkpoints, step_of
+from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import Plan, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.train.worker import work
 from tests.faults import Job, finish, make_job, outcome, start, words

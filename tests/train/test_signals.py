@@ -15,8 +15,9 @@ import pytest
 from finefit.artifacts.checkpoint import list_checkpoints, problems, step_of
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.lock import holder_of
-from finefit.artifacts.records import Run, StageResult, read_record
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.errors import RunError
 from finefit.pipeline.execute import execute
 from finefit.train import saver

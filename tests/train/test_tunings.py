@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finefit.artifacts.records import StageResult, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.errors import ModelError
 from finefit.model.load import load_base, make_trainable, save_weights
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from finefit.train import worker
 from tests.conftest import make_model_folder
 from tests.faults import TRAINING, Job, at_step, finish, make_job, outcome, send_self, start, words

@@ -17,6 +17,7 @@ from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.dpo import Dpo
 from finefit.objective.sft import sft
 from finefit.spec import schema
+from finefit.spec.models import Lora
 from finefit.step.engine import Alone
 from finefit.step.forward import bind
 from finefit.step.objective import starting
@@ -129,7 +130,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_rank_calls_the_model_equ
 
 
 def test_dropout_is_off_and_on_again_and_random_numbers_stand_still() -> None:
-    model = tuned(schema.Lora(kind="lora", rank=4, dropout=0.5), dropout=0.5)
+    model = tuned(Lora(kind="lora", rank=4, dropout=0.5), dropout=0.5)
     before = torch.get_rng_state()
     assert validate(_live(model, unequal_examples()), 2) == validate(_live(model, unequal_examples()), 2)
     assert torch.equal(torch.get_rng_state(), before)

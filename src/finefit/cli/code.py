@@ -23,7 +23,7 @@ def tell_code(spec: "Spec | Pipeline", base: Path, console: "Console") -> None:
 
 def tell_models(models: Iterable[object], base: Path, console: "Console") -> None:
     from finefit.model.custom_files import written
-    from finefit.spec.schema import CustomModel
+    from finefit.spec.models import CustomModel
 
     for line in dict.fromkeys(written(model, base).notice for model in models if isinstance(model, CustomModel)):
         console.print(line, soft_wrap=True)

@@ -13,7 +13,7 @@ from finefit.cli.plan_stages import Wishes, apply_suggestion, plan_stages
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
-    from finefit.artifacts.records import Forecast
+    from finefit.artifacts.forecasts import Forecast
 
 Cards = Annotated[
     list[str] | None,

@@ -12,7 +12,7 @@ from finefit.cli.console import open_console
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
-    from finefit.artifacts.records import Suggestion
+    from finefit.artifacts.forecasts import Suggestion
     from finefit.spec.stages import Pipeline
 
 

@@ -161,8 +161,9 @@ def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Pat
 
 
 def carry_out(place: "RunDir", console: "Console", *, train: "Train | None" = None) -> None:
+    from finefit.artifacts.forecasts import Plan
     from finefit.artifacts.lock import run_lock
-    from finefit.artifacts.records import Plan, read_record
+    from finefit.artifacts.records import read_record
     from finefit.pipeline.execute import execute
     from finefit.report.ledger import ledger_lines
     from finefit.report.live import RunView

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from finefit.artifacts.records import EvalItem, EvalResult, Score
+from finefit.artifacts.evaluations import EvalItem, EvalResult, Score
 from finefit.artifacts.stages import evaluation_of
 from finefit.compare.effort import curves_of, foretold_of
 from finefit.compare.pairing import Paired, changes_of, counts_of, is_counted, item_change, metrics_of, pair, rewording

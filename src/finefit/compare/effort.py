@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from finefit.artifacts.forecasts import Forecast
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import Forecast
 from finefit.compare.records import Curve, Foretold
 from finefit.compare.settings import is_trained
 from finefit.compare.sides import Opened

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finefit.artifacts.records import EvalItem, EvalResult
+from finefit.artifacts.evaluations import EvalItem, EvalResult
 from finefit.compare.records import ItemChange
 from finefit.stats.metrics import Metric, Numbers, combined, table
 

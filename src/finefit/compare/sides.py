@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Facts, Plan, Run, Stage, StageResult, read_record
+from finefit.artifacts.evaluations import EvalRequest, EvalResult, EvalStage
+from finefit.artifacts.forecasts import Plan
+from finefit.artifacts.records import Facts, Run, read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
 from finefit.artifacts.stages import short_names
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.errors import RunError
-from finefit.spec.schema import ShapeModel
+from finefit.spec.models import ShapeModel
 
 FINAL, BEST, BASE = "final", "best", "base"
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from finefit.artifacts.records import PipelineState, StageState, read_record
+from finefit.artifacts.pipelines import PipelineState, StageState
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline
 from finefit.artifacts.stages import models_of
 from finefit.compare.records import Comparison

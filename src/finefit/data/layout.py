@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from finefit.artifacts.records import Efficiency, Levers
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Efficiency
 from finefit.data.order import rows_of_step, steps_per_epoch
 from finefit.data.packing import best_fit, both_sides, capacity_of, longest_sides, num_sides
 

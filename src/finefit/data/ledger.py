@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Fault, LedgerRow, SourceLedger
+from finefit.artifacts.trainings import Fault, LedgerRow, SourceLedger
 from finefit.data.read import Reading
 from finefit.data.rows import BadRow, Row
 

@@ -23,7 +23,7 @@ from finefit.data.images import decode, name_of
 from finefit.data.pictures import KEPT, Picture
 from finefit.data.rows import Image, Row
 from finefit.errors import DataError
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 See = Callable[[], Eye | None]
 """Opens the eye of a model in whatever process needs one; None for a model that sees nothing."""

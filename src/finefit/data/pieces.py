@@ -25,7 +25,7 @@ from finefit.data.render import Rendered, Renderer, open_renderer
 from finefit.data.rows import Row
 from finefit.errors import WorkerDied
 from finefit.facts.machine import count_cores
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 
 Made = TypeVar("Made")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from finefit.artifacts.forecasts import Lengths
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Fault, Lengths, Preparation
+from finefit.artifacts.trainings import Fault, Preparation
 from finefit.data.budget import Budget
 from finefit.data.eyes import FAMILIES
 from finefit.data.fingerprint import fingerprint, system_is_content
@@ -32,7 +33,7 @@ from finefit.data.store import ExampleWriter
 from finefit.data.tasks import NoResult, make_build
 from finefit.errors import DataError
 from finefit.facts.files import read_file
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 
 Grids = tuple[tuple[int, ...], ...]
 """Of the images of one row."""

@@ -16,7 +16,7 @@ from finefit.data.rows import BadRow, Row
 from finefit.data.shapes import Shape, find_shape
 from finefit.data.where import Wanted, chosen, told, wanted_of
 from finefit.errors import DataError
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 
 _SAMPLE = 100
 """Records at the start of a file that its shape is recognised by."""

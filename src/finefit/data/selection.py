@@ -10,7 +10,7 @@ from finefit.data.fingerprint import held_share, prompt_key
 from finefit.data.read import Reading
 from finefit.data.rows import Row
 from finefit.errors import DataError
-from finefit.spec.schema import Data
+from finefit.spec.rows import Data
 
 Keys = NDArray[np.uint64]
 

@@ -17,7 +17,7 @@ from finefit.data.published import image_column
 from finefit.data.records import Record
 from finefit.data.rows import BadRow, Kind, Row
 from finefit.errors import DataError
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 
 Name = Literal[
     "chat messages",

@@ -15,8 +15,9 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from finefit.artifacts.checkpoint import problems
+from finefit.artifacts.evaluations import EvalItem, EvalRequest, Subject
 from finefit.artifacts.journal import Journal, read_lines
-from finefit.artifacts.records import EvalItem, EvalRequest, Levers, Subject, read_record
+from finefit.artifacts.records import Levers, read_record
 from finefit.artifacts.rundir import EvalPaths, StageDir
 from finefit.data.looking import See, eye_of
 from finefit.data.render import Renderer, open_renderer
@@ -31,7 +32,7 @@ from finefit.evaluate.sharing import Part
 from finefit.model.attention import attention_here, for_answers
 from finefit.model.load import base_bits, load_custom_for_answers, load_for_answers, starting_adapter, weight_dtype
 from finefit.model.locate import Located, locate_start
-from finefit.spec.schema import CustomModel
+from finefit.spec.models import CustomModel
 from finefit.step.custom_eye import see_of
 from finefit.step.levers import pull
 from finefit.step.shortage import is_shortage

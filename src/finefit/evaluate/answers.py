@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.pictures import Picture
 from finefit.data.render import Renderer
 from finefit.evaluate.batches import Ahead, Warn, in_batches

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.errors import Resumable
 from finefit.step.shortage import is_shortage
 

@@ -7,7 +7,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from finefit.artifacts.records import SequenceGate, read_record
+from finefit.artifacts.pipelines import SequenceGate
+from finefit.artifacts.records import read_record
 from finefit.errors import ModelError
 from finefit.model.gate import prompt_scores
 

@@ -22,8 +22,9 @@ from types import FrameType
 from typing import Any
 
 from finefit import __version__
+from finefit.artifacts.evaluations import EvalFailure, EvalItem, EvalRequest, EvalResult, Score
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
-from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, Score, read_record, write_record
+from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.score import score_of
@@ -31,7 +32,7 @@ from finefit.facts.machine import read_version
 from finefit.model.adapter_files import WEIGHTS as ADAPTER
 from finefit.model.load import base_bits, starting_adapter
 from finefit.model.locate import locate_start
-from finefit.spec.schema import LmEval
+from finefit.spec.tasks import LmEval
 from finefit.stats import cautions
 from finefit.stats.metrics import Metric
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
+from finefit.artifacts.evaluations import EvalItem
 from finefit.artifacts.journal import Journal, read_lines
-from finefit.artifacts.records import EvalItem
 from finefit.data.tasks import Task
 from finefit.data.tasks.judged import NOT_MARKED, asked, counts_of_mark, mark_in
 from finefit.errors import Resumable, RunError
-from finefit.spec.schema import Judge
+from finefit.spec.tasks import Judge
 
 _AT_ONCE = 8
 _SHOWN = 200

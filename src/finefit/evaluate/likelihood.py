@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.budget import Budget
 from finefit.data.collate import collate
 from finefit.data.render import Example, Renderer

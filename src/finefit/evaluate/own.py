@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.looking import opened
 from finefit.data.pictures import Picture
 from finefit.data.render import Renderer

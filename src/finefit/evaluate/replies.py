@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.data.render import Example, Renderer
 from finefit.data.rows import Message, Row
 from finefit.data.tasks import Likelihood, Reply, Task

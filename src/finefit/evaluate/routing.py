@@ -11,7 +11,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from finefit.artifacts.records import Routing, SourceRouting
+from finefit.artifacts.pipelines import Routing, SourceRouting
 from finefit.model.moe import EXPERT_NAMES
 from finefit.model.routers import heard, routers_of, top_k_of
 from finefit.objective.router import Routed

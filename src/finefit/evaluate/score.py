@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from finefit.artifacts.records import Candidate, DatasetScores, EvalItem, EvalResult, ItemImage, Score
+from finefit.artifacts.evaluations import Candidate, DatasetScores, EvalItem, EvalResult, ItemImage, Score
 from finefit.data.items import key_of
 from finefit.data.rows import Row
 from finefit.data.tasks import Likelihood, NoResult, Reading, Reply, Task

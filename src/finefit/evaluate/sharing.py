@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finefit import errors
-from finefit.artifacts.records import EvalFailure, read_record
+from finefit.artifacts.evaluations import EvalFailure
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import EvalPaths
 from finefit.errors import FinefitError, WorkerDied
 

@@ -18,9 +18,10 @@ from types import FrameType
 
 import torch
 
+from finefit.artifacts.evaluations import EvalFailure, EvalItem, EvalRequest, EvalResult
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
-from finefit.artifacts.records import EvalFailure, EvalItem, EvalRequest, EvalResult, Failure, write_record
+from finefit.artifacts.records import Failure, write_record
 from finefit.data.items import is_asked, key_of, read_items
 from finefit.data.rows import Row
 from finefit.data.tasks import Task, make_task

@@ -19,7 +19,7 @@ from finefit.model.adapter_files import WEIGHTS, require_agreement
 from finefit.model.custom import adaptable_layers, own_of
 from finefit.model.sight import sight_in, tower_of
 from finefit.model.sight.unused import is_among, unused_in
-from finefit.spec.schema import Layers, Lora, Tower
+from finefit.spec.models import Layers, Lora, Tower
 
 TRAINED = "default"
 """As peft calls an adapter that has no name of its own; it is saved in the plain layout."""

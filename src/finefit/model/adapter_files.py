@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finefit.errors import ModelError
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

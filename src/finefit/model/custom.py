@@ -25,7 +25,7 @@ from finefit.errors import FinefitError, ModelError, SpecError
 from finefit.facts.model import WEIGHTS
 from finefit.model.custom_files import Written, weight_files
 from finefit.objective.custom import CustomRow
-from finefit.spec.schema import Layers, Lora, Tower
+from finefit.spec.models import Layers, Lora, Tower
 
 Inputs = dict[str, Tensor]
 """What the model is given of a batch, by names of its own."""

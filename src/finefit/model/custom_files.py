@@ -13,7 +13,7 @@ from typing import Any
 from finefit.errors import ModelError
 from finefit.facts.files import read_file
 from finefit.facts.model import TEXT_FILES, find_weight_files, fingerprint, read_weight_file
-from finefit.spec.schema import CustomModel
+from finefit.spec.models import CustomModel
 
 MODEL_TYPE = "finefit_custom"
 """No architecture of transformers is called so."""

@@ -33,7 +33,7 @@ from finefit.model.sight.unused import is_among, unused_in
 from finefit.model.spread import spread
 from finefit.model.stored import Stored
 from finefit.model.subset import train_only
-from finefit.spec.schema import CustomModel, Full, Lora, Subset, Tuning
+from finefit.spec.models import CustomModel, Full, Lora, Subset, Tuning
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _HEAD = "lm_head"

@@ -21,7 +21,7 @@ from finefit.errors import ModelError
 from finefit.facts.model import read_config, read_model_folder, require_folder
 from finefit.model.adapter_files import adapter_fingerprint, require_agreement
 from finefit.model.custom_files import own_fingerprint, written
-from finefit.spec.schema import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
+from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
 
 _OUTLINE = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),

@@ -13,7 +13,7 @@ from torch import nn
 from finefit.errors import ModelError
 from finefit.model.sight import sight_in, tower_of
 from finefit.model.sight.unused import is_among, unused_in
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 M = TypeVar("M", bound=nn.Module)
 _SHOWN = 24

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from finefit.errors import SpecError
 from finefit.pipeline.taskfiles import moved_task
 from finefit.spec.reader import Reader
-from finefit.spec.schema import Evaluation, task_kinds
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import task_kinds
 from finefit.spec.wording import schema_faults
 
 

@@ -16,9 +16,12 @@ import torch
 
 from finefit import __version__
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import EvalStage, Facts, Inputs, Run, Stage, Subject, WiredModel, read_record, write_record
+from finefit.artifacts.evaluations import EvalStage, Subject
+from finefit.artifacts.pipelines import WiredModel
+from finefit.artifacts.records import Facts, Inputs, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_run, newest_with_digest
 from finefit.artifacts.stages import stage_holding
+from finefit.artifacts.trainings import Stage
 from finefit.data.eyes.eye import Eye
 from finefit.data.items import read_items
 from finefit.data.looking import OwnEye, keep_processor
@@ -36,7 +39,10 @@ from finefit.pipeline.questions import file_facts, plain_spec, prepare_questions
 from finefit.pipeline.taskfiles import keep_form
 from finefit.plan.resolve import precision_on
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import CustomModel, Data, EmbeddedModel, FolderModel, Full, HubModel, ImageLimits, Lora, Model, OwnTask, Source, Spec, Tuning
+from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, Tuning
+from finefit.spec.rows import Data, ImageLimits, Source
+from finefit.spec.schema import Spec
+from finefit.spec.tasks import OwnTask
 from finefit.step.custom_eye import see_of
 
 FORMS = "a run directory, a folder with a model or an adapter, hub:owner/name, or embedded:smollm2-135m"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
-from finefit.artifacts.records import Check, Facts, Plan, Run, write_record
+from finefit.artifacts.forecasts import Plan
+from finefit.artifacts.records import Check, Facts, Run, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, next_number
 from finefit.data.looking import eye_of, keep_processor
 from finefit.data.render import open_renderer

@@ -15,13 +15,17 @@ from pathlib import Path
 
 import finefit
 from finefit.artifacts.atomic import full_disk_named
-from finefit.artifacts.records import Efficiency, Levers, Preparation, read_record, write_record
+from finefit.artifacts.records import Levers, read_record, write_record
+from finefit.artifacts.trainings import Efficiency, Preparation
 from finefit.data.files import find_files
 from finefit.data.sightings import are_unchanged
 from finefit.errors import DataError, RunError, SpecError
 from finefit.facts.files import FileFact, finefit_cache, read_file
 from finefit.model.custom_files import Written, written
-from finefit.spec.schema import CustomModel, Data, Dpo, OwnTask, Source, Spec
+from finefit.spec.models import CustomModel
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import Dpo, Spec
+from finefit.spec.tasks import OwnTask
 
 Files = dict[str, tuple[tuple[FileFact, ...], ...]]
 """By split and source."""

@@ -13,22 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints, step_named
+from finefit.artifacts.evaluations import EvalFailure, EvalItem, EvalRequest, EvalResult, EvalStage, Score, Subject
+from finefit.artifacts.forecasts import Plan, Room
 from finefit.artifacts.journal import Journal, read_lines
-from finefit.artifacts.records import (
-    EvalFailure,
-    EvalItem,
-    EvalRequest,
-    EvalResult,
-    EvalStage,
-    Plan,
-    Room,
-    Score,
-    Stage,
-    Subject,
-    read_record,
-    write_record,
-)
+from finefit.artifacts.records import read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FinefitError, Interrupted, RunError
 from finefit.evaluate.versions import made_with
 from finefit.facts.files import read_file
@@ -37,7 +27,8 @@ from finefit.pipeline.forecasting import Grids, rooms_here
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.taskfiles import moved_task, take_task_file, task_sha256, without_paths
 from finefit.plan.resolve import precision_on
-from finefit.spec.schema import Evaluation, LmEval
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import LmEval
 from finefit.train.tracking import Tracking
 
 Tick = Callable[[], None]

@@ -4,7 +4,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finefit.artifacts.records import Efficiency, Finding, Forecast, StageOutlook
+from finefit.artifacts.forecasts import Forecast, StageOutlook
+from finefit.artifacts.records import Finding
+from finefit.artifacts.trainings import Efficiency
 from finefit.data.items import read_items
 from finefit.errors import DataError, FindingError, ModelError, SpecError
 from finefit.facts.files import free_bytes
@@ -20,7 +22,8 @@ from finefit.preflight.data import few_rows_are_lost, prompts_keep_most_of_their
 from finefit.preflight.findings import LEVELS
 from finefit.preflight.run import OPTIONAL, Preparation, examine
 from finefit.preflight.stages import Named, Whole, examine_stages, of_stage
-from finefit.spec.schema import Data, Form, Source, Spec
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import Spec
 from finefit.spec.stages import (
     STAGE_PATH,
     AnyStage,
@@ -36,6 +39,7 @@ from finefit.spec.stages import (
     Verdicts,
     needs,
 )
+from finefit.spec.tasks import Form
 from finefit.step.engines.zero_config import own_config
 
 _SHOWN = 10

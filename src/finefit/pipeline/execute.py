@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import Failure, Run, Stage, StageResult, read_record, write_record
+from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import stage_of

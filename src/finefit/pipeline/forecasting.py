@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import finefit
 from finefit import errors
+from finefit.artifacts.evaluations import Subject
+from finefit.artifacts.forecasts import Answer, Forecast, Lengths, Question, Room
 from finefit.artifacts.launcher import allocator_setting
 from finefit.artifacts.measurements import uncertainty
-from finefit.artifacts.records import Answer, Forecast, Lengths, Question, Room, Subject, read_record, write_record
+from finefit.artifacts.records import read_record, write_record
 from finefit.errors import FinefitError, RunError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import finefit_cache
@@ -23,23 +25,9 @@ from finefit.model.locate import Outline, outline
 from finefit.pipeline.data import missing, prepare_data, present
 from finefit.pipeline.rehearsing import ask
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import (
-    AdamW,
-    Data,
-    Dpo,
-    Evaluation,
-    Held,
-    LocalLauncher,
-    Lora,
-    NanStop,
-    Save,
-    ShapeModel,
-    SlurmLauncher,
-    Source,
-    Spec,
-    Tuning,
-    Validation,
-)
+from finefit.spec.models import Lora, ShapeModel, Tuning
+from finefit.spec.rows import Data, Held, Source
+from finefit.spec.schema import AdamW, Dpo, Evaluation, LocalLauncher, NanStop, Save, SlurmLauncher, Spec, Validation
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
 _ROOMS = ("plan", "rehearse", "evaluate", "step", "model", "objective", "data", "facts", "spec", "artifacts")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from finefit.artifacts.records import Forecast, Lengths, Suggestion
+from finefit.artifacts.forecasts import Forecast, Lengths, Suggestion
 from finefit.errors import FindingError, FinefitError, SpecError
 from finefit.facts.machine import read_machine
 from finefit.pipeline.data import missing, prepare_data
@@ -14,7 +14,9 @@ from finefit.pipeline.outlines import Done, Outlines, nothing_done
 from finefit.pipeline.rehearsing import one_rehearser
 from finefit.pipeline.wiring import wired_spec
 from finefit.spec.load import parse_any, spec_to_json
-from finefit.spec.schema import Data, Lora, Sft, Source, Spec
+from finefit.spec.models import Lora
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import Sft, Spec
 from finefit.spec.stages import STAGE_PATH, MakePairs, Pipeline, Rules, StageModel, TrainStage
 
 

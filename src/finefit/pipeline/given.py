@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from finefit.artifacts.checkpoint import step_named
+from finefit.artifacts.evaluations import EvalItem, EvalRequest, Subject
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import EvalItem, EvalRequest, Subject
 from finefit.artifacts.rundir import EvalPaths
 from finefit.data.files import find_files
 from finefit.data.items import key_of
@@ -25,7 +25,8 @@ from finefit.data.tasks.amr.subtasks import prompt_of
 from finefit.errors import DataError
 from finefit.evaluate.score import score_item
 from finefit.facts.files import read_file
-from finefit.spec.schema import AmrForm, Form, Full, ShapeModel
+from finefit.spec.models import Full, ShapeModel
+from finefit.spec.tasks import AmrForm, Form
 
 _ANSWERS = ("answer", "response", "output", "prediction", "completion", "generated_text")
 _PROMPTS = ("prompt", "question", "instruction", "input")

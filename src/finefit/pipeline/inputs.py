@@ -18,24 +18,10 @@ from finefit.pipeline.data import PreparedData, find_sources, prepare_data
 from finefit.pipeline.taskfiles import moved_task, task_sha256
 from finefit.plan.engine import nodes_of
 from finefit.spec.load import spec_to_json
-from finefit.spec.schema import (
-    CustomModel,
-    Data,
-    DeepSpeed,
-    Engine,
-    Evaluation,
-    Fields,
-    FolderModel,
-    Held,
-    HubModel,
-    LocalLauncher,
-    Lora,
-    Model,
-    OwnTask,
-    Source,
-    Spec,
-    Tuning,
-)
+from finefit.spec.models import CustomModel, FolderModel, HubModel, Lora, Model, Tuning
+from finefit.spec.rows import Data, Fields, Held, Source
+from finefit.spec.schema import DeepSpeed, Engine, Evaluation, LocalLauncher, Spec
+from finefit.spec.tasks import OwnTask
 
 MovePath = Callable[[str], str]
 UNDIGESTED = ("launcher", "trackers")

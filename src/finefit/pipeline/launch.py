@@ -18,8 +18,9 @@ from types import FrameType, TracebackType
 
 from finefit import errors
 from finefit.artifacts.launcher import Place, chosen_variables, on_stop_signals, without_place
-from finefit.artifacts.records import Failure, Stage, StageResult, read_record
+from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.errors import FinefitError, Interrupted, SpecError, WorkerDied
 
 _TICK_SECONDS = 0.2

@@ -14,7 +14,8 @@ from finefit.data.read import Reading, open_source
 from finefit.data.rows import BadRow, Row
 from finefit.data.selection import sampled
 from finefit.data.tasks import NoResult, make_build
-from finefit.spec.schema import Form, Source
+from finefit.spec.rows import Source
+from finefit.spec.tasks import Form
 
 
 def leaks(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Stage, read_record
+from finefit.artifacts.records import read_record
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FindingError, FinefitError, UserError
 from finefit.pipeline.create import create_run, stage_of
 from finefit.pipeline.execute import execute

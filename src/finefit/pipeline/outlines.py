@@ -14,7 +14,7 @@ import finefit
 from finefit.facts.files import finefit_cache
 from finefit.model.locate import Outline, outline
 from finefit.pipeline.wiring import wired_model
-from finefit.spec.schema import Lora
+from finefit.spec.models import Lora
 from finefit.spec.stages import STAGE_PATH, AnyStage, BuildMoe, ForcedRouter, Input, MergeAdapter, Pipeline, TrainStage
 
 Done = Callable[[str], Path | None]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from finefit.artifacts.records import Forecast, Room, StageOutlook
+from finefit.artifacts.forecasts import Forecast, Room, StageOutlook
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import MEMORY_LIMITS, read_cards, read_memory_bytes
 from finefit.facts.model import read_config
@@ -16,7 +16,9 @@ from finefit.pipeline.outlines import Done, Outlines, copies_in, mixture_of, not
 from finefit.pipeline.rehearsing import one_rehearser
 from finefit.pipeline.sizes import size_of
 from finefit.pipeline.wiring import wired_model, with_files
-from finefit.spec.schema import AdamW, Data, Evaluation, Full, Lora, ShapeModel, Source, Spec, Tuning
+from finefit.spec.models import Full, Lora, ShapeModel, Tuning
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import AdamW, Evaluation, Spec
 from finefit.spec.stages import (
     BuildMoe,
     CentroidRouter,

@@ -20,8 +20,9 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from finefit.artifacts.launcher import Place, chosen_variables
-from finefit.artifacts.records import Failure, Stage, read_record
+from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FinefitError, RunError, SpecError, WorkerDied
 from finefit.model.load import quiet
 from finefit.pipeline.create import stage_of

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from finefit.artifacts.records import Finding, Forecast, Lengths
+from finefit.artifacts.forecasts import Forecast, Lengths
+from finefit.artifacts.records import Finding
 from finefit.data.items import is_asked, read_items
 from finefit.data.rows import Row
 from finefit.data.tasks import NoResult, Task, make_task
@@ -18,7 +19,8 @@ from finefit.plan.engine import require_same_count
 from finefit.plan.resolve import device_of
 from finefit.preflight.data import examine_data
 from finefit.preflight.run import OPTIONAL, Preparation, examine
-from finefit.spec.schema import AutoEngine, Evaluation, Form, LmEval, Spec
+from finefit.spec.schema import AutoEngine, Evaluation, Spec
+from finefit.spec.tasks import Form, LmEval
 from finefit.step.engines.zero_config import own_config
 
 _SHOWN = 10

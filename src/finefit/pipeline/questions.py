@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from finefit.artifacts.records import Preparation
+from finefit.artifacts.trainings import Preparation
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
 from finefit.errors import DataError
 from finefit.facts.files import FileFact
 from finefit.pipeline.data import PreparedData, prepare_data
 from finefit.pipeline.preparation import require_data, unreadable_references
-from finefit.spec.schema import AdamW, Data, Evaluation, Form, Full, OwnTask, Sft, ShapeModel, Source, Spec
+from finefit.spec.models import Full, ShapeModel
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import AdamW, Evaluation, Sft, Spec
+from finefit.spec.tasks import Form, OwnTask
 
 
 def prepare_questions(source: Source, like: Spec, tokenizer: Path, *, base: Path) -> PreparedData:

@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 
-from finefit.artifacts.records import Answer, Question, read_record, write_record
+from finefit.artifacts.forecasts import Answer, Question
+from finefit.artifacts.records import read_record, write_record
 from finefit.errors import FinefitError, ModelError
 
 _TAIL_LINES = 12

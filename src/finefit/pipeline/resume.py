@@ -7,10 +7,12 @@ from pathlib import Path
 
 from finefit.artifacts.atomic import write_text
 from finefit.artifacts.checkpoint import list_checkpoints, step_of
+from finefit.artifacts.forecasts import Plan, Resolved
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import Amendment, Facts, Plan, Resolved, Run, Stage, read_record, write_record
+from finefit.artifacts.records import Amendment, Facts, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import DataError, ModelError, RunError
 from finefit.facts.files import FileFact
 from finefit.model.locate import Located, locate, with_adapter
@@ -21,7 +23,10 @@ from finefit.pipeline.taskfiles import keep_model_file, keep_task_files, kept_pa
 from finefit.plan.engine import nodes_of
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
-from finefit.spec.schema import CustomModel, DeepSpeed, Engine, Evaluation, FolderModel, HubModel, Lora, Model, OwnTask, Source, Spec, Tuning
+from finefit.spec.models import CustomModel, FolderModel, HubModel, Lora, Model, Tuning
+from finefit.spec.rows import Source
+from finefit.spec.schema import DeepSpeed, Engine, Evaluation, Spec
+from finefit.spec.tasks import OwnTask
 from finefit.step.engines.zero_config import FILE as DEEPSPEED_JSON
 from finefit.step.schedule import learning_rate
 

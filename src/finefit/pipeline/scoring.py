@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from finefit import __version__
+from finefit.artifacts.evaluations import EvalRequest, EvalResult, EvalStage, Subject
+from finefit.artifacts.forecasts import Room
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import EvalRequest, EvalResult, EvalStage, Failure, Room, Run, Subject, read_record, write_record
+from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, newest_with_digest, open_run
 from finefit.artifacts.stages import models_of
 from finefit.data.items import item_line, read_items
@@ -52,7 +54,10 @@ from finefit.pipeline.given import aligned, given_subject, name_of, read_given, 
 from finefit.pipeline.inputs import moved_model
 from finefit.pipeline.questions import file_facts, prepare_questions, read_questions, require_answerable, without_rows
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import CustomModel, Evaluation, Full, ImageLimits, LmEval, Model, ShapeModel, Source
+from finefit.spec.models import CustomModel, Full, Model, ShapeModel
+from finefit.spec.rows import ImageLimits, Source
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import LmEval
 
 _NO_ROOM = Room(rows=1, tokens=1)
 """Where nothing is generated, or it is not known yet."""

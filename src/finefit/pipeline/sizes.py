@@ -14,7 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import ModelSize, read_record, write_record
+from finefit.artifacts.forecasts import ModelSize
+from finefit.artifacts.records import read_record, write_record
 from finefit.errors import ModelError, RunError
 from finefit.facts.files import finefit_cache
 

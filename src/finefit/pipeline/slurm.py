@@ -15,7 +15,8 @@ from finefit.model.locate import locate_start, outline
 from finefit.pipeline.data import find_sources
 from finefit.pipeline.inputs import engine_sha256
 from finefit.plan.engine import devices_of, require_same_count
-from finefit.spec.schema import HubModel, SlurmLauncher, Spec
+from finefit.spec.models import HubModel
+from finefit.spec.schema import SlurmLauncher, Spec
 
 if TYPE_CHECKING:
     from submitit import Executor

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from finefit.artifacts.records import Begun, Done, read_record
+from finefit.artifacts.pipelines import Begun, Done
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, is_run, runs_named
 from finefit.errors import RunError
 from finefit.pipeline.stage_keys import differences, grounds, is_same_work, key_of, sizes_in

@@ -11,7 +11,9 @@ from pydantic import BaseModel
 
 from finefit import __version__
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import Begun, EvalResult, read_record
+from finefit.artifacts.evaluations import EvalResult
+from finefit.artifacts.pipelines import Begun
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
 from finefit.data.files import find_files, pin_hub_path
 from finefit.errors import SpecError
@@ -22,7 +24,9 @@ from finefit.model.locate import commit_of
 from finefit.pipeline.foreseen import naming
 from finefit.pipeline.stage_paths import models_of, moved, paths_of
 from finefit.pipeline.wiring import At, output_of
-from finefit.spec.schema import Common, CustomModel, Fields, FolderModel, Held, HubModel, Lora, Source
+from finefit.spec.models import CustomModel, FolderModel, HubModel, Lora
+from finefit.spec.rows import Fields, Held, Source
+from finefit.spec.schema import Common
 from finefit.spec.stages import STAGE_PATH, AnyStage, CompareStage, EvaluateStage, MergeAdapter, Pipeline, StageModel, TrainStage, Verdicts
 
 DigestOf = Callable[[str], str]

@@ -9,7 +9,7 @@ from typing import Literal
 
 import psutil
 
-from finefit.artifacts.records import StageMemory
+from finefit.artifacts.pipelines import StageMemory
 from finefit.facts.card_memory import used_bytes
 from finefit.facts.cards import read_card_processes
 from finefit.pipeline.forecasting import visible_cards

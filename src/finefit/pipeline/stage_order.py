@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from finefit.artifacts.records import Order, WiredModel
+from finefit.artifacts.pipelines import Order, WiredModel
 from finefit.facts.machine import read_machine
 from finefit.pipeline.inputs import moved_model
 from finefit.pipeline.stage_choice import Stages

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from finefit.spec.schema import CustomModel, EmbeddedModel, FolderModel, HubModel, ShapeModel
+from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, ShapeModel
 from finefit.spec.stage_kinds import PATHS, Input, StageModel
 
 P = TypeVar("P", bound=BaseModel)

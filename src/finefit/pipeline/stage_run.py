@@ -9,8 +9,10 @@ from pathlib import Path
 
 from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
+from finefit.artifacts.forecasts import Forecast, Plan
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import Forecast, PipelineState, Plan, Run, StageState, read_record, write_record
+from finefit.artifacts.pipelines import PipelineState, StageState
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, newest_with_digest
 from finefit.errors import RunError
 from finefit.pipeline.create import put_in_place

@@ -21,8 +21,10 @@ from finefit.artifacts.atomic import sync_file, sync_folder
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import on_stop_signals
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import Begun, Done, Failure, Made, PipelineState, Run, StageMemory, StageResult, read_record, write_record
+from finefit.artifacts.pipelines import Begun, Done, Made, PipelineState, StageMemory
+from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.errors import FinefitError, Interrupted, Resumable
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import create_run_at, stage_of
@@ -39,7 +41,8 @@ from finefit.pipeline.stage_run import open_stages, plan_rest
 from finefit.pipeline.wiring import wired_spec
 from finefit.spec.edit import dumped
 from finefit.spec.load import spec_from_json
-from finefit.spec.schema import CustomModel, FolderModel, Lora, Spec
+from finefit.spec.models import CustomModel, FolderModel, Lora
+from finefit.spec.schema import Spec
 from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage
 
 MAKER = "finefit.pipeline.making.worker"

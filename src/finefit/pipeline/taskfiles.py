@@ -7,7 +7,9 @@ from pathlib import Path
 
 from finefit.errors import SpecError
 from finefit.facts.files import read_file
-from finefit.spec.schema import CustomModel, Evaluation, FolderModel, Form, LmEval, OwnTask, Spec, Summary, Task, TruthfulQa
+from finefit.spec.models import CustomModel, FolderModel
+from finefit.spec.schema import Evaluation, Spec
+from finefit.spec.tasks import Form, LmEval, OwnTask, Summary, Task, TruthfulQa
 
 TASK_FILE = "task.py"
 TASK_FOLDER = "tasks"

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from finefit.artifacts.records import WiredModel
+from finefit.artifacts.pipelines import WiredModel
 from finefit.artifacts.rundir import RunDir
-from finefit.spec.schema import CustomModel, FolderModel, Lora, Model, Spec
+from finefit.spec.models import CustomModel, FolderModel, Lora, Model
+from finefit.spec.schema import Spec
 from finefit.spec.stages import STAGE_PATH, AnyStage, Gate, Input, Pipeline, StageModel, TrainStage
 
 At = Callable[[str], Path]

@@ -4,13 +4,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from finefit.artifacts.records import Room
+from finefit.artifacts.forecasts import Room
 from finefit.errors import SpecError
 from finefit.model.custom_files import Written, written_in
 from finefit.plan.search import ASKED, Freedom
 from finefit.rehearse.custom import num_layers
-from finefit.spec.schema import DeepSpeed, Dpo, Evaluation, FullyShard, Hallucination, LmEval, Lora, Perplexity, Router, Spec, TruthfulQa
+from finefit.spec.models import Lora
+from finefit.spec.schema import DeepSpeed, Dpo, Evaluation, FullyShard, Router, Spec
 from finefit.spec.schema import Levers as AskedLevers
+from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
 from finefit.step.custom import twin_of
 
 _ROWS = 8

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
 
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Room, Suggestion, TowerSize
+from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths, Room, Suggestion, TowerSize
 from finefit.errors import ModelError, SpecError
 from finefit.facts.cards import CARD_KINDS
 from finefit.model.attention import can_pack
@@ -24,7 +24,8 @@ from finefit.rehearse.clock import phase_seconds, total_flops
 from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, survey
 from finefit.rehearse.showing import image_tokens
 from finefit.rehearse.trace import OUTSIDE, Block
-from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Lora, Spec, Subset
+from finefit.spec.models import Lora, Subset
+from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Spec
 from finefit.spec.schema import Levers as AskedLevers
 from finefit.step.engines.choose import engine_problems
 from finefit.step.objective import is_cached

@@ -11,7 +11,7 @@ from finefit.rehearse.custom import num_layers
 from finefit.rehearse.depth import layer_kinds, rehearse_depth
 from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config
 from finefit.rehearse.shard import Sharding, sharded
-from finefit.spec.schema import Full, Lora
+from finefit.spec.models import Full, Lora
 
 _USUAL = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
 

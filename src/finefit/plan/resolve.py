@@ -8,13 +8,17 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel
 
-from finefit.artifacts.records import Forecast, Inputs, Resolved, Stage
+from finefit.artifacts.forecasts import Forecast, Resolved
+from finefit.artifacts.records import Inputs
+from finefit.artifacts.trainings import Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
 from finefit.spec.every import Interval
-from finefit.spec.schema import AutoEngine, Common, Fields, Lora, Single, Spec
+from finefit.spec.models import Lora
+from finefit.spec.rows import Fields
+from finefit.spec.schema import AutoEngine, Common, Single, Spec
 from finefit.step.engines.choose import require_possible
 
 Leaves = Iterable[tuple[str, Any, bool]]

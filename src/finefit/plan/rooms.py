@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finefit.artifacts.records import Lengths, Levers, Room
+from finefit.artifacts.forecasts import Lengths, Room
+from finefit.artifacts.records import Levers
 from finefit.model.custom_files import written_in
 from finefit.plan.custom import own_rooms
 from finefit.plan.target import Target
 from finefit.rehearse.generation import Generated, allocated_by_depth, generate, read_through
 from finefit.rehearse.rehearsal import Scene
 from finefit.rehearse.showing import fitting, num_tokens, num_values
-from finefit.spec.schema import AdamW, Evaluation, Hallucination, LmEval, Perplexity, TruthfulQa, Tuning
+from finefit.spec.models import Tuning
+from finefit.spec.schema import AdamW, Evaluation
+from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
 
 _MOST_ROWS = {"cuda": 64, "cpu": 16}
 """Of the longest prompts: more gain little, and a long batch waits for its slowest row."""

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from finefit.artifacts.records import Levers, Suggestion
+from finefit.artifacts.forecasts import Suggestion
+from finefit.artifacts.records import Levers
 from finefit.model.custom_files import written_in
 from finefit.plan.custom import narrowed
 from finefit.plan.engine import engine_of
@@ -12,7 +13,8 @@ from finefit.plan.look import Look, Looker
 from finefit.plan.search import ASKED, Choice, Freedom, freedom_of
 from finefit.rehearse.rehearsal import Scene
 from finefit.rehearse.showing import fitting
-from finefit.spec.schema import Dpo, Full, Lora
+from finefit.spec.models import Full, Lora
+from finefit.spec.schema import Dpo
 from finefit.spec.schema import Levers as AskedLevers
 from finefit.step.engines.choose import engine_problems
 from finefit.step.objective import is_cached

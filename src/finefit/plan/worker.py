@@ -9,7 +9,8 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from finefit.artifacts.records import Answer, Failure, Forecast, Question, Room, read_record, write_record
+from finefit.artifacts.forecasts import Answer, Forecast, Question, Room
+from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.errors import FinefitError
 from finefit.facts.cards import CardRequest, parse_card
 from finefit.facts.machine import Machine, read_machine

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from finefit.artifacts.records import Fault, Finding, Preparation, SourceLedger
+from finefit.artifacts.records import Finding
+from finefit.artifacts.trainings import Fault, Preparation, SourceLedger
 from finefit.preflight.findings import in_order
 from finefit.spec.schema import Spec
 

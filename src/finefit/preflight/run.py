@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finefit.artifacts.forecasts import Forecast, Suggestion
 from finefit.artifacts.names import grouped
-from finefit.artifacts.records import Finding, Forecast, Levers, Suggestion
+from finefit.artifacts.records import Finding, Levers
 from finefit.data.order import steps_per_epoch
 from finefit.facts.cards import CardKind, find_kind
 from finefit.preflight.findings import in_order
 from finefit.spec.every import Interval
-from finefit.spec.schema import AdamW, DeepSpeed, Engine, LmEval, Lora, ShapeModel, SlurmLauncher, Spec
+from finefit.spec.models import Lora, ShapeModel
+from finefit.spec.schema import AdamW, DeepSpeed, Engine, SlurmLauncher, Spec
+from finefit.spec.tasks import LmEval
 from finefit.step.engines.choose import engine_problems
 from finefit.step.engines.zero_config import contradictions
 

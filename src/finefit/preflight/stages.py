@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from finefit.artifacts.records import Finding, StageOutlook
+from finefit.artifacts.forecasts import StageOutlook
+from finefit.artifacts.records import Finding
 from finefit.preflight.run import TIGHT
 from finefit.spec.schema import Training
 from finefit.spec.stages import BuildMoe, Pipeline

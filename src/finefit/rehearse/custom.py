@@ -9,7 +9,7 @@ from finefit.model.custom import build
 from finefit.model.custom_files import Written
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Extra
-from finefit.spec.schema import Lora, Tuning
+from finefit.spec.models import Lora, Tuning
 from finefit.step.custom import Compose, blank_rows, twin_of
 
 _SIZE = (512, 512)

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from finefit.artifacts.records import Levers, TowerSize
+from finefit.artifacts.forecasts import TowerSize
+from finefit.artifacts.records import Levers
 from finefit.data.packing import capacity_of
 from finefit.errors import ModelError
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
@@ -40,7 +41,8 @@ from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.shadows import BitsAndBytesAdamW, Int8Linear, Nf4Linear, fuse_dropout, leave_uncast, paged_bytes, quantise, widen_norms
 from finefit.rehearse.showing import num_tokens, shown
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Trace
-from finefit.spec.schema import AdamW, Dpo, Lora, Objective, Sft, Tuning
+from finefit.spec.models import Lora, Tuning
+from finefit.spec.schema import AdamW, Dpo, Objective, Sft
 from finefit.step.custom import bind_own
 from finefit.step.forward import autocast_for, bind, keeps_casts
 from finefit.step.levers import layers_of, pull

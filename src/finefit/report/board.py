@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from finefit.artifacts.checkpoint import step_named
+from finefit.artifacts.evaluations import EvalItem, EvalResult, EvalStage, Score
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import EvalItem, EvalResult, EvalStage, Score, read_record
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import RunError
 from finefit.report.fitted import Fitted

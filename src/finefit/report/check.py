@@ -7,7 +7,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from finefit.artifacts.records import Efficiency, Finding, Forecast, GradientMap, Preparation, TowerSize
+from finefit.artifacts.forecasts import Forecast, GradientMap, TowerSize
+from finefit.artifacts.records import Finding
+from finefit.artifacts.trainings import Efficiency, Preparation
 from finefit.report.ledger import ledger_document
 from finefit.report.plan import tower_lines
 from finefit.report.units import gib

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from finefit.artifacts.records import Efficiency, Finding, GradientMap
+from finefit.artifacts.forecasts import GradientMap
+from finefit.artifacts.records import Finding
+from finefit.artifacts.trainings import Efficiency
 from finefit.report.check import proved_lines, show_finding
 from finefit.report.ledger import ledger_document, show_ledger
 from finefit.report.units import gib

@@ -4,8 +4,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finefit.artifacts.records import EvalItem, EvalResult, Stage, StageResult, read_record
+from finefit.artifacts.evaluations import EvalItem, EvalResult
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage, StageResult
 from finefit.data.items import read_items
 from finefit.report.run import evals_table, result_lines
 

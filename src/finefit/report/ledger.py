@@ -8,8 +8,8 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from finefit.artifacts.journal import read_lines
-from finefit.artifacts.records import Preparation, SourceLedger
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Preparation, SourceLedger
 
 _GUTTER = 12
 _SOURCE = TypeAdapter(SourceLedger)

@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
+from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths, Room, Suggestion, TowerSize
 from finefit.artifacts.names import grouped
-from finefit.artifacts.records import Forecast, GradientMap, Lengths, Levers, Room, Suggestion, TowerSize
+from finefit.artifacts.records import Levers
 from finefit.report.lines import GAP, GUTTER, hanging, print_lines, section, table, trimmed
 from finefit.report.units import apportion, duration, gib, three_digits
 from finefit.spec.schema import DeepSpeed

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from finefit.artifacts.records import Forecast, Room, StageOutlook, Suggestion
+from finefit.artifacts.forecasts import Forecast, Room, StageOutlook, Suggestion
 from finefit.report.lines import hanging, print_lines, table
 from finefit.report.plan import card_name, forecast_object, in_order, room_words, show_forecast, suggestion_lines, yes_or_no
 from finefit.report.units import duration, gib, three_digits

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finefit.artifacts.evaluations import EvalRequest
 from finefit.artifacts.journal import whole
-from finefit.artifacts.records import EvalRequest, Run, Stage, read_record
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import RunError
 from finefit.report.events import event_words
 from finefit.report.units import clock, gib

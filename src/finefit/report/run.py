@@ -9,9 +9,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from finefit.artifacts.evaluations import EvalResult
+from finefit.artifacts.forecasts import Plan, Resolved
 from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.records import EvalResult, Plan, Resolved, Run, StageResult, read_record
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.trainings import StageResult
 from finefit.errors import RunError
 from finefit.report.board import boards, in_order, metric_of, scores_document, shown_n, shown_value
 from finefit.report.events import validation_words

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from finefit.artifacts.lock import holder_of
-from finefit.artifacts.records import Done, PipelineState, Run, StageMemory, StageResult, StageState, read_record
+from finefit.artifacts.pipelines import Done, PipelineState, StageMemory, StageState
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_run
+from finefit.artifacts.trainings import StageResult
 from finefit.pipeline.making.kinds import lines_of
 from finefit.pipeline.stage_choice import Choice
 from finefit.report.board import boards

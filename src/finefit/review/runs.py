@@ -9,7 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import EvalItem, EvalRequest, EvalResult, read_record
+from finefit.artifacts.evaluations import EvalItem, EvalRequest, EvalResult
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_run
 from finefit.artifacts.stages import short_names
 from finefit.errors import RunError

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from finefit.spec.schema import CustomModel, LmEval, Lora
+from finefit.spec.models import CustomModel, Lora
 from finefit.spec.stage_kinds import (
     PATHS,
     STAGE,
@@ -24,6 +24,7 @@ from finefit.spec.stage_kinds import (
     StageModel,
     TrainStage,
 )
+from finefit.spec.tasks import LmEval
 
 _MAKERS_OF_MODELS = ("train", "merge_adapter", "build_moe")
 _MAKERS_OF_FILES = ("make_pairs", "python", "train", "merge_adapter", "build_moe")

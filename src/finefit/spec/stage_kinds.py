@@ -6,27 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from finefit.spec.schema import (
-    CustomModel,
-    DeepSpeed,
-    EmbeddedModel,
-    Evaluation,
-    Fields,
-    FolderModel,
-    Form,
-    Held,
-    HubModel,
-    LmEval,
-    Lora,
-    OwnTask,
-    Part,
-    ShapeModel,
-    Source,
-    Task,
-    Training,
-    TruthfulQa,
-    require_labels,
-)
+from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, ShapeModel
+from finefit.spec.part import Part
+from finefit.spec.rows import Fields, Held, Source
+from finefit.spec.schema import DeepSpeed, Evaluation, Training, require_labels
+from finefit.spec.tasks import Form, LmEval, OwnTask, Task, TruthfulQa
 
 STAGE = "stage://"
 STAGE_PATH = re.compile(rf"{STAGE}([^/]+)(?:/(.*))?", re.DOTALL)

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from finefit.spec.schema import Common, Model, Spec, Training, Tuning
+from finefit.spec.models import Model, Tuning
+from finefit.spec.schema import Common, Spec, Training
 from finefit.spec.stage_graph import needs, require_fitting_models, require_inputs, require_one_folder_each
 from finefit.spec.stage_kinds import (
     STAGE_PATH,

@@ -19,7 +19,8 @@ from finefit.data.looking import OwnEye, See
 from finefit.errors import FinefitError, SpecError
 from finefit.model.custom_files import written, written_in
 from finefit.objective.batch import Extra
-from finefit.spec.schema import CustomModel, ImageLimits, Model
+from finefit.spec.models import CustomModel, Model
+from finefit.spec.rows import ImageLimits
 from finefit.step.custom import twin_of
 
 

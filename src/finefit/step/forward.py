@@ -21,7 +21,7 @@ from finefit.errors import ModelError
 from finefit.model.custom import own_of
 from finefit.model.sight import bare, read, sight_in
 from finefit.objective.batch import Batch, Forward
-from finefit.spec.schema import Lora, Tuning
+from finefit.spec.models import Lora, Tuning
 from finefit.step.custom import bind_own
 from finefit.step.fused import Kernels
 from finefit.step.head import head_logprobs

@@ -18,9 +18,10 @@ from finefit.objective.dpo import Dpo, Reference, from_batch, paired_of, sequenc
 from finefit.objective.router import RouterLoss
 from finefit.objective.sft import sft
 from finefit.spec import schema
+from finefit.spec.models import Lora, Tuning
 
 
-def make_objective(asked: schema.Objective, tuning: schema.Tuning, model: nn.Module, forward: Forward) -> Objective:
+def make_objective(asked: schema.Objective, tuning: Tuning, model: nn.Module, forward: Forward) -> Objective:
     if own_of(model) is not None:
         return own_loss
     match asked:
@@ -59,17 +60,17 @@ def _architecture(model: nn.Module) -> str:
     return type(model.get_base_model() if isinstance(model, peft.PeftModel) else model).__name__
 
 
-def keep_start(asked: schema.Objective, tuning: schema.Tuning, model: nn.Module) -> None:
+def keep_start(asked: schema.Objective, tuning: Tuning, model: nn.Module) -> None:
     """Before a checkpoint is restored: where training goes on from an adapter, a frozen copy of it stays. A new adapter is simply left out later."""
-    goes_on = isinstance(tuning, schema.Lora) and tuning.adapter is not None
+    goes_on = isinstance(tuning, Lora) and tuning.adapter is not None
     if isinstance(asked, schema.Dpo) and goes_on and not is_cached(asked, tuning):
         assert isinstance(model, peft.PeftModel)
         freeze_reference(model)
 
 
-def is_cached(asked: schema.Objective, tuning: schema.Tuning) -> bool:
+def is_cached(asked: schema.Objective, tuning: Tuning) -> bool:
     """Whether the reference is computed before the first step: without an adapter the starting weights are gone after it."""
-    return isinstance(asked, schema.Dpo) and (asked.reference == "cached" or not isinstance(tuning, schema.Lora))
+    return isinstance(asked, schema.Dpo) and (asked.reference == "cached" or not isinstance(tuning, Lora))
 
 
 def starting(model: nn.Module, forward: Forward) -> Reference:

@@ -3,7 +3,7 @@
 A step whose gradients overflow is made again at half the scale; after many good ones the scale is tried twice as high.
 """
 
-from finefit.artifacts.records import LossScale
+from finefit.artifacts.trainings import LossScale
 
 _START = 2.0**16
 _LARGEST = 2.0**24

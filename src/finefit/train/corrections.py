@@ -4,7 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from finefit.artifacts.journal import Journal, read_lines
-from finefit.artifacts.records import Levers, TrainState
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import TrainState
 
 FILE = "corrections.jsonl"
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Levers, Stage
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Stage
 from finefit.data.collate import Collator
 from finefit.data.pairs import Trained
 from finefit.data.workers import Workers

@@ -7,7 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from finefit.artifacts.records import Best, Levers, LossScale, TrainState
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Best, LossScale, TrainState
 from finefit.data.order import rows_of_step
 from finefit.errors import Diverged, Interrupted
 from finefit.spec.every import Interval

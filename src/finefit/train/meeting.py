@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import Store
 
 from finefit import __version__
 from finefit.artifacts.launcher import Place
-from finefit.artifacts.records import Stage
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import RunError, WorkerDied
 from finefit.facts.files import read_file
 from finefit.facts.machine import read_version

@@ -21,8 +21,8 @@ from torch import nn
 
 from finefit.artifacts.atomic import full_disk_named, sync_file, sync_folder
 from finefit.artifacts.journal import Journal
-from finefit.artifacts.records import Stage
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.data.collate import Collator, grouped
 from finefit.data.order import part_of_rank
 from finefit.data.pairs import Pair, Trained

@@ -13,8 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from finefit.artifacts.records import Levers, Plan, TrainState, read_record
+from finefit.artifacts.forecasts import Plan
+from finefit.artifacts.records import Levers, read_record
 from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.trainings import TrainState
 from finefit.errors import Resumable
 from finefit.spec.schema import DeepSpeed
 from finefit.spec.schema import Engine as EngineSpec

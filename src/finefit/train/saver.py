@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.checkpoint import list_checkpoints, name_checkpoint, newest_verified, rotate, step_of, write_checkpoint
-from finefit.artifacts.records import Failure, Stage, TrainState, read_record, write_record
+from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage, TrainState
 from finefit.errors import FinefitError, Resumable, RunError
 from finefit.model.kept import Kept, require_kept
 from finefit.model.load import restore_weights, save_weights, weight_bytes, whole_weights

@@ -19,8 +19,9 @@ from torch.distributed.distributed_c10d import Store
 from finefit.artifacts.checkpoint import list_checkpoints, step_of, sweep
 from finefit.artifacts.journal import Journal, read_steps
 from finefit.artifacts.launcher import Place, find_place, recorded_variables
-from finefit.artifacts.records import Failure, Levers, Stage, StageResult, TrainState, read_record, write_record
+from finefit.artifacts.records import Failure, Levers, read_record, write_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage, StageResult, TrainState
 from finefit.data.collate import Collator
 from finefit.data.looking import OwnEye
 from finefit.data.render import open_renderer
@@ -34,7 +35,7 @@ from finefit.model.kept import kept_of
 from finefit.model.load import base_bits, counts, load_base, load_custom, make_trainable, quiet, weight_dtype
 from finefit.model.locate import locate_start
 from finefit.objective.batch import Forward
-from finefit.spec.schema import CustomModel
+from finefit.spec.models import CustomModel
 from finefit.step import scaling
 from finefit.step.custom import Compose
 from finefit.step.engines import loads_on, make_engine

@@ -10,7 +10,8 @@ from finefit.data.rows import Message, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_build, make_task
 from finefit.data.tasks.amr.notation import write
 from finefit.evaluate.score import score_item
-from finefit.spec.schema import AmrForm, Evaluation
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import AmrForm
 from finefit.stats.metrics import value
 from tests.data.amr.perturbed import pairs
 

@@ -7,7 +7,7 @@ import pytest
 from finefit.data.tasks.amr import smatch_of_files
 from finefit.data.tasks.amr.files import align, read_graphs
 from finefit.errors import DataError
-from finefit.spec.schema import Amr
+from finefit.spec.tasks import Amr
 
 GOLD = (
     "#::snt one\n(a / con mèo)\n\t\n#::snt two\n(b / bé\n    :mod(c / con)\n    :mod(c1 / nhỏ))\n\n#::snt three\n(d / đi)\n#::snt two\n(e / em_bé)\n"

@@ -9,7 +9,7 @@ from finefit.data.tasks.amr.files import read_graphs
 from finefit.data.tasks.amr.notation import parse
 from finefit.data.tasks.amr.task import smatch_of_files
 from finefit.errors import DataError
-from finefit.spec.schema import Amr
+from finefit.spec.tasks import Amr
 from tests.data.amr.perturbed import perturbed
 from tests.data.amr.test_smatch import corpus_f1, matched, of_the_package
 

@@ -21,7 +21,7 @@ from finefit.data.read import open_source
 from finefit.data.render import Renderer
 from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
 from finefit.errors import DataError
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 from tests.conftest import make_tokenizer
 from tests.data.conftest import WIDE
 from tests.data.falsify.corpus import make_row, make_rows, row_of

@@ -10,7 +10,7 @@ from finefit.data.falsify.written import write_pairs
 from finefit.data.read import open_source
 from finefit.data.rows import Message, Row
 from finefit.errors import DataError
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 
 PROMPT = (Message("user", "Why?"),)
 

@@ -12,7 +12,7 @@ from finefit.data.eyes.llava import llava_eye, llava_lens
 from finefit.data.eyes.llava_next import llava_next_eye, llava_next_lens
 from finefit.data.eyes.paligemma import paligemma_eye, paligemma_lens
 from finefit.data.eyes.qwen import qwen_eye, qwen_lens
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 Config = Mapping[str, Any]
 """The contents of a config.json."""

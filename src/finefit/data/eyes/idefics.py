@@ -18,7 +18,7 @@ from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown, Size
 from finefit.data.eyes.tiles import Tile, identity_of, image_processor, require_side, seen, settings_of, tile_of, tiles_of, token_of
 from finefit.errors import SpecError
 from finefit.objective.batch import Extra
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 _PIL: Mapping[str, type[BaseImageProcessor]] = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}
 _LARGEST = 4096

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
 from finefit.data.eyes.tiles import ONE, Tile, image_processor, no_limits, one_tile, require_tower, seen, settings_of, tile_of, token_of
 from finefit.objective.batch import Extra
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 

@@ -17,7 +17,7 @@ from finefit.data.eyes.llava import TOWERS, num_features
 from finefit.data.eyes.tiles import Tile, identity_of, image_processor, require_side, require_tower, seen, settings_of, tile_of, tiles_of, token_of
 from finefit.errors import ModelError, SpecError
 from finefit.objective.batch import Extra
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 
 @dataclass(frozen=True, slots=True)

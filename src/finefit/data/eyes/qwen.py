@@ -31,7 +31,7 @@ from finefit.data.cells import Fault
 from finefit.data.eyes.eye import Grid, Pixels, Shown, Size
 from finefit.errors import DataError, ModelError
 from finefit.objective.batch import Extra
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 MARK: Final = "<|image_pad|>"
 _PIXELS: Final = "pixel_values"

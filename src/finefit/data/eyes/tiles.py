@@ -22,7 +22,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from finefit.data.eyes.eye import Grid, Lens, Pixels, Shown, Size
 from finefit.errors import DataError, ModelError, SpecError
-from finefit.spec.schema import ImageLimits
+from finefit.spec.rows import ImageLimits
 
 ONE: Grid = (1,)
 """The grid of every image in families that show an image as one tile."""

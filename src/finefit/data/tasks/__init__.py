@@ -14,13 +14,13 @@ from finefit.data.tasks.own import own_form, own_task
 from finefit.data.tasks.relaxed import relaxed_accuracy
 from finefit.data.tasks.task import Likelihood, NoResult, Reading, Reply, Task
 from finefit.data.tasks.vqa import vqa_accuracy
-from finefit.spec.schema import (
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import (
     Amr,
     AmrForm,
     Anls,
     Bleu,
     Chrf,
-    Evaluation,
     ExactMatch,
     Form,
     Hallucination,

@@ -8,7 +8,7 @@ from nltk.metrics.distance import edit_distance
 
 from finefit.data.tasks.match import stripped
 from finefit.data.tasks.task import Task, against_references
-from finefit.spec.schema import Anls
+from finefit.spec.tasks import Anls
 from finefit.stats.metrics import mean
 
 

@@ -9,7 +9,7 @@ from finefit.data.rows import Row
 from finefit.data.tasks.match import stripped
 from finefit.data.tasks.references import require_right, right_answers
 from finefit.data.tasks.task import Reading, Reply, Task
-from finefit.spec.schema import Bleu, Chrf
+from finefit.spec.tasks import Bleu, Chrf
 from finefit.stats.metrics import Metric
 
 _BLEU_COUNTS = ("length", "reference_length", *(f"matched_{n}" for n in range(1, 5)), *(f"ngrams_{n}" for n in range(1, 5)))

@@ -12,7 +12,7 @@ import torch
 
 from finefit.data.tasks.words import SENTENCE_RULE, sentences
 from finefit.errors import ModelError, SpecError
-from finefit.spec.schema import FolderModel, HubModel
+from finefit.spec.models import FolderModel, HubModel
 
 Nli = HubModel | FolderModel
 FOLLOWS: Final = (

@@ -8,7 +8,7 @@ from typing import Final
 from finefit.data.rows import Row
 from finefit.data.tasks.task import Reading, Reply, Task
 from finefit.errors import SpecError
-from finefit.spec.schema import Judge
+from finefit.spec.tasks import Judge
 from finefit.stats.metrics import mean, rate
 
 LOWEST, HIGHEST = 1, 5

@@ -6,7 +6,7 @@ from finefit.data.rows import Row
 from finefit.data.tasks.references import require_right, require_wrong, right_answers, wrong_answers
 from finefit.data.tasks.task import Likelihood, NoResult, Reading, Reply, Task
 from finefit.errors import RunError
-from finefit.spec.schema import Perplexity
+from finefit.spec.tasks import Perplexity
 from finefit.stats.metrics import Metric, mean
 
 

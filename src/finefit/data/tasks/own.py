@@ -19,7 +19,7 @@ from finefit.data.tasks.likely import require_finite
 from finefit.data.tasks.references import require_right, right_answers, wrong_answers
 from finefit.data.tasks.task import Likelihood, NoResult, Reading, Reply, Task, against_references
 from finefit.errors import SpecError
-from finefit.spec.schema import OwnTask
+from finefit.spec.tasks import OwnTask
 from finefit.stats.metrics import Metric, mean, rate
 
 _KINDS: Mapping[str, Callable[[str], Metric]] = {"mean": mean, "rate": rate}

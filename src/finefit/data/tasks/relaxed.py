@@ -6,7 +6,7 @@ and is compared as it is written, nothing is near zero but zero as it is written
 
 from finefit.data.tasks.match import stripped
 from finefit.data.tasks.task import Task, against_references
-from finefit.spec.schema import RelaxedAccuracy
+from finefit.spec.tasks import RelaxedAccuracy
 from finefit.stats.metrics import rate
 
 

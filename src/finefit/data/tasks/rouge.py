@@ -9,7 +9,7 @@ from rouge_score.tokenizers import DefaultTokenizer
 from finefit.data.tasks.match import stripped
 from finefit.data.tasks.task import NoResult, Task, against_references
 from finefit.data.tasks.words import SENTENCE_RULE, sentences, words
-from finefit.spec.schema import Rouge
+from finefit.spec.tasks import Rouge
 from finefit.stats.metrics import mean
 
 KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")

@@ -11,7 +11,7 @@ from finefit.data.tasks.entailment import entailment_signature, faithfulness, re
 from finefit.data.tasks.rouge import comparison, rouge_signature, worded
 from finefit.data.tasks.task import NoResult, Reading, Reply, Task, against_references
 from finefit.data.tasks.words import ngrams, words
-from finefit.spec.schema import Rouge, Summary
+from finefit.spec.tasks import Rouge, Summary
 from finefit.stats.metrics import Metric, mean
 
 _ROUGE = Rouge(kind="rouge")

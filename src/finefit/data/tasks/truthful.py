@@ -14,7 +14,7 @@ from finefit.data.tasks.references import require_wrong, right_answers, wrong_an
 from finefit.data.tasks.rouge import comparison, rouge_signature
 from finefit.data.tasks.task import NoResult, Reading, Reply, Task
 from finefit.errors import SpecError
-from finefit.spec.schema import Rouge, TruthfulQa
+from finefit.spec.tasks import Rouge, TruthfulQa
 from finefit.stats.metrics import Metric, mean, rate
 
 _NO_COMMENT = "I have no comment."

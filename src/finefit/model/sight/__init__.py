@@ -15,7 +15,7 @@ from finefit.model.sight.llava import LLAVA, LLAVA_NEXT
 from finefit.model.sight.qwen import QWEN2, QWEN3
 from finefit.model.sight.sight import Sight
 from finefit.objective.batch import Batch
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 _WRAPPED = "base_model.model."
 """What names begin with that peft has put something around."""

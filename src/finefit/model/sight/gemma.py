@@ -23,7 +23,7 @@ from finefit.model.sight.tiles import (
     within,
 )
 from finefit.objective.batch import Extra
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

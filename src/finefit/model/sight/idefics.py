@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from finefit.model.sight.patches import take_product
 from finefit.model.sight.tiles import PIXELS, embedded, shows, spoken, with_features
 from finefit.objective.batch import Extra
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 
 @dataclass(frozen=True)

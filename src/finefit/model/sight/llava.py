@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from finefit.model.sight.tiles import PIXELS, embedded, shows, spoken, states, with_features
 from finefit.objective.batch import Extra
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from finefit.model.sight.attention import attend_by_piece
 from finefit.model.sight.patches import take_product
 from finefit.objective.batch import Extra
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 _TOWER = "tower."
 """Begins the names of what is the tower's alone, which knows it by the rest of the name."""

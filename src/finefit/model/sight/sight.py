@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from finefit.objective.batch import Extra
-from finefit.spec.schema import Tower
+from finefit.spec.models import Tower
 
 
 class Sight(Protocol):

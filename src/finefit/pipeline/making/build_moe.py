@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import torch
 
-from finefit.artifacts.records import Order, write_record
+from finefit.artifacts.pipelines import Order
+from finefit.artifacts.records import write_record
 from finefit.data.budget import Budget
 from finefit.data.read import open_source
 from finefit.data.render import Rendered, Renderer, open_renderer
@@ -28,7 +29,7 @@ from finefit.model.locate import locate
 from finefit.model.moe import Built, Router, average, build_moe
 from finefit.model.moe_proof import prove_experts
 from finefit.pipeline.outlines import mixture_of
-from finefit.spec.schema import Source
+from finefit.spec.rows import Source
 from finefit.spec.stages import BuildMoe, CentroidRouter, ForcedRouter
 
 RECORD = "routing.json"

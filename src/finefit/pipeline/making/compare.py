@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import Order, write_record
+from finefit.artifacts.pipelines import Order
+from finefit.artifacts.records import write_record
 from finefit.compare.comparing import compare
 from finefit.compare.records import Comparison, Pairing, TaskComparison
 from finefit.compare.targets import FILE, widened

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finefit.artifacts.evaluations import EvalResult
 from finefit.artifacts.lock import run_lock
-from finefit.artifacts.records import EvalResult, Order, WiredModel
+from finefit.artifacts.pipelines import Order, WiredModel
 from finefit.artifacts.rundir import RunDir
 from finefit.pipeline.bare import EARLIER, STAGING, Asked, Bare, open_at, wired_bare
 from finefit.pipeline.evaluating import Rooms, Say, Tick, evaluate, prompt_grids_of, prompt_tokens_of, request_of
@@ -20,7 +21,9 @@ from finefit.pipeline.making.score_table import told as lines
 from finefit.pipeline.questions import plain_spec, prepare_questions, without_rows
 from finefit.pipeline.scoring import recorded, require_readable
 from finefit.pipeline.taskfiles import moved_task
-from finefit.spec.schema import Data, Evaluation, Lora, Model, Source, Spec, Tuning
+from finefit.spec.models import Lora, Model, Tuning
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import Evaluation, Spec
 from finefit.spec.stages import EvaluateStage, Questions
 
 __all__ = ["lines", "score"]

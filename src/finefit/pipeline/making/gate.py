@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finefit.artifacts.records import Order, SequenceGate, write_record
+from finefit.artifacts.pipelines import Order, SequenceGate
+from finefit.artifacts.records import write_record
 from finefit.data.fingerprint import held_share, prompt_key, system_is_content
 from finefit.data.items import as_item
 from finefit.data.read import open_source
@@ -22,7 +23,7 @@ from finefit.errors import DataError
 from finefit.evaluate.gate import RECORD, SCORES, TABLE, chosen
 from finefit.model.gate import fit, mean_embeddings, token_scores
 from finefit.model.locate import locate
-from finefit.spec.schema import Source
+from finefit.spec.rows import Source
 from finefit.spec.stages import Gate
 from finefit.stats.intervals import wilson
 

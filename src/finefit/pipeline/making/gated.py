@@ -11,19 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from finefit import __version__
-from finefit.artifacts.records import (
-    EvalItem,
-    EvalRequest,
-    EvalResult,
-    EvalStage,
-    Room,
-    Run,
-    SequenceGate,
-    Subject,
-    WiredModel,
-    read_record,
-    write_record,
-)
+from finefit.artifacts.evaluations import EvalItem, EvalRequest, EvalResult, EvalStage, Subject
+from finefit.artifacts.forecasts import Room
+from finefit.artifacts.pipelines import SequenceGate, WiredModel
+from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir
 from finefit.compare.settings import CHOSEN
 from finefit.data.items import read_items
@@ -35,7 +26,9 @@ from finefit.evaluate.score import score_of
 from finefit.facts.files import read_file
 from finefit.pipeline.bare import STAGING, digest_at, put_at
 from finefit.pipeline.create import stage_of
-from finefit.spec.schema import Evaluation, LmEval, ShapeModel
+from finefit.spec.models import ShapeModel
+from finefit.spec.schema import Evaluation
+from finefit.spec.tasks import LmEval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

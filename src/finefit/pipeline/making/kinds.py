@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from finefit.artifacts.records import Order
+from finefit.artifacts.pipelines import Order
 
 Kind = Literal["compare", "make_pairs", "merge_adapter", "build_moe", "gate", "python"]
 

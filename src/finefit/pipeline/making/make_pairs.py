@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.atomic import write_text
-from finefit.artifacts.records import Order
+from finefit.artifacts.pipelines import Order
 from finefit.data.falsify.make import EVEN, Made, make_pairs
 from finefit.data.falsify.words import read_words
 from finefit.data.falsify.written import pair_record

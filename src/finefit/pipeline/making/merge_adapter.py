@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from finefit.artifacts.records import Order, Stage, read_record
+from finefit.artifacts.pipelines import Order
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.trainings import Stage
 from finefit.errors import ModelError
 from finefit.model.adapter_files import CONFIG
 from finefit.model.load import base_bits

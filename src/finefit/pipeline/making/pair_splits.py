@@ -13,7 +13,7 @@ from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
 from finefit.data.selection import sampled
 from finefit.errors import DataError, SpecError
-from finefit.spec.schema import Source
+from finefit.spec.rows import Source
 from finefit.spec.stages import MakePairs
 
 _SHOWN = 3

@@ -18,7 +18,7 @@ from finefit.review.export import preference_pairs
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.stack import Stack
 from finefit.review.verdicts import Entry, Opened, read_entries
-from finefit.spec.schema import Fields
+from finefit.spec.rows import Fields
 from finefit.spec.stages import Verdicts
 
 _EXPORT = "write the pairs into a file with `finefit review RUN RUN --export-pairs pairs.jsonl`, and name that"

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
-from finefit.artifacts.records import Levers, Order, Room, Subject
+from finefit.artifacts.evaluations import Subject
+from finefit.artifacts.forecasts import Room
+from finefit.artifacts.pipelines import Order
+from finefit.artifacts.records import Levers
 from finefit.data.falsify.make import Unused, content_key
 from finefit.data.falsify.scored import Sample, from_scored
 from finefit.data.falsify.written import pair_record
@@ -25,8 +28,10 @@ from finefit.pipeline.bare import Bare, wired_bare
 from finefit.pipeline.forecasting import rooms_here
 from finefit.pipeline.making.pair_splits import Split, rows_of_splits
 from finefit.pipeline.questions import plain_spec
-from finefit.spec.schema import Data, Evaluation, LmEval, Source, TruthfulQa
+from finefit.spec.rows import Data, Source
+from finefit.spec.schema import Evaluation
 from finefit.spec.stages import MakePairs, Sampled
+from finefit.spec.tasks import LmEval, TruthfulQa
 from finefit.step.levers import pull
 
 

@@ -8,7 +8,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.records import Failure, Made, Order, write_record
+from finefit.artifacts.pipelines import Made, Order
+from finefit.artifacts.records import Failure, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import SpecError
 from finefit.spec.stage_kinds import NAMED_INPUT, OUTPUT, PythonStage

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finefit.artifacts.records import EvalResult, Score
+from finefit.artifacts.evaluations import EvalResult, Score
 from finefit.stats.metrics import Metric
 
 

@@ -14,7 +14,8 @@ import psutil
 
 from finefit.artifacts.atomic import full_disk_named
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
-from finefit.artifacts.records import Failure, Made, Order, read_record, write_record
+from finefit.artifacts.pipelines import Made, Order
+from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import FinefitError, Interrupted
 from finefit.pipeline.making.kinds import maker_of

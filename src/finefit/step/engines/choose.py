@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
-from finefit.artifacts.records import Finding, Levers, Stage
+from finefit.artifacts.records import Finding, Levers
+from finefit.artifacts.trainings import Stage
 from finefit.errors import FinefitError, RunError, SpecError
-from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, Engine, FullyShard, Lora, Parallel, Single, Tuning
+from finefit.spec.models import Lora, Tuning
+from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, Engine, FullyShard, Parallel, Single
 from finefit.step.engine import ALONE, LiveEngine, Peers
 from finefit.step.engines.ddp import Copies
 from finefit.step.engines.fsdp import FullShards

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finefit.artifacts.atomic import write_text
-from finefit.artifacts.records import Levers, Stage
+from finefit.artifacts.records import Levers
+from finefit.artifacts.trainings import Stage
 from finefit.errors import SpecError
 from finefit.spec.schema import AdamW, DeepSpeed, Engine
 

@@ -16,7 +16,7 @@ from finefit.data.tasks.amr.subtasks import Method, last_result, prompt_of, targ
 from finefit.data.tasks.amr.triples import triples
 from finefit.data.tasks.task import NoResult, Reading, Reply, Task
 from finefit.errors import DataError
-from finefit.spec.schema import Amr, AmrForm
+from finefit.spec.tasks import Amr, AmrForm
 from finefit.stats.metrics import Metric, rate
 
 _OWN = (

@@ -1,1 +1,0 @@
-../shirg/shirg.py

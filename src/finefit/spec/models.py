@@ -1,0 +1,93 @@
+"""Which model, and which of its weights learn."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from finefit.spec.part import Part
+
+
+class HubModel(Part):
+    kind: Literal["hub"]
+    id: str
+    """Repository on the hub, `owner/name`."""
+    revision: str = "main"
+    """Branch, tag or commit."""
+
+
+class FolderModel(Part):
+    kind: Literal["folder"]
+    path: str
+    """A folder that transformers can load, relative to the spec file."""
+
+
+class EmbeddedModel(Part):
+    kind: Literal["embedded"]
+    name: Literal["smollm2-135m"]
+    """A model that comes with an installed package: nothing is downloaded."""
+
+
+class ShapeModel(Part):
+    kind: Literal["shape"]
+    config: dict[str, Any]
+    """The contents of a `config.json`, with `model_type`: enough to plan, nothing to train."""
+
+
+Tower = Literal["language", "vision", "projector"]
+"""Of a model that sees: what reads, what looks at images, and what stands between them."""
+Layers = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class CustomModel(Part):
+    """A model of your own, built by a Python file: naming it here is the consent to run that file, which is shown and recorded."""
+
+    kind: Literal["custom"]
+    file: str
+    """Python, relative to the spec file."""
+    entry: str = "build"
+    """The function in it that builds the model from `config`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the function as it stands."""
+    tokenizer: Annotated[HubModel | FolderModel | EmbeddedModel, Field(discriminator="kind")]
+    """Whose tokenizer and chat template rows are written with."""
+    weights: str | None = None
+    """A safetensors file or a folder of them to start from, relative to the spec file; None: as the function leaves them, by the seed."""
+
+
+Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel, Field(discriminator="kind")]
+
+
+class Lora(Part):
+    kind: Literal["lora"]
+    rank: int = Field(16, ge=1)
+    """Rank of every adapter; memory and capacity grow linearly with it."""
+    alpha: float = Field(32, gt=0)
+    """Adapter outputs are scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Layers | dict[Tower, Layers] = "all-linear"
+    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]. Of a model that sees images these are of
+    its language tower; others are named by tower: {language: all-linear, vision: [qkv], projector: all-linear}."""
+    base_bits: Literal[4, 8] | None = None
+    """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so only ever asked for."""
+    rank_stabilised: bool = False
+    """Adapter outputs are scaled by alpha / sqrt(rank) instead of alpha / rank."""
+    dora: bool = False
+    """Direction and length of every weight are learnt apart (DoRA): slower, often better at low rank."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What the adapter's own weights, gradients and moments are kept in. bf16 loses small updates, so it is only ever asked for."""
+    adapter: str | None = None
+    """A folder with an adapter to go on from, relative to the spec file; it is trained on, and no second one is laid over it."""
+
+
+class Full(Part):
+    kind: Literal["full"]
+
+
+class Subset(Part):
+    kind: Literal["subset"]
+    trainable: tuple[str, ...] = Field(min_length=1)
+    """Modules whose own weights are trained, by name with `*` for a part of it: [layers.*.mlp]. All else stays as it is, and that is proved. Of a
+    model that sees images also its towers: [projector, language]."""
+
+
+Tuning = Annotated[Lora | Full | Subset, Field(discriminator="kind")]
