@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from finefit.artifacts.forecasts import Forecast, GradientMap, Room, Suggestion
-from finefit.report.plan import forecast_document, in_order, show_cards, show_forecast
+from finefit.report.plan import forecast_document, in_order, show_forecast
+from finefit.report.plan_cards import show_cards
 from finefit.report.units import apportion, duration, three_digits
 from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel
 from tests.forecasts import COMPONENTS, GIB, make_forecast

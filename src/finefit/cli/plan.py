@@ -101,7 +101,8 @@ def _measure(target: Path, overrides: tuple[str, ...], *, as_json: bool) -> None
 def _show(forecasts: "tuple[Forecast, ...]", stage: str) -> None:
     from datetime import datetime
 
-    from finefit.report.plan import show_cards, show_forecast
+    from finefit.report.plan import show_forecast
+    from finefit.report.plan_cards import show_cards
 
     console = open_console()
     if len(forecasts) > 1:
