@@ -32,7 +32,7 @@ from finefit.data.prepared import prepare
 from finefit.data.render import open_renderer
 from finefit.data.store import Examples
 from finefit.model.embedded import converted, find
-from finefit.spec.rows import Data
+from finefit.spec.rows import Data, Source
 
 REPEATS = 3
 ROWS = 20_000
@@ -114,9 +114,8 @@ def enlarged(path: Path, place: Path) -> Path:
     """The rows of a file in its own shape, as often as it takes to have enough; a number makes them different."""
     from finefit.data.read import open_source
     from finefit.data.rows import Row
-    from finefit.spec.rows import Fields
 
-    rows = [row for row in open_source(str(path), Fields(), Path(), split="train").rows() if isinstance(row, Row)]
+    rows = [row for row in open_source(Source(path=str(path)), Path(), split="train").rows() if isinstance(row, Row)]
     with place.open("w", encoding="utf-8") as file:
         for at in range(max(ROWS, len(rows))):
             row = rows[at % len(rows)]

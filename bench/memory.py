@@ -5,6 +5,7 @@
     python bench/memory.py measure measured.json               on the card
     python bench/memory.py capped  predicted.json capped.json  on the card: memory limited to just above and just below what was predicted
     python bench/memory.py merge   predicted.json measured.json capped.json bench/results/memory.json
+    python bench/memory.py renew   predicted.json bench/results/memory.json    forecasts of today beside measurements that stay
 
 Behind the files `predict`, `measure` and `capped` take parts of names, and then only the cases that have one of them; `merge` replaces these in the
 earlier result. All cases share a process: what CUDA itself holds grows from one to the next (`device_bytes`). A prediction never sees the card:
@@ -38,7 +39,8 @@ from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
 from finefit.rehearse.depth import cut, rehearse_depth
-from finefit.rehearse.rehearsal import Scene, read_config
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.showing import image_tokens
 from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.spec.schema import AdamW, Dpo, Objective, Sft
@@ -241,6 +243,61 @@ SHAPES: dict[str, dict[str, Any]] = {
         "pad_token_id": 2,
         "tie_word_embeddings": False,
     },
+    "gemma-3-4b-it": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "vocab_size": 262208,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 896,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 256,
+        "image_token_index": 262144,
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "tie_word_embeddings": True,
+    },
+    "paligemma-3b-448": {
+        "model_type": "paligemma",
+        "text_config": {
+            "model_type": "gemma",
+            "vocab_size": 257216,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "num_image_tokens": 1024,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 448,
+            "patch_size": 14,
+            "projection_dim": 2048,
+        },
+        "projection_dim": 2048,
+        "image_token_index": 257152,
+        "tie_word_embeddings": True,
+    },
 }
 KIND = find_kind("NVIDIA H200", None)
 assert KIND is not None
@@ -351,9 +408,11 @@ Q7, Q4, L8, M7, G4, Q05, S, MOE = (
     "smollm2-135m",
     "qwen3-moe",
 )
-VL, LLAVA, SMOL = "qwen2.5-vl-3b", "llava-1.5-7b", "smolvlm-2b"
+VL, LLAVA, SMOL, GEMMA, PALI = "qwen2.5-vl-3b", "llava-1.5-7b", "smolvlm-2b", "gemma-3-4b-it", "paligemma-3b-448"
 ALL: Any = {"language": "all-linear", "vision": "all-linear", "projector": "all-linear"}
 """Targets in every tower."""
+BOTH: Any = {"language": "all-linear", "vision": "all-linear"}
+"""Of Gemma-3, whose projector has no linear layer."""
 CASES: tuple[Case, ...] = (
     Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=512, adapter_inputs="fp32"),
     Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=2048, recompute=28, adapter_inputs="fp32"),
@@ -445,6 +504,10 @@ CASES: tuple[Case, ...] = (
     Case(shape=LLAVA, layers=8, tuning=subset("projector"), rows=4, tokens=1024, recompute=8, loss_chunk=1024, grids=((1,),)),
     Case(shape=SMOL, layers=24, tuning=lora(16, targets=ALL), rows=2, tokens=1536, loss_chunk=1024, supervised=0.3, grids=((3, 4),)),
     Case(shape=SMOL, layers=24, tuning=lora(16), rows=4, tokens=1536, recompute=24, loss_chunk=1024, grids=((3, 4),), kernels="fused"),
+    Case(shape=GEMMA, layers=34, tuning=lora(16), rows=2, tokens=1536, recompute=34, loss_chunk=1024, supervised=0.3, grids=((1,),)),
+    Case(shape=GEMMA, layers=34, tuning=lora(16, targets=BOTH), rows=1, tokens=1536, loss_chunk=1024, supervised=0.3, grids=((1,), (1,))),
+    Case(shape=PALI, layers=18, tuning=lora(16), rows=4, tokens=1280, recompute=18, loss_chunk=1024, supervised=0.1, grids=((1,),)),
+    Case(shape=PALI, layers=18, tuning=lora(16, targets=ALL), rows=2, tokens=1280, loss_chunk=1024, supervised=0.1, grids=((1,),)),
 )
 SPEED = (5, 6, 7, 8, 9, 17)
 """Cases of 4x2048, 1x8192 and 1x512 rows whose predicted step time is held to 20 %."""
@@ -576,7 +639,8 @@ def show(case: Case, ids_BT: Tensor) -> Extra | None:
         ids_BT[:, at : at + lens.num_tokens(grid)] = lens.image_token
         at += lens.num_tokens(grid) + 1
         row.append(Shown(grid, {name: np.random.default_rng(at).normal(size=p.shape).astype(p.dtype) for name, p in lens.blank(grid).items()}))
-    return lens.extra(ids_BT.numpy(), [case.tokens] * len(ids_BT), [row] * len(ids_BT))
+    prompts = [case.tokens - case.scene.supervised] * len(ids_BT)
+    return lens.extra(ids_BT.numpy(), [case.tokens] * len(ids_BT), [row] * len(ids_BT), prompts)
 
 
 def build(scene: Scene) -> nn.Module:
@@ -721,6 +785,9 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "peft")}
 
 
+_PREDICTED = ("allocated_bytes", "reserved_bytes", "peak_bytes", "step_seconds", "components")
+
+
 def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The committed result: one entry for each case."""
     rows = []
@@ -733,7 +800,7 @@ def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: lis
                 "card": measured["card"],
                 "date": datetime.now(UTC).date().isoformat(),
                 "versions": {"predicted": versions(), "measured": measured["versions"]},
-                "predicted": {key: row[key] for key in ("allocated_bytes", "reserved_bytes", "peak_bytes", "step_seconds", "components")},
+                "predicted": {key: row[key] for key in _PREDICTED},
                 "measured": {key: truth[key] for key in ("loaded_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds")},
                 "capped": limits,
             }
@@ -746,6 +813,12 @@ def replaced(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
     now = {row["config"]: row for row in rows}
     kept = [now.pop(row["config"], row) for row in earlier]
     return [*kept, *now.values()]
+
+
+def renewed(rows: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured keeps its date; runs under a limit had that of the forecast of their day. What was never measured is left out."""
+    now = {row["config"]: {"predicted": {key: row[key] for key in _PREDICTED}} for row in predicted}
+    return [row | now[row["config"]] | {"versions": row["versions"] | {"predicted": versions()}} if row["config"] in now else row for row in rows]
 
 
 def main() -> None:
@@ -762,6 +835,9 @@ def main() -> None:
             rows = merge(*(json.loads(file.read_text()) for file in files[:3]))
             earlier = json.loads(files[3].read_text()) if files[3].exists() else rows
             files[3].write_text(json.dumps(replaced(earlier, rows), indent=1) + "\n")
+        case "renew":
+            told, known = (json.loads(file.read_text()) for file in files)
+            files[1].write_text(json.dumps(renewed(known, told), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from finefit.data.render import Example
 from finefit.objective.batch import Batch
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Scene, read_config
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.scene import Scene
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW
 

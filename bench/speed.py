@@ -29,7 +29,7 @@ from finefit.plan.target import CONTEXT_BYTES
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import step_seconds
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Scene
+from finefit.rehearse.scene import Scene
 from finefit.spec.models import Full, Tuning
 from finefit.spec.schema import AdamW, Objective
 

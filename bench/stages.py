@@ -1,13 +1,13 @@
 """A pipeline on one card, at the size of system C: what each stage holds, that the card is empty again after it, and what was planned.
 
-    python -m bench.stages bench/results/stages.json                    on the card, about six minutes
-    python -m bench.stages bench/results/stages.json tuned              only these stages, and only these are replaced in the result
+    python -m bench.stages bench/results/stages.json                    on the card
+    python -m bench.stages bench/results/stages.json tuned scores       only these stages, and only these are replaced in the result
     python -m bench.stages out.json --small                             on a CPU: a tiny model, to see that it runs
 
-A random model of Qwen2-0.5B's shape becomes two experts, their mixture, a mixture with a trained router, and one that is trained whole; base and end
-are scored. `finefit run` plans all of it before anything is loaded, and carries it out. A stage that stands on one that is not asked for gets random
-weights of the same shape in its place. Levers are what `finefit plan` finds for an H200; they are given, since searching for them takes most of the
-time.
+A random model of Qwen2-0.5B's shape becomes two experts, their mixture, a mixture with a trained router, and one that is trained whole, which is
+scored. `finefit run` plans all of it before anything is loaded, and carries it out. The result is written after every stage: what was measured stays
+when the run is cut off. A stage that stands on one that is not asked for gets random weights of the same shape in its place. Levers are what
+`finefit plan` finds for an H200; they are given, and so is the batch that is scored, since searching for them takes most of the time.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finefit
 from bench.memory import SHAPES, versions
+from finefit.artifacts.pipelines import Done
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.artifacts.trainings import StageResult
@@ -82,11 +84,12 @@ STAGES = {
     levers: {loss_chunk: none}""",
     "scores": """
     kind: evaluate
-    models: {base: {kind: folder, path: base}, tuned: {kind: stage, name: tuned}}
+    models: {tuned: {kind: stage, name: tuned}}
     data: {test: {path: orders-test.jsonl}, template: plain}
-    evaluate: [{task: perplexity}]""",
+    evaluate: [{task: perplexity, batch: 8}]""",
 }
 EXPERTS = ("orders", "dates")
+_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,37 +141,40 @@ def joined(rows: Sequence[dict[str, str]]) -> dict[str, str]:
     return {key: "\n".join(row[key].strip() for row in rows) for key in ("prompt", "completion")}
 
 
-def asked(*words: str, cwd: Path) -> dict[str, Any]:
-    """What finefit answers; its words to people are passed on."""
-    found = subprocess.run([sys.executable, "-m", "finefit", *words, "--json"], cwd=cwd, stdout=subprocess.PIPE, text=True, check=True)
-    document: dict[str, Any] = json.loads(found.stdout)
-    return document
-
-
-def measure(folder: Path, size: Size, stages: Sequence[str]) -> dict[str, Any]:
-    """By stage."""
+def measure(folder: Path, size: Size, stages: Sequence[str], tell: Callable[[str, dict[str, Any]], None]) -> None:
+    """Each stage is told when it is done. What finefit says to people is passed on."""
     make_project(folder, size, stages)
-    ran = asked("run", "spec.yaml", cwd=folder)
-    assert ran["status"] == "finished"
-    return {stage["stage"]: stage_row(folder, stage) for stage in ran["stages"]}
+    told: set[str] = set()
+    with (folder / "ran.json").open("w") as answer:
+        running = subprocess.Popen([sys.executable, "-m", "finefit", "run", "spec.yaml", "--json"], cwd=folder, stdout=answer)
+        is_over = False
+        while not is_over:
+            time.sleep(_PAUSE_SECONDS)
+            is_over = running.poll() is not None
+            for place, done in done_in(folder):
+                if done.name not in told:
+                    told.add(done.name)
+                    tell(done.name, stage_row(folder, place, done))
+    assert running.returncode == 0, (folder / "ran.json").read_text()
+    assert told == {*stages}
 
 
-def stage_row(folder: Path, stage: dict[str, Any]) -> dict[str, Any]:
+def done_in(folder: Path) -> Iterator[tuple[RunDir, Done]]:
+    for path in sorted((folder / "runs/stages-1/stages").glob("[0-9]*-*/done.json")):
+        yield RunDir(path.parent), read_record(path, Done)
+
+
+def stage_row(folder: Path, place: RunDir, done: Done) -> dict[str, Any]:
     """What was held, by whomever, on the whole card."""
-    held = {key: stage["memory"][key] for key in ("before_bytes", "loaded_bytes", "peak_bytes", "after_bytes")}
-    found = {"kind": stage["kind"], "date": datetime.now(UTC).date().isoformat(), "seconds": round(stage["seconds"], 1), **held}
-    return found | (training_row(folder, stage["stage"]) if stage["kind"] == "train" else {})
+    assert done.memory is not None
+    held = {key: getattr(done.memory, key) for key in ("before_bytes", "loaded_bytes", "peak_bytes", "after_bytes")}
+    found = {"kind": done.kind, "date": datetime.now(UTC).date().isoformat(), "seconds": round(done.seconds, 1), **held}
+    return found | (training_row(folder, place, done.name) if done.kind == "train" else {})
 
 
-def run_of(folder: Path, stage: str) -> RunDir:
-    """A training is a run of its own."""
-    (place,) = (folder / "runs/stages-1/stages").glob(f"*-{stage}")
-    return RunDir(place)
-
-
-def training_row(folder: Path, name: str) -> dict[str, Any]:
-    """What was planned before anything was loaded, and what torch reserved."""
-    result = read_record(run_of(folder, name).stages()[0].result, StageResult)
+def training_row(folder: Path, place: RunDir, name: str) -> dict[str, Any]:
+    """What was planned before anything was loaded, and what torch reserved. A training is a run of its own."""
+    result = read_record(place.stages()[0].result, StageResult)
     forecast = json.loads((folder / "runs/stages-1/plan.json").read_text())["forecasts"][name]
     keys = ("fits", "budget_bytes", "peak_bytes", "reserved_bytes", "allocated_bytes", "levers", "lengths")
     return {
@@ -186,12 +192,16 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
     size = SMALL if given.small else CARD
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), size, [name for name in STAGES if name in given.stages])
-    earlier = json.loads(given.out.read_text())["stages"] if given.out.exists() else {}
     about = {"card": torch.cuda.get_device_name() if size.device == "cuda" else "cpu", "versions": versions()}
-    both = earlier | found
-    given.out.write_text(json.dumps(about | {"stages": {name: both[name] for name in STAGES if name in both}}, indent=1) + "\n")
+    known: dict[str, Any] = json.loads(given.out.read_text())["stages"] if given.out.exists() else {}
+
+    def tell(name: str, row: dict[str, Any]) -> None:
+        known[name] = row
+        given.out.write_text(json.dumps(about | {"stages": {name: known[name] for name in STAGES if name in known}}, indent=1) + "\n")
+        print(f"{name} {json.dumps(row)}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(folder), size, [name for name in STAGES if name in given.stages], tell)
 
 
 if __name__ == "__main__":

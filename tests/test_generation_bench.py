@@ -19,6 +19,18 @@ def test_the_benchmark_of_generation_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["long_in_tiles"]["foretold_bytes"] < long["foretold_bytes"]
 
 
+def test_a_part_that_is_measured_again_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    earlier = {"date": "2026-01-01", "long": {"foretold_bytes": 95, "reserved_bytes": 100}}
+    (tmp_path / "out.json").write_text(json.dumps(earlier))
+    measure(tmp_path / "out.json", SMALL, ["seeing", "seeing_large"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {key: found[key] for key in earlier} == earlier
+    assert "batched" not in found
+    assert (found["seeing"]["image_tokens"], found["seeing_large"]["image_tokens"]) == (16, 64)
+    assert 100_000 < found["seeing"]["foretold_bytes"] < found["seeing_large"]["foretold_bytes"]
+    assert found["errors"] == {"long": -0.05}
+
+
 def test_an_error_is_what_a_forecast_has_above_the_truth() -> None:
     found = {
         "batched": {"finefit": {"foretold_bytes": 110, "reserved_bytes": 100}, "speedup": 1.0},

@@ -1,17 +1,17 @@
 """The model of the allocator against the allocator. Run on a card with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True pytest -m gpu`."""
 
-import os
 import random
 
 import pytest
 import torch
 
 from finefit.rehearse.allocator import Event, replay
+from tests.gpu.segments import expandable_alone
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif("expandable_segments:True" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), reason="segments are not expandable here"),
+    expandable_alone,
 ]
 
 

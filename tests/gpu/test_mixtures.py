@@ -1,4 +1,5 @@
-"""Mixtures of experts on a card: the same numbers as on a processor, the memory that was foretold, no wait for the card. Run with `pytest -m gpu`."""
+"""Mixtures of experts on a card: the same numbers as on a processor, the memory that was foretold, no wait for the card. Run with
+`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True pytest -m gpu`."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from bench.moe import MANY, TWO, foretold, measured
 from finefit.model.experts import GROUPED
 from finefit.model.load import load_for_answers, save_weights
 from tests.conftest import SPECIAL, make_tokenizer, write_jsonl
+from tests.gpu.segments import expandable_alone
 from tests.gpu.test_measure import SPEC, finefit
 from tests.gpu.waiting import waiting_forbidden
 from tests.mixtures import FAMILIES, make_mixture
@@ -106,10 +108,11 @@ def _loss(model: nn.Module, ids_BT: Tensor, mask_11TT: Tensor) -> Tensor:
     return found.float().square().mean()
 
 
+@expandable_alone
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_step_takes_what_was_foretold_however_tokens_are_routed(case: Case) -> None:
     told = foretold(case)
-    alone(dict)  # what other tests have left is given back
+    alone(dict)  # workspaces that other tests have taken would lie elsewhere
     even, collapsed = (measured(case, is_collapsed=is_collapsed) for is_collapsed in (False, True))
     print(f"\n{case.name}: {told} foretold, {even} measured, {collapsed} collapsed")
     for found in (even, collapsed):

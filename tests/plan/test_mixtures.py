@@ -105,3 +105,11 @@ def test_a_checkpoint_of_the_routers_has_the_experts_as_their_base_stores_them()
         found = make_forecast(spec, config, LENGTHS, target)
         frozen = found.parameters - found.trainable_parameters
         assert found.disk_bytes == 4 * (each * frozen + 12 * found.trainable_parameters)
+
+
+def test_routers_alone_are_not_trained_under_zero3() -> None:
+    engine = "engine: {kind: deepspeed, devices: 2, stage: 3}\n"
+    spec = parse_spec(SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + engine, where="spec.yaml", overrides=())
+    with pytest.raises(SpecError, match="stage 3 loses the gradient of a router") as caught:
+        make_forecast(spec, mixture_config("qwen2"), LENGTHS, find_target(parse_card("2xA100-80GB"), read_machine(), "auto"))
+    assert "fsdp2" in caught.value.remedy

@@ -15,8 +15,10 @@ from finefit.plan.suggest import releasable, suggest
 from finefit.plan.target import Target, find_target
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, survey
+from finefit.rehearse.rehearsal import Rehearsed
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.shard import Sharding, sharded
+from finefit.rehearse.size import survey
 from finefit.spec.load import parse_spec
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import Levers

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.records import Levers
-from finefit.rehearse.rehearsal import Scene
+from finefit.rehearse.scene import Scene
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import AdamW
 

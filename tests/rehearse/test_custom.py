@@ -1,5 +1,6 @@
 """The step of a model of the user's own on fake tensors: its memory, its gradients, and what cannot be rehearsed, by line."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from finefit.errors import ModelError, SpecError
 from finefit.model.custom_files import written
 from finefit.plan.custom import require_own
 from finefit.rehearse.allocator import replay
+from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from finefit.spec.load import parse_spec
 from finefit.spec.models import CustomModel, FolderModel, Full, Lora
 from finefit.spec.schema import AdamW
@@ -58,6 +62,44 @@ def test_memory_grows_with_rows_and_tokens_and_shrinks_with_recomputation(tmp_pa
     again = allocated(rehearse_depth(scene(tmp_path, config=LARGE, tokens=200, levers=Levers(micro_batch=2, recompute=4))))
     assert more > 1.5 * small
     assert again < 0.9 * small
+
+
+DEEP = CONFIG | {"depth": 14}
+TWO_BACK = CODE.replace("            hidden = block(hidden)\n", "            before, hidden = hidden, block(hidden)\n")
+"""What the last layer was given is held to the next one."""
+COUNTING = CODE.replace("for block in self.blocks:\n", "for at, block in enumerate(self.blocks):\n", 1).replace(
+    "            hidden = block(hidden)\n", "            hidden = block(hidden) if at != 7 else block(hidden) + block(hidden)\n"
+)
+"""One layer is called twice, by its number: of fewer layers none is."""
+BOUND = CODE.replace("for block in self.blocks:\n", "for block, _ in zip(self.blocks, range(14), strict=True):\n", 1)
+
+
+@pytest.mark.parametrize("code", [CODE, TWO_BACK])
+@pytest.mark.parametrize("recompute", [0, 7, 14])
+def test_candidates_are_compared_by_a_few_layers_that_come_to_what_all_come_to(recompute: int, code: str, tmp_path: Path) -> None:
+    first, memo = scene(tmp_path, code, DEEP, is_quick=True), dict[str, Rehearsed]()
+    assert rehearse_depth(first, memo) is memo[repr(first)]  # the proof: all layers, and a few
+    other = replace(first, levers=Levers(micro_batch=3, recompute=recompute))
+    few, whole = rehearse_depth(other, memo).trace, rehearse(other).trace
+    assert repr(other) not in memo
+    assert replay(few.stream()) == replay(whole.stream())
+    assert len(few.events) == len(whole.events)
+    assert total_flops(few) == total_flops(whole)
+
+
+@pytest.mark.parametrize("code", [COUNTING, BOUND])
+def test_code_that_counts_on_all_of_its_layers_is_rehearsed_whole(code: str, tmp_path: Path) -> None:
+    first, memo = scene(tmp_path, code, DEEP, is_quick=True), dict[str, Rehearsed]()
+    rehearse_depth(first, memo)
+    other = replace(first, levers=Levers(micro_batch=3))
+    assert rehearse_depth(other, memo) is memo[repr(other)]
+
+
+def test_what_is_chosen_is_rehearsed_whole(tmp_path: Path) -> None:
+    quick, memo = scene(tmp_path, CODE, DEEP, is_quick=True), dict[str, Rehearsed]()
+    rehearse_depth(quick, memo)
+    chosen = replace(quick, is_quick=False)
+    assert rehearse_depth(chosen, memo) is memo[repr(chosen)]
 
 
 def test_a_tensor_that_no_gradient_reaches_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from finefit.rehearse.trace import Trace
 from finefit.spec.models import Lora
 from finefit.spec.schema import AdamW

@@ -8,9 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finefit.evaluate.decoding import follow, prefill
+from finefit.rehearse.fake_model import read_config
 from finefit.rehearse.generation import GENERATION, PROMPTS, allocated_by_depth, generate, read_through, rehearse_generation
 from finefit.rehearse.kernels import kernels_for
-from finefit.rehearse.rehearsal import Scene, read_config, survey
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene
 
 CPU: dict[str, Any] = {"device": "cpu", "capability": (0, 0), "precision": "fp32"}

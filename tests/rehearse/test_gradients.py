@@ -13,7 +13,9 @@ from finefit.artifacts.names import grouped
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
 from finefit.rehearse.gradients import explain, frozen_adapters
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from finefit.spec.models import Full, Lora, Tuning
 from finefit.spec.schema import AdamW
 

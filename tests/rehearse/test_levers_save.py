@@ -10,7 +10,8 @@ import pytest
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.size import survey
 from finefit.spec.models import Lora
 from tests.rehearse.conftest import FULL, SHAPES, make_config, make_scene
 

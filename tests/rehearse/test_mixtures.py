@@ -16,7 +16,9 @@ from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.generation import GENERATION, Generated, generate
 from finefit.rehearse.kernels import GROUPED, kernels_for
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from finefit.rehearse.trace import Cost
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import Router

@@ -11,7 +11,8 @@ from finefit.objective.batch import Batch, Forward
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import Rates, phase_seconds
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
 from finefit.spec.models import Lora
 from finefit.spec.schema import Dpo
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene

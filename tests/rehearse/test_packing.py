@@ -8,7 +8,8 @@ import pytest
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
 from tests.rehearse.conftest import FULL, make_config, make_scene
 
 TOKENS, ROWS, HEADS, KV_HEADS, WIDTH, LAYERS = 256, 4, 9, 3, 64, 2

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from finefit.errors import ModelError
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.generation import rehearse_generation
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from finefit.spec.models import Lora
 from tests.rehearse.conftest import FULL, make_config, make_scene
 

@@ -8,8 +8,10 @@ import pytest
 from finefit.artifacts.records import Levers
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.showing import fitting, image_tokens, num_tokens, shown
+from finefit.rehearse.size import survey
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import AdamW
 from tests.seeing import EVERYWHERE, GRIDS

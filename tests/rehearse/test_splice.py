@@ -9,7 +9,9 @@ import pytest
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import cut, layer_kinds, rehearse_depth, runs_of
-from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config, rehearse
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.splice import REHEARSED, NotRegular, Run, check_whole, stretch
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Cost, Trace
 from finefit.spec.models import Lora
@@ -62,10 +64,9 @@ SCENES: dict[str, Scene] = {
 }
 
 
-def _kinds_of_events(found: Rehearsed) -> Counter[tuple[str, int, int, bool]]:
+def kinds_of_events(trace: Trace) -> Counter[tuple[str, int, int, bool]]:
     """Every allocation and free by instant, size and layer, in any order. What the update makes for no layer in particular is a few bytes for
     each trained tensor, and the piece that loading takes first counts buffers or not: both are left out."""
-    trace = found.trace
     pairs = zip(trace.events, trace.instants, trace.units, strict=True)
     return Counter(
         (instant, unit, trace.blocks[ident].num_bytes, is_new)
@@ -81,7 +82,7 @@ def test_a_stretched_rehearsal_is_the_whole_one(scene: Scene) -> None:
     assert repr(scene) not in memo  # fewer layers were executed
     assert replay(stretched.trace.stream()) == replay(whole.trace.stream())
     assert len(stretched.trace.events) == len(whole.trace.events)
-    assert _kinds_of_events(stretched) == _kinds_of_events(whole)
+    assert kinds_of_events(stretched.trace) == kinds_of_events(whole.trace)
     assert total_flops(stretched.trace) == total_flops(whole.trace)
     assert stretched.trace.host_bytes == whole.trace.host_bytes
     assert stretched.trace.peaks() == whole.trace.peaks()

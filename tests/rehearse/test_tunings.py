@@ -7,7 +7,9 @@ import pytest
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import total_flops
 from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, rehearse, survey
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import survey
 from finefit.spec.models import Lora, Subset
 from finefit.spec.schema import AdamW
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene

@@ -16,7 +16,7 @@ from typing import Any
 
 from finefit.artifacts.forecasts import ModelSize
 from finefit.artifacts.records import read_record, write_record
-from finefit.errors import ModelError, RunError
+from finefit.errors import FinefitError, ModelError, RunError
 from finefit.facts.files import finefit_cache
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -52,7 +52,7 @@ def count(config: dict[str, Any]) -> ModelSize:
     import torch
 
     from finefit.model.sight import auto_class
-    from finefit.rehearse.rehearsal import read_config
+    from finefit.rehearse.fake_model import read_config
 
     known = read_config(config)
     with torch.device("meta"):
@@ -67,4 +67,7 @@ def count(config: dict[str, Any]) -> ModelSize:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of transformers, about a config that nobody loads
-    write_record(Path(sys.argv[2]), count(json.loads(Path(sys.argv[1]).read_bytes())))
+    try:
+        write_record(Path(sys.argv[2]), count(json.loads(Path(sys.argv[1]).read_bytes())))
+    except FinefitError as error:
+        sys.exit(error.problem)

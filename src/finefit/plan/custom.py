@@ -64,7 +64,7 @@ def _odd_tasks(evaluations: Iterable[Evaluation], found: Written) -> Iterable[tu
 
 
 def narrowed(freedom: Freedom, found: Written) -> Freedom:
-    """To what `step.custom.pull_own` carries out. Every candidate is rehearsed whole, so there are few."""
+    """To what `step.custom.pull_own` carries out. There are few candidates: where layers do not repeat, each is rehearsed whole."""
     layers = num_layers(found)
     recompute = freedom.recompute if "recompute" in freedom.fixed else tuple(dict.fromkeys((0, layers // 2, layers)))
     return replace(

@@ -1,7 +1,6 @@
 """The forecast of one stage on one target: levers chosen, memory and time foretold, changes suggested."""
 
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,8 +20,10 @@ from finefit.plan.search import Choice, choose, freedom_of
 from finefit.plan.suggest import suggest
 from finefit.plan.target import Target
 from finefit.rehearse.clock import phase_seconds, total_flops
-from finefit.rehearse.rehearsal import Rehearsed, Scene, Size, read_config, survey
-from finefit.rehearse.trace import OUTSIDE, Block
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.rehearsal import Rehearsed
+from finefit.rehearse.scene import Scene
+from finefit.rehearse.size import Size, survey
 from finefit.spec.models import Lora, Subset
 from finefit.spec.schema import DeepSpeed, FullyShard, Spec
 from finefit.spec.schema import Levers as AskedLevers
@@ -68,6 +69,10 @@ def _require_divisible(spec: Spec, size: Size, target: Target) -> None:
             f"{', '.join(looking_towers(size))}: the others would wait for it"
         )
         raise SpecError(problem, "set engine.kind: ddp, or train the language tower alone")
+    is_zero3 = isinstance(spec.engine, DeepSpeed) and spec.engine.stage == 3
+    if is_zero3 and target.count > 1 and size.active is not None and isinstance(spec.tuning, Subset):
+        problem = "engine.kind deepspeed with stage 3 loses the gradient of a router whose mixture is frozen: its weight is given back too early"
+        raise SpecError(problem, "set engine.kind: fsdp2, which divides weights too")
 
 
 def decide_packing(
@@ -184,7 +189,7 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
         context_bytes=target.context_bytes,
         margin_bytes=peak - reserved - target.context_bytes,
         peak_instant=block.instant if peak == look.peak_bytes else "generation",
-        peak_module=_placed(block),
+        peak_module=block.module,
         peak_operation=block.operation,
         components=trace.components(answer.peak_at),
         instants=_instants(trace.peaks(), generation),
@@ -238,11 +243,6 @@ def _caching_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
     once = (phases["forward"] + phases["loss"]) / (2 if look.scene.accumulates else 1)
     share = lengths.mean / lengths.longest
     return once * share * lengths.num_rows / (look.levers.micro_batch * looker.target.count)
-
-
-def _placed(block: Block) -> str:
-    """The module with the number of the layer that it stands for: only a few layers were executed."""
-    return block.module if block.unit == OUTSIDE else re.sub(r"\.\d+\b", f".{block.unit}", block.module, count=1)
 
 
 def _usual_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:

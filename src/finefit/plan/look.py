@@ -9,7 +9,9 @@ from finefit.rehearse.allocator import Replay, replay
 from finefit.rehearse.clock import Rates, phase_seconds
 from finefit.rehearse.custom import num_layers
 from finefit.rehearse.depth import layer_kinds, rehearse_depth
-from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.rehearsal import Rehearsed
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.shard import Sharding, sharded
 from finefit.spec.models import Full, Lora
 

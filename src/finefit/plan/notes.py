@@ -10,8 +10,9 @@ from finefit.plan.look import Look, Looker
 from finefit.plan.search import Choice
 from finefit.plan.target import NCCL_BYTES, USABLE, Target
 from finefit.rehearse.clock import phase_seconds
-from finefit.rehearse.rehearsal import Scene, Size
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.showing import image_tokens
+from finefit.rehearse.size import Size
 from finefit.spec.models import Lora
 from finefit.spec.schema import DeepSpeed, Dpo, Engine, FullyShard, Spec
 from finefit.step.engines.choose import engine_problems

@@ -13,7 +13,7 @@ from finefit.model.custom_files import written_in
 from finefit.plan.custom import own_rooms
 from finefit.plan.target import Target
 from finefit.rehearse.generation import Generated, allocated_by_depth, generate, read_through
-from finefit.rehearse.rehearsal import Scene
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.showing import fitting, num_tokens, num_values
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW, Evaluation

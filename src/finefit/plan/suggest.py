@@ -11,7 +11,7 @@ from finefit.plan.engine import engine_of
 from finefit.plan.kernels import decide_kernels
 from finefit.plan.look import Look, Looker
 from finefit.plan.search import ASKED, Choice, Freedom, freedom_of
-from finefit.rehearse.rehearsal import Scene
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.showing import fitting
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import Dpo

@@ -65,11 +65,11 @@ def main() -> None:
     said, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     for line in sys.stdin:
         asked, answered = map(Path, line.rstrip("\n").split("\t"))
-        write_record(answered, _answered(read_record(asked, Question)))
+        write_record(answered, reply(read_record(asked, Question)))
         print("answered", file=said, flush=True)
 
 
-def _answered(question: Question) -> Answer:
+def reply(question: Question) -> Answer:
     try:
         return Answer(rooms=tuple(rooms(question))) if question.only_rooms else Answer(forecasts=tuple(answer(question)))
     except FinefitError as error:

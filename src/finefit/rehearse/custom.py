@@ -12,7 +12,7 @@ from finefit.objective.batch import Extra
 from finefit.spec.models import Lora, Tuning
 from finefit.step.custom import Compose, blank_rows, twin_of
 
-_SIZE = (512, 512)
+UNKNOWN_SIZE = (512, 512)
 """Of an image that nothing is known of."""
 
 
@@ -31,7 +31,7 @@ def own_on_meta(found: Written, tuning: Tuning, dtype: torch.dtype, *, answers: 
 
 def blank_extra(found: Written, *, rows: int, tokens: int, supervised: int, sizes: Sequence[tuple[int, ...]]) -> Extra:
     """On the meta device. Not to be called among fake tensors. Where no row is there to tell, there are as many images as the model asks for."""
-    sizes = sizes or [_SIZE] * (twin_of(found).views or 0)
+    sizes = sizes or [UNKNOWN_SIZE] * (twin_of(found).views or 0)
     blank = blank_rows(rows, tokens=tokens, supervised=supervised, sizes=sizes)
     return Compose(found=found, pad=0).extra(blank).moved(lambda tensor: torch.empty_like(tensor, device="meta"))
 

@@ -9,46 +9,71 @@ from transformers import PretrainedConfig
 
 from finefit.errors import ModelError
 from finefit.model.custom_files import written_in
-from finefit.rehearse.rehearsal import Rehearsed, Scene, read_config, rehearse
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.own_depth import rehearse_own
+from finefit.rehearse.rehearsal import Rehearsed, rehearse
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.splice import NotRegular, Run, check_whole, stretch
+from finefit.rehearse.tower import cut_tower, tower_cuts, tower_kinds
+from finefit.spec.models import Full, Layers, Lora, Subset, Tuning
 
 
 def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Rehearsed:
     """As `rehearse`, but only as many layers as differ are executed; where layers do not repeat, or a gradient is missing, all of them are.
 
-    `memo` keeps what was executed: another number of recomputed layers needs the same few."""
+    `memo` keeps what was executed: another number of recomputed layers needs the same few. Layers of a vision tower are told apart while they are
+    stretched; in what is answered they are of no layer, since levers do not count them."""
     memo = {} if memo is None else memo
     if written_in(scene.config) is not None:
-        return _whole(scene, memo)
-    kinds = layer_kinds(read_config(scene.config))
+        return rehearse_own(scene, memo)
+    config = read_config(scene.config)
+    kinds = layer_kinds(config)
     if not kinds or scene.levers.recompute > len(kinds):
         raise ModelError(f"levers.recompute is {scene.levers.recompute}, but the model has {len(kinds)} layers", "lower it, or say `all`")
-    runs = runs_of(kinds, scene.levers.recompute, lead_of(read_config(scene.config)))
+    found = None if names_layers(scene.tuning) else _stretched(scene, config, kinds, memo)
+    found = found or _executed(scene, memo)
+    return replace(found, trace=found.trace.beyond(len(kinds))) if tower_kinds(config) else found
+
+
+def _stretched(scene: Scene, config: PretrainedConfig, kinds: Sequence[str], memo: dict[str, Rehearsed]) -> Rehearsed | None:
+    """None where all layers have to be executed."""
+    runs = runs_of(kinds, scene.levers.recompute, lead_of(config))
     kept = _rehearsed_layers(runs)
     levers = replace(scene.levers, recompute=sum(layer < scene.levers.recompute for layer in kept))
-    short = replace(scene, config=cut(scene.config, [kinds[layer] for layer in kept]), levers=levers)
-    if repr(short) not in memo:
-        memo[repr(short)] = rehearse(short)
-    found = memo[repr(short)]
-    if short == scene:
-        return found
-    if found.unreached:
-        return rehearse(scene)
-    try:
-        trace = stretch(found.trace, runs)
-    except NotRegular:
-        return rehearse(scene)
-    if any(check_whole(trace)):
-        return rehearse(scene)
-    trace.host_bytes = found.trace.host_bytes * scene.levers.recompute // max(1, levers.recompute)
-    return replace(found, trace=trace)
+    language = cut(scene.config, [kinds[layer] for layer in kept])
+    for tower_runs, tower in tower_cuts(tower_kinds(config)):
+        short = replace(scene, config=cut_tower(language, config, tower) if tower else language, levers=levers)
+        found = _executed(short, memo)
+        if short == scene:
+            return found
+        if found.unreached:
+            return None
+        try:
+            trace = stretch(found.trace, runs, tower_runs)
+        except NotRegular:
+            continue
+        if not any(check_whole(trace)):
+            trace.host_bytes = found.trace.host_bytes * scene.levers.recompute // max(1, levers.recompute)
+            return replace(found, trace=trace)
+    return None
 
 
-def _whole(scene: Scene, memo: dict[str, Rehearsed]) -> Rehearsed:
-    """Of a model of the user's own nobody knows which layers are alike."""
+def _executed(scene: Scene, memo: dict[str, Rehearsed]) -> Rehearsed:
     if repr(scene) not in memo:
         memo[repr(scene)] = rehearse(scene)
     return memo[repr(scene)]
+
+
+def names_layers(tuning: Tuning) -> bool:
+    """Whether single layers are chosen by their number, so that layers of one kind need not be alike."""
+    match tuning:
+        case Full():
+            return False
+        case Subset():
+            named: tuple[Layers, ...] = (tuning.trainable,)
+        case Lora():
+            named = tuple(tuning.targets.values()) if isinstance(tuning.targets, dict) else (tuning.targets,)
+    return any(part.isdigit() for names in named if not isinstance(names, str) for name in names for part in name.split("."))
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 from finefit.artifacts.records import Levers
 from finefit.evaluate.decoding import Context, behold, follow, prefill
@@ -21,12 +21,15 @@ from finefit.model.attention import can_pack
 from finefit.objective.batch import Batch, Extra
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.clock import Rates, instant_seconds
-from finefit.rehearse.depth import cut, layer_kinds, period_of
+from finefit.rehearse.depth import cut, layer_kinds, names_layers, period_of
+from finefit.rehearse.fake_model import on_meta, put_fakes_in_place, read_config
 from finefit.rehearse.fused import dense_shadow
 from finefit.rehearse.kernels import kernels_for
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.rehearsal import Scene, on_meta, put_fakes_in_place, read_config, untraceable
+from finefit.rehearse.rehearsal import untraceable
+from finefit.rehearse.scene import Scene
 from finefit.rehearse.showing import fitting, shown
+from finefit.rehearse.tower import cut_tower, tower_cuts, tower_kinds
 from finefit.rehearse.trace import Trace
 from finefit.step.forward import bind
 from finefit.step.levers import pull
@@ -96,7 +99,7 @@ def _acted(scene: Scene, act: Callable[[nn.Module, Recorder], None], mlp_tiles: 
             act(model, recorder)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise untraceable(model, recorder, error) from error
-    return recorder.trace
+    return recorder.finish()
 
 
 def _weighed(scene: Scene, trace: Trace, new_tokens: int, *, expandable: bool) -> Generated:
@@ -179,11 +182,25 @@ def _empty(like: Tensor, tokens: int) -> Tensor:
 
 
 def allocated_by_depth(scene: Scene, rehearse: Callable[[Scene], Generated]) -> int:
-    """The most that is allocated, at the price of a few layers: those beyond them take as much each. Enough to search by; what is chosen is rehearsed
-    whole."""
-    kinds = layer_kinds(read_config(scene.config))
-    period = period_of(kinds)
+    """The most that is allocated, at the price of a few layers: those beyond them take as much each, of a vision tower their weights alone. Enough
+    to search by; what is chosen is rehearsed whole."""
+    config = read_config(scene.config)
+    kinds = layer_kinds(config)
+    period, tower = period_of(kinds), _few_of_tower(scene, config)
+    missing = len(tower_kinds(config)) - len(tower)
+
+    def allocated(num_layers: int) -> int:
+        values = cut(scene.config, kinds[:num_layers]) if num_layers < len(kinds) else scene.config
+        found = rehearse(replace(scene, config=cut_tower(values, config, tower) if missing else values))
+        return found.allocated_bytes + missing * found.trace.loaded(num_layers)
+
     if len(kinds) <= 3 * period:
-        return rehearse(scene).allocated_bytes
-    few, more = (rehearse(replace(scene, config=cut(scene.config, kinds[: n * period]))).allocated_bytes for n in (2, 3))
+        return allocated(len(kinds))
+    few, more = allocated(2 * period), allocated(3 * period)
     return few + (more - few) * (len(kinds) - 2 * period) // period
+
+
+def _few_of_tower(scene: Scene, config: PretrainedConfig) -> list[str]:
+    """Kinds of layers of which every other one has a like; all where single ones may carry adapters."""
+    kinds = tower_kinds(config)
+    return kinds if names_layers(scene.tuning) else next(tower_cuts(kinds))[1]

@@ -190,12 +190,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # what the tensors are
 
+    def finish(self) -> Trace:
+        """From now on nothing is recorded: what is still alive dies whenever Python comes to it."""
+        self._alive.clear()
+        return self.trace
+
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
         """Gives the category of tensors that are known by what holds them: weights, gradients, optimizer state."""
         for tensor in tensors:
             ident = self._alive.get(tensor.untyped_storage()._cdata)
             if ident is not None:
                 self.trace.categories[ident] = category
+
+    def join(self, tensors: Iterable[Tensor], to: Tensor) -> None:
+        """What is done with these from now on belongs where `to` does: what counts a tensor's steps is made of nothing."""
+        unit = self._unit_of.get(to.untyped_storage()._cdata, OUTSIDE)
+        self._unit_of |= {key: unit for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._unit_of}
 
     def place(self, unit: int) -> None:
         """For what is made outside of any module: the layer that it is made for."""

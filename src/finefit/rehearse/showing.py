@@ -18,14 +18,18 @@ from finefit.objective.batch import Extra
 
 def shown(config: Mapping[str, Any], *, rows: int, tokens: int, grids: Sequence[Grid]) -> Extra | None:
     """Of `rows` equal rows, on the meta device; None for a model that sees nothing. Not to be called among fake tensors."""
-    return _shown(json.dumps(config, sort_keys=True, default=str), rows, tokens, tuple(grids))
+    lens = _lens(json.dumps(config, sort_keys=True, default=str))
+    return None if lens is None else _shown(lens, rows, tokens, tuple(grids))  # type: ignore[arg-type] # every lens is frozen
 
 
-@lru_cache(maxsize=16)
-def _shown(config: str, rows: int, tokens: int, grids: tuple[Grid, ...]) -> Extra | None:
-    lens = lens_of(json.loads(config))
-    if lens is None:
-        return None
+@lru_cache(maxsize=64)
+def _lens(config: str) -> Lens | None:
+    return lens_of(json.loads(config))
+
+
+@lru_cache(maxsize=64)
+def _shown(lens: Lens, rows: int, tokens: int, grids: tuple[Grid, ...]) -> Extra:
+    """Known by the lens: it is the same for a model of fewer layers."""
     row = [Shown(grid, lens.blank(grid)) for grid in grids]
     ids_BT = np.tile(np.array(list(_ids(lens, grids, tokens)), dtype=np.int64), (rows, 1))
     return lens.extra(ids_BT, [ids_BT.shape[1]] * rows, [row] * rows).moved(lambda tensor: torch.empty_like(tensor, device="meta"))

@@ -1,11 +1,14 @@
 """A rehearsal of a few layers stretched to the whole depth.
 
 Equal layers repeat the same events. Of four of them in a row the second is written again as often as layers are missing; where a layer frees what
-its neighbour made, each copy frees what *its* neighbour made. Layers whose events do not repeat are an error, never an estimate.
+its neighbour made, each copy frees what *its* neighbour made. Where layers of two kinds do the same with other sizes, the second is of one kind and
+the third of the other, and each layer between the first and the last is written as the one that it is like. Layers whose events do not repeat are an
+error, never an estimate.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Cost, Trace
@@ -15,6 +18,12 @@ REHEARSED = 4
 
 
 _NO_UNIT = -(10**6)
+_MIDDLE = (1, 2)
+_NORM, _SIDE_BY_SIDE = "aten::_foreach_norm.Scalar", "aten::stack"
+_Place = tuple[int, int, int]
+"""(span of one instant, visit of the unit in it, place in the visit) of an allocation: the same in equal units."""
+_Name = tuple[int, _Place]
+"""(unit, where in it)"""
 
 
 class NotRegular(Exception):
@@ -27,6 +36,8 @@ class Run:
 
     num_layers: int
     period: int = 1
+    like: tuple[int, ...] = ()
+    """Of layers of two kinds that differ in sizes alone: which of the two in the middle, 0 or 1, each between the first and the last is like."""
 
     @property
     def missing(self) -> int:
@@ -38,20 +49,37 @@ class Run:
         return self.num_layers - self.missing * self.period
 
 
-def stretch(trace: Trace, runs: Sequence[Run]) -> Trace:
-    """`trace` has the `rehearsed` layers of each run, in order."""
-    for at in reversed(range(len(runs))):  # from the end, so that earlier layers keep their numbers
-        run = runs[at]
-        if run.missing:
-            start = sum(r.rehearsed for r in runs[:at]) + run.rehearsed - (REHEARSED - 1) * run.period
-            trace = _repeat(trace, start, run.period, run.missing)
-    return _warmed_up(trace)
+def stretch(trace: Trace, *stacks: Sequence[Run]) -> Trace:
+    """`trace` has the `rehearsed` layers of each run, in order. A stack has layers that follow one another; those of another are outside of it."""
+    low = sum(run.rehearsed for runs in stacks for run in runs)
+    for runs in reversed(stacks):  # from the end, so that earlier layers keep their numbers
+        end = high = low
+        low -= sum(run.rehearsed for run in runs)
+        for run in reversed(runs):
+            end -= run.rehearsed
+            if run.missing:
+                trace = _repeat(trace, range(low, high), end + run.rehearsed - (REHEARSED - 1) * run.period, run)
+                high += run.missing * run.period
+    return _gathered(_warmed_up(trace))
 
 
 def _warmed_up(trace: Trace) -> Trace:
     """The piece that loading takes first has the size of all weights."""
     total = sum(block.num_bytes for ident, block in enumerate(trace.blocks) if block.operation == LOADED and trace.category(ident) == "weights")
     trace.blocks = [replace(block, num_bytes=total) if block.operation == WARM_UP else block for block in trace.blocks]
+    return trace
+
+
+def _gathered(trace: Trace) -> Trace:
+    """The norms of all gradients are put side by side, so that is as long as there are trained tensors."""
+    sizes: dict[int, int] = {}
+    norms = 0
+    for block, ident in ((trace.blocks[ident], ident) for ident, is_new in trace.events if is_new):
+        if block.operation == _NORM:
+            norms += block.num_bytes
+        elif block.operation == _SIDE_BY_SIDE and block.instant == "update":
+            sizes[ident], norms = norms or block.num_bytes, 0
+    trace.blocks = [replace(block, num_bytes=sizes[ident]) if ident in sizes else block for ident, block in enumerate(trace.blocks)]
     return trace
 
 
@@ -64,27 +92,27 @@ class _Visit:
     events: range
 
 
-def _repeat(trace: Trace, start: int, period: int, missing: int) -> Trace:
-    """Writes the layers [start, start + period) `missing` times more. In here a unit is a period, and the repeated one is number 1."""
+def _repeat(trace: Trace, stack: range, start: int, run: Run) -> Trace:
+    """Writes the layers [start, start + period) as often more as periods are missing. In here a unit is a period, the repeated one is number 1."""
 
     def unit_of(layer: int) -> int:
-        return _NO_UNIT if layer == OUTSIDE else (layer - start) // period + 1
+        return (layer - start) // run.period + 1 if layer in stack else _NO_UNIT
 
     visits = _visits(trace, [unit_of(layer) for layer in trace.units])
-    names = _names(trace, visits)
-    _require_equal(trace, names)
-    copies = _Copies(trace, names, missing, period, start)
+    copies = _Copies(trace, visits, stack, start, run)
     out = Trace(blocks=copies.blocks, categories=copies.categories, host_bytes=trace.host_bytes)
     for at, visit in enumerate(visits):
-        numbers: Sequence[int] = (0,)
-        if visit.unit == 1:
-            numbers = range(missing, -1, -1) if _goes_down(visits, at) else range(missing + 1)
         for name, event in trace.marks.items():
             if event in visit.events:
                 out.marks[name] = len(out.events) + event - visit.events.start
-        for number in numbers:
-            copies.write(out, visit, number)
-    out.costs, out.operations = _totals(trace, set(range(start, start + period)), missing + 1)
+        if visit.unit not in _MIDDLE:
+            copies.write_elsewhere(out, visit)
+            continue
+        places = range(run.missing + 1) if visit.unit == 1 else (run.missing + 1,)
+        for place in reversed(places) if visit.unit == 1 and _goes_down(visits, at) else places:
+            copies.write(out, visit, place)
+    times = {1: copies.like.count(0), 2: copies.like.count(1)}
+    out.costs, out.operations = _totals(trace, {layer: times[unit_of(layer)] for layer in range(start, start + 2 * run.period)})
     return out
 
 
@@ -126,94 +154,137 @@ def _goes_down(visits: list[_Visit], at: int) -> bool:
     raise NotRegular(f"during {visits[at].instant} layers are not visited in a row")
 
 
-_Name = tuple[int, tuple[int, int, int]]
-"""(unit, (span of one instant, visit of the unit in it, place in the visit)) of an allocation: equal units give equal names but for the unit."""
-
-
-def _names(trace: Trace, visits: list[_Visit]) -> dict[int, _Name]:
-    names: dict[int, _Name] = {}
+def _keys(visits: list[_Visit]) -> list[tuple[int, int]]:
+    """(span of one instant, visit of the unit in it): equal units have visits with equal keys."""
+    found: list[tuple[int, int]] = []
     count: Counter[tuple[int, int]] = Counter()
     span = 0
     for at, visit in enumerate(visits):
         span += at > 0 and visits[at - 1].instant != visit.instant
-        fresh = [ident for ident, is_new in (trace.events[event] for event in visit.events) if is_new]
-        names |= {ident: (visit.unit, (span, count[visit.unit, span], place)) for place, ident in enumerate(fresh)}
+        found.append((span, count[visit.unit, span]))
         count[visit.unit, span] += 1
-    return names
-
-
-def _require_equal(trace: Trace, names: dict[int, _Name]) -> None:
-    """The repeated unit and the one after it allocate the same, block by block."""
-    first, second = ({name: trace.blocks[ident].num_bytes for ident, (unit, name) in names.items() if unit == number} for number in (1, 2))
-    if first != second:
-        raise NotRegular(f"{len(first.items() ^ second.items())} allocations of two equal layers differ")
+    return found
 
 
 class _Copies:
-    """Blocks of the stretched trace: the old ones under their old idents, then those of each copy."""
+    """Blocks of the stretched trace: the old ones under their old idents, then those of each copy. Its middle has a place for each period between the
+    first and the last; the two that were rehearsed are those that `like` names 0 and 1."""
 
-    def __init__(self, trace: Trace, names: dict[int, _Name], missing: int, period: int, start: int) -> None:
-        self.trace, self.names, self.missing = trace, names, missing
-        self.idents = {name: ident for ident, name in names.items()}
-        self.shift, self.stop = missing * period, start + period
-        self.period = period
-        self.blocks: list[Block] = [self._moved(block, self.shift if block.unit >= self.stop else 0) for block in trace.blocks]
+    def __init__(self, trace: Trace, visits: list[_Visit], stack: range, start: int, run: Run) -> None:
+        self.trace, self.start, self.run = trace, start, run
+        self.like = run.like or (0,) * (run.missing + 1) + (1,)
+        keys = _keys(visits)
+        self.names: dict[int, _Name] = {}
+        self.visits = {(visit.unit, key): visit for visit, key in zip(visits, keys, strict=True) if visit.unit in _MIDDLE}
+        self.keys = {visit.events.start: key for visit, key in zip(visits, keys, strict=True)}
+        for visit, key in zip(visits, keys, strict=True):
+            fresh = [ident for ident, is_new in (trace.events[event] for event in visit.events) if is_new]
+            self.names |= {ident: (visit.unit, (*key, place)) for place, ident in enumerate(fresh)}
+        self.idents = {name: ident for ident, name in self.names.items()}
+        self.made: dict[tuple[_Place, int], int] = {}
+        self._require_equal()
+        self.blocks = [self._behind(block, stack) for block in trace.blocks]
         self.categories = dict(trace.categories)
-        self.made: dict[tuple[tuple[int, int, int], int], int] = {}
 
-    @staticmethod
-    def _moved(block: Block, shift: int) -> Block:
-        return replace(block, unit=block.unit + shift) if shift and block.unit != OUTSIDE else block
+    def _require_equal(self) -> None:
+        """The two in the middle allocate the same, block by block; of two kinds they do the same in the same order, be it with other sizes."""
+        found: list[set[object]] = [set(), set()]
+        for (unit, key), visit in self.visits.items():
+            found[unit - 1] |= {(key, *told) for told in self._told(visit)}
+        if not found[0] or found[0] != found[1]:
+            raise NotRegular(f"{len(found[0] ^ found[1])} allocations of two equal layers differ" if found[0] else "a layer is nowhere to be found")
 
-    def write(self, out: Trace, visit: _Visit, number: int) -> None:
+    def _told(self, visit: _Visit) -> Iterator[tuple[object, ...]]:
+        for at, event in enumerate(visit.events):
+            ident, is_new = self.trace.events[event]
+            unit, name = self.names[ident]
+            if self.run.like:
+                yield at, is_new, unit if unit == _NO_UNIT else unit - visit.unit, name
+            elif is_new:
+                yield name, self.trace.blocks[ident].num_bytes
+
+    def _behind(self, block: Block, stack: range) -> Block:
+        """What lies behind the repeated layer is moved; in its own stack its modules are counted anew."""
+        if block.unit < self.start + self.run.period:
+            return block
+        shift = self.run.missing * self.run.period
+        return _moved(block, shift) if block.unit in stack else replace(block, unit=block.unit + shift)
+
+    def write(self, out: Trace, visit: _Visit, place: int) -> None:
+        """What is done in a place of the middle, as the rehearsed unit does it that this place is like."""
+        unit = self.like[place] + 1
+        visit = self.visits[unit, self.keys[visit.events.start]]
         for at in visit.events:
             ident, is_new = self.trace.events[at]
             layer = self.trace.units[at]
-            if layer != OUTSIDE:
-                layer += number * self.period if visit.unit == 1 else self.shift if layer >= self.stop else 0
-            for found in (self._of_copy(ident, number),) if visit.unit == 1 else self._elsewhere(ident, visit):
+            out.events.append((self._seen_from(ident, unit, place), is_new))
+            out.units.append(layer if layer == OUTSIDE else layer + (place + 1 - unit) * self.run.period)
+            out.instants.append(self.trace.instants[at])
+
+    def write_elsewhere(self, out: Trace, visit: _Visit) -> None:
+        for at in visit.events:
+            ident, is_new = self.trace.events[at]
+            layer = self.trace.units[at]
+            layer += self.run.missing * self.run.period if layer >= self.start + self.run.period else 0
+            for found in self._from_elsewhere(ident, visit):
                 out.events.append((found, is_new))
                 out.units.append(layer)
                 out.instants.append(self.trace.instants[at])
 
-    def _elsewhere(self, ident: int, visit: _Visit) -> Iterator[int]:
-        """A later layer's neighbour is the last copy, an earlier one's is the original; what is outside of all layers means all of them."""
+    def _from_elsewhere(self, ident: int, visit: _Visit) -> Iterator[int]:
+        """A later layer's neighbour is the last of the middle, an earlier one's is the first; what is outside of all layers means all of them."""
         unit, name = self.names[ident]
-        positions = (0,) if unit != 1 or _NO_UNIT < visit.unit < 1 else (self.missing,) if visit.unit > 1 else range(self.missing + 1)
-        yield from (self._copy(name, ident, position) for position in positions)
+        if unit not in _MIDDLE:
+            yield ident
+        elif visit.unit == _NO_UNIT:
+            yield from (self._copy(name, place) for place in (range(self.run.missing + 1) if unit == 1 else (self.run.missing + 1,)))
+        else:
+            yield self._copy(name, unit - 1 if visit.unit < 1 else self.run.missing + unit - 1)
 
-    def _of_copy(self, ident: int, number: int) -> int:
+    def _seen_from(self, ident: int, own: int, place: int) -> int:
+        """The same of a unit in this place that `ident` is of the rehearsed unit `own`."""
         unit, name = self.names[ident]
-        position = number + unit - 1  # among the copies
         if unit == _NO_UNIT:
-            if number:
+            if self.run.like or place != (own - 1) * (self.run.missing + 1):
                 raise NotRegular(f"a repeated layer frees {self.trace.blocks[ident].operation} of no layer")
             return ident
-        if position < 0 or position > self.missing:
-            return ident
-        original = self.idents.get((1, name))
-        if original is None or self.trace.blocks[original].num_bytes != self.trace.blocks[ident].num_bytes:
+        wanted, last = place + unit - own, self.run.missing + 1
+        beside = wanted + 1 if wanted < 0 else wanted - last + 2
+        found = self._copy(name, wanted) if 0 <= wanted <= last else self.idents.get((beside, name))
+        if found is None or self.blocks[found].num_bytes != self.trace.blocks[ident].num_bytes:
             raise NotRegular(f"two equal layers differ at {self.trace.blocks[ident].operation}")
-        return self._copy(name, original, position)
+        return found
 
-    def _copy(self, name: tuple[int, int, int], original: int, position: int) -> int:
-        if position == 0:
+    def _copy(self, name: _Place, place: int) -> int:
+        original = self.idents.get((self.like[place] + 1, name))
+        if original is None:
+            raise NotRegular("a layer frees of its neighbour what that does not make")
+        if place == self.like[place] * (self.run.missing + 1):
             return original
-        key = (name, position)
+        key = (name, place)
         if key not in self.made:
             self.made[key] = len(self.blocks)
-            self.blocks.append(self._moved(self.trace.blocks[original], position * self.period))
+            self.blocks.append(_moved(self.trace.blocks[original], (place - self.like[place]) * self.run.period))
             if original in self.categories:
                 self.categories[self.made[key]] = self.categories[original]
         return self.made[key]
 
 
-def _totals(trace: Trace, layers: set[int], times: int) -> tuple[dict[tuple[str, int], Counter[Cost]], dict[tuple[str, int], int]]:
+def _moved(block: Block, shift: int) -> Block:
+    """To another layer, whose number its module then has."""
+    if block.unit == OUTSIDE:
+        return block
+    module = re.sub(r"(?<=\.)\d+\b", lambda number: str(int(number[0]) + shift), block.module, count=1)
+    return replace(block, unit=block.unit + shift, module=module)
+
+
+def _totals(trace: Trace, times: Mapping[int, int]) -> tuple[dict[tuple[str, int], Counter[Cost]], dict[tuple[str, int], int]]:
+    """`times` that a layer stands for."""
     costs = {
-        (instant, layer): Counter({cost: count * times for cost, count in found.items()}) if layer in layers else found
+        (instant, layer): Counter({cost: count * times.get(layer, 1) for cost, count in found.items()})
         for (instant, layer), found in trace.costs.items()
     }
-    operations = {(instant, layer): count * (times if layer in layers else 1) for (instant, layer), count in trace.operations.items()}
+    operations = {(instant, layer): count * times.get(layer, 1) for (instant, layer), count in trace.operations.items()}
     return costs, operations
 
 

@@ -1,7 +1,7 @@
 """What a rehearsal leaves: allocation events, what each allocation is and where it was made, and the cost of every operation. No torch here."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 OUTSIDE = -1
@@ -67,6 +67,26 @@ class Trace:
         self.events.append((ident, False))
         self.units.append(unit)
         self.instants.append(instant)
+
+    def beyond(self, num_layers: int) -> "Trace":
+        """The same with what is numbered beyond these layers in none."""
+        costs: dict[tuple[str, int], Counter[Cost]] = {}
+        operations: Counter[tuple[str, int]] = Counter()
+        for (instant, unit), found in self.costs.items():
+            costs.setdefault((instant, unit if unit < num_layers else OUTSIDE), Counter()).update(found)
+        for (instant, unit), count in self.operations.items():
+            operations[instant, unit if unit < num_layers else OUTSIDE] += count
+        return replace(
+            self,
+            blocks=[block if block.unit < num_layers else replace(block, unit=OUTSIDE) for block in self.blocks],
+            units=[unit if unit < num_layers else OUTSIDE for unit in self.units],
+            costs=costs,
+            operations=dict(operations),
+        )
+
+    def loaded(self, unit: int) -> int:
+        """Bytes of a layer's weights and adapters, rounded as the allocator rounds."""
+        return sum(-(-block.num_bytes // 512) * 512 for block in self.blocks if block.unit == unit and block.operation == LOADED)
 
     def stream(self) -> list[tuple[int, int]]:
         """For the allocator: (ident, bytes), 0 bytes for a free."""
