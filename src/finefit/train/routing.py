@@ -13,6 +13,7 @@ from finefit.data.render import Example
 from finefit.evaluate.routing import measure_routing, routing_map
 from finefit.model.centroids import num_shared
 from finefit.spec.schema import Router
+from finefit.step.engines.choose import divides_weights
 from finefit.step.forward import autocast_for
 from finefit.train.live import Live
 
@@ -26,7 +27,7 @@ def note_routing(live: Live, where: StageDir, step: int) -> None:
     here is told and costs nothing else."""
     if not isinstance(live.stage.objective, Router) or not live.ranks.is_first:
         return
-    if live.ranks.size > 1 and live.stage.engine.kind not in ("single", "ddp"):
+    if live.ranks.size > 1 and divides_weights(live.stage.engine):
         log.info("routing is not measured: the model is divided over %s ranks", live.ranks.size)
         return
     try:

@@ -38,10 +38,10 @@ def make_engine(stage: Stage, peers: Peers, *, folder: Path, run: Path) -> LiveE
 
 def loads_on(stage: Stage, *, num_ranks: int) -> str:
     """The device that weights are loaded on: those that are divided are moved part by part, so that no card need hold all of them."""
-    return "cpu" if num_ranks > 1 and _divides_weights(stage.engine) else stage.device
+    return "cpu" if num_ranks > 1 and divides_weights(stage.engine) else stage.device
 
 
-def _divides_weights(engine: Engine) -> bool:
+def divides_weights(engine: Engine) -> bool:
     return isinstance(engine, FullyShard) or (isinstance(engine, DeepSpeed) and engine.stage == 3)
 
 
@@ -69,7 +69,7 @@ def engine_problems(engine: Engine, tuning: Tuning, optimizer: AdamW, levers: Le
 
 
 def _adapter_problems(engine: Engine, tuning: Lora) -> Iterator[Finding]:
-    if tuning.base_bits is not None and _divides_weights(engine):
+    if tuning.base_bits is not None and divides_weights(engine):
         yield _error(
             f"tuning.base_bits {tuning.base_bits}: packed weights cannot be divided by engine.kind {engine.kind}",
             "set engine.kind: ddp, which leaves weights whole, or leave tuning.base_bits out",
