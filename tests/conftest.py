@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finefit.facts.files import finefit_cache
 from finefit.objective.batch import Batch, Forward, LossSum
+from tests.forks import fork_workers
+from tests.here import rehearse_here
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' + '\n' }}{% endfor %}"
@@ -148,6 +150,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (cache / "finefit" / model.name).symlink_to(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_imports() -> Iterator[None]:
+    """Where no test is about how a process starts, its imports would be most of the work. Beside a card every process starts as a user's does: what
+    torch reads there, it reads when it is loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            rehearse_here(patch)
+            fork_workers(patch)
         yield
 
 

@@ -5,7 +5,6 @@ import faulthandler
 import hashlib
 import itertools
 import logging
-import multiprocessing
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from finefit.spec.load import load_spec
 from finefit.train import loop
 from finefit.train.worker import work
 from tests.conftest import SPEC, make_model_folder, make_project
+from tests.forks import FORKS
 
 KILLS = int(os.environ.get("FINEFIT_KILLS", "20"))
 SAVE_EVERY = 3
@@ -46,9 +46,6 @@ PAGE = 4096
 DEADLINE_SECONDS = 120
 STACKS_AFTER_SECONDS = 100
 
-# A fork of the process that runs the tests would share the lock of its progress bars: whoever is killed with it in hand stops all others for good.
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
 _LOADED_BY = os.getpid()
 
 
@@ -146,7 +143,7 @@ class Worker:
 
 def start(where: StageDir, prepare: Callable[[], None] = nothing) -> Worker:
     """`prepare` places a fault in the worker; it is sent there by value and shares nothing with this process."""
-    process = _FORKS.Process(target=_be_worker, args=(where, cloudpickle.dumps(prepare)), daemon=True)
+    process = FORKS.Process(target=_be_worker, args=(where, cloudpickle.dumps(prepare)), daemon=True)
     process.start()
     return Worker(process=process, where=where)
 

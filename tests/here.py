@@ -1,23 +1,20 @@
-"""Rehearsals and counts in the test's own process: the same code as in a process of its own, without its start."""
+"""Rehearsals and counts in the test's own process: the same code as in a process of its own, without its start. `tests.pipeline.test_rehearsing` and
+the commands that tests start as processes ask the real one."""
 
 import warnings
 
 import pytest
 
 from finefit.artifacts.forecasts import Answer, Question
-from finefit.artifacts.records import Failure
-from finefit.errors import FinefitError
 from finefit.pipeline import forecasting, sizes
-from finefit.plan import worker
 
 
 def ask_here(question: Question) -> Answer:
+    from finefit.plan.worker import reply  # with all of torch, which most tests do without
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as the process does
-        try:
-            return Answer(rooms=tuple(worker.rooms(question))) if question.only_rooms else Answer(forecasts=tuple(worker.answer(question)))
-        except FinefitError as error:
-            return Answer(failure=Failure.of(error))
+        return reply(question)
 
 
 def rehearse_here(patch: pytest.MonkeyPatch) -> None:

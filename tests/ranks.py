@@ -1,6 +1,5 @@
 """Ranks for tests: processes forked from the server that has loaded torch, each given its place among the others."""
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -15,9 +14,7 @@ import cloudpickle
 from finefit.artifacts.launcher import Place
 from finefit.errors import FinefitError
 from finefit.pipeline.launch import free_port
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.faults"])
+from tests.forks import FORKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +33,9 @@ def as_ranks(size: int, act: Callable[[Place], Any], *, absent: tuple[int, ...] 
     port, began = free_port(), time.monotonic()
     started = {}
     for rank in (rank for rank in range(size) if rank not in absent):
-        ours, theirs = _FORKS.Pipe(duplex=False)
+        ours, theirs = FORKS.Pipe(duplex=False)
         place = Place(rank=rank, size=size, local_rank=rank, local_size=size, address="127.0.0.1", port=port)
-        process = _FORKS.Process(target=_be_rank, args=(place, cloudpickle.dumps(act), theirs), daemon=True)
+        process = FORKS.Process(target=_be_rank, args=(place, cloudpickle.dumps(act), theirs), daemon=True)
         process.start()
         theirs.close()
         started[rank] = (process, ours)

@@ -7,7 +7,6 @@ import pytest
 from tests.cli.conftest import Finefit, rewrite
 from tests.cli.test_plan_stages import STAGES
 from tests.conftest import make_rows, write_jsonl
-from tests.here import rehearse_here
 
 SCORES = """\
   scores:
@@ -16,11 +15,6 @@ SCORES = """\
     data: {test: {path: test.jsonl}}
     evaluate: [{task: json_match, max_new_tokens: 8}]
 """
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearse_here(monkeypatch)
 
 
 @pytest.fixture

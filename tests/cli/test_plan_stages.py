@@ -6,7 +6,6 @@ import pytest
 
 from tests.cli.conftest import Finefit
 from tests.cli.test_plan import KEYS
-from tests.here import rehearse_here
 
 CARD = ("--card", "RTX 4090")
 STAGES = """\
@@ -43,11 +42,6 @@ stages:
     levers: {micro_batch: 32, recompute: none, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1}
 """
 TOO_SMALL = ("--card", "2GiB")
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearse_here(monkeypatch)
 
 
 @pytest.fixture

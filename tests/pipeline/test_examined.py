@@ -12,7 +12,6 @@ from finefit.spec.load import parse_any
 from finefit.spec.stages import Pipeline
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 from tests.forecasts import make_forecast
-from tests.here import rehearse_here
 
 STAGES = """\
 name: staged
@@ -31,11 +30,6 @@ stages:
   pairs: {kind: make_pairs, train: [{path: nowhere.jsonl}]}
 """
 FORECASTS = {"sft": (make_forecast(),)}
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearse_here(monkeypatch)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from finefit.spec.load import parse_any
 from finefit.spec.stages import BuildMoe, Pipeline
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 from tests.forecasts import GIB, make_forecast
-from tests.here import rehearse_here
 
 CARD = ("RTX 4090",)
 MODEL = "{kind: folder, path: model}"
@@ -59,11 +58,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "train.jsonl", make_rows(10))
     write_jsonl(folder / "test.jsonl", make_rows(5, seed=2))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearse_here(monkeypatch)
 
 
 def test_a_stage_is_foretold_before_what_it_stands_on_exists(base: Path) -> None:

@@ -29,7 +29,8 @@ from dataclasses import replace
 rank = int(os.environ["RANK"])
 where = Path(sys.argv[1])
 def fail(kind, problem, code):
-    from finefit.artifacts.records import Failure, StageResult, write_record
+    from finefit.artifacts.records import Failure, write_record
+    from finefit.artifacts.trainings import StageResult
     from finefit.artifacts.rundir import StageDir
     failure = Failure(kind=kind, problem=problem, remedy="mend it", exit_code=code)
     result = StageResult(
