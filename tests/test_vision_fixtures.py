@@ -13,7 +13,7 @@ from transformers.utils import is_torchvision_available
 from finefit.data.images import decoded
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from tests.vision import FAMILIES, ask, digit_image, make_vlm, vlm_config, vlm_inputs, vlm_processor, write_reading_task
 
 WIDE, TALL = digit_image(3, size=(64, 40), seed=1), digit_image(8, size=(33, 56), seed=2)
@@ -149,7 +149,7 @@ def test_digits_are_whole_seeded_and_differ_in_place_size_and_colour(size: tuple
 def test_the_reading_task_is_read_with_its_images(tmp_path: Path) -> None:
     for name in ("train", "test"):
         path = write_reading_task(tmp_path, rows=20, seed=0, name=name)
-        rows = [row for row in open_source(path.name, Fields(), tmp_path, split=name).rows() if isinstance(row, Row)]
+        rows = [row for row in open_source(Source(path=path.name), tmp_path, split=name).rows() if isinstance(row, Row)]
         shown = [decoded(row) for row in rows]
         assert sorted(row.answer for row in rows) == sorted("0123456789" * 2)
         assert all(not isinstance(images, BadRow) and len(images) == 1 for images in shown)

@@ -1,5 +1,10 @@
-"""The place of a rank, as its environment tells it."""
+"""The place of a rank, as its environment tells it; and processes that end with the one that started them."""
 
+import signal
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from finefit.artifacts.launcher import Place, allocator_setting, chosen_variables, find_place, recorded_variables, without_place
@@ -70,3 +75,44 @@ def test_what_decides_how_ranks_meet_is_recorded_and_nothing_private() -> None:
     assert recorded["NCCL_P2P_DISABLE"] == "1"
     assert recorded["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "HF_TOKEN" not in recorded
+
+
+CHILD = """
+import sys
+sys.platform = sys.argv[2]
+from finefit.artifacts.launcher import end_with_parent
+end_with_parent(int(sys.argv[1]))
+print("begun", flush=True)
+while True:
+    pass
+"""
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]], stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline(), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])  # where the kernel does it, and where it does not
+def test_a_process_in_an_endless_loop_ends_with_the_one_that_started_it(platform: str) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, platform], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        number, begun = parent.stdout.readline().split()
+        child = psutil.Process(int(number))
+        parent.kill()
+    try:
+        assert "begun" in begun
+        child.wait(30)
+    finally:
+        if child.is_running():
+            child.kill()
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])
+def test_a_process_whose_parent_has_ended_already_does_not_begin(platform: str) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    found = subprocess.run([sys.executable, "-c", CHILD, str(gone.pid), platform], capture_output=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (-signal.SIGKILL, b"")

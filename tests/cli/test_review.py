@@ -29,7 +29,7 @@ from finefit.report.review import harmless, show_sheet
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.session import open_session
 from finefit.review.stack import Stack
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from tests.cli.conftest import COMMAND, Finefit, environment, process, started
 from tests.reviews import in_memory, make_items, make_run, make_single, make_stack
 
@@ -105,7 +105,7 @@ def test_base_and_result_of_a_real_run_are_judged_and_become_pairs(finefit: Fine
             session.judge("ann", face.handle, "1")
     pairs = finefit("review", *models, "--export-pairs", "pairs.jsonl", "--json").document["pairs"]
     assert pairs["pairs"] + pairs["left_out"].get("an empty answer", 0) + pairs["left_out"].get("both answers are the same", 0) == 5
-    rows = list(open_source("pairs.jsonl", Fields(), Path.cwd(), split="train").rows()) if pairs["pairs"] else []
+    rows = list(open_source(Source(path="pairs.jsonl"), Path.cwd(), split="train").rows()) if pairs["pairs"] else []
     assert [row.kind for row in rows if isinstance(row, Row)] == ["pair"] * pairs["pairs"]
     assert all(said.text.startswith("add ") for sheet in stack.sheets for said in sheet.prompt)
     assert {said.role for sheet in stack.sheets for said in sheet.prompt} == {"user"}

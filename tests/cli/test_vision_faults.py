@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[Spoil, str, str]] = {
     "the model's own mark in a text": (
         _messages("<image>Which digit? <|image_pad|>"),
         "train.jsonl:2 the text holds '<|image_pad|>', which the model reads as an image",
-        "an image is given beside the text, which has <image> in its place",
+        "which has <image> in its place; write such rows differently, or set data.bad_rows: drop to leave them out, counted",
     ),
     "rows with images for a model of text": (_blind, "train.jsonl holds images, which this model cannot see", ""),
     "towers of a model of text": (

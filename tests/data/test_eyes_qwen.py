@@ -193,7 +193,7 @@ def test_a_processor_of_another_model_is_refused(plain: Path, tmp_path: Path) ->
 def test_a_folder_without_a_processor_is_refused(plain: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(plain, tmp_path / "bare")
     (copied / "preprocessor_config.json").unlink()
-    with pytest.raises(ModelError, match="bare has no image processor that can be read"):
+    with pytest.raises(ModelError, match="bare has no image processor that can be loaded"):
         eye_of(copied)
 
 
@@ -222,7 +222,7 @@ def test_a_published_config_is_enough_for_a_lens(family: str) -> None:
 
 
 def test_a_vision_config_that_cannot_be_read_is_told() -> None:
-    with pytest.raises(ModelError, match="the model's vision_config cannot be read"):
+    with pytest.raises(ModelError, match=r"the config\.json of a qwen2_vl cannot be read: .*patch_size"):
         lens_of({"model_type": "qwen2_vl", "vision_config": {"patch_size": "large"}})
 
 

@@ -166,8 +166,11 @@ def _png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
 def test_an_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
     gif = b"GIF89a" + struct.pack("<HHBBB", *size, 0, 0, 0) + b";"
-    for data in (_png(*size), gif, b"P6 %d %d 255\n" % size):
-        assert _fault(data).startswith("its image ")
+    bmp = bytearray(_encoded(_picture(), "BMP"))
+    bmp[18:26] = struct.pack("<ii", *size)
+    for data in (_png(*size), gif, bytes(bmp)):
+        assert _fault(data) == f"its image is empty: it has {size[0]} x {size[1]} pixels"
+    assert _fault(b"P6 %d %d 255\n" % size).startswith("its image ")
 
 
 @pytest.mark.parametrize("size", [(9_500, 9_500), (20_000, 20_000), (200_000, 200_000)])

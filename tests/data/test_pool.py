@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -73,3 +75,36 @@ def test_a_pool_process_killed_at_work_is_named_with_the_free_host_memory_and_th
     assert "give the same command again" in raised.value.remedy
     assert workers() == []
     assert prepared("second").sources[0].used == ROWS
+
+
+def test_no_process_of_the_pool_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+    """Not even one that has nothing to do."""
+    make_tokenizer().save_pretrained(tmp_path)
+    code = """
+import sys
+from multiprocessing import active_children
+from pathlib import Path
+from finefit.data.looking import OwnEye
+from finefit.data.pieces import Pieces
+from finefit.data.render import open_renderer
+from finefit.data.rows import Message, Row
+from finefit.spec.rows import Data, ImageLimits, Source
+folder = Path(sys.argv[1])
+data = Data(train=(Source(path="a.jsonl"),))
+row = Row(source="a.jsonl", number=1, messages=(Message("user", "what?"), Message("assistant", "that")))
+see = OwnEye(folder, folder / "config.json", ImageLimits())
+with Pieces(open_renderer(folder, "chat"), data, folder, processes=2, see=see, with_system=False) as pieces:
+    list(pieces([row]))
+    print(*(child.pid for child in active_children()), flush=True)
+    input()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        left = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
+        parent.kill()
+    assert left
+    _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
+    assert alive == []

@@ -165,17 +165,24 @@ def test_a_model_that_sees_nothing_refuses_rows_with_images(tmp_path: Path) -> N
     assert "qwen2_5_vl" in raised.value.remedy
 
 
-def test_an_image_that_changed_or_went_since_is_an_error_when_it_is_shown(tmp_path: Path, qwen: Path) -> None:
+def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it_is_shown(tmp_path: Path, qwen: Path) -> None:
     draw(tmp_path, "a.png", 1), draw(tmp_path, "b.png", 2)
-    write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png"), asked(1, "b.png")])
-    _, out = prepared(tmp_path, qwen, TRAIN)
-    first, second = Examples(out / "train.safetensors")
+    rows = [asked(0, "a.png"), asked(1, "b.png"), asked(2, "a.png", question="Once more?")]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    write_jsonl(tmp_path / "t.jsonl", [asked(3, "b.png", question="And here?")])
+    _, out = prepared(tmp_path, qwen, TRAIN | {"test": {"path": "t.jsonl"}})
+    first, second, third = Examples(out / "train.safetensors")
+    (item,) = read_items(out / "test.jsonl")
     draw(tmp_path, "a.png", 3)
     (tmp_path / "b.png").unlink()
-    with pytest.raises(DataError, match=r"the image .*a\.png has changed since its rows were prepared"):
-        show(eye_in(qwen), first.images[0])
-    with pytest.raises(DataError, match=r"the image .*b\.png cannot be read.*it was there when its rows were prepared"):
-        show(eye_in(qwen), second.images[0])
+    for example in (first, third):  # told of the first row that shows it
+        with pytest.raises(DataError, match=r"\Aa\.jsonl:1: its image .*a\.png has changed since its rows were prepared\nput it back as it was, or "):
+            show(eye_in(qwen), example.images[0])
+    for place, picture in (("a.jsonl:2", second.images[0]), ("t.jsonl:1", item.pictures[0])):
+        with pytest.raises(DataError, match=rf"\A{place}: its image .*b\.png cannot be read.*it was there when its rows were prepared"):
+            show(eye_in(qwen), picture)
+    with pytest.raises(DataError, match=r"\Athe image .*a\.png has changed"):
+        opened(replace(first.images[0], row=""))
 
 
 def test_what_was_prepared_is_known_to_be_out_of_date_when_an_image_is_changed_mended_or_taken_away(tmp_path: Path, qwen: Path) -> None:
@@ -228,6 +235,22 @@ def test_the_same_question_about_the_same_image_is_found_wherever_the_image_lies
     write_jsonl(tmp_path / "t.jsonl", [asked(0, "copy.png")])
     found, _ = prepared(tmp_path, qwen, TRAIN | {"test": {"path": "t.jsonl"}})
     assert faults(found, "overlap") == ["a.jsonl:1 (train) is t.jsonl:1 (test): the same but for case and punctuation"]
+
+
+def test_a_form_leaves_an_item_with_an_image_the_item_that_it_was(tmp_path: Path, qwen: Path) -> None:
+    (tmp_path / "form.py").write_text("def build(prompt, answer):\n    return prompt.upper(), f'= {answer}'\n", encoding="utf-8")
+    for name, digit in (("a.png", 1), ("b.png", 2)):
+        draw(tmp_path, name, digit)
+    write_jsonl(tmp_path / "a.jsonl", [asked(3, "b.png", question="train?")])
+    write_jsonl(tmp_path / "t.jsonl", [asked(0, "a.png"), asked(0, "b.png")])
+    form = {"kind": "python", "path": "form.py"}
+    plain, built = (
+        read_items(prepared(tmp_path, qwen, TRAIN | {"test": {"path": "t.jsonl"}} | more, out=out)[1] / "test.jsonl")
+        for out, more in (("plain", {}), ("built", {"task": form}))
+    )
+    assert built[0].answer == "= 0"
+    assert [key_of(item) for item in built] == [key_of(item) for item in plain]
+    assert len({key_of(item) for item in built}) == 2
 
 
 def test_test_items_bring_their_pictures_and_have_one_key_wherever_those_lie(tmp_path: Path, qwen: Path) -> None:

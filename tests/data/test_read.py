@@ -11,7 +11,7 @@ from finefit.data.files import find_files
 from finefit.data.read import Reading, open_source
 from finefit.data.rows import BadRow, Row
 from finefit.errors import DataError
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Fields, Source
 
 GOOD = '{"prompt": "2+2", "completion": "4"}'
 
@@ -23,7 +23,7 @@ def _open(folder: Path, files: dict[str, str | bytes | list[Any]], path: str = "
         if isinstance(content, list):
             content = "".join(json.dumps(value) + "\n" for value in content) if name.endswith("l") else json.dumps(content)
         target.write_bytes(content.encode() if isinstance(content, str) else content)
-    return open_source(path, Fields(**fields), folder, split="train")
+    return open_source(Source(path=path, fields=Fields(**fields)), folder, split="train")
 
 
 def _rows(reading: Reading) -> list[Row]:
@@ -199,7 +199,7 @@ def test_every_real_file_is_among_those_that_are_read() -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")
 @pytest.mark.parametrize(("path", "fields", "name", "num_records", "num_rows"), REAL)
 def test_real_files_read_whole(path: str, fields: dict[str, str], name: str, num_records: int, num_rows: int) -> None:
-    reading = open_source(path, Fields(**fields), SHARED, split="train" if "chartqa/" not in path else "validation")
+    reading = open_source(Source(path=path, fields=Fields(**fields)), SHARED, split="train" if "chartqa/" not in path else "validation")
     rows = _rows(reading)
     assert (reading.shape.name, len({(row.source, row.number) for row in rows}), len(rows)) == (name, num_records, num_rows)
 
@@ -207,13 +207,13 @@ def test_real_files_read_whole(path: str, fields: dict[str, str], name: str, num
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")
 def test_rows_of_real_files_hold_what_their_records_say() -> None:
     def first(path: str, split: str = "train", **fields: str) -> Row:
-        return _rows(open_source(path, Fields(**fields), SHARED, split=split))[0]
+        return _rows(open_source(Source(path=path, fields=Fields(**fields)), SHARED, split=split))[0]
 
     record = next(iter(json.loads((SHARED / "pubmedqa/ori_pqal_300.json").read_text()).values()))
     row = first("pubmedqa/ori_pqal_300.json")
     assert row.messages[0].content == "\n\n".join([*record["CONTEXTS"], record["QUESTION"]])
     assert row.answer == record["LONG_ANSWER"]
-    assert all(row.images for row in _rows(open_source("chartqa/val", Fields(), SHARED, split="validation")))
+    assert all(row.images for row in _rows(open_source(Source(path="chartqa/val"), SHARED, split="validation")))
     assert first(f"{SEEDS}/docvqa_val_v1.0.json").references == ("A-113", "a-113")
     assert first(f"{SEEDS}/infovqa_vidore_train_row.json").images[0].path == "10001.jpeg"
     assert first(f"{SEEDS}/vqav2_questions.json", join=f"{SEEDS}/vqav2_annotations.json").references == ("red", "maroon", "dark red")

@@ -13,11 +13,13 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from finefit.data.budget import Budget, without_middle
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Image, Message, Row, ToolCall
+from finefit.data.spelling import Spelling
 from finefit.errors import DataError, ModelError
 from tests.conftest import SPECIAL, TEMPLATE, make_tokenizer
 from tests.data.conftest import prompts_before_answers, render_one, supervised_runs, supervised_texts
 
 CHAT = Renderer(make_tokenizer(), "chat")
+SPELLING = Spelling(CHAT.tokenizer)
 PLAIN = Renderer(make_tokenizer(chat=False), "plain")
 TEXT = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from([" a ", "\n", "{{ messages }}", "{% raw %}", "<think>", "é", "☃\U0001f600"])
@@ -203,7 +205,7 @@ def test_tokens_go_from_the_middle_of_the_longest_question_and_the_instruction_i
 
 @given(text=st.text(st.sampled_from("aé☃\U0001f600"), min_size=2), excess=st.integers(1, 30))
 def test_what_is_left_of_a_text_is_its_start_and_its_end(text: str, excess: int) -> None:
-    left = without_middle(text, CHAT._spans(text), excess)
+    left = without_middle(text, SPELLING.spans(text), excess)
     assert 0 < len(left) < len(text)
     assert any(left == text[:at] + text[len(text) - len(left) + at :] for at in range(len(left) + 1))
     assert len(left.encode()) <= max(len(text.encode()) - excess, len(text[0].encode())) or len(left) == len(text) - 1

@@ -72,7 +72,7 @@ def test_a_fault_of_an_image_arrives_as_what_it_is(seen: tuple[Collator, Example
     whole = (folder / "0.png").read_bytes()
     draw(folder, "0.png", 9)
     try:
-        with pytest.raises(DataError, match=r"0\.png has changed since its rows were prepared"):
+        with pytest.raises(DataError, match=r"\Aa\.jsonl:1: its image .*0\.png has changed since its rows were prepared"):
             one.submit(collator, [examples[0]]).result()
     finally:
         (folder / "0.png").write_bytes(whole)
@@ -129,20 +129,31 @@ def test_nobody_is_left_after_the_block_even_in_the_middle_of_a_batch() -> None:
         busy.result(10)
 
 
-def test_nobody_is_left_when_the_parent_is_killed() -> None:
-    code = """
-import os
-from finefit.data.workers import Workers
-with Workers(1) as workers:
-    print(workers.submit(os.getpid).result(), flush=True)
-    input()
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+@pytest.mark.parametrize("ending", ["", "while True: pass"], ids=["waiting", "in an endless loop"])
+def test_nobody_is_left_when_the_parent_is_killed(tmp_path: Path, ending: str) -> None:
+    """`ending`: of code of the user's own."""
+    begun = tmp_path / "begun"
+    called = f"import os; open({str(begun)!r}, 'w').write(str(os.getpid()))\n{ending}"
+    code = f"from finefit.data.workers import Workers\nwith Workers(1) as workers:\n    workers.submit(exec, {called!r})\n    input()\n"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
+        pid = _written(begun)
         parent.kill()
-    psutil.wait_procs([process for process in [_found(pid)] if process], timeout=30)
-    assert _found(pid) is None
+    left = [process for process in [_found(pid)] if process]
+    psutil.wait_procs(left, timeout=10)
+    try:
+        assert _found(pid) is None
+    finally:
+        for process in left:
+            if process.is_running():
+                process.kill()
+
+
+def _written(path: Path) -> int:
+    for _ in range(600):
+        if path.is_file() and (told := path.read_text()):
+            return int(told)
+        time.sleep(0.1)
+    raise TimeoutError(path)
 
 
 def _found(pid: int) -> psutil.Process | None:

@@ -146,8 +146,8 @@ def test_lm_eval_ends_with_the_process_that_started_it_when_that_is_killed(tmp_p
     """Any module of its name will do: what it computes does not matter here."""
     (tmp_path / "lm_eval").mkdir()
     (tmp_path / "lm_eval" / "__main__.py").write_text("import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(300)\n")
-    command = [sys.executable, "-P", "-m", "finefit.evaluate.harness_child", "--tasks", "x"]
-    code = f"from pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command!r}, cwd=Path())\n"
+    command = "[sys.executable, '-P', '-m', 'finefit.evaluate.harness_child', str(os.getpid()), '--tasks', 'x']"
+    code = f"import os, sys\nfrom pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command}, cwd=Path())\n"
     told, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=told, text=True, env=environment, cwd=tmp_path) as parent:
         assert parent.stdout is not None

@@ -15,14 +15,18 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from finefit.artifacts.pipelines import Order, Routing, WiredModel
+from finefit.artifacts.pipelines import Done, Order, Routing, WiredModel
 from finefit.artifacts.records import read_record, write_record
 from finefit.errors import DataError, ModelError, SpecError
 from finefit.facts.model import read_model_folder
 from finefit.pipeline.making.build_moe import lines, make
+from finefit.pipeline.stage_run import ask, open_or_create
+from finefit.pipeline.staged import carry_out
+from finefit.spec.load import load_any
 from finefit.spec.models import FolderModel
 from finefit.spec.stages import BuildMoe, Pipeline
 from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer
+from tests.pipeline.test_staged import Heard
 
 torch.set_num_threads(1)
 INPUTS = torch.randint(0, 261, (2, 20), generator=torch.Generator().manual_seed(5))
@@ -111,6 +115,29 @@ def test_a_router_from_centroids_sends_held_out_tokens_to_their_own_expert(here:
     assert svg.startswith("<svg")
     assert "digits, layer 1, letters:" in svg
     assert any("first choice is their own expert: letters" in line for line in lines(summary))
+
+
+def test_what_was_held_with_a_model_loaded_is_recorded_where_one_is_loaded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random router needs none; the proof of both is in host memory, whatever the device."""
+    monkeypatch.setattr("finefit.pipeline.awake._command", lambda: None)
+    experts = "experts: {letters: {kind: folder, path: letters}, digits: {kind: folder, path: digits}}"
+    kinds = {"chance": "{kind: random}", "rows": json.dumps(CENTROIDS)}
+    stages = "".join(
+        f"  {name}:\n    kind: build_moe\n    base: {{kind: folder, path: base}}\n    {experts}\n    router: {router}\n"
+        for name, router in kinds.items()
+    )
+    (here / "spec.yaml").write_text(f"name: mixed\ndevice: cpu\nstages:\n{stages}")
+    pipeline = load_any(here / "spec.yaml")
+    assert isinstance(pipeline, Pipeline)
+    run = open_or_create(ask(pipeline, here, spec_text="", overrides=()), runs=here / "runs", new=False)
+    carry_out(run, Heard())
+    chance, rows = (read_record(run.stage(at, name).done, Done).memory for at, name in enumerate(kinds, 1))
+    assert chance is not None
+    assert chance.loaded_bytes is None
+    assert rows is not None
+    assert rows.loaded_bytes is not None
+    assert rows.peak_bytes is not None
+    assert 50 * 2**20 < rows.loaded_bytes <= rows.peak_bytes
 
 
 def test_the_same_order_makes_the_same_files(here: Path) -> None:
@@ -262,7 +289,8 @@ def test_a_build_that_is_killed_in_mid_write_leaves_no_model_and_the_next_one_is
     killed = textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
-        from finefit.artifacts.records import Order, read_record
+        from finefit.artifacts.pipelines import Order
+        from finefit.artifacts.records import read_record
         from finefit.model import moe
         from finefit.pipeline.making.build_moe import make
         whole = moe.save_file

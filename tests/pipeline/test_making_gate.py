@@ -91,6 +91,15 @@ def test_labels_by_lot_are_not_learnt(base: Path, tmp_path: Path) -> None:
     assert summary["accuracy"]["low"] < 0.5 < summary["accuracy"]["high"]
 
 
+def test_only_the_records_that_a_source_asks_for_are_looked_at(base: Path, tmp_path: Path) -> None:
+    mixed = [row | {"kind": "wanted"} for row in _rows("aeiou", 30)] + [row | {"kind": "other"} for row in _rows("xyz", 40)]
+    rows = {"vowels": mixed, "digits": _rows("0123456789", 50)}
+    summary, _ = _made(
+        base, tmp_path, rows, data={"vowels": {"path": "vowels.jsonl", "where": {"kind": "wanted"}}, "digits": {"path": "digits.jsonl"}}
+    )
+    assert summary["trained"]["vowels"] + summary["held"]["vowels"] == 30
+
+
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65])
 def test_equal_prompts_are_never_on_both_sides(share: float, base: Path, tmp_path: Path) -> None:
     rows = {"left": [row for row in _rows("ab", 8, seed=1) for _ in range(10)], "right": [row for row in _rows("ab", 8, seed=2) for _ in range(10)]}

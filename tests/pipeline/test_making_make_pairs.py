@@ -18,7 +18,7 @@ from finefit.review.runs import Named, stack_of_runs
 from finefit.review.session import journal_of, open_session
 from finefit.spec.load import parse_any
 from finefit.spec.models import FolderModel
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from finefit.spec.stages import MakePairs
 from tests.conftest import make_model_folder, write_jsonl
 from tests.data.falsify.corpus import make_rows
@@ -46,7 +46,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_back(path: Path) -> list[Row]:
-    rows = list(open_source(path.name, Fields(), path.parent, split="train").rows())
+    rows = list(open_source(Source(path=path.name), path.parent, split="train").rows())
     assert not any(isinstance(row, BadRow) for row in rows)
     return [row for row in rows if isinstance(row, Row)]
 
@@ -72,6 +72,15 @@ def test_what_is_joined_is_found_wherever_the_rows_lie(tmp_path: Path, join: str
     source = {"path": str(there / "questions.jsonl"), "fields": JOINED | {"join": path}}
     summary, _ = made(tmp_path, {"train": [source]})
     assert summary["splits"]["train"]["used"] > 0
+
+
+def test_only_the_records_that_a_source_asks_for_become_pairs(tmp_path: Path) -> None:
+    rows = [row | {"kind": "wanted" if at < 15 else "other"} for at, row in enumerate(grounded(40, seed=3))]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    _, out = made(tmp_path, {"train": [{"path": "train.jsonl", "where": {"kind": "wanted"}}]})
+    found = {row.prompt[-1].content for row in read_back(out / "train.jsonl")}
+    assert found
+    assert found <= {row["prompt"] for row in rows[:15]}
 
 
 ALL = {"train": [{"path": "train.jsonl"}], "validation": {"path": "validation.jsonl"}, "test": {"path": "test.jsonl"}}
@@ -316,6 +325,7 @@ def test_the_best_sampled_answer_is_preferred_to_the_worst(talker: Path) -> None
     assert all(pair["scores"]["chosen"] > pair["scores"]["rejected"] for pair in pairs)
     told = summary["splits"]["train"]
     assert told["used"] + sum(told["unused"].values()) == told["read"] == 6
+    assert summary["loaded_bytes"] > 50 * 2**20
 
 
 def test_sampled_pairs_hang_on_the_seed_and_not_on_the_other_rows(talker: Path) -> None:

@@ -91,11 +91,23 @@ def test_sound_data_has_no_findings() -> None:
 # rows
 
 
-@pytest.mark.parametrize(("bad_rows", "level"), [("error", "error"), ("drop", "warning")])
-def test_a_row_that_cannot_be_used_is_named_and_stops_the_run_unless_it_is_dropped_on_request(bad_rows: str, level: str) -> None:
+@pytest.mark.parametrize("bad_rows", ["error", "drop"])
+def test_a_row_that_cannot_be_used_is_named_and_stops_the_run_unless_it_is_dropped_on_request(bad_rows: str) -> None:
     finding = only(rows_can_be_used, with_fault("unusable", remedy="mend it"), asking(bad_rows=bad_rows))
-    assert (finding.level, finding.remedy) == (level, "mend it")
+    told = {"error": ("error", "mend it, or set data.bad_rows: drop to leave them out, counted"), "drop": ("warning", "mend it")}
+    assert (finding.level, finding.remedy) == told[bad_rows]
     assert finding.problem == "1 train row cannot be used:\n  train.jsonl:1 is at fault"
+
+
+@pytest.mark.parametrize(
+    ("remedy", "told"),
+    [
+        ("", "set data.bad_rows: drop to leave them out, counted"),
+        ("mend it\nmend that", "mend it\nmend that\nor set data.bad_rows: drop to leave them out, counted"),
+    ],
+)
+def test_rows_can_be_left_out_whatever_is_wrong_with_them(remedy: str, told: str) -> None:
+    assert only(rows_can_be_used, with_fault("unusable", remedy=remedy), asking()).remedy == told
 
 
 def test_of_many_faults_the_first_are_named_and_the_rest_counted() -> None:

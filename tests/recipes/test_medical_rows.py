@@ -12,6 +12,7 @@ import pytest
 from finefit.data.falsify.make import EVEN, make_pairs
 from finefit.data.read import open_source
 from finefit.spec.load import load_any
+from finefit.spec.rows import Source
 from finefit.spec.stages import MakePairs, Pipeline, Rules, TrainStage
 
 ROOT = Path(__file__).parents[2]
@@ -68,9 +69,12 @@ def test_every_row_can_be_made_false_and_no_side_is_known_by_its_form(split: str
     stage = twin().stages["pairs"]
     assert isinstance(stage, MakePairs)
     assert isinstance(stage.method, Rules)
-    fields = stage.train[0].fields
+    source = Source(path=f"{split}.jsonl", fields=stage.train[0].fields)
     made = make_pairs(
-        open_source(f"{split}.jsonl", fields, ROWS, split=split).rows(), seed=twin().seed, per_row=2, shares={**EVEN, **stage.method.shares}
+        open_source(source, ROWS, split=split).rows(),
+        seed=twin().seed,
+        per_row=2,
+        shares={**EVEN, **stage.method.shares},
     )
     assert made.unused == ()
     assert {rule: count.made > 0 for rule, count in made.rules.items()} == dict.fromkeys(("entity", "number", "negation", "fabrication"), True)

@@ -21,7 +21,7 @@ from finefit.review.export import export_pairs, export_verdicts
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.stack import Stack
 from finefit.review.verdicts import Entry
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from tests.reviews import OPENED, in_memory, make_items, make_run, make_verdict, set_rows
 from tests.vision import digit_image
 
@@ -110,7 +110,7 @@ def test_the_terminal_names_the_file(stack: Stack) -> None:
 
 
 def _read(path: Path) -> list[Row]:
-    rows = list(open_source(path.name, Fields(), path.parent, split="train").rows())
+    rows = list(open_source(Source(path=path.name), path.parent, split="train").rows())
     assert [row.reason for row in rows if isinstance(row, BadRow)] == []
     return [row for row in rows if isinstance(row, Row)]
 

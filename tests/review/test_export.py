@@ -14,7 +14,7 @@ from finefit.errors import UserError
 from finefit.review.export import export_pairs, export_verdicts, preference_pairs
 from finefit.review.stack import Said, Sheet, Stack
 from finefit.review.verdicts import Entry, Revealed, Undone
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from tests.reviews import MODELS, OPENED, make_single, make_stack, make_verdict
 
 
@@ -63,7 +63,7 @@ def test_another_extension_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def _read_pairs(path: Path) -> Sequence[Row]:
-    reading = open_source(path.name, Fields(), path.parent, split="train")
+    reading = open_source(Source(path=path.name), path.parent, split="train")
     assert reading.shape.name == "preference pairs"
     rows = list(reading.rows())
     assert all(isinstance(row, Row) for row in rows)

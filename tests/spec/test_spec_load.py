@@ -183,6 +183,11 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str
         ("test: b.jsonl", f'data.test: "b.jsonl" is text; a mapping with the keys {SOURCE} or a list or `null` is needed'),
         ("too_long: cut", 'data.too_long: "cut" is not accepted; accepted: `error`, `drop`, `cut_prompt`'),
         ("drop_at_most: 2", "data.drop_at_most: 2 is out of range; give at most 1"),
+        (
+            "images: {min_pixels: 200000, max_pixels: 100000}",
+            "data.images: min_pixels is 200000 and max_pixels is 100000: no image has so many and so few; lower min_pixels, or raise max_pixels",
+        ),
+        ("images: {min_pixels: 0}", "data.images.min_pixels: 0 is out of range; give at least 1"),
         ("template_options: [fast]", 'data.template_options: ["fast"] is a list; a mapping is needed'),
     ],
 )

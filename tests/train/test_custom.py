@@ -92,7 +92,7 @@ def test_two_ranks_train_what_one_does_whatever_the_micro_batch(tmp_path: Path) 
 
 def test_a_loss_that_is_a_mean_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     where = job_of(tmp_path, code=CODE.replace('reduction="sum")', 'reduction="mean")')).fresh()
-    assert finish(start(where)) == 2, words(where)
+    assert finish(start(where, batches_made_here)) == 2, words(where)
     failure = read_record(where.result, StageResult).failure
     assert failure is not None
     assert "never a mean" in failure.problem

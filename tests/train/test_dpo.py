@@ -22,6 +22,7 @@ from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.trainings import Stage, StageResult
 from finefit.data.collate import Collator
 from finefit.data.store import ExamplePairs, open_examples
+from finefit.data.workers import Workers
 from finefit.errors import FindingError, Interrupted
 from finefit.model.load import load_base, make_trainable
 from finefit.objective.batch import Batch, Forward
@@ -275,11 +276,18 @@ def _begin(journals: ExitStack, where: StageDir, *, stop_after: int | None = Non
     metrics = journals.enter_context(Journal(where.metrics))
     rows = {name: open_examples(where.prepared(name)) for name in ("train.safetensors", "validation.safetensors")}
     pairs = {name: found for name, found in rows.items() if isinstance(found, ExamplePairs)}
-    return (
-        Start(where=where, stage=stage, model=model, forward=forward, collator=Collator(pad=1), ranks=ONE_RANK, stop=stop, metrics=metrics),
-        forward,
-        pairs,
+    begun = Start(
+        where=where,
+        stage=stage,
+        model=model,
+        forward=forward,
+        collator=Collator(pad=1),
+        workers=journals.enter_context(Workers(1)),
+        ranks=ONE_RANK,
+        stop=stop,
+        metrics=metrics,
     )
+    return begun, forward, pairs
 
 
 def test_a_computation_that_was_stopped_goes_on_and_comes_to_the_same_bits(full: Reference, begin: Begin) -> None:

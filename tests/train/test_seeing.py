@@ -1,6 +1,7 @@
 """A model that sees, trained in all its towers: by one process and by two alike, again from a checkpoint, and with rows that show nothing."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.journal import read_lines, read_steps
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.data import looking
 from finefit.train.worker import work
+from tests.conftest import write_jsonl
 from tests.faults import Job, finish, make_job, outcome, start, words
 from tests.ranks import as_ranks
 from tests.vision import make_vlm, write_reading_task
@@ -126,6 +129,32 @@ def test_a_first_step_that_shows_nothing_is_not_held_against_the_towers_that_loo
     assert first["towers"]["language"]["reached"] == 28
     assert first["blind"]
     assert last["towers"] == {tower: {"tensors": count, "reached": count} for tower, count in TOWERS.items()}
+
+
+def test_pairs_are_learnt_and_no_image_is_decoded_in_the_process_that_trains(tmp_path: Path) -> None:
+    """Neither for the reference nor for validation nor for a step."""
+
+    def project(folder: Path, *, spec: str) -> Path:
+        path = _project(folder, spec=spec)
+        for name in ("train", "validation"):
+            rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+            write_jsonl(folder / f"{name}.jsonl", [row | {"chosen": (right := row.pop("answer")), "rejected": f"no {right}"} for row in rows])
+        return path
+
+    def decoding_nothing() -> None:
+        def never(*_: Any, **__: Any) -> None:
+            raise AssertionError("an image was decoded in the process that trains")
+
+        setattr(looking, "decode", never)  # noqa: B010
+
+    fields = "fields: {prompt: question, chosen: chosen, rejected: rejected, images: image}"
+    spec = SPEC.replace("train.jsonl}", f"train.jsonl, {fields}}}").replace("validation.jsonl}", f"validation.jsonl, {fields}}}")
+    spec = spec.replace("steps: 4", "steps: 2") + "objective: {kind: dpo, reference: cached}\n"
+    where = make_job(tmp_path, spec=spec, project=project).fresh()
+    assert finish(start(where, decoding_nothing)) == 0, words(where)
+    *_, told = (line for line in read_lines(where.metrics) if line.get("event") == "reference")
+    assert (told["done"], told["total"]) == (11, 11)
+    assert read_steps(where.metrics)[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
 def _seed_that_begins_with_text() -> int:

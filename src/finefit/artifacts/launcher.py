@@ -1,6 +1,7 @@
 """What a worker and whoever starts it agree on: the signals that ask for a stop, what says that the launcher is gone, the environment that torch must
 find at its start, and the place of a rank among the others."""
 
+import ctypes
 import os
 import signal
 import stat
@@ -18,6 +19,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 """Asked by a scheduler, a keyboard, a closed terminal, a scheduler's warning (submitit's is the last)."""
 
 _PARENT_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STARTER_VARIABLES = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 """What torchrun says beside them."""
@@ -42,6 +45,27 @@ def _wait(act: Callable[[], None]) -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
     act()
+
+
+def end_with_parent(parent: int) -> None:
+    """For a process that holds nothing that could be lost, at its start: it is killed when the one that started it ends, however that ends, and
+    whatever code it is in then. `parent`: the number of that one, which may have ended already. On Linux the end of the thread that started it
+    counts as that of its parent."""
+    if not _is_killed_by_kernel():
+        when_parent_ends(_kill_self)
+    if os.getppid() != parent:
+        _kill_self()
+
+
+def _is_killed_by_kernel() -> bool:
+    """Linux does so where it is asked; others do not know the call."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), *[ctypes.c_ulong(0)] * 3) == 0)
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def when_parent_ends(act: Callable[[], None]) -> None:

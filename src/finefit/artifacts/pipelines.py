@@ -50,7 +50,7 @@ class StageMemory:
     device: Literal["cpu", "cuda"]
     before_bytes: int
     loaded_bytes: int | None
-    """When the model was there and had done nothing yet, of several the largest; None of all but trainings and evaluations."""
+    """When the model was there and had done nothing yet, of several the largest; None of a stage that puts none there."""
     peak_bytes: int | None
     after_bytes: int
 

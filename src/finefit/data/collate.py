@@ -179,10 +179,10 @@ def _tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
-def micro_batches(rows: Sequence[Trained], *, micro_batch: int, pad: int, see: See | None = None, capacity: Capacity | None = None) -> list[Batch]:
-    """Packed where a capacity is given; else cut by length. The sum over the global batch is the same in any order."""
+def micro_batches(rows: Sequence[Trained], *, micro_batch: int, pad: int, capacity: Capacity | None = None) -> list[Batch]:
+    """Of text. Packed where a capacity is given; else cut by length. The sum over the global batch is the same in any order."""
     if capacity is None:
-        return [Collator(pad=pad, see=see)([rows[row] for row in group]) for group in grouped(lengths_of(rows), micro_batch)]
+        return [collate([rows[row] for row in group], pad=pad) for group in grouped(lengths_of(rows), micro_batch)]
     return [pack([rows[row] for row in group]) for group in packs_of(rows, capacity)]
 
 

@@ -23,6 +23,8 @@ MAX_PIXELS: Final = 89_478_485
 """Pillow's own limit: a few bytes may unpack to more memory than there is."""
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")
 """No other is tried: some start programs of their own."""
+_HEADS: Final = ((b"\x89PNG\r\n\x1a\n", struct.Struct(">II"), 16), (b"GIF8", struct.Struct("<HH"), 6), (b"BM", struct.Struct("<ii"), 18))
+"""What a form begins with, and where width and height follow."""
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 """What Pillow raises on bytes that are no whole image."""
 _WHITE: Final = (255, 255, 255, 255)
@@ -80,13 +82,21 @@ def _opened(image: Image, max_pixels: int, content: bytes | None = None) -> PIL.
     try:
         opened = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
     except PIL.UnidentifiedImageError:
-        raise Fault(f"{name_of(image)} is no image that can be read: its {len(content):,} bytes begin with {content[:8]!r}") from None
+        raise Fault(f"{name_of(image)} {_unread(content)}") from None
     width, height = opened.size
-    if not width or not height:
-        raise Fault(f"{name_of(image)} is empty: it has {width} x {height} pixels")
     if width * height > max_pixels:
         raise Fault(f"{name_of(image)} has too many pixels: {width:,} x {height:,}, and at most {max_pixels:,} are decoded")
     return opened
+
+
+def _unread(content: bytes) -> str:
+    """Why Pillow knows no image in it: one without pixels is none to it."""
+    for start, size, offset in _HEADS:
+        if content.startswith(start) and len(content) >= offset + size.size:
+            width, height = size.unpack_from(content, offset)
+            if not width or not height:
+                return f"is empty: it has {width} x {height} pixels"
+    return f"is no image that can be read: its {len(content):,} bytes begin with {content[:8]!r}"
 
 
 def _rgb(image: PIL.Image.Image, name: str) -> PIL.Image.Image:

@@ -8,7 +8,7 @@ from typing import Any
 
 from finefit.data.pictures import as_json, from_json
 from finefit.data.rows import Message, Row, ToolCall
-from finefit.errors import DataError
+from finefit.errors import DataError, FinefitError
 
 
 def as_item(row: Row) -> Row:
@@ -50,19 +50,23 @@ def item_line(row: Row) -> str:
 
 
 def key_of(row: Row) -> str:
-    """The same item has the same key in every run: what is asked, and what is right, before anything was built from it."""
-    if row.key:
-        return row.key
+    """The same item has the same key in every run: what is asked, and what is right, before anything was built from it. An image is half of the
+    question, by content: one that was not looked at yet gives no key."""
+    if not row.images:  # also of a row that was read back, whose key says what it shows
+        return text_key(row)
+    if len(row.pictures) != len(row.images):
+        raise FinefitError(f"{row.place} has images that nobody has looked at")
+    return _hashed([text_key(row), *(picture.sha256 for picture in row.pictures)])
+
+
+def text_key(row: Row) -> str:
+    """Of all but its images."""
     answer = row.text or row.answer
-    content = json.dumps([[asdict(message) for message in row.prompt], row.tools, answer, sorted(row.references), sorted(row.wrong), *_seen(row)])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return row.key or _hashed([[asdict(message) for message in row.prompt], row.tools, answer, sorted(row.references), sorted(row.wrong)])
 
 
-def _seen(row: Row) -> list[str]:
-    """An image is half of the question, by content where it was looked at; nothing for a row without one."""
-    if row.pictures:
-        return [picture.sha256 for picture in row.pictures]
-    return [hashlib.sha256(image.data).hexdigest() if image.data else image.path for image in row.images]
+def _hashed(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def read_items(path: Path) -> list[Row]:

@@ -31,7 +31,6 @@ See = Callable[[], Eye | None]
 _REMEMBERED: Final = 1 << 16
 """Images whose size is known already: questions about one image usually stand near one another."""
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_ANEW: Final = "or start again with --new, which prepares the rows anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +121,22 @@ def show(eye: Eye, picture: Picture) -> Shown:
 def opened(picture: Picture) -> PIL.Image.Image:
     """In RGB, as it was when its rows were prepared."""
     try:
+        content = unchanged(picture)
+    except Fault as fault:
+        whose = f"{picture.row}: its" if picture.row else "the"
+        raise DataError(f"{whose} image {fault}", "put it back as it was, or start again with --new, which prepares the rows anew") from None
+    return decode(Image(path=picture.place), content=content)
+
+
+def unchanged(picture: Picture) -> bytes:
+    """Its content, which is what it was when its rows were prepared."""
+    try:
         content = content_at(Found(Path(picture.path), picture.member), picture.place)
     except Fault as fault:
-        raise DataError(f"the image {fault}; it was there when its rows were prepared", f"put it back where it was; {_ANEW}") from None
+        raise Fault(f"{fault}; it was there when its rows were prepared") from None
     if hashlib.sha256(content).hexdigest() != picture.sha256:
-        raise DataError(f"the image {picture.place} has changed since its rows were prepared", f"put the old one back; {_ANEW}")
-    return decode(Image(path=picture.place), content=content)
+        raise Fault(f"{picture.place} has changed since its rows were prepared")
+    return content
 
 
 class PictureKeeper:

@@ -1,4 +1,5 @@
-"""Where images stand in text: `<image>` in the messages of a row, the template's own mark in what it writes, and what takes that mark's place."""
+"""Where images stand in text: `<image>` in the messages of a row, the template's own mark in what it writes, and what takes that mark's place,
+in text and in tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ def require_unwritten(messages: Iterable[Message], marks: Iterable[str], *, has_
             if any(mark in text for text in texts):
                 raise DataError(
                     f"the text holds {mark!r}, which the model reads as an image, and no image belongs there",
-                    f"write it differently; an image is given beside the text, which has {IMAGE_MARK} in its place",
+                    f"an image is given beside the text, which has {IMAGE_MARK} in its place; write such rows differently",
                 )
 
 
@@ -61,6 +62,22 @@ def filled(texts: Sequence[str], eye: Eye, pictures: Sequence[Picture]) -> list[
             "change the messages to what the template takes: some write images of the user's messages alone",
         )
     return _filled(texts, eye.mark, eye, pictures)
+
+
+def num_image_tokens(eye: Eye | None, pictures: Sequence[Picture]) -> int:
+    return 0 if eye is None else sum(eye.lens.num_tokens(picture.grid) for picture in pictures)
+
+
+def require_image_tokens(tokens: Sequence[int], eye: Eye | None, pictures: Sequence[Picture]) -> None:
+    """As many as there will be features: the model puts one in the place of each."""
+    if eye is None:
+        return
+    found, expected = tokens.count(eye.lens.image_token), num_image_tokens(eye, pictures)
+    if found != expected:
+        raise DataError(
+            f"the prompt has {found} image tokens, and its {len(pictures)} images are {expected} features",
+            "look for the model's own marks in the text of the row",
+        )
 
 
 def _filled(texts: Sequence[str], mark: str, eye: Eye, pictures: Sequence[Picture]) -> list[str]:

@@ -4,7 +4,7 @@ Their pixels are kept nowhere: they are decoded anew whenever they are shown.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,17 +26,24 @@ class Picture:
     """What the model is given of it, in the units of its family."""
     num_values: int = 0
     """Numbers that its pixels are for the model: what shows most takes most memory."""
+    row: str = field(default="", compare=False)
+    """File and line of the first row that shows it; empty where no row was prepared."""
 
     @property
     def place(self) -> str:
         return f"{self.member} in {self.path}" if self.member else self.path
 
 
+def shown_by(row: str, pictures: Sequence[Picture]) -> tuple[Picture, ...]:
+    """With the place of a row that shows them."""
+    return tuple(replace(picture, row=row) for picture in pictures)
+
+
 def as_json(picture: Picture) -> list[Any]:
-    return [picture.path, picture.member, picture.sha256, picture.size, picture.grid, picture.num_values]
+    return [picture.path, picture.member, picture.sha256, picture.size, picture.grid, picture.num_values, picture.row]
 
 
 def from_json(values: Sequence[Any], folder: Path) -> Picture:
     """`folder`: where the prepared files lie."""
-    path, member, sha256, (width, height), grid, num_values = values
-    return Picture(str(folder / path), member, sha256, (width, height), tuple(grid), num_values)
+    path, member, sha256, (width, height), grid, num_values, row = values
+    return Picture(str(folder / path), member, sha256, (width, height), tuple(grid), num_values, row)

@@ -1,5 +1,6 @@
 """Rows -> arrays of tokens, chunk by chunk: in this process, or for much data in several."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from finefit.artifacts.launcher import end_with_parent
 from finefit.data.budget import Budget
 from finefit.data.cells import Fault
 from finefit.data.conversations import IMAGE_MARK
@@ -36,7 +38,7 @@ _BYTES_PER_PROCESS = 32 << 20
 """A process of its own takes some seconds to start."""
 _IMAGES_FOR_ALL = 1000
 """To be decoded; from so many on every core is worth its start."""
-MEND_IMAGES = "mend or replace these images, or set data.bad_rows: drop to leave their rows out, counted"
+MEND_IMAGES = "mend or replace these images"
 _NO_PAIR = "is no preference pair: it has no answer that is rejected"
 
 
@@ -175,7 +177,8 @@ def _shows_much(readings: Iterable[Reading]) -> bool:
 _worker: Work | None = None
 
 
-def _start_worker(tokenizer: Path, data: Data, see: See, with_system: bool, pairs: bool) -> None:
+def _start_worker(parent: int, tokenizer: Path, data: Data, see: See, with_system: bool, pairs: bool) -> None:
+    end_with_parent(parent)  # it would wait for more rows for ever: each of them holds both ends of the queue
     global _worker  # a process of the pool has one renderer
     renderer = open_renderer(tokenizer, data.template, template_options=data.template_options, eye=eye_of(see))
     _worker = Work(renderer, _budget(data), with_system=with_system, pairs=pairs)
@@ -205,9 +208,8 @@ class Pieces:
         self._ahead = 3 * processes
         self.largest_token = 0
         if processes > 1:
-            self._pool = ProcessPoolExecutor(
-                processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(tokenizer, data, see, with_system, pairs)
-            )
+            told = (os.getpid(), tokenizer, data, see, with_system, pairs)
+            self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=told)
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], Piece]]:
         for chunk, piece in self._made(iter(rows), self._here.render, _render):

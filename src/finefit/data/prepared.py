@@ -18,11 +18,11 @@ from finefit.artifacts.trainings import Fault, Preparation
 from finefit.data.budget import Budget
 from finefit.data.eyes import FAMILIES
 from finefit.data.fingerprint import fingerprint, system_is_content
-from finefit.data.items import as_item, item_line, key_of
+from finefit.data.items import as_item, item_line, text_key
 from finefit.data.ledger import Account, Book
 from finefit.data.looking import OwnEye, PictureKeeper, See, eye_of
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
-from finefit.data.pictures import Picture
+from finefit.data.pictures import Picture, shown_by
 from finefit.data.pieces import MEND_IMAGES, Looked, Piece, Pieces, chunked, num_processes
 from finefit.data.read import Reading, open_source
 from finefit.data.render import Renderer, open_renderer
@@ -136,9 +136,7 @@ def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, l
         readings[split] = []
         for source in data.sources()[split]:
             try:
-                reading = replace(
-                    open_source(source.path, source.fields, base, split=split, where=source.where, images_root=source.images_root), build=build
-                )
+                reading = replace(open_source(source, base, split=split), build=build)
                 _require_kind(reading, split, pairs=pairs, sees=sees)
                 readings[split].append(reading)
             except DataError as fault:
@@ -151,7 +149,7 @@ def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, l
 def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:
     """It stays the same item as before, whatever it is built into."""
     try:
-        return replace(build(row), key=key_of(as_item(row)))
+        return replace(build(row), key=text_key(as_item(row)))
     except NoResult as reason:
         return BadRow(row.source, row.number, str(reason), row.part)
 
@@ -206,7 +204,7 @@ class _Passing:
             if isinstance(row, BadRow):
                 if account.counts_records:
                     account.read += 1
-                    self.unusable(account, row, row.reason, "mend or remove these rows, or set data.bad_rows: drop to leave them out, counted")
+                    self.unusable(account, row, row.reason, "mend or remove these rows")
             elif choice.elsewhere is None or not choice.elsewhere[ordinal]:
                 account.read += 1
                 if choice.taken is None or choice.taken[ordinal]:
@@ -223,7 +221,7 @@ class _Passing:
             account.used += int(kept.sum())
             account.examples += len(lengths) // piece.sides
             account.tokens += len(tokens)
-            shown = [piece.pictures[at][:count] for at in np.flatnonzero(kept) for count in piece.shown[at]]
+            shown = [shown_by(rows[at].place, piece.pictures[at][:count]) for at in np.flatnonzero(kept) for count in piece.shown[at]]
             account.supervised += self.writers[account.split].add(tokens, supervised, lengths, shown)
 
     def _keeps(self, account: Account, row: Row, piece: Piece, at: int) -> bool:
@@ -269,7 +267,7 @@ class _Passing:
             self.unusable(account, row, looked, MEND_IMAGES)
             return None
         self._sighted(row, looked)
-        return replace(row, pictures=looked)
+        return replace(row, pictures=shown_by(row.place, looked))
 
     def use(self, account: Account, row: Row, pictures: tuple[Picture, ...]) -> None:
         """The images of a row that is used."""

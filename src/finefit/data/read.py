@@ -1,7 +1,7 @@
 """A source of the spec -> its rows, streamed: the files it names, the shape of their records, and what is joined to them."""
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from finefit.data.rows import BadRow, Row
 from finefit.data.shapes import Shape, find_shape
 from finefit.data.where import Wanted, chosen, told, wanted_of
 from finefit.errors import DataError
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Fields, Source
 
 _SAMPLE = 100
 """Records at the start of a file that its shape is recognised by."""
@@ -91,15 +91,14 @@ def _rooted(row: Row | BadRow, name: str, root: str) -> Row | BadRow:
     return replace(row, images=tuple(replace(image, root=root, root_name=name) if image.path else image for image in row.images))
 
 
-def open_source(
-    path: str, fields: Fields, base: Path, *, split: str, where: Mapping[str, object] | None = None, images_root: str | None = None
-) -> Reading:
+def open_source(source: Source, base: Path, *, split: str) -> Reading:
+    path, fields, images_root = source.path, source.fields, source.images_root
     files = find_files(path, base, split=split)
     unit = next((unit for unit in _UNITS if unit == fields.text), None) if files[0].format == "text" else None
     if unit:
         fields = fields.model_copy(update={"text": None})
     join = _join(fields.join, files, base, split) if fields.join else None
-    wanted = wanted_of(where or {})
+    wanted = wanted_of(source.where)
     samples = [list(islice(chosen(_records(file, unit, join), wanted), _SAMPLE)) for file in files]
     _require_some(samples, path, wanted)
     found = [_shape(file, sample, fields) for file, sample in zip(files, samples, strict=True)]

@@ -10,18 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from finefit.data.budget import Budget, Span, fitted
+from finefit.data.budget import Budget, fitted
 from finefit.data.conversations import IMAGE_MARK
 from finefit.data.eyes.eye import Eye
-from finefit.data.marks import filled, inlined, num_marks, placed, require_unwritten
+from finefit.data.marks import filled, inlined, num_image_tokens, num_marks, placed, require_image_tokens, require_unwritten
 from finefit.data.pictures import Picture
 from finefit.data.rows import Message, Row
+from finefit.data.spelling import Spelling, require_characters
 from finefit.data.template import ChatTemplate, Habits, read_tools, require_tools
 from finefit.errors import DataError, ModelError
 
@@ -30,7 +31,6 @@ _TODAY = date(2024, 7, 26)
 _DEFAULTS: Mapping[str, Any] = {"enable_thinking": False}
 """Most rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn in the one without."""
 _RESERVED = ("messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
-_JOINTS = (("assistant\n", "Paris is"), ("[/INST]", " Paris is"))
 
 
 class Segment(NamedTuple):
@@ -91,6 +91,10 @@ class Renderer:
     eye: Eye | None = None
     """Of a model that sees."""
 
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
+
     @property
     def pad(self) -> int:
         """Padding is never seen nor supervised, so any token will do where the tokenizer names none."""
@@ -116,7 +120,7 @@ class Renderer:
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """Each of them ends generation: the end of a turn, of a text, and what the model's own settings name."""
-        end = self._ids([self._habits.closing])[0][-1]
+        end = self._spelling.ids([self._habits.closing])[0][-1]
         return tuple(dict.fromkeys((end, int(self.tokenizer.eos_token_id), *self.model_stops)))
 
     def prompt_text(self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = ()) -> str:
@@ -145,12 +149,12 @@ class Renderer:
         kept = fitted(
             placed(messages, len(pictures)),
             length=lambda cut: len(self._prompt_tokens(cut, tools, pictures)),
-            spans=self._spans,
+            spans=self._spelling.spans,
             max_tokens=max_tokens,
             mark=IMAGE_MARK if pictures else None,
         )
         if kept is None:
-            images = f" and its images ({self._num_image_tokens(pictures)} tokens)" if pictures else ""
+            images = f" and its images ({num_image_tokens(self.eye, pictures)} tokens)" if pictures else ""
             raise DataError(
                 f"the template's own text and one token of each message{images} take more than {max_tokens} tokens",
                 "allow more tokens for the prompt" + (", or lower data.images.max_pixels" if pictures else ""),
@@ -161,18 +165,18 @@ class Renderer:
         text = self.prompt_text(messages, tools=tools, pictures=pictures)
         if self.eye is not None:
             (text,) = filled([text], self.eye, pictures)
-        _require_characters([text])
-        (ids,) = self._ids([text])
+        require_characters([text])
+        (ids,) = self._spelling.ids([text])
         tokens = [*self._before(ids), *ids]
-        self._require_image_tokens(tokens, pictures)
+        require_image_tokens(tokens, self.eye, pictures)
         return tokens
 
     def _before(self, ids: Sequence[int]) -> tuple[int, ...]:
         """What stands before the first tokens of a text. Chat templates write their own first token; plain text gets the tokenizer's. A model that
         sees is used through its processor: that writes the first token into plain text, and puts it before a chat whose template has none."""
         if self.template == "plain":
-            return self._start if self.eye is None else ()
-        return self._start if self.eye is not None and tuple(ids[:1]) != self._start else ()
+            return self._spelling.start if self.eye is None else ()
+        return self._spelling.start if self.eye is not None and tuple(ids[:1]) != self._spelling.start else ()
 
     def _placed(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[Message, ...]:
         """With a mark for each picture, and no text that would be taken for one."""
@@ -190,25 +194,11 @@ class Renderer:
         token = self.eye.lens.image_token
         return str(self.tokenizer.convert_ids_to_tokens(token)) if token >= 0 else ""
 
-    def _num_image_tokens(self, pictures: Sequence[Picture]) -> int:
-        return 0 if self.eye is None else sum(self.eye.lens.num_tokens(picture.grid) for picture in pictures)
-
-    def _require_image_tokens(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> None:
-        """As many as there will be features: the model puts one in the place of each."""
-        if self.eye is None:
-            return
-        found, expected = tokens.count(self.eye.lens.image_token), self._num_image_tokens(pictures)
-        if found != expected:
-            raise DataError(
-                f"the prompt has {found} image tokens, and its {len(pictures)} images are {expected} features",
-                "look for the model's own marks in the text of the row",
-            )
-
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """The answer in what a model wrote behind a prompt: without the end, what the template writes around an answer, and its reasoning."""
         habits = self._habits
         length = next((at for at, token in enumerate(tokens) if token in self._last_marks), len(tokens))
-        text = self._decoded(tokens[:length])
+        text = self._spelling.decoded(tokens[:length])
         if length < len(tokens):  # else it was not finished
             text = text.removesuffix(self._closing_text)
         if habits.opening and text.startswith(habits.opening):
@@ -251,7 +241,7 @@ class Renderer:
 
         shared = row.messages[:num_shared]
         mark = IMAGE_MARK if row.pictures else None
-        kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spans, max_tokens=budget.max_tokens, mark=mark)
+        kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spelling.spans, max_tokens=budget.max_tokens, mark=mark)
         if kept is None:
             return _too_long(
                 f"too long: {whole.num_tokens} tokens{self._of_images(row)}, and without what can be cut from the prompt still more than max_tokens "
@@ -262,7 +252,7 @@ class Renderer:
         return replace(shorter, cut_tokens=whole.num_tokens - shorter.num_tokens, num_tokens=whole.num_tokens)
 
     def _of_images(self, row: Row) -> str:
-        return f" ({self._num_image_tokens(row.pictures)} of images, which are never cut)" if row.pictures else ""
+        return f" ({num_image_tokens(self.eye, row.pictures)} of images, which are never cut)" if row.pictures else ""
 
     def _draft(self, row: Row, turns: Literal["all", "last"]) -> _Draft | DataError:
         try:
@@ -274,7 +264,7 @@ class Renderer:
         if row.images and not row.pictures:
             raise DataError("the row has an image, and this model cannot see", "leave the row out, or take the image out of it")
         if row.kind == "text":
-            _require_characters([row.text])
+            require_characters([row.text])
             self._placed([Message("user", row.text)], ())
             return _Draft([_Sheet([Segment(row.text, True)])], [])
         examples = self._examples(row.messages, row, turns)
@@ -312,7 +302,7 @@ class Renderer:
                 shown.append(0)
                 done = ""
             segments = Segment(prompt[len(done) :], False), Segment(turn, True)
-            _require_characters(segment.text for segment in segments)
+            require_characters(segment.text for segment in segments)
             examples[-1] += segments
             shown[-1] = num_marks(marked[:at]) if row.pictures else 0
             done = prompt + turn
@@ -331,7 +321,7 @@ class Renderer:
         if answer.reasoning or answer.tool_calls:
             raise DataError("the plain template has no place for reasoning or calls of tools", "use a model with a chat template")
         prompt = self._plain_text(messages[:-1], tools, has_images=has_images)
-        _require_characters([prompt, answer.content])
+        require_characters([prompt, answer.content])
         return [Segment(prompt, False), Segment(answer.content.removesuffix(eos) + eos, True)]
 
     def _plain_text(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> str:
@@ -339,12 +329,12 @@ class Renderer:
         if self.eye is None:
             return prompt
         marked = prompt.replace(IMAGE_MARK, self.eye.mark) if has_images and self.eye.mark else prompt
-        return self.eye.plain(marked, str(self.tokenizer.bos_token) if self._start else "")
+        return self.eye.plain(marked, str(self.tokenizer.bos_token) if self._spelling.start else "")
 
     def _assembled(self, draft: _Draft, ids: Iterator[list[int]]) -> Rendered:
         filled = [[[(segment, next(ids)) for segment in sheet.segments] for sheet in side] for side in draft]
         for segment, piece in chain.from_iterable(chain.from_iterable(filled)):
-            if segment.supervised and (unknown := self._unknown_in(segment.text, piece)):
+            if segment.supervised and (unknown := self._spelling.unknown_in(segment.text, piece)):
                 return _unknown(unknown)
         sides = [
             tuple(_example(self._before(pieces[0][1]), pieces, sheet.pictures) for pieces, sheet in zip(side, sheets, strict=True))
@@ -352,28 +342,17 @@ class Renderer:
         ]
         try:
             for example in chain(*sides):
-                self._require_image_tokens(example.tokens, example.images)
+                require_image_tokens(example.tokens, self.eye, example.images)
         except DataError as error:
             return Rendered(problem=error.problem, remedy=error.remedy)
         return Rendered(examples=sides[0], rejected=sides[1], num_tokens=max(len(e.tokens) for e in chain(*sides)))
 
-    def _unknown_in(self, text: str, ids: list[int]) -> str:
-        """A character that the tokenizer cannot write: the model would be taught the token for what is unknown in its place."""
-        token, spelled = self._unknown_token
-        if token not in ids or spelled in text:
-            return ""
-        return next((character for character in text if token in self._ids([character])[0]), text)
-
-    @cached_property
-    def _unknown_token(self) -> tuple[int | None, str]:
-        return self.tokenizer.unk_token_id, str(self.tokenizer.unk_token)
-
     def _windows(self, text: str, ids: list[int], max_tokens: int) -> Rendered:
         """Plain text in examples that stand behind one another. What a window begins with has nothing before it that could predict it."""
-        if unknown := self._unknown_in(text, ids):
+        if unknown := self._spelling.unknown_in(text, ids):
             return _unknown(unknown)
         eos = int(self.tokenizer.eos_token_id)
-        tokens = (*self._start, *ids, *(() if ids[-1:] == [eos] else (eos,)))
+        tokens = (*self._spelling.start, *ids, *(() if ids[-1:] == [eos] else (eos,)))
         borders = list(range(0, len(tokens), max_tokens))
         if len(borders) > 1 and len(tokens) - borders[-1] == 1 and max_tokens > 2:
             borders[-1] -= 1  # a window of one token has nothing to learn
@@ -384,58 +363,11 @@ class Renderer:
     def _segment_ids(self, drafts: Sequence[_Draft]) -> Iterator[list[int]]:
         """Of all segments, in order. What does not begin a text is read as the middle of one."""
         segments = [(at > 0, segment.text) for draft in drafts for side in draft for sheet in side for at, segment in enumerate(sheet.segments)]
-        guard, num_guard = self._guard
-        ids = self._ids([guard + text if is_inner else text for is_inner, text in segments])
-        if not num_guard:
-            return iter(ids)
-        return (piece[num_guard:] if is_inner else piece for (is_inner, _), piece in zip(segments, ids, strict=True))
-
-    @cached_property
-    def _guard(self) -> tuple[str, int]:
-        """Some tokenizers write a blank before a text's first word; not so behind this text, of so many tokens."""
-        for guard in ("", str(self.tokenizer.eos_token), "\n"):
-            size = len(self._ids([guard])[0])
-            pieces = [self._ids([left + right, left, guard + right]) for left, right in _JOINTS]
-            if all(whole == left + right[size:] for whole, left, right in pieces):
-                return guard, size
-        return "", 0
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        if not self.tokenizer.is_fast:
-            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()  # a tokenizer's file may ask for both
-        backend.no_padding()
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        guard, size = self._guard
-        before = self._ids([guard])[0] if size else []
-        guarded, alone = (
-            str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) for ids in ([*before, *tokens], before)
-        )
-        return guarded.removeprefix(alone)
-
-    def _spans(self, text: str) -> Sequence[Span]:
-        """Of its tokens; of its characters where the tokenizer does not tell."""
-        if not self.tokenizer.is_fast:
-            return [(at, at + 1) for at in range(len(text))]
-        spans: list[Span] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
-        return spans
+        return self._spelling.pieces(segments)
 
     def special_tokens_in(self, text: str) -> tuple[str, ...]:
         """What the tokenizer would read as a mark of the template instead of as text."""
-        return tuple(dict.fromkeys(self._special.findall(text)))
-
-    @cached_property
-    def _marks(self) -> re.Pattern[str]:
-        return _any_of(map(str, self.tokenizer.added_tokens_decoder.values()))
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        return _any_of(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        return tuple(dict.fromkeys(self._spelling.special.findall(text)))
 
     @cached_property
     def _templates(self) -> dict[bool, ChatTemplate]:
@@ -443,7 +375,7 @@ class Renderer:
         eos = str(self.tokenizer.eos_token)
         variables = {**self.tokenizer.special_tokens_map, **_DEFAULTS, "strftime_now": _TODAY.strftime, **self.template_options}
         sources = {has_tools: str(self.tokenizer.get_chat_template(tools=[] if has_tools else None)) for has_tools in (False, True)}
-        usual = ChatTemplate(sources[False], variables, eos, re.compile(f"(?:{self._marks.pattern})+"), self._special)
+        usual = ChatTemplate(sources[False], variables, eos, re.compile(f"(?:{self._spelling.marks.pattern})+"), self._spelling.special)
         return {False: usual, True: usual if sources[True] == sources[False] else replace(usual, source=sources[True])}
 
     def _chat(self, tools: str) -> ChatTemplate:
@@ -458,24 +390,18 @@ class Renderer:
     @cached_property
     def _closing_text(self) -> str:
         """What stands between an answer and the first mark behind it."""
-        return self._marks.split(self._habits.closing, maxsplit=1)[0]
+        return self._spelling.marks.split(self._habits.closing, maxsplit=1)[0]
 
     @cached_property
     def _last_marks(self) -> frozenset[int]:
         """Tokens that no answer goes on behind."""
-        first = self._marks.search(self._habits.closing)
-        return frozenset((*self.stop_tokens, *(self._ids([first.group()])[0] if first else ())))
-
-    @cached_property
-    def _start(self) -> tuple[int, ...]:
-        """Chat templates write their own first token; plain text gets the tokenizer's, where it adds one."""
-        first = tuple(self.tokenizer("")["input_ids"][:1])
-        return first if first == (self.tokenizer.bos_token_id,) else ()
+        first = self._spelling.marks.search(self._habits.closing)
+        return frozenset((*self.stop_tokens, *(self._spelling.ids([first.group()])[0] if first else ())))
 
     def sha256(self) -> str:
         """Equal hashes render equal prompts."""
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._start}
+        identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._spelling.start}
         identity |= {"options": {**_DEFAULTS, **self.template_options}, "today": _TODAY.isoformat()}
         identity |= {} if self.eye is None else {"eye": self.eye.identity}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
@@ -550,15 +476,6 @@ def _example(start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]]
     return Example(tuple(tokens), supervised, pictures)
 
 
-def _require_characters(texts: Iterable[str]) -> None:
-    """Tokenizers take no half of a surrogate pair, and would refuse the whole batch for it."""
-    try:
-        for text in texts:
-            text.encode()
-    except UnicodeEncodeError:
-        raise DataError("the text holds half of a surrogate pair, which is no character", "write the file anew in UTF-8") from None
-
-
 def _unknown(character: str) -> Rendered:
     return Rendered(
         problem=f"the tokenizer has no token for {character!r}, so the model cannot be taught to write it",
@@ -573,20 +490,6 @@ def _too_long(problem: str, num_tokens: int) -> Rendered:
         is_too_long=True,
         num_tokens=num_tokens,
     )
-
-
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """The longest that fits. Blanks are text, even where a vocabulary counts them as added."""
-    return re.compile(_choice(sorted({text for text in tokens if text.strip()})) or r"(?!)")
-
-
-def _choice(texts: Sequence[str]) -> str:
-    """Shared beginnings are written once: Gemma adds 6,000 tokens, and one after the other they would be tried at every `<`."""
-    longer = groupby((text for text in texts if text), key=lambda text: text[0])
-    choices: list[str] = [re.escape(first) + _choice([text[1:] for text in group]) for first, group in longer]
-    if len(choices) == 1 and "" not in texts:
-        return choices[0]
-    return f"(?:{'|'.join(choices)}){'?' if '' in texts else ''}" if choices else ""
 
 
 def _plain_prompt(messages: Sequence[Message], tools: str) -> str:

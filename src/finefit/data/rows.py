@@ -69,7 +69,8 @@ class Row:
     dataset: str = ""
     """The source that it is told under, where test rows come from several."""
     key: str = ""
-    """Of the row that this one was built from by `data.task`: the same item, whatever it was built into."""
+    """Of the row that this one was built from by `data.task`, without its images: the same item, whatever it was built into. Of an item that was read
+    back its whole key."""
     repairs: tuple[str, ...] = ()
     """What was put right when it was built."""
 

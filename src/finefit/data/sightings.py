@@ -5,6 +5,7 @@ A file of the same size and time is taken to be the same; of any other its conte
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -48,8 +49,8 @@ class Sightings:
 
     def write(self, folder: Path) -> None:
         """Nothing where no image lies in a file."""
-        lines: list[object] = [{"state": _state(Path(path)), "contents": contents} for path, contents in self._contents.items()]
-        lines += [{"root": image.root, "path": image.path, "state": _state_of(image)} for image in self._faulty.values()]
+        lines: list[object] = [{"state": state_of(path), "contents": contents} for path, contents in self._contents.items()]
+        lines += [{"root": image.root, "path": image.path, "state": _state_of_image(image)} for image in self._faulty.values()]
         if lines:
             (folder / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -66,10 +67,10 @@ def are_unchanged(folder: Path) -> bool:
 def _is_unchanged(line: dict[str, object]) -> bool:
     match line:
         case {"state": [str(path), size, time], "contents": dict(contents)}:
-            found = _state(Path(path))
+            found = state_of(path)
             return found == (path, size, time) or (found is not None and all(_has(path, member, sha256) for member, sha256 in contents.items()))
         case {"root": str(root), "path": str(path), "state": state}:
-            found = _state_of(Image(path=path, root=root))
+            found = _state_of_image(Image(path=path, root=root))
             return (None if found is None else list(found)) == state
         case _:
             return False
@@ -82,17 +83,18 @@ def _has(path: str, member: str, sha256: str) -> bool:
         return False
 
 
-def _state_of(image: Image) -> State | None:
+def _state_of_image(image: Image) -> State | None:
     """Of the file that an image is found in; None where there is none."""
     try:
-        return _state(find_image(image).path.absolute())
+        return state_of(find_image(image).path.absolute())
     except Fault:
         return None
 
 
-def _state(path: Path) -> State | None:
+def state_of(path: str | Path) -> State | None:
+    """Of a file; None where there is none."""
     try:
-        status = path.stat()
-    except OSError:
+        status = os.stat(path)  # noqa: PTH116 of a hundred thousand files, most of the time would go into making paths
+    except (OSError, ValueError):
         return None
     return str(path), status.st_size, status.st_mtime_ns

@@ -1,5 +1,5 @@
-"""`python -m finefit.data.workers`: processes that make batches where that takes long, since images are decoded for it. They see no card: CUDA is
-hidden from them before torch is imported, and what reaches for one there is refused.
+"""`python -m finefit.data.workers PARENT`: processes that make batches where that takes long, since images are decoded for it. They see no card: CUDA
+is hidden from them before torch is imported, and what reaches for one there is refused. They end with PARENT, which started them.
 
 A call with its arguments goes in on standard input, what it returns comes back on standard output. Which of them makes a batch plays no part in it.
 """
@@ -20,6 +20,7 @@ from typing import IO, Any, Final, Literal, NamedTuple
 import psutil
 
 from finefit import errors
+from finefit.artifacts.launcher import end_with_parent
 from finefit.errors import FinefitError, ModelError, WorkerDied
 from finefit.facts.machine import count_cores
 
@@ -80,9 +81,8 @@ class Workers:
             with self._lock:
                 if self._is_closed:
                     raise FinefitError("a batch was asked of processes that have ended")
-                self._own.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "finefit.data.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _HIDDEN
-                )
+                command = [sys.executable, "-P", "-m", "finefit.data.workers", str(os.getpid())]
+                self._own.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _HIDDEN)
                 self._started.append(self._own.process)
         return self._own.process  # type: ignore[no-any-return]
 
@@ -174,6 +174,7 @@ def _where(error: BaseException) -> str:
 
 
 def main() -> None:
+    end_with_parent(int(sys.argv[1]))
     for name in _SIGNALS:  # it ends when its parent does, or is killed by it: a signal to the whole group is the parent's matter
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

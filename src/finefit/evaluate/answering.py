@@ -85,7 +85,7 @@ def answer(work: Work, task: Task, rows: Sequence[Row], todo: Sequence[int], *, 
     require_pictures([rows[at] for at in todo])
     _settle(subject, part)
     with _speaking(work, part) as voice, Journal(work.paths.items_of(part.number)) as items:
-        loaded_bytes = _held_bytes(subject.device)
+        loaded_bytes = held_bytes(subject.device)
         began = time.perf_counter()
         for told in replies(voice, task, {at: rows[at] for at in todo}):
             new_tokens, is_cut = (told.answer.new_tokens, told.answer.is_cut) if told.answer else (None, False)
@@ -189,7 +189,8 @@ def _load(work: Work, located: Located) -> nn.Module:
     )
 
 
-def _held_bytes(device: str) -> int:
+def held_bytes(device: str) -> int:
+    """By this process at this instant: reserved on the fullest card, resident on a CPU."""
     if device == "cuda":
         return max(torch.cuda.memory_reserved(card) for card in range(torch.cuda.device_count()))
     return int(psutil.Process().memory_info().rss)

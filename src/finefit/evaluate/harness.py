@@ -66,6 +66,7 @@ def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path
         "-P",
         "-m",
         "finefit.evaluate.harness_child",
+        str(os.getpid()),
         "--model",
         "hf",
         "--model_args",

@@ -1,16 +1,15 @@
-"""`python -m finefit.evaluate.harness_child ARGUMENTS`: lm-eval with these. It ends with the process that started it, also when that was killed."""
+"""`python -m finefit.evaluate.harness_child PARENT ARGUMENTS`: lm-eval with these. It ends with PARENT, which started it, however that ends."""
 
-import os
 import runpy
-import signal
 import sys
 
-from finefit.artifacts.launcher import when_parent_ends
+from finefit.artifacts.launcher import end_with_parent
 
 
 def main() -> None:
-    when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    sys.argv[0] = "lm_eval"
+    _, parent, *arguments = sys.argv
+    end_with_parent(int(parent))
+    sys.argv = ["lm_eval", *arguments]
     runpy.run_module("lm_eval", run_name="__main__", alter_sys=True)
 
 

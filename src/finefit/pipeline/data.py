@@ -61,21 +61,27 @@ class PreparedData:
 
 
 def present(data: Data, base: Path) -> Data:
-    """Without held-out rows whose files are not there: a plan need not wait for them."""
-    absent = {name: None for name in ("validation", "test") if not all(_is_there(s, base) for s in data.sources()[name])}
+    """Without held-out rows whose files or images are not there: a plan need not wait for them."""
+    absent = {name: None for name in ("validation", "test") if not all(_is_there(place, base) for s in data.sources()[name] for place in places(s))}
     return data.model_copy(update=absent)
 
 
 def missing(data: Data, base: Path) -> tuple[str, ...]:
-    """Sources that cannot be found."""
-    return tuple(source.path for sources in data.sources().values() for source in sources if not _is_there(source, base))
+    """Rows that cannot be found, and where their images should start."""
+    named = [place for sources in data.sources().values() for source in sources for place in places(source)]
+    return tuple(dict.fromkeys(place for place in named if not _is_there(place, base)))
 
 
-def _is_there(source: Source, base: Path) -> bool:
-    if "://" in source.path:
+def places(source: Source) -> tuple[str, ...]:
+    """Where its rows lie and, where it says so, their images."""
+    return (source.path,) if source.images_root is None else (source.path, source.images_root)
+
+
+def _is_there(place: str, base: Path) -> bool:
+    if "://" in place:
         return True
     try:
-        return (base / source.path).exists() or next(glob.iglob(source.path, root_dir=base, recursive=True), None) is not None  # noqa: PTH207
+        return (base / place).exists() or next(glob.iglob(place, root_dir=base, recursive=True), None) is not None  # noqa: PTH207
     except OSError:  # no path at all
         return False
 

@@ -12,7 +12,7 @@ from finefit.errors import DataError, FindingError, ModelError, SpecError
 from finefit.facts.files import free_bytes
 from finefit.facts.machine import Machine, read_machine, read_version
 from finefit.model.locate import outline
-from finefit.pipeline.data import PreparedData, missing, prepare_data, present
+from finefit.pipeline.data import PreparedData, missing, places, prepare_data, present
 from finefit.pipeline.foreseen import origins_of, spec_at
 from finefit.pipeline.leaks import leaks
 from finefit.pipeline.outlines import Done, Outlines, copies_in, nothing_done
@@ -140,11 +140,9 @@ def _of_training(outlines: Outlines, found: ExaminedStage, name: str, machine: M
     assert found.forecast is not None
     stage = outlines.pipeline.stages[name]
     assert isinstance(stage, TrainStage)
-    to_come = [source.path for sources in stage.data.sources().values() for source in sources if not outlines.is_made(source.path)]
     spec = spec_at(outlines, name)
-    named = [source.path for sources in stage.data.sources().values() for source in sources]
-    placed = [source.path for sources in spec.data.sources().values() for source in sources]
-    expected = {there for asked, there in zip(named, placed, strict=True) if asked in to_come}
+    named_and_placed = zip(_places_in(stage.data), _places_in(spec.data), strict=True)
+    expected = {there for asked, there in named_and_placed if not outlines.is_made(asked)}
     yield from examine(
         Preparation(
             spec=found.spec,
@@ -162,18 +160,27 @@ def _of_training(outlines: Outlines, found: ExaminedStage, name: str, machine: M
         yield from data_findings(there, outlines.base, found.prepared)
 
 
+def _places_in(data: Data) -> list[str]:
+    return [place for sources in data.sources().values() for source in sources for place in places(source)]
+
+
 # Evaluations
 
 
 def _of_evaluation(outlines: Outlines, stage: EvaluateStage, name: str) -> Iterator[Finding]:
-    prepared = prepared_questions(outlines, stage)
+    yield from dict.fromkeys(found for model in stage.models for found in _of_questions(outlines, stage, model))
+    for trained in _trained_below(outlines.pipeline, name):
+        yield from _overlap(outlines, stage, trained)
+
+
+def _of_questions(outlines: Outlines, stage: EvaluateStage, model: str) -> Iterator[Finding]:
+    """What is wrong with the rows as one model is asked them."""
+    prepared = prepared_questions(outlines, stage, model)
     if prepared is not None:
-        spec = asking_spec(outlines, stage)
+        spec = asking_spec(outlines, stage, model)
         yield from (found for check in _OF_QUESTIONS for found in check(prepared.record, spec))
         rows = read_items(prepared.path("test.jsonl"))
         yield from unreadable_references(stage.evaluate, rows, form=stage.data.task, base=outlines.base)
-    for trained in _trained_below(outlines.pipeline, name):
-        yield from _overlap(outlines, stage, trained)
 
 
 _OF_QUESTIONS = (rows_can_be_used, rows_fit_the_budget, few_rows_are_lost, prompts_keep_most_of_their_text)
@@ -235,8 +242,7 @@ def _as_written(outlines: Outlines, source: Source) -> tuple[Source, ...]:
 
 def _missing(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, stage in outlines.pipeline.stages.items():
-        sources = tuple(source for source in _sources(stage) if STAGE_PATH.fullmatch(source.path) is None)
-        absent = missing(Data.model_construct(train=sources), outlines.base)
+        absent = missing(Data.model_construct(train=_sources(stage)), outlines.base)
         others = tuple(path for path in _other_files(stage) if STAGE_PATH.fullmatch(path) is None and not (outlines.base / path).exists())
         if absent or others:
             yield name, (*absent, *others)
@@ -245,7 +251,7 @@ def _missing(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _to_come(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, stage in outlines.pipeline.stages.items():
         trained = [source for sources in stage.data.sources().values() for source in sources] if isinstance(stage, TrainStage) else []
-        paths = tuple(source.path for source in (*trained, *_sources(stage)) if not outlines.is_made(source.path))
+        paths = tuple(place for source in (*trained, *_sources(stage)) for place in places(source) if not outlines.is_made(place))
         if paths:
             yield name, tuple(dict.fromkeys(paths))
 

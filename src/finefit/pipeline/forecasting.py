@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,8 @@ from finefit.facts.cards import parse_card
 from finefit.facts.files import finefit_cache
 from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_cards, read_memory_bytes
 from finefit.model.locate import Outline, outline
-from finefit.pipeline.data import missing, prepare_data, present
+from finefit.pipeline.assumed_images import assume_images
+from finefit.pipeline.data import missing, places, prepare_data, present
 from finefit.pipeline.rehearsing import ask
 from finefit.spec.load import spec_to_json
 from finefit.spec.models import Lora, ShapeModel, Tuning
@@ -37,10 +37,6 @@ Grids = tuple[tuple[int, ...], ...]
 _UNNAMED = ShapeModel(kind="shape", config={})
 _ROUNDED = 64 << 20
 """What is free on a card changes by a little all the time."""
-_SIDE_STEP, _LARGEST_SIDE = 28, 4480
-"""Pixels of the square images that are tried, where nothing is known of those of the rows."""
-_BESIDE = 2
-"""Tokens that a row has beside those of its image: one before it, and one to be answered."""
 
 
 def forecast(
@@ -126,10 +122,13 @@ def _answered(question: Question) -> Answer:
     return answer
 
 
-def lengths_of(spec: Spec, base: Path) -> Lengths:
-    """Counted where rows and tokenizer are there, else the worst that the spec allows: every row of full length, every token supervised."""
+def lengths_of(spec: Spec, base: Path, *, to_come: str | None = None) -> Lengths:
+    """Counted where rows and tokenizer are there, else the worst that the spec allows: every row of full length, every token supervised. `to_come`:
+    what a stage has yet to make of the rows, or of their images."""
     known = outline(spec.model, base)
-    absent = [path for path in missing(spec.data, base) if path in {source.path for source in spec.data.train}]
+    if to_come is not None:
+        return _assumed(spec, f"{to_come} is yet to be made", known)
+    absent = [path for path in missing(spec.data, base) if path in {place for source in spec.data.train for place in places(source)}]
     if absent or known.tokenizer is None:
         return _assumed(spec, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer", known)
     there = spec.model_copy(update={"data": present(spec.data, base)})
@@ -137,37 +136,18 @@ def lengths_of(spec: Spec, base: Path) -> Lengths:
 
 
 def _assumed(spec: Spec, reason: str, known: Outline) -> Lengths:
-    """Of a model that sees, every row shows one image."""
     tokens = spec.data.max_tokens
+    images = assume_images(known, spec.data.images, tokens)
     return Lengths(
         num_rows=None,
         longest=tokens,
         mean=float(tokens),
         supervised=tokens - 1,
         mean_supervised=float(tokens - 1),
-        source=f"assumed from data.max_tokens, since {reason}",
+        source=f"assumed from data.max_tokens, since {reason}{images.told}",
         sides=2 if isinstance(spec.objective, Dpo) else 1,
-        grids=(grid,) if (grid := _assumed_grid(spec, known)) is not None else (),
+        grids=images.grids,
     )
-
-
-def _assumed_grid(spec: Spec, known: Outline) -> tuple[int, ...] | None:
-    """Of a square image of `data.images.max_pixels`; where that is not given, of one whose tokens fill half a row, or of the smallest. None where the
-    model sees nothing, or no row has room for what it sees. A mere shape has no processor, and is taken to scale no image."""
-    if "vision_config" not in known.config:
-        return None
-    from finefit.data.eyes import lens_of, open_eye  # torch comes with it
-
-    lens = lens_of(known.config)
-    if lens is None:
-        return None
-    eye = None if known.tokenizer is None else open_eye(known.tokenizer, known.config, spec.data.images)
-    limit, most = spec.data.images.max_pixels, spec.data.max_tokens
-    largest = _LARGEST_SIDE if limit is None else math.isqrt(limit)
-    grids = [lens.square(side) if eye is None else eye.grid((side, side)) for side in (*range(_SIDE_STEP, largest, _SIDE_STEP), largest)]
-    fitting = [grid for grid in grids if lens.num_tokens(grid) <= most - _BESIDE]
-    small = [grid for grid in fitting if limit is not None or 2 * lens.num_tokens(grid) <= most]
-    return max(small or fitting[:1], key=lens.num_tokens, default=None)
 
 
 def _relevant(spec: Spec, nodes: int | None) -> Spec:

@@ -8,7 +8,7 @@ from pathlib import Path
 from finefit.artifacts.forecasts import Forecast, Lengths, Suggestion
 from finefit.errors import FindingError, FinefitError, SpecError
 from finefit.facts.machine import read_machine
-from finefit.pipeline.data import missing, prepare_data
+from finefit.pipeline.data import missing, places, prepare_data
 from finefit.pipeline.forecasting import forecast, lengths_of
 from finefit.pipeline.outlines import Done, Outlines, nothing_done
 from finefit.pipeline.rehearsing import one_rehearser
@@ -83,21 +83,20 @@ def lengths_at(outlines: Outlines, name: str, spec: Spec) -> Lengths:
     made from rows which are there."""
     stage = outlines.pipeline.stages[name]
     assert isinstance(stage, TrainStage)
-    lengths = lengths_of(spec, outlines.base)
-    to_come = [source.path for source in stage.data.train if not outlines.is_made(source.path)]
-    if not to_come or lengths.num_rows is not None:
-        return lengths
-    assumed = f"assumed from data.max_tokens, since {to_come[0]} is yet to be made"
+    to_come = [place for source in stage.data.train for place in places(source) if not outlines.is_made(place)]
+    if not to_come:
+        return lengths_of(spec, outlines.base)
+    lengths = lengths_of(spec, outlines.base, to_come=to_come[0])
     given = given_rows(outlines, stage.data.train, spec)
     if given is None or given.num_rows is None:
-        return replace(lengths, source=assumed)
+        return lengths
     more = f"; number at most and mean by the {given.num_rows:,} rows that it is made from"
     return replace(
         lengths,
         num_rows=_most_pairs(outlines.pipeline, stage.data.train, given.num_rows),
         mean=min(given.mean, lengths.mean),
         mean_supervised=min(given.mean_supervised, lengths.mean_supervised),
-        source=assumed + more,
+        source=lengths.source + more,
     )
 
 

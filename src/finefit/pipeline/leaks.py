@@ -55,7 +55,7 @@ def _rows(source: Source, base: Path, seed: int, split: str, form: Form | None) 
 
 
 def _read(source: Source, base: Path, split: str, form: Form | None) -> Reading:
-    reading = open_source(source.path, source.fields, base, split=split)
+    reading = open_source(source, base, split=split)
     return reading if form is None else replace(reading, build=partial(_built, make_build(form, base=base)))
 
 

@@ -1,7 +1,8 @@
 """What every stage of a pipeline will take and leave, before any of them has run."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -9,14 +10,15 @@ from finefit.artifacts.forecasts import Forecast, Room, StageOutlook
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import MEMORY_LIMITS, read_cards, read_memory_bytes
 from finefit.facts.model import read_config
-from finefit.pipeline.data import PreparedData, missing, prepare_data
+from finefit.pipeline.assumed_images import assume_images
+from finefit.pipeline.data import PreparedData, missing, places, prepare_data
 from finefit.pipeline.forecasting import Grids, rooms_on
 from finefit.pipeline.foreseen import foresee_stage, naming
 from finefit.pipeline.outlines import Done, Outlines, copies_in, mixture_of, nothing_done
 from finefit.pipeline.rehearsing import one_rehearser
 from finefit.pipeline.sizes import size_of
 from finefit.pipeline.wiring import wired_model, with_files
-from finefit.spec.models import Full, Lora, ShapeModel, Tuning
+from finefit.spec.models import Full, Lora, Tuning
 from finefit.spec.rows import Data, Source
 from finefit.spec.schema import AdamW, Evaluation, Spec
 from finefit.spec.stages import (
@@ -183,21 +185,22 @@ def width_of(outlines: Outlines, asked: Input) -> int:
 
 
 def _of_evaluation(outlines: Outlines, stage: EvaluateStage, cards: tuple[str, ...]) -> StageOutlook:
-    prompts, grids, items, unknown = _questions(outlines, stage)
     tunings = _tunings(outlines, stage)
+    asked = {name: _asked(outlines, stage, name) for name in tunings}
     rooms: list[dict[str, dict[str, Room]]] = [{} for _ in cards]
     for name, tuning in tunings.items():
-        config = outlines.of(stage.models[name]).config
-        precision = _asked_precision(outlines.pipeline, cards)
-        for at, found in enumerate(rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts, grids=grids)):
+        config, prompts, precision = outlines.of(stage.models[name]).config, asked[name], _asked_precision(outlines.pipeline, cards)
+        for at, found in enumerate(
+            rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts.tokens, grids=prompts.grids)
+        ):
             rooms[at][name] = found
     gates = [f"{name}: the answers of its experts, chosen by the gate" for name in stage.models if name not in tunings]
     return StageOutlook(
         kind=stage.kind,
         fits=_can_answer(rooms),
-        seconds=_answering_seconds(rooms[0], stage.evaluate, items),
+        seconds=_answering_seconds(rooms[0], stage.evaluate, next((prompts.count for prompts in asked.values()), None)),
         rooms=tuple(rooms),
-        notes=(*unknown, *gates),
+        notes=(*_assumptions(asked), *gates),
     )
 
 
@@ -219,7 +222,7 @@ def _of_sampling(outlines: Outlines, stage: MakePairs, method: Sampled, cards: t
         unknown = "what they take is not known before the rows are there"
         return StageOutlook(kind=stage.kind, fits=(True,) * len(cards), notes=(*notes, unknown))
     asked = (Evaluation(task=method.task, max_new_tokens=method.max_new_tokens),)
-    found = [_asked_of(outlines, source, method.template, asked, known.tokenizer) for source in sources]
+    found = [_asked_of(outlines, source, method, asked, known.tokenizer) for source in sources]
     tuning, prompts = _tuning_of(outlines.pipeline, method.model), max(prompt for prompt, _ in found)
     rooms = rooms_on(cards, known.config, tuning, asked, precision=_asked_precision(outlines.pipeline, cards), prompt_tokens=prompts)
     named = [{"model": room} for room in rooms]
@@ -231,12 +234,10 @@ def _absent(outlines: Outlines, sources: Sequence[Source]) -> tuple[str, ...]:
     return missing(Data.model_construct(train=tuple(sources)), outlines.base)
 
 
-def _asked_of(
-    outlines: Outlines, source: Source, template: Literal["chat", "plain"], evaluations: tuple[Evaluation, ...], tokenizer: Path
-) -> tuple[int, int]:
+def _asked_of(outlines: Outlines, source: Source, method: Sampled, evaluations: tuple[Evaluation, ...], tokenizer: Path) -> tuple[int, int]:
     """Tokens of the longest prompt, and how many rows there are at most."""
-    data = Questions(test=source.model_copy(update={"weight": 1.0}), template=template, max_tokens=_ANY_LENGTH)
-    record = prepare_data(_asking(outlines, data, evaluations), outlines.base, tokenizer).record
+    data = Questions(test=source.model_copy(update={"weight": 1.0}), template=method.template, max_tokens=_ANY_LENGTH)
+    record = prepare_data(_asking(outlines, method.model, data, evaluations), outlines.base, tokenizer).record
     return record.prompt_tokens or 2, sum(one.used for one in record.sources)
 
 
@@ -259,36 +260,59 @@ def _tuning_of(pipeline: Pipeline, asked: Input) -> Tuning:
     return Full(kind="full")
 
 
-def _questions(outlines: Outlines, stage: EvaluateStage) -> tuple[int, Grids, int | None, tuple[str, ...]]:
-    """Tokens of the longest prompt, the images of the one that shows most, how many rows there are, and what is not known of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompts:
+    """What a model is asked."""
+
+    tokens: int
+    """Of the longest."""
+    grids: Grids
+    """Of the images of the one that shows most."""
+    count: int | None = None
+    """None where the rows are not known."""
+    assumed: str = ""
+    """Why, and what is assumed of them then."""
+
+
+def _asked(outlines: Outlines, stage: EvaluateStage, name: str) -> _Prompts:
+    prepared = prepared_questions(outlines, stage, name)
+    record = None if prepared is None else prepared.record
+    if record is not None and record.prompt_tokens is not None:
+        return _Prompts(tokens=record.prompt_tokens, grids=record.prompt_grids, count=sum(source.used for source in record.sources))
     longest = stage.data.max_tokens - min(max(one.max_new_tokens for one in stage.evaluate), stage.data.max_tokens // 2)
-    if not outlines.is_made(stage.data.test.path):
-        return longest, (), None, (f"prompts assumed from data.max_tokens, since {stage.data.test.path} is yet to be made",)
-    prepared = prepared_questions(outlines, stage)
-    if prepared is None or prepared.record.prompt_tokens is None:
-        return longest, (), None, ("prompts assumed from data.max_tokens, since rows or tokenizer are not there",)
-    return prepared.record.prompt_tokens, prepared.record.prompt_grids, sum(source.used for source in prepared.record.sources), ()
+    images = assume_images(outlines.of(stage.models[name]), stage.data.images, longest)
+    to_come = [place for place in places(stage.data.test) if not outlines.is_made(place)]
+    reason = f"{to_come[0]} is yet to be made" if to_come else "rows or tokenizer are not there"
+    return _Prompts(tokens=longest, grids=images.grids, assumed=f"prompts assumed from data.max_tokens, since {reason}{images.told}")
 
 
-def prepared_questions(outlines: Outlines, stage: EvaluateStage) -> PreparedData | None:
-    """As the first model's tokenizer reads them; None where they or it are not there."""
-    tokenizer = outlines.of(next(iter(stage.models.values()))).tokenizer
-    spec = asking_spec(outlines, stage)
+def _assumptions(asked: Mapping[str, _Prompts]) -> tuple[str, ...]:
+    """Once where they are those of all models, else with the name of each."""
+    told = {name: prompts.assumed for name, prompts in asked.items() if prompts.assumed}
+    are_alike = len(told) == len(asked) and len(set(told.values())) == 1
+    return tuple(told.values())[:1] if are_alike else tuple(f"{name}: {words}" for name, words in told.items())
+
+
+def prepared_questions(outlines: Outlines, stage: EvaluateStage, name: str) -> PreparedData | None:
+    """As the model of this name is asked them; None where they or its tokenizer are not there."""
+    tokenizer = outlines.of(stage.models[name]).tokenizer
+    spec = asking_spec(outlines, stage, name)
     return None if tokenizer is None or missing(spec.data, outlines.base) else prepare_data(spec, outlines.base, tokenizer)
 
 
-def asking_spec(outlines: Outlines, stage: EvaluateStage) -> Spec:
+def asking_spec(outlines: Outlines, stage: EvaluateStage, name: str) -> Spec:
     """Of rows that are answered and not trained on."""
-    return _asking(outlines, stage.data, stage.evaluate)
+    return _asking(outlines, stage.models[name], stage.data, stage.evaluate)
 
 
-def _asking(outlines: Outlines, questions: Questions, evaluations: tuple[Evaluation, ...]) -> Spec:
-    how = {key: getattr(questions, key) for key in ("template", "template_options", "task", "max_tokens", "too_long")}
-    data = with_files(Data(train=(Source(path=""),), test=questions.test, **how), lambda path: str(_placed(outlines, path)))
+def _asking(outlines: Outlines, asked: Input, questions: Questions, evaluations: tuple[Evaluation, ...]) -> Spec:
+    """With the model itself, which says how it sees."""
+    rows = Data(train=(Source(path=""),), test=questions.test, **questions.how())
+    data = with_files(rows, lambda path: str(_placed(outlines, path)))
     spec = Spec(
         name="questions",
         seed=outlines.pipeline.seed,
-        model=ShapeModel(kind="shape", config={}),
+        model=wired_model(outlines.pipeline, asked, outlines.at).model,
         tuning=Full(kind="full"),
         data=data,
         optimizer=AdamW(lr=1.0),

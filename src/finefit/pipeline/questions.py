@@ -1,19 +1,24 @@
 """Rows that are to be answered and belong to no training: read, built and rendered as test rows are, and kept by content."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from finefit.artifacts.trainings import Preparation
+from finefit.data.cells import Fault
+from finefit.data.looking import Looker
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow, Row
 from finefit.errors import DataError
 from finefit.facts.files import FileFact
 from finefit.pipeline.data import PreparedData, prepare_data
 from finefit.pipeline.preparation import require_data, unreadable_references
+from finefit.preflight.data import mend_or_drop
 from finefit.spec.models import Full, ShapeModel
 from finefit.spec.rows import Data, Source
 from finefit.spec.schema import AdamW, Evaluation, Sft, Spec
 from finefit.spec.tasks import Form, OwnTask
+from finefit.step.custom_eye import Plain
 
 
 def prepare_questions(source: Source, like: Spec, tokenizer: Path, *, base: Path) -> PreparedData:
@@ -28,18 +33,21 @@ def _require_usable(record: Preparation, data: Data, path: str) -> None:
     for fault in record.faults:
         if fault.kind == "unusable" and fault.split == "test" and data.bad_rows == "error":
             more = f"\nand {fault.count - len(fault.lines)} more" if fault.count > len(fault.lines) else ""
-            raise DataError("\n".join(fault.lines) + more, fault.remedy)
+            raise DataError("\n".join(fault.lines) + more, mend_or_drop(fault))
     if record.prompt_tokens is None:
         raise DataError(f"{path} holds no row that could be asked", "rows need a prompt and an answer; docs/data.md has the shapes that are known")
 
 
 def read_questions(source: Source, *, base: Path) -> list[Row]:
-    """Without a tokenizer, for answers that are there already."""
-    rows = []
-    for row in open_source(source.path, source.fields, base, split="test", where=source.where, images_root=source.images_root).rows():
+    """Without a tokenizer, for answers that are there already. Images are looked at as they are: no model is shown them."""
+    look, rows = Looker(Plain("", None)), []
+    for row in open_source(source, base, split="test").rows():
         if isinstance(row, BadRow):
             raise DataError(f"{row.place} {row.reason}", "mend or remove this row")
-        rows.append(row)
+        try:
+            rows.append(replace(row, pictures=look(row)))
+        except Fault as fault:
+            raise DataError(f"{row.place} {fault}", "mend or remove this row") from None
     return rows
 
 

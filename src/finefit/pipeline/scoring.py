@@ -19,7 +19,7 @@ from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, newest_with_digest, open_run
 from finefit.artifacts.stages import models_of
 from finefit.data.items import item_line, read_items
-from finefit.data.looking import OwnEye
+from finefit.data.looking import OwnEye, PictureKeeper
 from finefit.data.pictures import KEPT
 from finefit.data.rows import Row
 from finefit.data.tasks import make_task
@@ -237,14 +237,15 @@ def _run_of_answers(wish: Wish) -> RunDir:
     """Of rows alone: there is no model, and so neither tokenizer nor template."""
     assert wish.data is not None
     assert wish.answers is not None
-    lines = "".join(item_line(row) for row in read_questions(Source(path=wish.data), base=Path.cwd()))
-    name = f"eval-{name_of(wish.answers)}"
+    rows = read_questions(Source(path=wish.data), base=Path.cwd())
+    name, lines = f"eval-{name_of(wish.answers)}", "".join(map(item_line, rows))
     digest = hashlib.sha256(json.dumps([lines, read_file(wish.answers, Path.cwd()).sha256]).encode()).hexdigest()
-    return newest_with_digest(wish.runs, name, digest) or _created(wish, name, lines, digest)
+    return newest_with_digest(wish.runs, name, digest) or _created(wish, name, rows, digest)
 
 
-def _created(wish: Wish, name: str, lines: str, digest: str) -> RunDir:
+def _created(wish: Wish, name: str, rows: Sequence[Row], digest: str) -> RunDir:
     assert wish.answers is not None
+    lines = "".join(map(item_line, rows))
     wish.runs.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".staging-{name}-", dir=wish.runs))
     try:
@@ -253,7 +254,10 @@ def _created(wish: Wish, name: str, lines: str, digest: str) -> RunDir:
         for folder in (where.path / "data", run.log.parent):
             folder.mkdir(parents=True)
         run.log.touch()
-        where.prepared("test.jsonl").write_text(lines, encoding="utf-8")
+        where.prepared(ITEMS).write_text(lines, encoding="utf-8")
+        with PictureKeeper(where.path / "data") as keeper:
+            for row in rows:
+                keeper.keep(row.images, row.pictures)
         stage = EvalStage(name=name_of(wish.answers), subject=_nobody(wish.answers, lines), prompt_tokens=1, num_items=lines.count("\n"))
         write_record(where.eval_stage, stage)
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -22,12 +22,25 @@ from finefit.facts.model import read_model_folder
 from finefit.model.adapter_files import adapter_fingerprint
 from finefit.model.locate import commit_of
 from finefit.pipeline.foreseen import naming
+from finefit.pipeline.stage_images import images_digest
 from finefit.pipeline.stage_paths import models_of, moved, paths_of
-from finefit.pipeline.wiring import At, output_of
+from finefit.pipeline.wiring import At, output_of, with_files
 from finefit.spec.models import CustomModel, FolderModel, HubModel, Lora
 from finefit.spec.rows import Fields, Held, Source
 from finefit.spec.schema import Common
-from finefit.spec.stages import STAGE_PATH, AnyStage, CompareStage, EvaluateStage, MergeAdapter, Pipeline, StageModel, TrainStage, Verdicts
+from finefit.spec.stages import (
+    STAGE_PATH,
+    AnyStage,
+    BuildMoe,
+    CompareStage,
+    EvaluateStage,
+    Gate,
+    MergeAdapter,
+    Pipeline,
+    StageModel,
+    TrainStage,
+    Verdicts,
+)
 
 DigestOf = Callable[[str], str]
 """The digest of what a stage has made, by its name."""
@@ -37,7 +50,7 @@ _UNSEEDED = ("python", "compare")
 """Kinds to which neither the seed nor the device means anything."""
 _TOKENIZER = ".tokenizer.path"
 """Of a model of the user's own: a folder that need hold no weights."""
-_IMAGES = "images_root"
+_ROWS, _IMAGES = ".path", ".images_root"
 _HASHED_APART = "finefit_"
 """How the files of a checkpoint begin that are no part of the model."""
 
@@ -140,11 +153,14 @@ def _without_revisions(part: Any) -> Any:
 
 def _inputs(stage: AnyStage, base: Path, at: At | None, digest_of: DigestOf | None) -> Iterator[tuple[str, str]]:
     """Without `at` only what lies outside of the pipeline."""
+    read: dict[str, str] = {}
     for key, holder, path in paths_of(stage):
-        if (made := STAGE_PATH.fullmatch(path)) is None:
-            yield key, _content(holder, key, path, base)
-        elif at is not None:
-            yield key, _content(holder, key, str(at(made[1]) / (made[2] or "")), base)
+        if not key.endswith(_IMAGES) and (place := _placed(path, at)) is not None:  # images are told by the rows that show them
+            read[key] = _content(holder, key, place, base, _split_of(stage, key))
+    yield from read.items()
+    for key, holder, _ in paths_of(stage):
+        if isinstance(holder, Source | Held) and key in read and key.endswith(_ROWS):
+            yield from _shown(holder, key, read, base, at, _split_of(stage, key))
     for key, model in models_of(stage):
         if isinstance(model, StageModel) and digest_of is not None:
             yield key, digest_of(model.name)
@@ -156,17 +172,40 @@ def _inputs(stage: AnyStage, base: Path, at: At | None, digest_of: DigestOf | No
         yield from ((f"of.{part}", digest_of(part.partition(":")[0])) for part in stage.of)
 
 
-def _content(holder: BaseModel, key: str, path: str, base: Path) -> str:
+def _placed(path: str, at: At | None) -> str | None:
+    """None for what is not made yet."""
+    if (made := STAGE_PATH.fullmatch(path)) is None:
+        return path
+    return None if at is None else str(at(made[1]) / (made[2] or ""))
+
+
+def _split_of(stage: AnyStage, key: str) -> str:
+    """Which files of a folder are meant, by where in the stage it is named. Experts have rows by names of their own, which tell of no split."""
+    if isinstance(stage, Gate | BuildMoe):
+        return "train"
+    return next((part for part in key.split(".") if part in ("validation", "test")), "train")
+
+
+def _shown(rows: Source | Held, key: str, read: dict[str, str], base: Path, at: At | None, split: str) -> Iterator[tuple[str, str]]:
+    """What the rows show that `key` names; nothing where they show nothing, or where some of it is not made yet."""
+    if any(_placed(path, at) is None for _, _, path in paths_of(rows)):
+        return
+    there, above = with_files(rows, lambda path: _placed(path, at) or path), key.removesuffix(_ROWS)
+    source = there if isinstance(there, Source) else there.source(there.path or "")
+    content = digest([read[key], read.get(f"{above}.fields.join")])
+    if (found := images_digest(source, base, split=split, content=content)) is not None:
+        yield f"{above}.images", found
+
+
+def _content(holder: BaseModel, key: str, path: str, base: Path, split: str) -> str:
     if key.endswith(_TOKENIZER):
         return tree_digest(base / path)
-    if key.endswith(_IMAGES):
-        return _images_digest(base / path)
     match holder:
         case Source() | Held() | Fields() if path.startswith("hf://"):
-            find_files(path, base, split="train")
+            find_files(path, base, split=split)
             return pin_hub_path(path)
         case Source() | Held() | Fields():
-            return digest([read_file(file.path, base).sha256 for file in find_files(path, base, split="train")])
+            return digest([read_file(file.path, base).sha256 for file in find_files(path, base, split=split)])
         case FolderModel():
             return read_model_folder(base / path).fingerprint
         case Lora() | MergeAdapter():
@@ -184,13 +223,6 @@ def tree_digest(path: Path) -> str:
         return read_file(path, path.parent).sha256
     except OSError as error:
         raise SpecError(f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file") from None
-
-
-def _images_digest(path: Path) -> str:
-    """By names, sizes and times: images may be many, and what a training reads of them is compared by content there."""
-    if not path.is_dir():
-        return tree_digest(path)
-    return digest([(file.relative_to(path).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in _files_in(path)])
 
 
 def _files_in(folder: Path) -> list[Path]:

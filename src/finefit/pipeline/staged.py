@@ -217,7 +217,7 @@ class _Work:
         is_exact = self.stages.pipeline.deterministic
         code = launch(MAKER, making.order, log=log, lock=self.lock, tick=meter.tick, deterministic=is_exact)
         made = _made(making, code, log)
-        memory = meter.settled(peak=made.peak_bytes)
+        memory = meter.settled(loaded=made.summary.get("loaded_bytes"), peak=made.peak_bytes)
         shutil.copyfile(log, making.making_log)
         _sync(making.path)
         self._done(name, making, now, time.perf_counter() - began, memory, made.summary)

@@ -15,9 +15,17 @@ _MUCH = 0.25
 
 def rows_can_be_used(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for fault in _faults(found, "unusable"):
-        level = "warning" if spec.data.bad_rows == "drop" else "error"
         problem = f"{fault.count:,} {fault.split} {_rows(fault.count)} cannot be used:\n{_lines(fault)}"
-        yield Finding(level=level, problem=problem, remedy=fault.remedy)  # type: ignore[arg-type]
+        if spec.data.bad_rows == "drop":
+            yield Finding(level="warning", problem=problem, remedy=fault.remedy)
+        else:
+            yield Finding(level="error", problem=problem, remedy=mend_or_drop(fault))
+
+
+def mend_or_drop(fault: Fault) -> str:
+    """Whatever is wrong with rows, they can be left out."""
+    before = fault.remedy and fault.remedy + ("\nor " if "\n" in fault.remedy else ", or ")
+    return f"{before}set data.bad_rows: drop to leave them out, counted"
 
 
 def rows_fit_the_budget(found: Preparation, spec: Spec) -> Iterator[Finding]:

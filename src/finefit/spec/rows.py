@@ -105,6 +105,13 @@ class ImageLimits(Part):
     min_pixels: int | None = Field(None, ge=1)
     """An image with fewer is scaled up, where the processor does that at all; None: as the processor has it."""
 
+    @model_validator(mode="after")
+    def _the_smallest_is_no_larger_than_the_largest(self) -> "ImageLimits":
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            both = f"min_pixels is {self.min_pixels} and max_pixels is {self.max_pixels}"
+            raise ValueError(f"{both}: no image has so many and so few; lower min_pixels, or raise max_pixels")
+        return self
+
 
 class Data(Part):
     train: tuple[Source, ...] = Field(min_length=1)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, ShapeModel
 from finefit.spec.part import Part
-from finefit.spec.rows import Fields, Held, Source
+from finefit.spec.rows import Fields, Held, ImageLimits, Source
 from finefit.spec.schema import DeepSpeed, Evaluation, Training, require_labels
 from finefit.spec.tasks import Form, LmEval, OwnTask, Task, TruthfulQa
 
@@ -46,6 +46,12 @@ class Questions(Part):
     task: Form | None = None
     max_tokens: int = Field(2048, ge=2)
     too_long: Literal["error", "drop", "cut_prompt"] = "error"
+    images: ImageLimits = ImageLimits()
+    """For models that see: how large images are shown, usually as in the training of the model that is asked."""
+
+    def how(self) -> dict[str, Any]:
+        """Without the rows: by the keys that `data` of a training has for the same."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "test"}
 
 
 class EvaluateStage(Part):

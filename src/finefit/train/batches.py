@@ -11,15 +11,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from finefit.artifacts.records import Levers
-from finefit.data.collate import grouped, lengths_of, pack, packs_of, pictures_of, supervised_counts_of
+from finefit.data.collate import Collator, grouped, lengths_of, pack, packs_of, pictures_of, supervised_counts_of
 from finefit.data.order import rows_of_rank
 from finefit.data.packing import Capacity, capacity_of, num_sides
 from finefit.data.pairs import Trained
 from finefit.data.render import Example
+from finefit.data.workers import Workers
 from finefit.errors import FinefitError
 from finefit.objective.batch import Batch
 from finefit.objective.custom import seed_of
-from finefit.step.custom import Compose
 from finefit.train.feed import Make
 from finefit.train.live import Live
 
@@ -45,15 +45,19 @@ def _batches(live: Live, micro_batch: int, capacity: Capacity | None, step: int)
     """Of this rank, in memory that a card can copy from while it computes. None where the step has fewer rows than there are ranks."""
     stage, ranks = live.stage, live.ranks
     rows = rows_of_rank(step, rank=ranks.rank, num_ranks=ranks.size, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)
-    if not rows:
-        return []
-    chosen = [live.examples[row] for row in rows]
-    if capacity is not None:
-        batches = [pack([chosen[at] for at in group]) for group in packs_of(chosen, capacity)]
-    else:
-        groups = grouped(lengths_of(chosen), micro_batch)
-        batches = list(made(live, (call_for(live, live.examples, [rows[at] for at in group], step) for group in groups)))
+    batches = cut(live, live.examples, rows, step, micro_batch=micro_batch, capacity=capacity) if rows else []
     return [batch.moved(Tensor.pin_memory) for batch in batches] if stage.device == "cuda" else batches
+
+
+def cut(
+    live: Live, examples: Sequence[Trained], rows: Sequence[int], occasion: int | str, *, micro_batch: int, capacity: Capacity | None = None
+) -> list[Batch]:
+    """`rows`: numbers of examples, packed where a capacity is given; else cut by length. `occasion`: a step, or what else they are taken for."""
+    chosen = [examples[row] for row in rows]
+    if capacity is not None:
+        return [pack([chosen[at] for at in group]) for group in packs_of(chosen, capacity)]
+    groups = grouped(lengths_of(chosen), micro_batch)
+    return list(made(live.workers, (call_for(live, examples, [rows[at] for at in group], occasion) for group in groups)))
 
 
 class Call(NamedTuple):
@@ -69,19 +73,23 @@ class Call(NamedTuple):
 
 
 def call_for(live: Live, examples: Sequence[Trained], rows: Sequence[int], occasion: int | str) -> Call:
-    """`rows`: numbers of examples. `occasion`: a step, or what else they are taken for."""
+    """What is drawn for a row of a model of the user's own depends on no other."""
     chosen = [examples[row] for row in rows]
     if live.compose is not None:
         return Call(live.compose, ([single(row) for row in chosen], [seed_of(live.stage.seed, occasion, row) for row in rows]), True)
-    return Call(live.collator, (chosen,), any(pictures_of(row) for row in chosen))
+    return collating(live.collator, chosen)
 
 
-def made(live: Live, calls: Iterable[Call]) -> Iterator[Batch]:
+def collating(collator: Collator, rows: Sequence[Trained]) -> Call:
+    return Call(collator, (rows,), any(pictures_of(row) for row in rows))
+
+
+def made(workers: Workers, calls: Iterable[Call]) -> Iterator[Batch]:
     """In their order; while one is used, the next ones are made."""
     waiting: deque[Call | Future[Batch]] = deque()
     for call in calls:
-        waiting.append(live.workers.submit(call.make, *call.args) if call.is_long else call)
-        if len(waiting) > live.workers.count:
+        waiting.append(workers.submit(call.make, *call.args) if call.is_long else call)
+        if len(waiting) > workers.count:
             yield _taken(waiting.popleft())
     while waiting:
         yield _taken(waiting.popleft())
@@ -89,16 +97,6 @@ def made(live: Live, calls: Iterable[Call]) -> Iterator[Batch]:
 
 def _taken(waiting: "Call | Future[Batch]") -> Batch:
     return waiting() if isinstance(waiting, Call) else waiting.result()
-
-
-def composed(compose: Compose, examples: Sequence[Trained], rows: Sequence[int], step: int | str, *, micro_batch: int, seed: int) -> list[Batch]:
-    """For a model of the user's own. `rows`: numbers of examples, cut by length as in any step; what is drawn for one depends on no other."""
-    if not rows:
-        return []
-    chosen = [single(examples[row]) for row in rows]
-    return [
-        compose([chosen[at] for at in group], [seed_of(seed, step, rows[at]) for at in group]) for group in grouped(lengths_of(chosen), micro_batch)
-    ]
 
 
 def single(row: Trained) -> Example:
@@ -161,7 +159,8 @@ def _joined(digests: Sequence[str]) -> str:
 def _shortest(live: Live) -> Batch:
     lengths = lengths_of(live.examples)
     row = int(lengths.reshape(len(lengths), -1).sum(axis=1).argmin())
-    return call_for(live, live.examples, [row], "idle")()
+    (batch,) = cut(live, live.examples, [row], "idle", micro_batch=1)
+    return batch
 
 
 def require_all_rows(step: int, whole: Share, num_rows: int) -> None:

@@ -5,11 +5,11 @@ import torch
 
 from finefit.artifacts.measurements import Measurement, keep_measurement
 from finefit.artifacts.records import Levers
-from finefit.data.collate import micro_batches, worst_of
+from finefit.data.collate import worst_of
 from finefit.facts.cards import find_kind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import random_state, restore_random
-from finefit.train.batches import capacity_under, composed, on_device
+from finefit.train.batches import capacity_under, cut, on_device
 from finefit.train.live import Live
 from finefit.train.rescue import is_shortage
 
@@ -19,12 +19,8 @@ def measure(live: Live, levers: Levers) -> None:
     if live.ranks.size > 1 or levers.update == "inside":
         return
     rows = min(2 * levers.micro_batch, live.stage.global_batch, len(live.examples))
-    worst = [worst_of(live.examples)] * rows
-    if live.compose is not None:
-        batches = composed(live.compose, worst, range(rows), "measure", micro_batch=levers.micro_batch, seed=live.stage.seed)
-    else:
-        pad, see = live.collator.pad, live.collator.see
-        batches = micro_batches(worst, micro_batch=levers.micro_batch, pad=pad, see=see, capacity=capacity_under(live, levers))
+    worst, capacity = [worst_of(live.examples)] * rows, capacity_under(live, levers)
+    batches = cut(live, worst, range(rows), "measure", micro_batch=levers.micro_batch, capacity=capacity)
     random_before = random_state()
     try:
         optimizer_step(

@@ -5,7 +5,7 @@ from finefit.step.custom import require_sum
 from finefit.step.objective import still
 from finefit.step.shortage import is_shortage
 from finefit.step.state import random_state, restore_random
-from finefit.train.batches import composed, on_device
+from finefit.train.batches import cut, on_device
 from finefit.train.live import Live
 
 _TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
@@ -17,8 +17,7 @@ def prove_sum(live: Live) -> None:
     own = own_of(live.model)
     if own is None or live.compose is None or len(live.examples) < 2:
         return
-    cuts = [composed(live.compose, live.examples, (0, 1), 0, micro_batch=size, seed=live.stage.seed) for size in (2, 1)]
-    (both,), parts = ([on_device(batch, live.stage.device) for batch in cut] for cut in cuts)
+    (both,), parts = ([on_device(batch, live.stage.device) for batch in cut(live, live.examples, (0, 1), 0, micro_batch=size)] for size in (2, 1))
     random_before = random_state()
     try:
         with still(live.model):

@@ -27,6 +27,7 @@ from finefit.data.collate import Collator, grouped
 from finefit.data.order import part_of_rank
 from finefit.data.pairs import Pair, Trained
 from finefit.data.store import ExamplePairs
+from finefit.data.workers import Workers
 from finefit.errors import FindingError, Interrupted
 from finefit.facts.files import read_file
 from finefit.model.adapter_files import WEIGHTS
@@ -34,7 +35,7 @@ from finefit.model.load import starting_adapter
 from finefit.objective.batch import Batch, Forward
 from finefit.objective.dpo import paired_of, sequence_sums
 from finefit.step.objective import is_cached, still
-from finefit.train.batches import on_device
+from finefit.train.batches import collating, made, on_device
 from finefit.train.ranks import Ranks
 from finefit.train.stopping import StopRequest
 
@@ -77,6 +78,7 @@ class Start:
     model: nn.Module
     forward: Forward
     collator: Collator
+    workers: Workers
     ranks: Ranks
     stop: StopRequest
     metrics: Journal
@@ -114,8 +116,10 @@ class _Work:
         start, values = self._start, self._values[name]
         rows = pairs.distinct()[0]
         groups = [g for g in grouped(pairs.lengths[rows], start.stage.levers.micro_batch) if np.isnan(values[g]).any()]
-        for group, _ in part_of_rank(groups, rank=start.ranks.rank, num_ranks=start.ranks.size):
-            sums = _sums(start, start.collator([pairs[int(row)] for row in rows[group]]))
+        own = [group for group, _ in part_of_rank(groups, rank=start.ranks.rank, num_ranks=start.ranks.size)]
+        calls = (collating(start.collator, [pairs[int(row)] for row in rows[group]]) for group in own)
+        for group, batch in zip(own, made(start.workers, calls), strict=True):
+            sums = _sums(start, batch)
             for places, found in start.ranks.gather((group, sums.tolist())):
                 values[places] = _require_numbers(name, np.array(found, np.float32))
             self._rest()

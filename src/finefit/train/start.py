@@ -9,7 +9,7 @@ from finefit.objective.batch import Batch
 from finefit.spec.schema import Dpo
 from finefit.step.objective import is_cached, still
 from finefit.step.state import random_state, restore_random
-from finefit.train.batches import on_device
+from finefit.train.batches import call_for, made, on_device
 from finefit.train.live import Live
 
 _NOISE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}
@@ -25,7 +25,7 @@ def require_start(live: Live) -> None:
     if not isinstance(asked, Dpo):
         return
     rows = rows_of_step(0, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)[:_ROWS]
-    batches = [live.collator([live.examples[row]]) for row in rows]
+    batches = list(made(live.workers, (call_for(live, live.examples, [row], 0) for row in rows)))
     loss, allowed = _mean_loss(live, batches), _tolerance(batches, asked.beta, stage.precision)
     live.metrics.write(event="dpo_start", found=loss if math.isfinite(loss) else str(loss), allowed=allowed)
     is_off = not abs(loss - math.log(2)) <= allowed  # so that NaN is off too

@@ -31,7 +31,7 @@ def _sums(live: Live, micro_batch: int) -> tuple[list[str], Tensor]:
     names: list[str] = []
     with still(live.model):
         own = list(part_of_rank(groups, rank=live.ranks.rank, num_ranks=live.ranks.size))
-        batches = made(live, (call_for(live, live.validation, rows, "validation") for rows, _ in own))
+        batches = made(live.workers, (call_for(live, live.validation, rows, "validation") for rows, _ in own))
         for batch, (_, counts) in zip(batches, own, strict=True):
             found = live.objective(live.forward, on_device(batch, live.stage.device))
             names = list(found.measures)

@@ -173,7 +173,7 @@ def _make_live(
         torch.manual_seed(stage.seed + ranks.rank)
     pad = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options).pad
     collator = Collator(pad=pad, see=OwnEye(where.tokenizer, folder / "config.json", stage.images))
-    start = Start(where=where, stage=stage, model=model, forward=forward, collator=collator, ranks=ranks, stop=stop, metrics=metrics)
+    start = Start(where=where, stage=stage, model=model, forward=forward, collator=collator, workers=workers, ranks=ranks, stop=stop, metrics=metrics)
     rows = with_reference(start, examples)  # of the starting weights, so before a checkpoint is put back
     state = _fresh_state(stage)
     if checkpoint is None:

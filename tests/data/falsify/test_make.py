@@ -21,7 +21,7 @@ from finefit.data.read import open_source
 from finefit.data.render import Renderer
 from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
 from finefit.errors import DataError
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from tests.conftest import make_tokenizer
 from tests.data.conftest import WIDE
 from tests.data.falsify.corpus import make_row, make_rows, row_of
@@ -182,7 +182,7 @@ def test_the_rules_load_no_torch() -> None:
 
 def test_the_written_pairs_are_read_as_objective_dpo_reads_pairs(made: Made, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.jsonl", made.pairs)
-    rows = [row for row in open_source("pairs.jsonl", Fields(), tmp_path, split="train").rows() if isinstance(row, Row)]
+    rows = [row for row in open_source(Source(path="pairs.jsonl"), tmp_path, split="train").rows() if isinstance(row, Row)]
     assert len(rows) == len(made.pairs)
     for row, pair in zip(rows, made.pairs, strict=True):
         assert (row.kind, row.messages, row.num_given) == ("pair", pair.row.messages, 1)
@@ -207,7 +207,7 @@ def test_earlier_calls_and_thoughts_and_tools_come_back_as_they_were(tmp_path: P
     row = replace(make_row(1), messages=(*earlier, make_row(1).messages[-1]), tools=tools)
     made = make_pairs([row], seed=0)
     write_pairs(tmp_path / "pairs.jsonl", made.pairs)
-    (read,) = open_source("pairs.jsonl", Fields(), tmp_path, split="train").rows()
+    (read,) = open_source(Source(path="pairs.jsonl"), tmp_path, split="train").rows()
     assert isinstance(read, Row)
     assert (read.messages, json.loads(read.tools), read.num_given) == (row.messages, json.loads(tools), 4)
     assert "tools" not in pair_record(make_pairs([make_row(1)], seed=0).pairs[0])

@@ -10,7 +10,7 @@ from finefit.data.falsify.written import write_pairs
 from finefit.data.read import open_source
 from finefit.data.rows import Message, Row
 from finefit.errors import DataError
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 
 PROMPT = (Message("user", "Why?"),)
 
@@ -71,6 +71,6 @@ def test_pairs_and_unused_are_all_rows(rows: dict[str, list[tuple[str, int]]]) -
 def test_scored_pairs_are_read_as_pairs(tmp_path: Path) -> None:
     found = from_scored({"a:1": _samples(("good", 0.9), ("bad", 0.1))}, seed=0)
     write_pairs(tmp_path / "pairs.jsonl", found.pairs)
-    (row,) = open_source("pairs.jsonl", Fields(), tmp_path, split="train").rows()
+    (row,) = open_source(Source(path="pairs.jsonl"), tmp_path, split="train").rows()
     assert isinstance(row, Row)
     assert (row.kind, row.answer, row.rejected) == ("pair", "good", (Message("assistant", "bad"),))

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
-from finefit.data.eyes.tiles import ONE, Tile, image_processor, no_limits, one_tile, require_tower, seen, settings_of, tile_of, token_of
+from finefit.data.eyes.opening import token_of
+from finefit.data.eyes.tiles import ONE, Tile, one_tile, seen, tower_of
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
 
@@ -51,17 +52,15 @@ class Gemma3Lens:
 
 
 def gemma3_lens(config: Mapping[str, Any]) -> Gemma3Lens:
-    settings = settings_of(config)
-    require_tower(settings.vision_config, "siglip_vision_model")
-    return Gemma3Lens(settings.image_token_id, tile_of(settings.vision_config), settings.mm_tokens_per_image)
+    settings, tile = tower_of(config, "siglip_vision_model")
+    return Gemma3Lens(settings.image_token_id, tile, settings.mm_tokens_per_image)
 
 
 def gemma3_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
-    through = gemma3_lens(config)
-    no_limits(limits, through.tile.side)
+    lens = gemma3_lens(config)
     start, image, end = (token_of(folder, *names) for names in _WORDS)
-    written = f"\n\n{start}{image * through.features}{end}\n\n"
-    return one_tile(through, through.tile, image_processor(folder), mark=start, written=written, do_pan_and_scan=False)
+    written = f"\n\n{start}{image * lens.features}{end}\n\n"
+    return one_tile(lens, lens.tile, folder, limits, mark=start, written=written, do_pan_and_scan=False)
 
 
 _WORDS = (("boi_token", "<start_of_image>"), ("image_token", "<image_soft_token>"), ("eoi_token", "<end_of_image>"))

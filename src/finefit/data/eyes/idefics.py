@@ -15,7 +15,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown, Size
-from finefit.data.eyes.tiles import Tile, identity_of, image_processor, require_side, seen, settings_of, tile_of, tiles_of, token_of
+from finefit.data.eyes.opening import identity_of, image_processor, token_of
+from finefit.data.eyes.tiles import Tile, seen, tiles_of, tower_of, tried
 from finefit.errors import SpecError
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
@@ -125,17 +126,16 @@ def _scaled(size: Size, longest: int) -> Size:
 
 
 def idefics_lens(config: Mapping[str, Any]) -> IdeficsLens:
-    settings = settings_of(config)
-    tile = tile_of(settings.vision_config)
+    settings, tile = tower_of(config)
     return IdeficsLens(settings.image_token_id, tile, tile.patches**2 // settings.scale_factor**2)
 
 
 def idefics_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
-    through, processor = idefics_lens(config), image_processor(folder, _PIL[str(config["model_type"])])
-    _require_reach(limits, through.tile.side, processor)
+    lens, processor = idefics_lens(config), image_processor(folder, _PIL[str(config["model_type"])])
+    _require_reach(limits, lens.tile.side, processor)
     words = [token_of(folder, *names) for names in _WORDS]
     found = IdeficsEye(
-        lens=through,
+        lens=lens,
         mark=words[0],
         identity=identity_of(processor, limits.max_pixels, words),
         processor=processor,
@@ -143,8 +143,7 @@ def idefics_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) ->
         around=words[1],
         whole=words[2],
     )
-    require_side(through.tile, found.pixels(PIL.Image.new("RGB", (8, 8)))["pixel_values"].shape[-1])
-    return found
+    return tried(found, lens.tile)
 
 
 _WORDS = (("image_token", "<image>"), ("fake_image_token", "<fake_token_around_image>"), ("global_image_token", "<global-img>"))

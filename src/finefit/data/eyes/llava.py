@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
-from finefit.data.eyes.tiles import ONE, Tile, image_processor, no_limits, one_tile, require_tower, seen, settings_of, tile_of, token_of
+from finefit.data.eyes.opening import token_of
+from finefit.data.eyes.tiles import ONE, Tile, one_tile, seen, tower_of
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
 
@@ -42,9 +43,7 @@ class LlavaLens:
 
 
 def llava_lens(config: Mapping[str, Any]) -> LlavaLens:
-    settings = settings_of(config)
-    require_tower(settings.vision_config, *TOWERS)
-    tile = tile_of(settings.vision_config)
+    settings, tile = tower_of(config, *TOWERS)
     return LlavaLens(settings.image_token_id, tile, num_features(settings, tile))
 
 
@@ -55,7 +54,5 @@ def num_features(settings: Any, tile: Tile) -> int:
 
 
 def llava_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
-    through = llava_lens(config)
-    no_limits(limits, through.tile.side)
-    mark = token_of(folder, "image_token", "<image>")
-    return one_tile(through, through.tile, image_processor(folder), mark=mark, written=mark * through.features)
+    lens, mark = llava_lens(config), token_of(folder)
+    return one_tile(lens, lens.tile, folder, limits, mark=mark, written=mark * lens.features)

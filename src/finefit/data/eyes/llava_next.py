@@ -14,7 +14,8 @@ from transformers.image_processing_utils import select_best_resolution
 
 from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown, Size
 from finefit.data.eyes.llava import TOWERS, num_features
-from finefit.data.eyes.tiles import Tile, identity_of, image_processor, require_side, require_tower, seen, settings_of, tile_of, tiles_of, token_of
+from finefit.data.eyes.opening import identity_of, image_processor, token_of
+from finefit.data.eyes.tiles import Tile, seen, tiles_of, tower_of, tried
 from finefit.errors import ModelError, SpecError
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
@@ -114,9 +115,7 @@ def _unpadded(size: Size, across: int, down: int) -> tuple[int, int]:
 
 
 def llava_next_lens(config: Mapping[str, Any]) -> LlavaNextLens:
-    settings = settings_of(config)
-    require_tower(settings.vision_config, *TOWERS)
-    tile = tile_of(settings.vision_config)
+    settings, tile = tower_of(config, *TOWERS)
     if num_features(settings, tile) != tile.patches**2:
         raise ModelError(
             f"vision_feature_select_strategy: {settings.vision_feature_select_strategy} of a {settings.vision_config.model_type} gives "
@@ -127,11 +126,10 @@ def llava_next_lens(config: Mapping[str, Any]) -> LlavaNextLens:
 
 
 def llava_next_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
-    through, processor = llava_next_lens(config), image_processor(folder)
-    mark, pinpoints = token_of(folder, "image_token", "<image>"), _allowed(processor.image_grid_pinpoints, limits)
-    found = LlavaNextEye(lens=through, mark=mark, identity=identity_of(processor, pinpoints, mark), processor=processor, pinpoints=pinpoints)
-    require_side(through.tile, found.pixels(PIL.Image.new("RGB", (through.tile.side, through.tile.side)))["pixel_values"].shape[-1])
-    return found
+    lens, processor, mark = llava_next_lens(config), image_processor(folder), token_of(folder)
+    pinpoints = _allowed(processor.image_grid_pinpoints, limits)
+    identity = identity_of(processor, pinpoints, mark)
+    return tried(LlavaNextEye(lens=lens, mark=mark, identity=identity, processor=processor, pinpoints=pinpoints), lens.tile)
 
 
 def _allowed(pinpoints: Sequence[Sequence[int]], limits: ImageLimits) -> list[list[int]]:

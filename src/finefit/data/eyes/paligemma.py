@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
-from finefit.data.eyes.tiles import ONE, Tile, image_processor, no_limits, one_tile, require_tower, seen, settings_of, tile_of, token_of
+from finefit.data.eyes.opening import token_of
+from finefit.data.eyes.tiles import ONE, Tile, one_tile, seen, tower_of
 from finefit.errors import DataError
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
@@ -50,16 +51,13 @@ class PaliGemmaLens:
 
 
 def paligemma_lens(config: Mapping[str, Any]) -> PaliGemmaLens:
-    settings = settings_of(config)
-    require_tower(settings.vision_config, "siglip_vision_model")
-    return PaliGemmaLens(settings.image_token_id, tile_of(settings.vision_config), settings.text_config.eos_token_id)
+    settings, tile = tower_of(config, "siglip_vision_model")
+    return PaliGemmaLens(settings.image_token_id, tile, settings.text_config.eos_token_id)
 
 
 def paligemma_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
-    through = paligemma_lens(config)
-    no_limits(limits, through.tile.side)
-    mark = token_of(folder, "image_token", "<image>")
-    return one_tile(through, through.tile, image_processor(folder), mark=mark, written=mark * through.tile.patches**2, write=_images_first)
+    lens, mark = paligemma_lens(config), token_of(folder)
+    return one_tile(lens, lens.tile, folder, limits, mark=mark, written=mark * lens.tile.patches**2, write=_images_first)
 
 
 def _images_first(mark: str, prompt: str, start: str) -> str:

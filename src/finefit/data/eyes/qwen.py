@@ -4,8 +4,6 @@ What the towers would work out on the device (positions, boundaries, windows, we
 functions, and travels with the batch. B rows, T tokens, I image tokens of a whole batch.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,10 +13,8 @@ from typing import Any, Final
 import numpy as np
 import PIL.Image
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -29,6 +25,7 @@ from transformers.vision_utils import (
 
 from finefit.data.cells import Fault
 from finefit.data.eyes.eye import Grid, Pixels, Shown, Size
+from finefit.data.eyes.opening import identity_of, image_processor, settings_of
 from finefit.errors import DataError, ModelError
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
@@ -142,15 +139,11 @@ def _spread(length: int) -> NDArray[np.int64]:
 
 
 def qwen_lens(config: Mapping[str, Any]) -> QwenLens:
-    given = {key: config[key] for key in ("model_type", "vision_config", "image_token_id") if key in config}
-    try:
-        whole = AutoConfig.for_model(**given)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(f"the model's vision_config cannot be read: {' '.join(str(error).split())}", "take the config.json of the model") from error
-    vision = whole.vision_config
+    settings = settings_of(config)
+    vision = settings.vision_config
     learned = getattr(vision, "num_position_embeddings", None)
     return QwenLens(
-        image_token=whole.image_token_id,
+        image_token=settings.image_token_id,
         merge=vision.spatial_merge_size,
         patch_size=vision.patch_size,
         channels=vision.in_channels,
@@ -192,19 +185,10 @@ class QwenEye:
 
 
 def qwen_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> QwenEye:
-    """With Pillow's processor everywhere: torchvision's gives slightly other pixels, and rows would depend on where they were prepared."""
-    lens = qwen_lens(config)
-    try:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{folder.name} has no image processor that can be read: {error}", "fetch the model again, with preprocessor_config.json"
-        ) from error
+    lens, processor = qwen_lens(config), image_processor(folder, Qwen2VLImageProcessorPil)
     _require_equal(folder, processor, lens)
     fewest, most = _range(processor, limits)
-    settled = json.dumps([processor.to_dict(), fewest, most], sort_keys=True, default=str)
-    identity = hashlib.sha256(settled.encode()).hexdigest()
-    return QwenEye(lens=lens, mark=MARK, identity=identity, processor=processor, fewest=fewest, most=most)
+    return QwenEye(lens=lens, mark=MARK, identity=identity_of(processor, fewest, most), processor=processor, fewest=fewest, most=most)
 
 
 def _require_equal(folder: Path, processor: Qwen2VLImageProcessorPil, lens: QwenLens) -> None:

@@ -3,26 +3,23 @@
 B rows, T tokens, I image tokens of a whole batch.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import PIL.Image
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import BaseImageProcessor
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from finefit.data.eyes.eye import Grid, Lens, Pixels, Shown, Size
+from finefit.data.eyes.eye import Eye, Grid, Lens, Pixels, Shown, Size
+from finefit.data.eyes.opening import identity_of, image_processor, settings_of
 from finefit.errors import DataError, ModelError, SpecError
 from finefit.spec.rows import ImageLimits
+
+Opened = TypeVar("Opened", bound=Eye)
 
 ONE: Grid = (1,)
 """The grid of every image in families that show an image as one tile."""
@@ -43,27 +40,16 @@ class Tile:
         return {"pixel_values": np.zeros((count, self.channels, self.side, self.side), dtype=np.float32)}
 
 
-def settings_of(config: Mapping[str, Any]) -> Any:
-    """The family's configuration, with what config.json leaves out."""
-    try:
-        return CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
-    except (StrictDataclassError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"the config.json of a {config['model_type']} cannot be read: {error}", "take the config.json of the published model"
-        ) from None
-
-
-def tile_of(vision: Any) -> Tile:
-    return Tile(vision.image_size, vision.patch_size, getattr(vision, "num_channels", 3))
-
-
-def require_tower(vision: Any, *known: str) -> None:
-    """Where a family may be built around several."""
-    if vision.model_type not in known:
+def tower_of(config: Mapping[str, Any], *known: str) -> tuple[Any, Tile]:
+    """The family's settings, and the tile that its tower takes. `known`: types of towers, where a family may be built around several."""
+    settings = settings_of(config)
+    vision = settings.vision_config
+    if known and vision.model_type not in known:
         raise ModelError(
             f"the vision tower is of type {vision.model_type}, and in this family only {' and '.join(known)} are known",
             "take a model of the family with one of these towers",
         )
+    return settings, Tile(vision.image_size, vision.patch_size, getattr(vision, "num_channels", 3))
 
 
 # batches
@@ -97,45 +83,13 @@ def _fitting(lens: Lens, image: Shown) -> NDArray[np.float32]:
     return image.pixels["pixel_values"]
 
 
-# processors
-
-
-def image_processor(folder: Path, pil: type[BaseImageProcessor] | None = None) -> Any:
-    """The model's own, with PIL whether torchvision is installed or not: pixels are the same everywhere. `pil` is its class where transformers does
-    not find that by itself."""
-    try:
-        return AutoImageProcessor.from_pretrained(folder, backend="pil") if pil is None else pil.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{folder} has no image processor that can be loaded: {reason}", "put the model's preprocessor_config.json there") from None
+# eyes
 
 
 def tiles_of(processor: Any, image: PIL.Image.Image | list[PIL.Image.Image], **how: Any) -> NDArray[np.float32]:
     """With what the processor puts around them, as it stacks them."""
     tiles: NDArray[np.float32] = processor(images=[image], return_tensors="pt", **how)["pixel_values"].numpy().astype(np.float32, copy=False)
     return tiles
-
-
-def identity_of(processor: Any, *others: object) -> str:
-    told = json.dumps([type(processor).__name__, processor.to_dict(), others], sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()
-
-
-def token_of(folder: Path, name: str, usual: str) -> str:
-    """As the tokenizer's settings spell it, or as the family does."""
-    path = folder / "tokenizer_config.json"
-    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    extra = told.get("extra_special_tokens")
-    found = told.get(name) or (extra.get(name) if isinstance(extra, dict) else None) or usual
-    return str(found["content"] if isinstance(found, dict) else found)
-
-
-def no_limits(limits: ImageLimits, side: int) -> None:
-    if given := [f"data.images.{name}" for name, value in limits.model_dump().items() if value is not None]:
-        raise SpecError(
-            f"{' and '.join(given)} would have no effect: this model sees every image as {side} x {side} pixels",
-            "take it out of the spec",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +125,36 @@ def as_it_stands(_mark: str, prompt: str, start: str) -> str:
 
 
 def one_tile(
-    lens: Lens, tile: Tile, processor: Any, *, mark: str, written: str, write: Callable[[str, str, str], str] = as_it_stands, **how: Any
+    lens: Lens,
+    tile: Tile,
+    folder: Path,
+    limits: ImageLimits,
+    *,
+    mark: str,
+    written: str,
+    write: Callable[[str, str, str], str] = as_it_stands,
+    **how: Any,
 ) -> OneTile:
-    eye = OneTile(lens=lens, mark=mark, identity=identity_of(processor, how, written), processor=processor, how=how, written=written, write=write)
-    require_side(tile, eye.pixels(PIL.Image.new("RGB", (tile.side, tile.side)))["pixel_values"].shape[-1])
-    return eye
+    _require_none(limits, tile.side)
+    processor = image_processor(folder)
+    identity = identity_of(processor, how, written)
+    return tried(OneTile(lens=lens, mark=mark, identity=identity, processor=processor, how=how, written=written, write=write), tile)
 
 
-def require_side(tile: Tile, side: int) -> None:
+def _require_none(limits: ImageLimits, side: int) -> None:
+    if given := [f"data.images.{name}" for name, value in limits.model_dump().items() if value is not None]:
+        raise SpecError(
+            f"{' and '.join(given)} would have no effect: this model sees every image as {side} x {side} pixels",
+            "take it out of the spec",
+        )
+
+
+def tried(eye: Opened, tile: Tile) -> Opened:
+    """The eye, whose processor has been seen to make tiles as the tower takes them."""
+    side = eye.pixels(PIL.Image.new("RGB", (tile.side, tile.side)))["pixel_values"].shape[-1]
     if side != tile.side:
         raise ModelError(
             f"the image processor makes tiles of {side} x {side} pixels, and the vision tower takes {tile.side} x {tile.side}",
             "config.json and preprocessor_config.json must be of the same model",
         )
+    return eye

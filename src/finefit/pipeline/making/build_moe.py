@@ -20,6 +20,7 @@ from finefit.data.render import Rendered, Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
 from finefit.data.selection import sampled
 from finefit.errors import DataError, SpecError
+from finefit.evaluate.answering import held_bytes
 from finefit.evaluate.routing import measure_routing, own_share, routing_map
 from finefit.facts.model import read_model_folder
 from finefit.model.attention import attention_here
@@ -46,6 +47,8 @@ class _Started:
     centroids: Centroids
     left_out: dict[str, list[str]]
     """Of each expert the rows that could not be taken, and why."""
+    loaded_bytes: int
+    """What was held when the base was there and had seen no row yet."""
 
 
 def make(order: Order, out: Path) -> dict[str, Any]:
@@ -99,8 +102,9 @@ def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[
             raise DataError(f"no row of expert {name} can start its router; the first: {faults[0]}", "raise router.max_tokens, or mend the rows")
     attention = attention_here(order.device, order.precision, base)
     model = load_base(base, device=order.device, dtype=_DTYPES[order.precision], attention=attention).eval()
+    loaded_bytes = held_bytes(order.device)
     found = fit_centroids(model, {name: rows for name, (rows, _) in taken.items()})
-    keep(_Started(found, {name: faults for name, (_, faults) in taken.items() if faults}))
+    keep(_Started(found, {name: faults for name, (_, faults) in taken.items() if faults}, loaded_bytes))
     return lambda layer: found.routers_EH[layer]
 
 
@@ -110,7 +114,7 @@ def _hidden_size(base: Path) -> int:
 
 def _rows(source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int) -> tuple[list[tuple[int, ...]], list[str]]:
     """Rendered as in training, and what is wrong with rows that cannot be: a few are wanted, so others stand in for them."""
-    reading = open_source(source.path, source.fields, base, split="train")
+    reading = open_source(source, base, split="train")
     rows: list[Row] = []
     faults: list[str] = []
     for row in reading.rows():
@@ -154,9 +158,11 @@ def _routing(order: Order, built: Built, started: _Started, out: Path) -> dict[s
     told: dict[str, Any] = {"own_in_base": {name: statistics.fmean(shares) for name, shares in centroids.own.items()}, "left_out": left_out}
     needed, free = round(_ROOM * built.parameters * _DTYPES[order.precision].itemsize), _free_bytes(order.device)
     if needed > free:
-        return told | {"routing": f"not measured: the mixture needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"}
+        reason = f"not measured: the mixture needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+        return told | {"routing": reason, "loaded_bytes": started.loaded_bytes}
     attention = attention_here(order.device, order.precision, out)
     model = load_base(out, device=order.device, dtype=_DTYPES[order.precision], attention=attention).eval()
+    loaded_bytes = max(started.loaded_bytes, held_bytes(order.device))
     found = measure_routing(model, centroids.held, skipped=centroids.skipped)
     write_record(out / RECORD, found)
     (out / MAP).write_text(routing_map(found), encoding="utf-8")
@@ -164,6 +170,7 @@ def _routing(order: Order, built: Built, started: _Started, out: Path) -> dict[s
         "own": own_share(found),
         "own_by_layer": own_share(found, by_layer=True),
         "held_tokens": {k: s.tokens for k, s in found.sources.items()},
+        "loaded_bytes": loaded_bytes,
     }
 
 

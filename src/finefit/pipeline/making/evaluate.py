@@ -77,8 +77,7 @@ def _asked(order: Order, data: Questions, models: Mapping[str, WiredModel], eval
 
 
 def _asks(order: Order, data: Questions, evaluations: tuple[Evaluation, ...]) -> Spec:
-    how = {key: getattr(data, key) for key in ("template", "template_options", "task", "max_tokens", "too_long")}
-    spec = plain_spec(Data(train=(Source(path=""),), **how), seed=order.seed, evaluations=evaluations)
+    spec = plain_spec(Data(train=(Source(path=""),), **data.how()), seed=order.seed, evaluations=evaluations)
     return spec.model_copy(update={"data": without_rows(spec.data, form_base=Path(order.base))})
 
 

@@ -94,7 +94,7 @@ def _prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> list[_Pr
 
 
 def _rows(source: Source, base: Path, seed: int) -> list[Row]:
-    reading = open_source(source.path, source.fields, base, split="train")
+    reading = open_source(source, base, split="train")
     rows = []
     for row in reading.rows():
         if isinstance(row, BadRow):

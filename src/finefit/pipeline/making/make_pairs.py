@@ -20,7 +20,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     """Fills `out` with train.jsonl, where they are asked for validation.jsonl and test.jsonl, and report.json."""
     stage = order.stage
     assert isinstance(stage, MakePairs)
-    splits = _splits(order, stage)
+    splits, loaded_bytes = _splits(order, stage)
     require_pairs(splits)
     for name, split in splits.items():
         write_text(out / f"{name}.jsonl", "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in split.pairs))
@@ -28,18 +28,19 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     write_text(
         out / REPORT, json.dumps({"version": 1, **settings, "splits": {name: report_of(split) for name, split in splits.items()}}, indent=1) + "\n"
     )
-    return {"method": stage.method.kind, "splits": {name: summary_of(split) for name, split in splits.items()}}
+    return {"method": stage.method.kind, "splits": {name: summary_of(split) for name, split in splits.items()}, "loaded_bytes": loaded_bytes}
 
 
-def _splits(order: Order, stage: MakePairs) -> dict[str, Split]:
+def _splits(order: Order, stage: MakePairs) -> tuple[dict[str, Split], int | None]:
+    """And what was held when a model was there; None where none is asked."""
     base = Path(order.base)
     match stage.method:
         case Rules() as rules:
-            return {name: _ruled(rows, rules, base, order.seed) for name, rows in rows_of_splits(stage, base, order.seed).items()}
+            return {name: _ruled(rows, rules, base, order.seed) for name, rows in rows_of_splits(stage, base, order.seed).items()}, None
         case Verdicts() as verdicts:
             from finefit.pipeline.making.pairs_judged import judged
 
-            return {"train": judged(verdicts, base)}
+            return {"train": judged(verdicts, base)}, None
         case Sampled() as method:
             from finefit.pipeline.making.pairs_sampled import sampled_splits  # torch comes with it
 

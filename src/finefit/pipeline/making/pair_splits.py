@@ -49,8 +49,9 @@ def _rows(source: Source, base: Path, seed: int, split: str) -> Iterator[Row | B
     whole = Path(source.path)
     if whole.is_absolute():  # what another stage has made; where that lies is no part of a pair
         fields = source.fields if source.fields.join is None else source.fields.model_copy(update={"join": _found(source.fields.join, base)})
-        base, source = whole.parent, source.model_copy(update={"path": whole.name, "fields": fields})
-    reading = open_source(source.path, source.fields, base, split=split)
+        images_root = source.images_root and str(base.absolute() / source.images_root)
+        base, source = whole.parent, source.model_copy(update={"path": whole.name, "fields": fields, "images_root": images_root})
+    reading = open_source(source, base, split=split)
     choice = sampled(reading, source.weight, source.limit, seed)
     ordinal = 0
     for row in reading.rows():

@@ -18,7 +18,7 @@ from finefit.review.export import preference_pairs
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.stack import Stack
 from finefit.review.verdicts import Entry, Opened, read_entries
-from finefit.spec.rows import Fields
+from finefit.spec.rows import Source
 from finefit.spec.stages import Verdicts
 
 _EXPORT = "write the pairs into a file with `finefit review RUN RUN --export-pairs pairs.jsonl`, and name that"
@@ -96,7 +96,7 @@ def _named(run: Path, model: str, journal: Path) -> Named:
 def _exported(name: str, base: Path) -> _Found:
     pairs: list[tuple[str, dict[str, Any]]] = []
     unused: list[Unused] = []
-    for row in open_source(name, Fields(), base, split="train").rows():
+    for row in open_source(Source(path=name), base, split="train").rows():
         if isinstance(row, BadRow):
             unused.append(Unused(place=row.place, reason=row.reason))
         elif row.kind != "pair" or len(row.rejected) != 1:

@@ -18,6 +18,7 @@ from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_task
 from finefit.errors import SpecError
+from finefit.evaluate.answering import held_bytes
 from finefit.evaluate.answers import answers
 from finefit.evaluate.decoding import Choose
 from finefit.evaluate.sampling import chances, drawn_by
@@ -46,16 +47,19 @@ class _Sampler:
     method: Sampled
     device: str
     seed: int
+    loaded_bytes: int
 
 
-def sampled_splits(order: Order, stage: MakePairs, method: Sampled) -> dict[str, Split]:
+def sampled_splits(order: Order, stage: MakePairs, method: Sampled) -> tuple[dict[str, Split], int | None]:
+    """And what was held when the model was there and nothing was asked yet; None where no row can be asked."""
     base = Path(order.base)
     task = _task(method, base)
     rows = rows_of_splits(stage, base, order.seed)
     sorted_out = {split: _sorted_out(found, task) for split, found in rows.items()}
     asked = [row for kept, _ in sorted_out.values() for row in kept]
     sampler = _sampler(order, method, task, asked) if asked else None
-    return {split: _split(sampler, kept, unused, method.margin, order.seed) for split, (kept, unused) in sorted_out.items()}
+    splits = {split: _split(sampler, kept, unused, method.margin, order.seed) for split, (kept, unused) in sorted_out.items()}
+    return splits, None if sampler is None else sampler.loaded_bytes
 
 
 def _task(method: Sampled, base: Path) -> Task:
@@ -114,7 +118,16 @@ def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row]) -> 
     )
     if room.mlp_tiles > 1:
         pull(model, Levers(micro_batch=1, mlp_tiles=room.mlp_tiles))
-    return _Sampler(model=model, renderer=renderer, room=room, task=task, method=method, device=order.device, seed=order.seed)
+    return _Sampler(
+        model=model,
+        renderer=renderer,
+        room=room,
+        task=task,
+        method=method,
+        device=order.device,
+        seed=order.seed,
+        loaded_bytes=held_bytes(order.device),
+    )
 
 
 def _room(order: Order, method: Sampled, bare: Bare, *, longest: int) -> Room:
