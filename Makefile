@@ -11,7 +11,7 @@ demo: $(READY)
 
 # In two halves side by side; what the first half prints comes after the second.
 TESTS := $(BIN)/python -m pytest -m "not gpu and not twin" -p no:cacheprovider
-FIRST := tests/artifacts tests/cli tests/compare tests/e2e tests/evaluate tests/pipeline tests/recipes tests/review tests/web
+FIRST := tests/artifacts tests/cli tests/compare tests/e2e tests/evaluate tests/pipeline tests/review tests/web
 test: lint
 	@$(TESTS) $(FIRST) > $(VENV)/first-half.log 2>&1 & first=$$!; \
 	$(TESTS) tests $(FIRST:%=--ignore=%); second=$$?; \
