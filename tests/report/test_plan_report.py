@@ -199,7 +199,7 @@ def test_evaluations_stand_with_their_memory_and_a_rough_time() -> None:
     shared, spread = Room(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4), Room(rows=2, tokens=9, devices=2, is_spread=True)
     text = shown(make_forecast(rooms={"qmsum": alone, "rouge": shared, "amr": spread}), width=160)
     assert "qmsum: one answer at a time, 40.00 GiB, about 1 min 35 s for a batch of the longest, MLPs in 4 pieces" in text
-    assert "rouge: 64 answers at a time, 3.00 GiB, items shared over 4 cards" in text
+    assert "rouge: 64 answers at a time, 3.00 GiB, items shared over 4 processes" in text
     assert "amr: 2 answers at a time, one model spread over 2 cards" in text
     assert "evaluation" not in shown(make_forecast())
 

@@ -101,7 +101,7 @@ class Room:
     reserved_bytes: int | None = None
     """Foretold, on a card; on a CPU what is allocated."""
     devices: int = 1
-    """Cards that the items are shared over, or that one model is spread over."""
+    """Cards, or on a CPU processes, that the items are shared over; or cards that one model is spread over."""
     is_spread: bool = False
     batch_seconds: float | None = None
     """Of as many of the longest prompts with the longest answers as there is room for, foretold; None where the rates are not known."""

@@ -262,7 +262,7 @@ def room_words(label: str, room: Room) -> str:
     parts += [f"about {duration(room.batch_seconds)} for a batch of the longest"] if room.batch_seconds is not None else []
     parts += [f"MLPs in {room.mlp_tiles} pieces"] if room.mlp_tiles > 1 else []
     if room.devices > 1:
-        parts.append(f"one model spread over {room.devices} cards" if room.is_spread else f"items shared over {room.devices} cards")
+        parts.append(f"one model spread over {room.devices} cards" if room.is_spread else f"items shared over {room.devices} processes")
     return ", ".join(parts)
 
 
