@@ -2,7 +2,6 @@
 says for each token which image it belongs to."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
+from finefit.data.eyes.eye import Eye, Shown
 from finefit.data.eyes.opening import token_of
-from finefit.data.eyes.tiles import ONE, Tile, one_tile, seen, tower_of
+from finefit.data.eyes.tiles import OneTileLens, one_tile, seen, tower_of
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
 
 
-@dataclass(frozen=True, slots=True)
-class Gemma3Lens:
-    image_token: int
-    tile: Tile
-    features: int
-
-    def num_tokens(self, grid: Grid) -> int:  # noqa: ARG002
-        return self.features
-
-    def square(self, side: int) -> Grid:  # noqa: ARG002
-        return ONE
-
-    def blank(self, grid: Grid) -> Pixels:  # noqa: ARG002
-        return self.tile.blank(1)
+class Gemma3Lens(OneTileLens):
+    __slots__ = ()
 
     def extra(
         self,

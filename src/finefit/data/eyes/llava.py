@@ -1,36 +1,23 @@
 """LLaVA: an image is one tile, scaled to its shorter side and cut in the middle; each patch of it is a token."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from finefit.data.eyes.eye import Eye, Grid, Pixels, Shown
+from finefit.data.eyes.eye import Eye, Shown
 from finefit.data.eyes.opening import token_of
-from finefit.data.eyes.tiles import ONE, Tile, one_tile, seen, tower_of
+from finefit.data.eyes.tiles import OneTileLens, Tile, one_tile, seen, tower_of
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
 
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
-@dataclass(frozen=True, slots=True)
-class LlavaLens:
-    image_token: int
-    tile: Tile
-    features: int
-
-    def num_tokens(self, grid: Grid) -> int:  # noqa: ARG002
-        return self.features
-
-    def square(self, side: int) -> Grid:  # noqa: ARG002
-        return ONE
-
-    def blank(self, grid: Grid) -> Pixels:  # noqa: ARG002
-        return self.tile.blank(1)
+class LlavaLens(OneTileLens):
+    __slots__ = ()
 
     def extra(
         self,

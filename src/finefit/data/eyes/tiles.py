@@ -40,6 +40,24 @@ class Tile:
         return {"pixel_values": np.zeros((count, self.channels, self.side, self.side), dtype=np.float32)}
 
 
+@dataclass(frozen=True, slots=True)
+class OneTileLens:
+    """A lens for which every image is one tile, whatever its size."""
+
+    image_token: int
+    tile: Tile
+    features: int
+
+    def num_tokens(self, grid: Grid) -> int:  # noqa: ARG002
+        return self.features
+
+    def square(self, side: int) -> Grid:  # noqa: ARG002
+        return ONE
+
+    def blank(self, grid: Grid) -> Pixels:  # noqa: ARG002
+        return self.tile.blank(1)
+
+
 def tower_of(config: Mapping[str, Any], *known: str) -> tuple[Any, Tile]:
     """The family's settings, and the tile that its tower takes. `known`: types of towers, where a family may be built around several."""
     settings = settings_of(config)
