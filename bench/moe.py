@@ -1,7 +1,7 @@
 """Mixtures of experts: what is foretold against what a card takes, with tokens spread over all experts and with all of them sent to the same few.
 
-python -m bench.moe bench/results/moe.json          on the card, about five minutes
-python -m bench.moe bench/results/moe.json mixtral  only cases whose name has this part
+python -m bench.moe bench/results/moe.json          on the card, about three minutes
+python -m bench.moe bench/results/moe.json mixtral  only cases whose name has this part, and only these are replaced in the result
 """
 
 import json
@@ -59,15 +59,16 @@ def off(found: dict[str, Any], told: dict[str, Any], key: str) -> str:
 
 
 def main(out: Path, parts: Sequence[str]) -> None:
-    rows: list[dict[str, Any]] = []
-    about = {"card": torch.cuda.get_device_name(), "date": datetime.now(UTC).date().isoformat(), "versions": versions()}
+    about = {"card": torch.cuda.get_device_name(), "versions": versions()}
+    known = {row["config"]: row for row in json.loads(out.read_text())["cases"]} if out.exists() else {}
     for case in (case for case in CASES if not parts or any(part in case.name for part in parts)):
         told = foretold(case)
         taken = {name: measured(case, is_collapsed=name == "collapsed") for name in ("even", "collapsed")}
-        rows.append({"config": case.name, "foretold": told, **taken})
+        known[case.name] = {"config": case.name, "date": datetime.now(UTC).date().isoformat(), "foretold": told, **taken}
         for name, found in taken.items():
             words = " ".join(f"{key.removesuffix('_bytes')} {off(found, told, key)}" for key in ("allocated_bytes", "reserved_bytes", "step_seconds"))
             print(f"{case.name:60} {name:10} {words} {found.get('error', '')}", flush=True)
+        rows = [known[case.name] for case in CASES if case.name in known]
         out.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
 
 

@@ -19,6 +19,8 @@ from tests.conftest import SPECIAL, make_project, make_tokenizer, write_jsonl
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 ROWS = 16
+SEGMENT = 20 * 2**20
+"""The allocator asks whether a tensor is under its cap, and then maps whole pieces of this size."""
 LONG_ROWS = [
     {"messages": [{"role": "user", "content": f"{at} " + "x" * 480}, {"role": "assistant", "content": "y" * 400}]} for at in range(10, 10 + ROWS)
 ]
@@ -170,13 +172,14 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
 
 
 def test_a_step_that_does_not_fit_under_a_cap_is_rescued_with_the_same_loss_and_weights(prepared: Path, free: Trained) -> None:
-    short = trained(prepared, "short", cap=int(free.peak * 0.6))
+    cap = int(free.peak * 0.6)
+    short = trained(prepared, "short", cap=cap)
     told = lines(short.stage, "rescued")
     assert told, "the cap was not reached; the comparison says nothing"
     assert told[0]["step"] == 1
     assert [e["after"]["micro_batch"] for e in told][:1] == [8]
-    assert told[0]["reserved_bytes"] <= free.peak * 0.6 + 2**21
-    assert short.peak <= free.peak * 0.6 + 2**21
+    assert told[0]["reserved_bytes"] <= cap + SEGMENT
+    assert short.peak <= cap + SEGMENT
     ours, theirs = lines(short.stage, None), lines(free.stage, None)
     assert [(a["step"], a["rows"], a["supervised_tokens"]) for a in ours] == [(b["step"], b["rows"], b["supervised_tokens"]) for b in theirs]
     assert all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(ours, theirs, strict=True))
