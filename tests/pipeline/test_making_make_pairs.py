@@ -1,19 +1,25 @@
 """Every row that was read is in a pair or named with a reason, splits stay apart, and what comes out is what objective dpo reads."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from finefit.artifacts.forecasts import Room
 from finefit.artifacts.pipelines import Order, WiredModel
 from finefit.artifacts.rundir import RunDir
 from finefit.data.read import open_source
+from finefit.data.render import Renderer
 from finefit.data.rows import BadRow, Row
 from finefit.errors import DataError, RunError, SpecError
+from finefit.evaluate.answers import Answer, answers
+from finefit.pipeline.making import pairs_sampled
 from finefit.pipeline.making.make_pairs import lines, make
+from finefit.pipeline.stage_keys import tree_digest
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.session import journal_of, open_session
 from finefit.spec.load import parse_any
@@ -37,8 +43,9 @@ def order_of(folder: Path, stage: dict[str, Any], *, seed: int = 1, **more: Any)
 
 
 def made(folder: Path, stage: dict[str, Any], *, out: str = "out", **more: Any) -> tuple[dict[str, Any], Path]:
-    (folder / out).mkdir()
-    return make(order_of(folder, stage, **more), folder / out), folder / out
+    place = folder / out / "output"
+    place.mkdir(parents=True)
+    return make(order_of(folder, stage, **more), place), place
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -339,6 +346,31 @@ def test_sampled_pairs_hang_on_the_seed_and_not_on_the_other_rows(talker: Path) 
     write_jsonl(talker / "train.jsonl", rows)
     other = {pair["prompt"][0]["content"]: pair["chosen"] for pair in records(sampled(talker, out="other", seed=2)[1] / "train.jsonl")}
     assert other != {asked: pair["chosen"] for asked, pair in first.items()}
+
+
+def test_answers_of_a_stage_that_was_killed_are_not_asked_for_again(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(model: torch.nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], **how: Any) -> Iterator[tuple[int, Answer]]:
+        asked.append(len(prompts))
+        return answers(model, renderer, prompts, **how)
+
+    def narrow(*given: Any, **more: Any) -> Room:
+        return replace(room(*given, **more), rows=4)
+
+    room = pairs_sampled._room
+    monkeypatch.setattr(pairs_sampled, "_room", narrow)
+    monkeypatch.setattr(pairs_sampled, "answers", counted)
+    _, whole = sampled(talker, out="whole")
+    batches = (talker / "whole/answers.jsonl").read_bytes().splitlines(keepends=True)
+    assert [len(json.loads(batch)["answers"]) for batch in batches] == [4, 4, 4, 4, 2]
+    (talker / "killed").mkdir()
+    torn = batches[2][:-9]
+    (talker / "killed/answers.jsonl").write_bytes(b"".join([*batches[:2], torn]))
+    _, out = sampled(talker, out="killed")
+    assert asked == [18, 10]
+    assert (talker / "killed/answers.jsonl").read_bytes() == b"".join([*batches[:2], torn, b"\n", *batches[2:]])
+    assert tree_digest(out) == tree_digest(whole)
 
 
 def test_answers_that_differ_by_less_than_the_margin_are_no_pair(talker: Path) -> None:

@@ -14,11 +14,13 @@ from finefit.artifacts.pipelines import PipelineState
 from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import WorkerDied
+from finefit.pipeline.stage_choice import foretell
 from finefit.pipeline.stage_keys import tree_digest
-from finefit.pipeline.stage_run import ask, is_finished, open_or_create
+from finefit.pipeline.stage_run import ask, is_finished, open_or_create, open_stages
 from finefit.pipeline.staged import carry_out
 from finefit.spec.load import load_any
 from finefit.spec.stages import Pipeline
+from tests.conftest import make_model_folder, write_jsonl
 from tests.faults import die_at_operation, record_operations
 from tests.pipeline.test_staged import Heard
 from tests.stages import calls, make_scripts
@@ -87,6 +89,56 @@ def test_a_pipeline_that_is_killed_anywhere_ends_as_one_that_nobody_killed(tmp_p
         assert _outputs(run) == expected
         assert is_finished(run)
         assert not [path.name for path in (run.path / "stages").iterdir() if path.name.startswith(".")]
+
+
+SAMPLED = """\
+name: chain
+device: cpu
+stages:
+  first:
+    kind: make_pairs
+    method: {kind: sampled, model: {kind: folder, path: model}, task: {kind: python, path: task.py}, samples: 3, max_new_tokens: 24, temperature: 1.0}
+    train: [{path: train.jsonl}]
+"""
+DIES_ONCE = """
+import os
+from pathlib import Path
+
+METRICS = {"vowels": "mean"}
+
+def extract(answer):
+    return answer
+
+def score(found, reference):
+    died = Path(__file__).parent / "died"
+    if found != reference and not died.exists():  # of answers: references are looked at before any is asked for
+        died.touch()
+        os.kill(os.getpid(), 9)
+    return {"vowels": sum(letter in "aeiou" for letter in found) / 50}
+"""
+
+
+def test_what_a_model_has_answered_before_its_stage_was_killed_is_not_asked_for_again(tmp_path: Path) -> None:
+    """The task's own script kills it when the first answer is scored: all have been given then. That they are not asked for again shows in the
+    journal, which would have them twice."""
+    make_model_folder(tmp_path / "model", seed=3)
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"say {at}", "answer": "a e"} for at in range(6)])
+    (tmp_path / "task.py").write_text(DIES_ONCE)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SAMPLED)
+    pipeline = load_any(spec)
+    assert isinstance(pipeline, Pipeline)
+    run = open_or_create(ask(pipeline, tmp_path, spec_text=SAMPLED, overrides=()), runs=tmp_path / "runs", new=False)
+    with pytest.raises(WorkerDied, match="stage first: the worker was ended by SIGKILL"):
+        carry_out(run, Heard())
+    answered = run.making(1, "first").answers.read_bytes()
+    assert answered
+    (choice,) = foretell(open_stages(run))
+    assert choice.reason == "begun and not finished: it goes on"
+    assert carry_out(run, Heard()).status == "finished"
+    assert run.stage(1, "first").answers.read_bytes() == answered
+    assert carry_out(run, Heard(), forced=["first"]).status == "finished"
+    assert run.stage(1, "first").answers.read_bytes() == answered  # anew, by the same chance
 
 
 def test_the_death_of_a_stages_process_is_told_and_the_same_call_goes_on(tmp_path: Path) -> None:

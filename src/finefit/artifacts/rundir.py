@@ -52,6 +52,11 @@ class StageDir:
         return self.path / "output"
 
     @property
+    def answers(self) -> Path:
+        """What a model has said while a stage is made, as it came: a stage that is killed does not ask for it again."""
+        return self.path / "answers.jsonl"
+
+    @property
     def making_log(self) -> Path:
         return self.path / "logs" / "making.log"
 

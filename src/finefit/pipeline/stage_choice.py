@@ -205,8 +205,9 @@ def _why(stages: Stages, name: str, now: Begun) -> str:
     own = stages.own(name)
     if own is not None and is_half_done(own, now):
         return "begun and not finished: it goes on"
-    if own is not None and stages.run is not None and stages.run.making(stages.number(name), name).path.exists():
-        return "begun and not finished: it is made anew"
+    making = None if own is None or stages.run is None else stages.run.making(stages.number(name), name)
+    if making is not None and making.path.exists():
+        return f"begun and not finished: it {'goes on' if making.answers.exists() and is_half_done(making, now) else 'is made anew'}"
     for where in (*([] if own is None else [own]), *stages.others(name)):
         before = begun_in(where)
         if before is not None:

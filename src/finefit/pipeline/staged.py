@@ -33,7 +33,7 @@ from finefit.pipeline.foreseen import naming
 from finefit.pipeline.inputs import between, open_inputs, relocate
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.resume import amend
-from finefit.pipeline.stage_choice import Choice, Stages, can_go_on, choose, is_worth_keeping, require_below
+from finefit.pipeline.stage_choice import Choice, Stages, can_go_on, choose, is_half_done, is_worth_keeping, require_below
 from finefit.pipeline.stage_keys import key_of, output_digest, sizes_of
 from finefit.pipeline.stage_memory import Meter
 from finefit.pipeline.stage_order import device_here, order_for
@@ -154,7 +154,7 @@ class _Work:
             case EvaluateStage():
                 self._evaluate(choice.name, own, now)
             case _:
-                self._make(choice.name, own, now)
+                self._make(choice, own, now)
 
     def _clear(self, own: StageDir, stage: AnyStage) -> None:
         """What people have judged, and a training that came to its end, is never deleted."""
@@ -205,10 +205,13 @@ class _Work:
 
     # all others
 
-    def _make(self, name: str, own: StageDir, now: Begun) -> None:
+    def _make(self, choice: Choice, own: StageDir, now: Begun) -> None:
+        name = choice.name
         making = self.run.making(self.stages.number(name), name)
-        _remove(making.path)
-        making.making_log.parent.mkdir(parents=True)
+        if choice.is_forced or not is_half_done(making, now):
+            _remove(making.path)
+        _forget_half_made(making)
+        making.making_log.parent.mkdir(parents=True, exist_ok=True)
         write_record(making.begun, now)
         order = order_for(self.stages, name)
         write_record(making.order, order)
@@ -284,6 +287,13 @@ def _made(making: StageDir, code: int, log: Path) -> Made:
         remedy = f"{failure.remedy}\nits log is {log}" if not isinstance(failure, Interrupted) else failure.remedy
         raise type(failure)(failure.problem, remedy)
     return made
+
+
+def _forget_half_made(making: StageDir) -> None:
+    """All but the answers of models, which are whole as far as they go."""
+    if making.output.exists():
+        shutil.rmtree(making.output)
+    making.made.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

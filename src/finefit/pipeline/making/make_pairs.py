@@ -6,6 +6,7 @@ from typing import Any
 
 from finefit.artifacts.atomic import write_text
 from finefit.artifacts.pipelines import Order
+from finefit.artifacts.rundir import StageDir
 from finefit.data.falsify.make import EVEN, Made, make_pairs
 from finefit.data.falsify.words import read_words
 from finefit.data.falsify.written import pair_record
@@ -20,7 +21,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     """Fills `out` with train.jsonl, where they are asked for validation.jsonl and test.jsonl, and report.json."""
     stage = order.stage
     assert isinstance(stage, MakePairs)
-    splits, loaded_bytes = _splits(order, stage)
+    splits, loaded_bytes = _splits(order, stage, StageDir(out.parent).answers)
     require_pairs(splits)
     for name, split in splits.items():
         write_text(out / f"{name}.jsonl", "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in split.pairs))
@@ -31,8 +32,8 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     return {"method": stage.method.kind, "splits": {name: summary_of(split) for name, split in splits.items()}, "loaded_bytes": loaded_bytes}
 
 
-def _splits(order: Order, stage: MakePairs) -> tuple[dict[str, Split], int | None]:
-    """And what was held when a model was there; None where none is asked."""
+def _splits(order: Order, stage: MakePairs, answers: Path) -> tuple[dict[str, Split], int | None]:
+    """And what was held when a model was there; None where none is asked. `answers`: where what it says is kept."""
     base = Path(order.base)
     match stage.method:
         case Rules() as rules:
@@ -44,7 +45,7 @@ def _splits(order: Order, stage: MakePairs) -> tuple[dict[str, Split], int | Non
         case Sampled() as method:
             from finefit.pipeline.making.pairs_sampled import sampled_splits  # torch comes with it
 
-            return sampled_splits(order, stage, method)
+            return sampled_splits(order, stage, method, answers)
 
 
 def _ruled(rows: list[Row | BadRow], method: Rules, base: Path, seed: int) -> Split:

@@ -1,6 +1,8 @@
-"""Several answers of a model to each row, scored by a task: the best against the worst. Chance is seeded by row, whatever stands around it."""
+"""Several answers of a model to each row, scored by a task: the best against the worst. Chance is seeded by row, whatever stands around it.
 
-from collections.abc import Sequence
+Answers are written down batch by batch. A stage that was killed asks for the others alone, in the batches that they would have been in."""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ import torch
 
 from finefit.artifacts.evaluations import Subject
 from finefit.artifacts.forecasts import Room
+from finefit.artifacts.journal import Journal, read_lines
 from finefit.artifacts.pipelines import Order
 from finefit.artifacts.records import Levers
 from finefit.data.falsify.make import Unused, content_key
@@ -48,17 +51,21 @@ class _Sampler:
     device: str
     seed: int
     loaded_bytes: int
+    journal: Path
+    """Of answers."""
 
 
-def sampled_splits(order: Order, stage: MakePairs, method: Sampled) -> tuple[dict[str, Split], int | None]:
-    """And what was held when the model was there and nothing was asked yet; None where no row can be asked."""
+def sampled_splits(order: Order, stage: MakePairs, method: Sampled, journal: Path) -> tuple[dict[str, Split], int | None]:
+    """And what was held when the model was there and nothing was asked yet; None where no row can be asked. `journal` may hold answers of a process
+    that was killed at the same work."""
     base = Path(order.base)
     task = _task(method, base)
     rows = rows_of_splits(stage, base, order.seed)
     sorted_out = {split: _sorted_out(found, task) for split, found in rows.items()}
     asked = [row for kept, _ in sorted_out.values() for row in kept]
-    sampler = _sampler(order, method, task, asked) if asked else None
-    splits = {split: _split(sampler, kept, unused, method.margin, order.seed) for split, (kept, unused) in sorted_out.items()}
+    sampler = _sampler(order, method, task, asked, journal) if asked else None
+    scored = {split: _scored(sampler, split, kept) if sampler else {} for split, (kept, _) in sorted_out.items()}
+    splits = {split: _split(scored[split], unused, method.margin, order.seed) for split, (_, unused) in sorted_out.items()}
     return splits, None if sampler is None else sampler.loaded_bytes
 
 
@@ -102,7 +109,7 @@ def _unfit(row: Row | BadRow, task: Task) -> str | None:
     return None
 
 
-def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row]) -> _Sampler:
+def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row], journal: Path) -> _Sampler:
     data = Data(train=(Source(path=""),), template=method.template)
     bare = wired_bare(order.name, order.models["method.model"], plain_spec(data, seed=order.seed))
     renderer = open_renderer(bare.tokenizer, method.template)
@@ -127,6 +134,7 @@ def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row]) -> 
         device=order.device,
         seed=order.seed,
         loaded_bytes=held_bytes(order.device),
+        journal=journal,
     )
 
 
@@ -149,16 +157,16 @@ def _room(order: Order, method: Sampled, bare: Bare, *, longest: int) -> Room:
     return rooms_here(subject, Path(order.base), (evaluation,), longest)[evaluation.label]
 
 
-def _split(sampler: _Sampler | None, rows: Sequence[Row], unused: list[Unused], margin: float, seed: int) -> Split:
-    found = from_scored(_scored(sampler, rows) if sampler else {}, seed=seed, margin=margin)
+def _split(scored: dict[str, list[Sample]], unused: list[Unused], margin: float, seed: int) -> Split:
+    found = from_scored(scored, seed=seed, margin=margin)
     pairs = tuple(pair_record(pair) for pair in found.pairs)
     missing = (*unused, *found.unused)
     return Split(read=len(pairs) + len(missing), used=len(pairs), pairs=pairs, unused=missing, audit=found.audit)
 
 
-def _scored(sampler: _Sampler, rows: Sequence[Row]) -> dict[str, list[Sample]]:
+def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> dict[str, list[Sample]]:
     """By place; an answer without a result counts as the task counts nothing found."""
-    task, texts = sampler.task, _texts(sampler, rows)
+    task, texts = sampler.task, _texts(sampler, split, rows)
     metric = task.metrics[0]
     items = [
         (row, score_item(task, at, row, prompt="", reply=Reply(text=text)))
@@ -171,26 +179,48 @@ def _scored(sampler: _Sampler, rows: Sequence[Row]) -> dict[str, list[Sample]]:
     return samples
 
 
-def _texts(sampler: _Sampler, rows: Sequence[Row]) -> list[list[str]]:
+def _texts(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[list[str]]:
     """The answers to each row, by number of the sample."""
+    each = sampler.method.samples
+    asked = [(row, sample) for row in rows for sample in range(each)]
+    found = _kept(sampler.journal, split)
+    todo = [at for at in range(len(asked)) if at not in found]
+    with Journal(sampler.journal) as journal:
+        for batch in _batches(sampler, [asked[at] for at in todo]):
+            answered = {todo[at]: text for at, text in batch.items()}
+            journal.write(split=split, answers=list(answered.items()))
+            found |= answered
+    return [[found[at * each + sample] for sample in range(each)] for at in range(len(rows))]
+
+
+def _kept(journal: Path, split: str) -> dict[int, str]:
+    """Whole batches only: what is left forms the same ones again."""
+    return {at: text for line in read_lines(journal) if line["split"] == split for at, text in line["answers"]}
+
+
+def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[dict[int, str]]:
+    """Answers by index, as many as were computed together."""
     method, renderer = sampler.method, sampler.renderer
-    asked = [(row, sample) for row in rows for sample in range(method.samples)]
-    said = [chances(sampler.seed, content_key(row), sample, steps=method.max_new_tokens) for row, sample in asked]
+    together: Sequence[int] = ()
+    found: dict[int, str] = {}
 
     def choose(batch: Sequence[int]) -> Choose:
-        return drawn_by([said[at] for at in batch], temperature=method.temperature, device=sampler.device)
+        nonlocal together
+        together = batch
+        said = [chances(sampler.seed, content_key(row), sample, steps=method.max_new_tokens) for row, sample in (asked[at] for at in batch)]
+        return drawn_by(said, temperature=method.temperature, device=sampler.device)
 
-    found = dict(
-        answers(
-            sampler.model,
-            renderer,
-            [renderer.prompt_tokens(row.prompt, tools=row.tools) for row, _ in asked],
-            max_new_tokens=method.max_new_tokens,
-            room=sampler.room,
-            device=sampler.device,
-            warn=partial(print, "warning:"),
-            choose=choose,
-        )
-    )
-    each = method.samples
-    return [[found[at * each + sample].text for sample in range(each)] for at in range(len(rows))]
+    for at, answer in answers(
+        sampler.model,
+        renderer,
+        [renderer.prompt_tokens(row.prompt, tools=row.tools) for row, _ in asked],
+        max_new_tokens=method.max_new_tokens,
+        room=sampler.room,
+        device=sampler.device,
+        warn=partial(print, "warning:"),
+        choose=choose,
+    ):
+        found[at] = answer.text
+        if len(found) == len(together):
+            yield found
+            found = {}
