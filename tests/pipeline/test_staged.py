@@ -1,18 +1,20 @@
 """The stages of a pipeline: what runs, what is left alone, and why. Stages are scripts, in processes of their own as ever."""
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from finefit.artifacts.forecasts import Forecast, Plan
-from finefit.artifacts.pipelines import Done, PipelineState
-from finefit.artifacts.records import Finding, Run, read_record
+from finefit.artifacts.pipelines import Begun, Done, PipelineState
+from finefit.artifacts.records import Finding, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, open_run
 from finefit.errors import FindingError, RunError, SpecError
-from finefit.pipeline.stage_choice import Choice, above, foretell
+from finefit.pipeline.stage_choice import Choice, above, foretell, is_half_done
 from finefit.pipeline.stage_run import ask, is_finished, open_or_create, open_stages, require_unchanged, stages_of
 from finefit.pipeline.staged import View, carry_out
 from finefit.spec.load import load_any, spec_to_json
@@ -262,12 +264,39 @@ def test_what_is_doubtful_is_told_and_the_run_goes_on(spec: Path, monkeypatch: p
     assert heard.begun == ["first", "second", "third"]
 
 
+def test_stages_may_be_named_in_another_order(spec: Path) -> None:
+    text = spec.read_text(encoding="utf-8").replace("stage://second/second.txt", "raw.txt")  # third no longer stands on the others
+    spec.write_text(text, encoding="utf-8")
+    run = _open(spec)
+    assert carry_out(run, Heard()).status == "finished"
+    calls(spec.parent)
+    head, first, second, third = re.split(r"(?m)^(?=  (?:first|second|third):)", text)
+    spec.write_text(head + third + first + second, encoding="utf-8")
+    assert {action for action, _ in _choices(spec).values()} == {"done"}
+    again = _open(spec)
+    assert again.path == run.path
+    assert is_finished(again)
+    assert carry_out(again, Heard()).status == "finished"
+    assert calls(spec.parent) == []
+    assert sorted(path.name for path in (run.path / "stages").iterdir()) == ["1-first", "2-second", "3-third"]
+
+
 def test_a_stage_is_forced_alone_or_with_all_that_stand_on_it(finished: Path) -> None:
     run = _open(finished)
     carry_out(run, Heard(), forced={"second"})
     assert calls(finished.parent) == ["second"]
     carry_out(run, Heard(), forced=above(open_stages(run).pipeline, "second"))
     assert calls(finished.parent) == ["second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("begun_by", "asked_by", "goes_on"), [("", "", True), ("a", "a", True), ("a", "", True), ("", "a", False), ("a", "b", False)]
+)
+def test_half_done_work_is_gone_on_with_by_the_command_that_began_it(tmp_path: Path, begun_by: str, asked_by: str, *, goes_on: bool) -> None:
+    """Checkpoints of a training that a killed `--from` left are not thrown away by the same command."""
+    begun = Begun(inputs={"spec": "1", "finefit": "1"}, document={}, asked=begun_by)
+    write_record(StageDir(tmp_path).begun, begun)
+    assert is_half_done(StageDir(tmp_path), replace(begun, asked=asked_by)) is goes_on
 
 
 def test_one_stage_alone_needs_what_it_stands_on(spec: Path) -> None:

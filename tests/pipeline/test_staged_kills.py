@@ -1,6 +1,7 @@
 """F22: kill -9 of a pipeline, in and between its stages. What was finished is not repeated, what was half done is made again, and the end is that of
 a run that nobody killed."""
 
+import json
 import multiprocessing
 import os
 import random
@@ -43,6 +44,29 @@ def _prepared(folder: Path) -> RunDir:
     pipeline = load_any(spec)
     assert isinstance(pipeline, Pipeline)
     return open_or_create(ask(pipeline, folder, spec_text=text, overrides=()), runs=folder / "runs", new=False)
+
+
+def _die_once_at_the_second(folder: Path) -> None:
+    last_words = """
+import os
+died = Path(__file__).parent / "died"
+if "two" in words and not died.exists():
+    died.touch()
+    os.kill(os.getpid(), 9)
+"""
+    script = folder / "add.py"
+    script.write_text(script.read_text() + last_words)
+
+
+def _mortal(folder: Path) -> RunDir:
+    """Finished; the second stage dies when it is made again."""
+    run = _prepared(folder)
+    _die_once_at_the_second(folder)
+    (folder / "died").touch()
+    assert carry_out(run, Heard()).status == "finished"
+    (folder / "died").unlink()
+    calls(folder)
+    return run
 
 
 def _recorded(folder: Path, trace: Path) -> None:
@@ -119,8 +143,8 @@ def score(found, reference):
 
 
 def test_what_a_model_has_answered_before_its_stage_was_killed_is_not_asked_for_again(tmp_path: Path) -> None:
-    """The task's own script kills it when the first answer is scored: all have been given then. That they are not asked for again shows in the
-    journal, which would have them twice."""
+    """The task's own script kills it when the first answer is scored: all have been given then. One of them is put in another's place, which a model
+    that is asked again would not say."""
     make_model_folder(tmp_path / "model", seed=3)
     write_jsonl(tmp_path / "train.jsonl", [{"prompt": f"say {at}", "answer": "a e"} for at in range(6)])
     (tmp_path / "task.py").write_text(DIES_ONCE)
@@ -131,27 +155,55 @@ def test_what_a_model_has_answered_before_its_stage_was_killed_is_not_asked_for_
     run = open_or_create(ask(pipeline, tmp_path, spec_text=SAMPLED, overrides=()), runs=tmp_path / "runs", new=False)
     with pytest.raises(WorkerDied, match="stage first: the worker was ended by SIGKILL"):
         carry_out(run, Heard())
-    answered = run.making(1, "first").answers.read_bytes()
-    assert answered
+    journal = run.making(1, "first").answers
+    batch = json.loads(journal.read_text(encoding="utf-8").splitlines()[0])
+    batch["answers"][0][1] = ours = "aeiou" * 9
+    journal.write_text(json.dumps(batch) + "\n", encoding="utf-8")
     (choice,) = foretell(open_stages(run))
     assert choice.reason == "begun and not finished: it goes on"
     assert carry_out(run, Heard()).status == "finished"
-    assert run.stage(1, "first").answers.read_bytes() == answered
+    pairs = run.stage(1, "first").output / "train.jsonl"
+    assert ours in pairs.read_text(encoding="utf-8")
     assert carry_out(run, Heard(), forced=["first"]).status == "finished"
-    assert run.stage(1, "first").answers.read_bytes() == answered  # anew, by the same chance
+    assert ours not in pairs.read_text(encoding="utf-8")
+
+
+def test_a_stage_that_was_whole_and_not_shown_yet_is_not_made_again(tmp_path: Path) -> None:
+    run = _prepared(tmp_path / "project")
+    assert carry_out(run, Heard()).status == "finished"
+    expected = _outputs(run)
+    run.stage(1, "first").path.rename(run.making(1, "first").path)
+    calls(tmp_path / "project")
+    assert foretell(open_stages(run))[0].reason == "begun and not finished: it goes on"
+    assert carry_out(run, Heard()).status == "finished"
+    assert calls(tmp_path / "project") == []
+    assert _outputs(run) == expected
+
+
+def test_a_command_that_asks_for_stages_anew_goes_on_when_it_was_killed_and_is_given_again(tmp_path: Path) -> None:
+    run = _mortal(tmp_path / "project")
+    with pytest.raises(WorkerDied):
+        carry_out(run, Heard(), forced=NAMES)
+    assert calls(tmp_path / "project") == ["first", "second"]
+    assert carry_out(run, Heard(), forced=NAMES).status == "finished"
+    assert calls(tmp_path / "project") == ["second"]
+    assert carry_out(run, Heard(), forced=NAMES).status == "finished"  # another command, since that one has come to its end
+    assert calls(tmp_path / "project") == ["first", "second"]
+
+
+def test_a_command_that_asks_for_other_stages_is_another_command(tmp_path: Path) -> None:
+    run = _mortal(tmp_path / "project")
+    with pytest.raises(WorkerDied):
+        carry_out(run, Heard(), forced=NAMES)
+    calls(tmp_path / "project")
+    assert carry_out(run, Heard(), forced=["first"]).status == "finished"
+    assert calls(tmp_path / "project") == ["first"]
+    assert not [path.name for path in (run.path / "stages").iterdir() if path.name.startswith(".")]
 
 
 def test_the_death_of_a_stages_process_is_told_and_the_same_call_goes_on(tmp_path: Path) -> None:
     run = _prepared(tmp_path / "project")
-    script = tmp_path / "project" / "add.py"
-    last_words = """
-import os
-died = Path(__file__).parent / "died"
-if "two" in words and not died.exists():
-    died.touch()
-    os.kill(os.getpid(), 9)
-"""
-    script.write_text(script.read_text() + last_words)
+    _die_once_at_the_second(tmp_path / "project")
     with pytest.raises(WorkerDied, match="stage second: the worker was ended by SIGKILL"):
         carry_out(run, Heard())
     assert read_record(run.run, Run).status == "stopped"

@@ -77,6 +77,8 @@ class Begun:
     """A digest each, by name: `spec`, the files and models that it names, `finefit`."""
     document: dict[str, Any]
     """The stage's spec without paths, so that it can be said which keys have changed."""
+    asked: str = ""
+    """By which command, where one asked for it although it was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,10 @@ class PipelineState:
     stages: tuple[StageState, ...]
     inputs: dict[str, str] = field(default_factory=dict)
     """Digests of all files and models from outside, when the run began."""
+    forced: tuple[str, ...] = ()
+    """What a command that has not come to its end asks for anew."""
+    asked: str = ""
+    """Tells that command from others; given again, it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +141,8 @@ class SequenceGate:
     """In the order of the table's columns."""
     template_sha256: str
     """What the prompts were rendered with that it was trained on."""
+    form: str | None = None
+    """What their rows were built with before, by content; None: taken as they stand."""
     trained: dict[str, int]
     """Prompts of each expert."""
     held: dict[str, int]

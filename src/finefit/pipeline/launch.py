@@ -27,7 +27,7 @@ _TICK_SECONDS = 0.2
 _TAIL_LINES = 15
 _GRACE_SECONDS = 10.0
 """That the other ranks have, after one has failed, to see it and say so."""
-_SAME_COMMAND = "give the same command again: it goes on from the last checkpoint"
+_SAME_COMMAND = "give the same command again: it goes on where it was"
 
 
 def launch(module: str, argument: Path, *, log: Path, lock: int, tick: Callable[[], None], deterministic: bool = False) -> int:

@@ -4,7 +4,7 @@ another one of the same name."""
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +44,8 @@ class Stages:
     runs: Path
     run: RunDir | None
     """None where there is none yet."""
+    asked: str = ""
+    """Which command asks for stages anew."""
     settled: dict[str, tuple[Path, Done]] = field(default_factory=dict)
 
     def own(self, name: str) -> StageDir | None:
@@ -81,9 +83,11 @@ def choose(stages: Stages, name: str, *, forced: Collection[str] = ()) -> Choice
         verb = "runs" if len(pending) == 1 else "run"
         return Choice(name=name, kind=stage.kind, action="run", reason=f"because {', '.join(pending)} {verb}")
     now = grounds(stages.pipeline, name, stages.base, stages.at, stages.digest_of)
-    if name in forced:
-        return Choice(name=name, kind=stage.kind, action="run", reason="asked for", grounds=now, is_forced=True)
     own, key = stages.own(name), key_of(now)
+    if name in forced:
+        anew = replace(now, asked=stages.asked)
+        if own is None or not stages.asked or not (_is_made(own, stage, key) and is_whole(own, anew)):
+            return Choice(name=name, kind=stage.kind, action="run", reason="asked for", grounds=anew, is_forced=True)
     if own is not None and _is_made(own, stage, key):
         return Choice(name=name, kind=stage.kind, action="done", reason="nothing has changed", place=own.path, grounds=now)
     for other in stages.others(name):
@@ -149,13 +153,22 @@ def begun_in(where: StageDir) -> Begun | None:
 
 def is_half_done(where: StageDir, now: Begun) -> bool:
     before = begun_in(where)
-    return before is not None and not where.done.exists() and is_same_work(before, now)
+    return before is not None and not where.done.exists() and is_same_work(before, now) and _is_for(before, now)
+
+
+def is_whole(where: StageDir, now: Begun) -> bool:
+    """Made to its end, for the command that asks for it now where that asks for it anew; its files may have gone since."""
+    before, done = begun_in(where), _done_in(where)
+    return before is not None and done is not None and done.key == key_of(now) and _is_for(before, now)
+
+
+def _is_for(before: Begun, now: Begun) -> bool:
+    return not now.asked or before.asked == now.asked
 
 
 def can_go_on(where: StageDir, stage: AnyStage, now: Begun) -> bool:
     """Half done, or an evaluation that lost some of its answers: it asks for these alone."""
-    done = _done_in(where)
-    return is_half_done(where, now) or (isinstance(stage, EvaluateStage) and done is not None and done.key == key_of(now))
+    return is_half_done(where, now) or (isinstance(stage, EvaluateStage) and is_whole(where, now))
 
 
 def is_worth_keeping(where: StageDir, stage: AnyStage) -> bool:
@@ -207,7 +220,8 @@ def _why(stages: Stages, name: str, now: Begun) -> str:
         return "begun and not finished: it goes on"
     making = None if own is None or stages.run is None else stages.run.making(stages.number(name), name)
     if making is not None and making.path.exists():
-        return f"begun and not finished: it {'goes on' if making.answers.exists() and is_half_done(making, now) else 'is made anew'}"
+        goes_on = is_whole(making, now) or (making.answers.exists() and is_half_done(making, now))
+        return f"begun and not finished: it {'goes on' if goes_on else 'is made anew'}"
     for where in (*([] if own is None else [own]), *stages.others(name)):
         before = begun_in(where)
         if before is not None:

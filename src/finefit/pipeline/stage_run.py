@@ -53,7 +53,14 @@ def ask(pipeline: Pipeline, base: Path, *, spec_text: str, overrides: tuple[str,
 def stages_of(asked: Asked, *, runs: Path, new: bool) -> Stages:
     """With the newest run of the same pipeline on the same inputs, where there is one."""
     run = None if new else newest_with_digest(runs, asked.pipeline.name, asked.digest)
-    return Stages(pipeline=asked.pipeline, base=asked.base, runs=runs, run=run)
+    pipeline = asked.pipeline if run is None else _as_begun(asked.pipeline, run)
+    return Stages(pipeline=pipeline, base=asked.base, runs=runs, run=run)
+
+
+def _as_begun(pipeline: Pipeline, run: RunDir) -> Pipeline:
+    """The same stages in the order that numbers the folders of a run, in whichever order the spec names them now."""
+    order = [state.name for state in read_record(run.state, PipelineState).stages]
+    return pipeline.model_copy(update={"stages": {name: pipeline.stages[name] for name in order}})
 
 
 def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = None, forced: Collection[str] = ()) -> RunDir:
@@ -146,7 +153,7 @@ def _placed(asked: Asked, run: RunDir) -> Pipeline:
 
 def _follow(run: RunDir, asked: Asked) -> None:
     """What has the same digest may lie elsewhere now, and may be told to others."""
-    text = spec_to_json(_placed(asked, run)) + "\n"
+    text = spec_to_json(_placed(replace(asked, pipeline=_as_begun(asked.pipeline, run)), run)) + "\n"
     if text != run.spec_json.read_text(encoding="utf-8"):
         with run_lock(run.lock):
             write_text(run.spec_json, text)
@@ -154,7 +161,8 @@ def _follow(run: RunDir, asked: Asked) -> None:
 
 def open_stages(run: RunDir) -> Stages:
     pipeline = pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
-    return Stages(pipeline=pipeline, base=run.path.resolve(), runs=run.path.resolve().parent, run=run)
+    asked = read_record(run.state, PipelineState).asked
+    return Stages(pipeline=pipeline, base=run.path.resolve(), runs=run.path.resolve().parent, run=run, asked=asked)
 
 
 def require_unchanged(run: RunDir) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from signal import Signals, signal
 from types import FrameType
 from typing import Any, Literal, Protocol
+from uuid import uuid4
 
 from finefit import __version__
 from finefit.artifacts.atomic import sync_file, sync_folder
@@ -33,7 +34,7 @@ from finefit.pipeline.foreseen import naming
 from finefit.pipeline.inputs import between, open_inputs, relocate
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.resume import amend
-from finefit.pipeline.stage_choice import Choice, Stages, can_go_on, choose, is_half_done, is_worth_keeping, require_below
+from finefit.pipeline.stage_choice import Choice, Stages, can_go_on, choose, is_half_done, is_whole, is_worth_keeping, require_below
 from finefit.pipeline.stage_keys import key_of, output_digest, sizes_of
 from finefit.pipeline.stage_memory import Meter
 from finefit.pipeline.stage_order import device_here, order_for
@@ -77,9 +78,9 @@ def carry_out(run: RunDir, teller: Teller, *, forced: Collection[str] = (), only
     """To the end, or to the first failure, which is recorded before it is raised. `only`: one stage, whose inputs are there."""
     forced = set(forced) if only is None else {only} & set(forced)
     with run_lock(run.lock) as lock, _stoppable(), awake(teller.say):
-        work = _Work(run=run, stages=open_stages(run), teller=teller, lock=lock)
         _sweep(run)
         _put_back(run, forced)
+        work = _Work(run=run, stages=open_stages(run), teller=teller, lock=lock)
         record = replace(read_record(run.run, Run), status="running", failure=None)
         write_record(run.run, record)
         try:
@@ -88,7 +89,9 @@ def carry_out(run: RunDir, teller: Teller, *, forced: Collection[str] = (), only
         except FinefitError as error:
             write_record(run.run, replace(record, status=_status(error), failure=Failure.of(error)))
             raise
-        is_over = all(state.status == "done" for state in read_record(run.state, PipelineState).stages)
+        state = read_record(run.state, PipelineState)
+        write_record(run.state, replace(state, forced=(), asked=""))
+        is_over = all(one.status == "done" for one in state.stages)
         record = replace(record, status="finished" if is_over else "stopped")
         write_record(run.run, record)
         return record
@@ -119,6 +122,7 @@ class _Work:
     def _one(self, name: str, forced: Collection[str]) -> None:
         choice = choose(self.stages, name, forced=forced)
         if choice.place is not None:
+            _remove(self.run.making(self.stages.number(name), name).path)  # of a command that was not given again
             done = self.stages.settle(name, choice.place)
             self._note(name, "done", choice.reason, place=choice.place)
             self.teller.end(choice, done)
@@ -146,7 +150,7 @@ class _Work:
     def _work(self, choice: Choice, own: StageDir) -> None:
         stage, now = self.stages.pipeline.stages[choice.name], choice.grounds
         assert now is not None  # all that it stands on is settled
-        if isinstance(stage, TrainStage | EvaluateStage) and (choice.is_forced or not can_go_on(own, stage, now)):
+        if isinstance(stage, TrainStage | EvaluateStage) and not can_go_on(own, stage, now):
             self._clear(own, stage)
         match stage:
             case TrainStage():
@@ -154,7 +158,7 @@ class _Work:
             case EvaluateStage():
                 self._evaluate(choice.name, own, now)
             case _:
-                self._make(choice, own, now)
+                self._make(choice.name, own, now)
 
     def _clear(self, own: StageDir, stage: AnyStage) -> None:
         """What people have judged, and a training that came to its end, is never deleted."""
@@ -205,11 +209,17 @@ class _Work:
 
     # all others
 
-    def _make(self, choice: Choice, own: StageDir, now: Begun) -> None:
-        name = choice.name
+    def _make(self, name: str, own: StageDir, now: Begun) -> None:
         making = self.run.making(self.stages.number(name), name)
-        if choice.is_forced or not is_half_done(making, now):
-            _remove(making.path)
+        if not is_whole(making, now):
+            if not is_half_done(making, now):
+                _remove(making.path)
+            self._make_out_of_sight(name, making, now)
+        with _set_aside(own.path):
+            making.path.rename(own.path)
+            sync_folder(own.path.parent)
+
+    def _make_out_of_sight(self, name: str, making: StageDir, now: Begun) -> None:
         _forget_half_made(making)
         making.making_log.parent.mkdir(parents=True, exist_ok=True)
         write_record(making.begun, now)
@@ -224,9 +234,6 @@ class _Work:
         shutil.copyfile(log, making.making_log)
         _sync(making.path)
         self._done(name, making, now, time.perf_counter() - began, memory, made.summary)
-        _remove(own.path)
-        making.path.rename(own.path)
-        sync_folder(own.path.parent)
 
     def _done(self, name: str, where: StageDir, now: Begun, seconds: float, memory: StageMemory, summary: dict[str, Any]) -> None:
         stage, key = self.stages.pipeline.stages[name], key_of(now)
@@ -303,10 +310,18 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(place: Path) -> None:
-    """Out of sight in one instant, then gone."""
-    if place.exists():
-        doomed = place.with_name(f".removing-{place.name.lstrip('.')}-{time.time_ns()}")
+    with _set_aside(place):
+        pass
+
+
+@contextmanager
+def _set_aside(place: Path) -> Iterator[None]:
+    """Out of sight in one instant, and gone at the end."""
+    doomed = place.with_name(f".removing-{place.name.lstrip('.')}-{time.time_ns()}")
+    if is_there := place.exists():
         place.rename(doomed)
+    yield
+    if is_there:
         shutil.rmtree(doomed)
 
 
@@ -318,10 +333,11 @@ def _sweep(run: RunDir) -> None:
 
 
 def _put_back(run: RunDir, forced: Collection[str]) -> None:
-    """What a killed run had in hand, and what shall be made again, is waiting."""
+    """What a killed run had in hand, and what shall be made again, is waiting. A command that was killed and is given again is the same command."""
     old = read_record(run.state, PipelineState)
     stages = tuple(one if one.status == "done" and one.name not in forced else replace(one, status="waiting", reason="") for one in old.stages)
-    write_record(run.state, replace(old, stages=stages))
+    asked = old.asked if set(old.forced) == set(forced) else uuid4().hex
+    write_record(run.state, replace(old, stages=stages, forced=tuple(sorted(forced)), asked=asked if forced else ""))
 
 
 @contextmanager
