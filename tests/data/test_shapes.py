@@ -256,6 +256,14 @@ def test_a_question_about_an_image_that_is_not_there_is_told(image: Any, reason:
     assert _fault(good, good | {"image": image}) == reason
 
 
+def test_an_empty_list_of_images_says_that_there_are_none() -> None:
+    """As exported pairs have it, where some are about images."""
+    good: Value = {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["a.png"]}
+    (row,) = _shape(good, good).rows(Record("rows.jsonl", 3, good | {"images": []}))
+    assert isinstance(row, Row)
+    assert row.images == ()
+
+
 def test_tool_calls_reasoning_and_tools_are_kept() -> None:
     call: Value = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     value: Value = {

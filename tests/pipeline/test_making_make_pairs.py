@@ -1,6 +1,7 @@
 """Every row that was read is in a pair or named with a reason, splits stay apart, and what comes out is what objective dpo reads."""
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from finefit.artifacts.forecasts import Room
 from finefit.artifacts.pipelines import Order, WiredModel
@@ -15,7 +17,7 @@ from finefit.artifacts.rundir import RunDir
 from finefit.data.read import open_source
 from finefit.data.render import Renderer
 from finefit.data.rows import BadRow, Row
-from finefit.errors import DataError, RunError, SpecError
+from finefit.errors import DataError, Resumable, RunError, SpecError
 from finefit.evaluate.answers import Answer, answers
 from finefit.pipeline.making import pairs_sampled
 from finefit.pipeline.making.make_pairs import lines, make
@@ -287,6 +289,23 @@ def test_the_journal_is_only_read(tmp_path: Path) -> None:
     assert journal_of(left.path, "review").read_bytes() == before
 
 
+def test_exported_pairs_keep_their_tools_and_those_about_images_are_named(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    sides = {"chosen": "yes", "rejected": "no"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Is it so?", "images": [], "tools": tools, **sides},
+        {"prompt": "Is it red?", "images": ["a.png"], **sides},
+    ]
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    summary, out = made(tmp_path, {"method": {"kind": "verdicts", "of": ["pairs.jsonl"]}})
+    (pair,) = records(out / "train.jsonl")
+    assert pair["tools"] == tools
+    (reason,) = summary["splits"]["train"]["unused"]
+    assert reason.startswith("shows images")
+    assert [row["place"] for row in json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]] == ["pairs.jsonl:2"]
+
+
 # sampled
 
 
@@ -301,12 +320,14 @@ def score(found, reference):
 """
 
 
-def sampled(folder: Path, *, seed: int = 1, out: str = "out", **method: Any) -> tuple[dict[str, Any], Path]:
+def sampled(
+    folder: Path, *, seed: int = 1, out: str = "out", train: Sequence[dict[str, Any]] = ({"path": "train.jsonl"},), **method: Any
+) -> tuple[dict[str, Any], Path]:
     stage = {
         "method": {"kind": "sampled", "model": {"kind": "folder", "path": "model"}, "task": {"kind": "python", "path": "task.py"}}
         | {"samples": 3, "max_new_tokens": 24, "temperature": 1.0}
         | method,
-        "train": [{"path": "train.jsonl"}],
+        "train": train,
     }
     wired = {"method.model": WiredModel(model=FolderModel(kind="folder", path=str(folder / "model")))}
     return made(folder, stage, out=out, seed=seed, models=wired)
@@ -371,6 +392,45 @@ def test_answers_of_a_stage_that_was_killed_are_not_asked_for_again(talker: Path
     assert asked == [18, 10]
     assert (talker / "killed/answers.jsonl").read_bytes() == b"".join([*batches[:2], torn, b"\n", *batches[2:]])
     assert tree_digest(out) == tree_digest(whole)
+
+
+def test_answers_that_were_made_by_something_else_are_asked_for_again(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = sampled(talker, out="first")
+    monkeypatch.setattr(pairs_sampled, "made_with", lambda: {"torch": "another"})
+    (talker / "second").mkdir()
+    shutil.copy(talker / "first/answers.jsonl", talker / "second/answers.jsonl")
+    _, again = sampled(talker, out="second")
+    before, after = (records(talker / name / "answers.jsonl") for name in ("first", "second"))
+    assert [line["answers"] for line in after] == [line["answers"] for line in before] * 2
+    assert tree_digest(again) == tree_digest(out)
+
+
+def test_answers_that_are_judged_wrong_are_nothing_to_be_near_to(talker: Path) -> None:
+    rows = [{"prompt": f"say {at}", "completion": "a e", "label": at > 1} for at in range(6)]
+    write_jsonl(talker / "train.jsonl", rows)
+    told = sampled(talker)[0]["splits"]["train"]
+    assert told["unused"]["has an answer that is judged wrong"] == 2
+    assert told["used"] + sum(told["unused"].values()) == told["read"] == 6
+
+
+def test_rows_of_two_files_that_are_called_alike_are_two_rows(talker: Path) -> None:
+    """As stages call what they leave."""
+    sources = []
+    for name in ("one", "two"):
+        (talker / name).mkdir()
+        write_jsonl(talker / name / "rows.jsonl", [{"prompt": f"say {name}", "answer": "a e"}])
+        sources.append({"path": str(talker / name / "rows.jsonl")})
+    _, out = sampled(talker, train=sources)
+    assert sorted(pair["prompt"][0]["content"] for pair in records(out / "train.jsonl")) == ["say one", "say two"]
+
+
+def test_a_model_that_does_not_fit_now_may_fit_later(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pairs_sampled, "load_for_answers", full)
+    with pytest.raises(Resumable, match="does not fit in the memory that is free: CUDA out of memory"):
+        sampled(talker)
 
 
 def test_answers_that_differ_by_less_than_the_margin_are_no_pair(talker: Path) -> None:

@@ -232,9 +232,9 @@ def _verdict(parts: Parts, record: Record) -> bool:
 
 
 def _images(parts: Parts, value: Value, talk: Conversation) -> tuple[Image, ...]:
-    """A question about an image needs it; a conversation may have none, but as many as it has marks."""
+    """A question about an image needs it, or says by an empty list that it has none; a conversation has as many as it has marks."""
     found = parts["images"].get(value) if "images" in parts else None
-    if "images" in parts and not is_given(found) and "messages" not in parts:
+    if "images" in parts and not is_given(found) and found != [] and "messages" not in parts:
         raise Fault(f"has no {parts['images'].name}")
     beside = images(found, parts["images"].name) if is_given(found) else ()
     if beside and talk.images:

@@ -1,7 +1,7 @@
 """Factual rows -> preference pairs: what the rules can make of each, balanced over all, audited, with every row accounted for."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
@@ -13,7 +13,7 @@ from finefit.data.falsify.falsified import Falsified, RuleName
 from finefit.data.falsify.options import options_of
 from finefit.data.falsify.sentences import words_of
 from finefit.data.falsify.words import Words, shipped_words
-from finefit.data.rows import BadRow, Row
+from finefit.data.rows import BadRow, Message, Row
 from finefit.errors import DataError
 
 ALL_RULES: tuple[RuleName, ...] = get_args(RuleName)
@@ -133,7 +133,16 @@ def _options(row: Row, lexicon: Lexicon, words: Words, rules: tuple[RuleName, ..
 
 
 def content_key(row: Row) -> str:
-    return "\x1e".join(part for message in row.messages for part in (message.role, message.content))
+    """Equal for rows that say the same to a model."""
+    return "\x1e".join([*(part for message in row.messages for part in _said(message)), *([row.tools] if row.tools else [])])
+
+
+def _said(message: Message) -> Iterator[str]:
+    yield from (message.role, message.content)
+    if message.reasoning:
+        yield message.reasoning
+    for call in message.tool_calls:
+        yield f"{call.name}({call.arguments})"
 
 
 def _counted(rules: Sequence[RuleName], pairs: Sequence[MadePair], options: Iterable[Sequence[Falsified]]) -> dict[RuleName, RuleCount]:

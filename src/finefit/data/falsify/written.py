@@ -8,7 +8,7 @@ from typing import Any
 from finefit.artifacts.atomic import write_text
 from finefit.data.falsify.make import MadePair
 from finefit.data.falsify.scored import ScoredPair
-from finefit.data.rows import Message
+from finefit.data.rows import Message, Row
 
 
 def write_pairs(path: Path, pairs: Iterable[MadePair | ScoredPair]) -> None:
@@ -25,7 +25,7 @@ def _made(pair: MadePair) -> dict[str, Any]:
         "prompt": messages_record(pair.row.prompt),
         "chosen": change.answer,
         "rejected": change.text,
-        **({"tools": json.loads(pair.row.tools)} if pair.row.tools else {}),
+        **tools_record(pair.row),
         "rule": change.rule,
         "change": {"before": change.before, "after": change.after, "at": change.at},
         "row": pair.row.place,
@@ -34,13 +34,19 @@ def _made(pair: MadePair) -> dict[str, Any]:
 
 def _scored(pair: ScoredPair) -> dict[str, Any]:
     return {
-        "prompt": messages_record(pair.chosen.prompt),
+        "prompt": messages_record(pair.row.prompt),
         "chosen": pair.chosen.answer,
         "rejected": pair.rejected.answer,
+        **tools_record(pair.row),
         "rule": "scored",
         "scores": {"chosen": pair.chosen.score, "rejected": pair.rejected.score},
-        "row": pair.place,
+        "row": pair.row.place,
     }
+
+
+def tools_record(row: Row) -> dict[str, Any]:
+    """What the prompt offers, where it does."""
+    return {"tools": json.loads(row.tools)} if row.tools else {}
 
 
 def messages_record(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from finefit.artifacts.rundir import is_run, open_run
 from finefit.data.falsify.audit import Sides, audit
 from finefit.data.falsify.make import LENGTHS, Unused
-from finefit.data.falsify.written import messages_record
+from finefit.data.falsify.written import messages_record, tools_record
 from finefit.data.read import open_source
 from finefit.data.rows import BadRow
 from finefit.errors import DataError, RunError
@@ -22,6 +22,8 @@ from finefit.spec.rows import Source
 from finefit.spec.stages import Verdicts
 
 _EXPORT = "write the pairs into a file with `finefit review RUN RUN --export-pairs pairs.jsonl`, and name that"
+
+_HAS_IMAGES = "shows images, which a stage's pairs do not carry: train on the file that `finefit review --export-pairs` writes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,10 @@ def _reviews(run: Path, name: str) -> Iterator[_Found]:
 
 def _decided(stack: Stack, entries: list[Entry], place: str) -> _Found:
     made = preference_pairs(stack, entries)
-    rows = ((place, row | {"prompt": _as_messages(row["prompt"]), "rule": "judged", "row": place}) for row in made.rows)
-    unused = [Unused(place=place, reason=reason) for reason, count in made.left_out.items() for _ in range(count)]
+    blind = [row for row in made.rows if not row.get("images")]
+    rows = ((place, row | {"prompt": _as_messages(row["prompt"]), "rule": "judged", "row": place}) for row in blind)
+    reasons = {**made.left_out, _HAS_IMAGES: len(made.rows) - len(blind)}
+    unused = [Unused(place=place, reason=reason) for reason, count in reasons.items() for _ in range(count)]
     return _Found(pairs=tuple(rows), unused=tuple(unused))
 
 
@@ -101,8 +105,10 @@ def _exported(name: str, base: Path) -> _Found:
             unused.append(Unused(place=row.place, reason=row.reason))
         elif row.kind != "pair" or len(row.rejected) != 1:
             raise DataError(f"{row.place} is no judged pair of two answers: it is {row.kind}", _EXPORT)
+        elif row.images:
+            unused.append(Unused(place=row.place, reason=_HAS_IMAGES))
         else:
-            sides = {"chosen": row.answer, "rejected": row.rejected[0].content}
+            sides = {"chosen": row.answer, "rejected": row.rejected[0].content, **tools_record(row)}
             pairs.append((row.place, {"prompt": messages_record(row.prompt), **sides, "rule": "judged", "row": row.place}))
     return _Found(pairs=tuple(pairs), unused=tuple(unused))
 
@@ -127,4 +133,4 @@ def _agreed(found: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any
 
 
 def _key(pair: dict[str, Any]) -> tuple[str, str, str]:
-    return str(pair["prompt"]), pair["chosen"], pair["rejected"]
+    return str((pair["prompt"], pair.get("tools"))), pair["chosen"], pair["rejected"]

@@ -20,23 +20,26 @@ from finefit.data.falsify.written import pair_record
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_task
-from finefit.errors import SpecError
+from finefit.errors import Resumable, SpecError
 from finefit.evaluate.answering import held_bytes
 from finefit.evaluate.answers import answers
 from finefit.evaluate.decoding import Choose
 from finefit.evaluate.sampling import chances, drawn_by
 from finefit.evaluate.score import finished, score_item
+from finefit.evaluate.versions import made_with
 from finefit.model.attention import attention_here, for_answers
 from finefit.model.load import base_bits, load_for_answers, weight_dtype
 from finefit.pipeline.bare import Bare, wired_bare
 from finefit.pipeline.forecasting import rooms_here
 from finefit.pipeline.making.pair_splits import Split, rows_of_splits
 from finefit.pipeline.questions import plain_spec
+from finefit.pipeline.stage_keys import digest
 from finefit.spec.rows import Data, Source
 from finefit.spec.schema import Evaluation
 from finefit.spec.stages import MakePairs, Sampled
 from finefit.spec.tasks import LmEval, TruthfulQa
 from finefit.step.levers import pull
+from finefit.step.shortage import is_shortage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class _Sampler:
     loaded_bytes: int
     journal: Path
     """Of answers."""
+    by: str
+    """What made them, in short: others are not taken for its own."""
 
 
 def sampled_splits(order: Order, stage: MakePairs, method: Sampled, journal: Path) -> tuple[dict[str, Split], int | None]:
@@ -64,8 +69,8 @@ def sampled_splits(order: Order, stage: MakePairs, method: Sampled, journal: Pat
     sorted_out = {split: _sorted_out(found, task) for split, found in rows.items()}
     asked = [row for kept, _ in sorted_out.values() for row in kept]
     sampler = _sampler(order, method, task, asked, journal) if asked else None
-    scored = {split: _scored(sampler, split, kept) if sampler else {} for split, (kept, _) in sorted_out.items()}
-    splits = {split: _split(scored[split], unused, method.margin, order.seed) for split, (_, unused) in sorted_out.items()}
+    scored = {split: _scored(sampler, split, kept) if sampler else [] for split, (kept, _) in sorted_out.items()}
+    splits = {split: _split(len(rows[split]), scored[split], unused, method.margin, order.seed) for split, (_, unused) in sorted_out.items()}
     return splits, None if sampler is None else sampler.loaded_bytes
 
 
@@ -100,6 +105,8 @@ def _unfit(row: Row | BadRow, task: Task) -> str | None:
         return row.reason
     if row.kind == "text":
         return "is plain text, without a prompt and an answer"
+    if row.is_good is False:
+        return "has an answer that is judged wrong"
     if row.images:
         return "has images, which are not shown to the model"
     try:
@@ -114,15 +121,7 @@ def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row], jou
     bare = wired_bare(order.name, order.models["method.model"], plain_spec(data, seed=order.seed))
     renderer = open_renderer(bare.tokenizer, method.template)
     room = _room(order, method, bare, longest=max(len(renderer.prompt_tokens(row.prompt, tools=row.tools)) for row in rows))
-    model = load_for_answers(
-        bare.located.folder,
-        bare.weights,
-        device=order.device,
-        dtype=torch.bfloat16 if order.precision == "bf16" else weight_dtype(order.precision, bare.tuning),
-        attention=for_answers(attention_here(order.device, order.precision, bare.located.folder)),
-        bits=base_bits(bare.tuning),
-        num_cards=room.devices if room.is_spread else 1,
-    )
+    model = _loaded(order, bare, room)
     if room.mlp_tiles > 1:
         pull(model, Levers(micro_batch=1, mlp_tiles=room.mlp_tiles))
     return _Sampler(
@@ -135,7 +134,26 @@ def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row], jou
         seed=order.seed,
         loaded_bytes=held_bytes(order.device),
         journal=journal,
+        by=digest([order.device, order.precision, made_with()])[:16],
     )
+
+
+def _loaded(order: Order, bare: Bare, room: Room) -> torch.nn.Module:
+    try:
+        return load_for_answers(
+            bare.located.folder,
+            bare.weights,
+            device=order.device,
+            dtype=torch.bfloat16 if order.precision == "bf16" else weight_dtype(order.precision, bare.tuning),
+            attention=for_answers(attention_here(order.device, order.precision, bare.located.folder)),
+            bits=base_bits(bare.tuning),
+            num_cards=room.devices if room.is_spread else 1,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        problem = f"{bare.located.name} does not fit in the memory that is free: {error}"
+        raise Resumable(problem, "free the card and give the same command again") from None
 
 
 def _room(order: Order, method: Sampled, bare: Bare, *, longest: int) -> Room:
@@ -157,15 +175,15 @@ def _room(order: Order, method: Sampled, bare: Bare, *, longest: int) -> Room:
     return rooms_here(subject, Path(order.base), (evaluation,), longest)[evaluation.label]
 
 
-def _split(scored: dict[str, list[Sample]], unused: list[Unused], margin: float, seed: int) -> Split:
+def _split(read: int, scored: Sequence[tuple[Row, list[Sample]]], unused: list[Unused], margin: float, seed: int) -> Split:
     found = from_scored(scored, seed=seed, margin=margin)
     pairs = tuple(pair_record(pair) for pair in found.pairs)
     missing = (*unused, *found.unused)
-    return Split(read=len(pairs) + len(missing), used=len(pairs), pairs=pairs, unused=missing, audit=found.audit)
+    return Split(read=read, used=len(pairs), pairs=pairs, unused=missing, audit=found.audit)
 
 
-def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> dict[str, list[Sample]]:
-    """By place; an answer without a result counts as the task counts nothing found."""
+def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[tuple[Row, list[Sample]]]:
+    """An answer without a result counts as the task counts nothing found."""
     task, texts = sampler.task, _texts(sampler, split, rows)
     metric = task.metrics[0]
     items = [
@@ -173,29 +191,23 @@ def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> dict[str, lis
         for at, (row, text) in enumerate((row, text) for row, answers in zip(rows, texts, strict=True) for text in answers)
     ]
     scores = [item.scores[metric.name] for item in finished(task, items)]
-    samples: dict[str, list[Sample]] = {}
-    for (row, item), score in zip(items, scores, strict=True):
-        samples.setdefault(row.place, []).append(Sample(prompt=row.prompt, answer=item.answer, score=score))
-    return samples
+    samples = [Sample(answer=item.answer, score=score) for (_, item), score in zip(items, scores, strict=True)]
+    each = sampler.method.samples
+    return [(row, samples[at * each : (at + 1) * each]) for at, row in enumerate(rows)]
 
 
 def _texts(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[list[str]]:
-    """The answers to each row, by number of the sample."""
+    """The answers to each row, by number of the sample. A killed process left whole batches, so the others are formed as they would have been."""
     each = sampler.method.samples
     asked = [(row, sample) for row in rows for sample in range(each)]
-    found = _kept(sampler.journal, split)
+    found = {at: text for line in read_lines(sampler.journal) if (line["by"], line["split"]) == (sampler.by, split) for at, text in line["answers"]}
     todo = [at for at in range(len(asked)) if at not in found]
     with Journal(sampler.journal) as journal:
         for batch in _batches(sampler, [asked[at] for at in todo]):
             answered = {todo[at]: text for at, text in batch.items()}
-            journal.write(split=split, answers=list(answered.items()))
+            journal.write(by=sampler.by, split=split, answers=list(answered.items()))
             found |= answered
     return [[found[at * each + sample] for sample in range(each)] for at in range(len(rows))]
-
-
-def _kept(journal: Path, split: str) -> dict[int, str]:
-    """Whole batches only: what is left forms the same ones again."""
-    return {at: text for line in read_lines(journal) if line["split"] == split for at, text in line["answers"]}
 
 
 def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[dict[int, str]]:
