@@ -34,13 +34,14 @@ def mixture_config(family: str, *, num_experts: int = 4, top_k: int = 2, **more:
 
 
 def make_mixture(family: str, *, num_experts: int = 3, top_k: int = 2, **more: Any) -> PreTrainedModel:
-    """Weights large enough that routers are decided, and tokens of one text go to every expert."""
+    """Weights large enough that routers are decided, and tokens of one text go to every expert. What stands in for a shared expert is zero, as it is
+    built."""
     torch.manual_seed(0)
     config = mixture_config(family, num_experts=num_experts, top_k=top_k, **more)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), experts_implementation=choose_experts())
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=1.0 if name.endswith("mlp.gate.weight") else 0.1)
+            nn.init.normal_(parameter, std=1.0 if name.endswith("mlp.gate.weight") else 0.0 if ".shared_expert" in name else 0.1)
     return model
 
 

@@ -14,6 +14,7 @@ from finefit.facts.machine import (
     parse_cards,
     read_cards,
     read_cpu_model,
+    read_free_memory_bytes,
     read_machine,
     read_memory_bytes,
     read_version,
@@ -87,6 +88,33 @@ def test_a_container_limit_lowers_the_memory(tmp_path: Path) -> None:
     unset.write_text("max\n")
     assert read_memory_bytes((limit, unset)) == 2**30
     assert read_memory_bytes((unset, tmp_path / "absent")) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat"),
+    [
+        ("memory.max", "memory.current", "anon 5000\nactive_file 100\ninactive_file 200\n"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "active_file 1\ninactive_file 2\ntotal_active_file 100\ntotal_inactive_file 200\n"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_what_a_container_may_still_take_is_its_limit_less_what_it_holds_but_for_pages_of_files(
+    tmp_path: Path, limit: str, used: str, stat: str
+) -> None:
+    (tmp_path / limit).write_text("10000\n")
+    (tmp_path / used).write_text("7000\n")
+    assert read_free_memory_bytes((tmp_path / limit,)) == 3000
+    (tmp_path / "memory.stat").write_text(stat)
+    assert read_free_memory_bytes((tmp_path / limit,)) == 3300
+    (tmp_path / used).write_text("12000\n")
+    assert read_free_memory_bytes((tmp_path / limit,)) == 0
+
+
+def test_without_a_limit_the_free_memory_is_the_hosts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    limits = tuple(tmp_path / name for name in ("memory.max", "memory.limit_in_bytes"))
+    assert read_free_memory_bytes(limits) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 def test_the_processor_is_named_by_cpuinfo(tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_every_small_file_that_decides_answers_changes_the_fingerprint(folder: P
     assert read_model_folder(folder).fingerprint != before
 
 
+def test_a_named_chat_template_changes_the_fingerprint_and_an_empty_folder_of_them_does_not(folder: Path) -> None:
+    before = read_model_folder(folder)
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "notes.md").write_text("no template")
+    assert read_model_folder(folder) == before
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    found = read_model_folder(folder)
+    assert found.files == ("config.json", "tokenizer.json", "additional_chat_templates/tool_use.jinja", "model.safetensors")
+    (templates / "tool_use.jinja").rename(templates / "rag.jinja")
+    assert len({before.fingerprint, found.fingerprint, read_model_folder(folder).fingerprint}) == 3
+
+
 def test_a_retrained_router_between_the_blocks_changes_the_fingerprint(tmp_path: Path) -> None:
     folder = _make_folder(tmp_path / "moe", _large_weights())
     before = read_model_folder(folder).fingerprint

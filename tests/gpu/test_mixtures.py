@@ -12,6 +12,7 @@ from bench.memory import FULL, Case, alone, lora, measure, subset
 from bench.moe import MANY, TWO, foretold, measured
 from finefit.model.experts import GROUPED
 from finefit.model.load import load_for_answers, save_weights
+from finefit.pipeline.making.build_moe import _free_bytes
 from tests.conftest import SPECIAL, make_tokenizer, write_jsonl
 from tests.gpu.segments import expandable_alone
 from tests.gpu.test_measure import SPEC, finefit
@@ -150,3 +151,12 @@ def test_the_whole_command_trains_a_mixture_within_what_it_foretold(tmp_path: Pa
 def test_the_measured_case_is_alone_on_the_card() -> None:
     """Else the figures above would be of two models."""
     assert alone(lambda: measure(CASES["fp32"]))["left_bytes"] < 64 << 20
+
+
+def test_what_the_base_has_left_behind_counts_as_free_for_the_mixture() -> None:
+    """With the allocator, and in a circle that nobody has collected."""
+    before = _free_bytes("cuda")
+    circle: list[Any] = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda")]
+    circle.append(circle)
+    del circle
+    assert _free_bytes("cuda") > before - (1 << 26)

@@ -2,21 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finefit.errors import FinefitError, ModelError
+from finefit.facts.model import read_config
 from finefit.model import moe as moe_room
 from finefit.model.kept import kept_of
-from finefit.model.load import load_base, make_trainable, save_weights, weight_dtype
+from finefit.model.load import Counts, counts, load_base, make_trainable, save_weights, weight_dtype
 from finefit.model.moe import average, build_moe, moe_config
 from finefit.model.moe_proof import prove_experts
-from finefit.spec.models import Subset
+from finefit.rehearse.size import survey
+from finefit.spec.models import Full, Lora, Subset
+from tests.conftest import make_tokenizer
+from tests.rehearse.conftest import make_scene
 
 torch.set_num_threads(1)
 SHAPE: dict[str, Any] = {
@@ -269,6 +273,91 @@ def test_experts_may_be_stored_in_any_precision_over_a_base_in_any(tmp_path: Pat
     base = rewritten(make_base(tmp_path / "base", "qwen2"), HALVES[stored])
     experts = {name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[written]) for seed, name in enumerate("ab")}
     prove_experts(built(tmp_path, base, **experts), experts)
+
+
+@pytest.mark.parametrize("in_files", [True, False], ids=["in files", "in tokenizer_config.json"])
+@pytest.mark.parametrize("merge", ["mixture", "average"])
+def test_chat_templates_of_every_name_go_along(tmp_path: Path, merge: str, in_files: bool) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(base, save_jinja_files=in_files)
+    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
+    (tmp_path / "out").mkdir()
+    if merge == "average":
+        average(base, experts, tmp_path / "out")
+    else:
+        build_moe(base, experts, tmp_path / "out", top_k=2)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
+def trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def qwen(tmp_path: Path, shared: Literal["none", "base"], dtype: torch.dtype = torch.float32) -> Path:
+    base = rewritten(make_base(tmp_path / "base", "qwen2"), dtype)
+    (tmp_path / "moe").mkdir()
+    experts = {name: rewritten(make_expert(base, tmp_path / name, seed), dtype) for seed, name in enumerate("ab")}
+    build_moe(base, experts, tmp_path / "moe", top_k=2, shared=shared)
+    return tmp_path / "moe"
+
+
+ALL = Lora(kind="lora", rank=2, targets="all-linear")
+
+
+@pytest.mark.parametrize(("tuning", "num_tensors"), [(Full(kind="full"), 3 * (2 + 7 + 3) + 3), (ALL, 3 * 4 * 2)], ids=["full", "lora"])
+def test_what_stands_in_for_a_shared_expert_is_not_trained_and_all_that_is_trained_has_a_gradient(
+    tmp_path: Path, tuning: Full | Lora, num_tensors: int
+) -> None:
+    model = make_trainable(load_base(qwen(tmp_path, "none"), device="cpu", dtype=torch.float32), tuning, name="tiny")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)  # at zero its partner has no gradient yet
+    model(input_ids=INPUTS, labels=INPUTS).loss.backward()
+    trained = trained_of(model)
+    assert len(trained) == num_tensors
+    assert not [name for name, parameter in trained.items() if parameter.grad is None or not parameter.grad.any() or ".shared_expert" in name]
+
+
+@pytest.mark.parametrize(("tuning", "num_tensors"), [(Full(kind="full"), 3 * 4), (ALL, 3 * 4 * 2)], ids=["full", "lora"])
+def test_a_shared_expert_that_is_the_base_is_trained_with_its_gate(tmp_path: Path, tuning: Full | Lora, num_tensors: int) -> None:
+    model = make_trainable(load_base(qwen(tmp_path, "base"), device="cpu", dtype=torch.float32), tuning, name="tiny")
+    assert sum(".shared_expert" in name for name in trained_of(model)) == num_tensors
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"])
+def test_adapters_on_what_stands_in_for_a_shared_expert_are_refused(tmp_path: Path, target: str) -> None:
+    model = load_base(qwen(tmp_path, "none"), device="cpu", dtype=torch.float32)
+    with pytest.raises(ModelError, match=f"tuning.targets: {target} matches no linear layer of the model") as refused:
+        make_trainable(model, ALL.model_copy(update={"targets": (target,)}), name="tiny")
+    assert refused.value.remedy == "its linear layers are k_proj, o_proj, q_proj, v_proj"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tuning", [Full(kind="full"), ALL], ids=["full", "lora"])
+def test_as_many_parameters_are_trained_as_are_planned(tmp_path: Path, family: str, tuning: Full | Lora) -> None:
+    base = make_base(tmp_path / "base", family)
+    moe = built(tmp_path, base, a=make_expert(base, tmp_path / "a", 2), b=make_expert(base, tmp_path / "b", 3))
+    foreseen = survey(make_scene(moe_config(read_config(base), num_experts=2, top_k=2), tuning=tuning))
+    found = make_trainable(load_base(moe, device="cpu", dtype=torch.float32), tuning, name="tiny")
+    assert counts(found) == Counts(trainable=foreseen.trainable, total=foreseen.parameters)
+    assert len(trained_of(found)) == foreseen.trainable_tensors
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_a_mixture_that_was_trained_whole_is_saved_whole_and_reads_back_with_equal_logits(tmp_path: Path, stored: str) -> None:
+    moe, folder, tuning = qwen(tmp_path, "none", HALVES[stored]), tmp_path / "checkpoint", Full(kind="full")
+    model = make_trainable(load_base(moe, device="cpu", dtype=weight_dtype("bf16", tuning)), tuning, name="tiny").eval()
+    torch.manual_seed(9)
+    for parameter in trained_of(model).values():
+        parameter.data.add_(torch.randn_like(parameter) * 1e-3)
+    folder.mkdir()
+    save_weights(model, folder)
+    before, after = ({key for file in found.glob("*.safetensors") for key in load_file(file)} for found in (moe, folder))
+    assert before == after
+    with torch.no_grad():
+        torch.testing.assert_close(logits(folder), model(INPUTS).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_copies_are_refused_or_collapsed_in_an_average_too(tmp_path: Path) -> None:

@@ -97,3 +97,16 @@ def test_rows_that_a_training_takes_out_itself_are_no_leak(base: Path) -> None:
     with pytest.raises(FindingError, match="stand in the training rows"):
         examined(base, "scores", changes=("stages.sft.data.overlap=drop",))
     examined(base, "scores", changes=("stages.sft.data.overlap=drop", "stages.sft.data.test={path: test.jsonl}"))
+
+
+def test_a_file_that_rows_of_experts_are_built_with_is_missed_before_anything_runs(base: Path) -> None:
+    model, rows, form = "{kind: folder, path: model}", "{a: {path: train.jsonl}, b: {path: test.jsonl}}", "{kind: python, path: absent.py}"
+    experts = f"base: {model}, experts: {{a: {model}, b: {{kind: folder, path: other}}}}"
+    stages = {
+        "gate": f"{{kind: gate, {experts}, data: {rows}, task: {form}}}",
+        "mix": f"{{kind: build_moe, {experts}, router: {{kind: centroids, data: {rows}, task: {form}}}}}",
+    }
+    make_model_folder(base / "other")
+    with pytest.raises(FindingError) as refused:
+        examined(base, *stages, changes=tuple(f"stages.{name}={text}" for name, text in stages.items()))
+    assert refused.value.problem.splitlines() == [f"stage {name}: absent.py is not there" for name in stages]

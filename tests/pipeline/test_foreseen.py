@@ -128,7 +128,7 @@ def test_a_suggestion_is_written_as_the_pipeline_takes_it() -> None:
 
 
 def test_a_suggestion_that_other_stages_cannot_stand_on_is_not_made() -> None:
-    whole = f"  whole: {{kind: train, model: {MODEL}, tuning: {{kind: full}}}}\n"
+    whole = f"  whole: {{kind: train, model: {MODEL}, tuning: {{kind: subset, trainable: [layers.*.mlp]}}}}\n"
     adapter, moments = _suggested("tuning={kind: lora, rank: 64, alpha: 128}"), _suggested("optimizer.kind=adamw_8bit")
     on = "  on: {kind: train, model: {kind: stage, name: whole}, tuning: {kind: full}}\n"
     mix = f"  mix: {{kind: build_moe, base: {MODEL}, experts: {{a: {{kind: stage, name: whole}}, b: {MODEL}}}}}\n"
@@ -167,6 +167,30 @@ def test_a_mixture_is_outlined_as_it_will_be_built(rest: str, experts: int | Non
     assert not list(folder.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("rest", "notes"),
+    [
+        (
+            f"{TWICE}, merge: average",
+            ("the mean of 3 experts, as large as the base", "3 slots hold 2 distinct models: copies pull the mean their way, so"),
+        ),
+        (
+            f"{TWICE}, merge: average, copies: collapse",
+            ("the mean of 2 experts, as large as the base", "3 slots hold 2 distinct models, and copies are"),
+        ),
+        (
+            f"{TWICE}, copies: collapse",
+            ("2 experts, 2 of them for each token", "3 slots hold 2 distinct models, and copies are collapsed: they take no"),
+        ),
+        (f"{TWICE}, router: {{kind: select_one, expert: b}}", ("1 experts, 1 of them for each token",)),
+    ],
+)
+def test_it_is_foretold_of_copies_what_the_build_will_do(rest: str, notes: tuple[str, ...], stored_in_bf16: Path) -> None:
+    found = look_ahead(pipeline_of(f"  mix: {{kind: build_moe, base: {MODEL}, {rest}}}\n"), stored_in_bf16, cards=CARD)["mix"].notes
+    assert len(found) == len(notes)
+    assert all(note.startswith(start) for note, start in zip(found, notes, strict=True))
+
+
 def test_copies_are_known_by_the_models_that_are_named() -> None:
     assert copies_in(_mixture(TWICE)) == {"c": "a"}
 
@@ -182,7 +206,10 @@ def test_every_stage_has_its_outlook(base: Path) -> None:
     evaluate: [{{task: json_match, max_new_tokens: 8, limit: 3}}]
   table: {{kind: compare, of: [scores]}}
 """
-    found = look_ahead(pipeline_of(PREFERENCES + rest), base, cards=CARD)
+    whole = HEAD.replace("alpha: 8", "alpha: 8, targets: [gate_proj, up_proj, down_proj]") + PREFERENCES + rest
+    pipeline = parse_any(whole, where="spec.yaml")
+    assert isinstance(pipeline, Pipeline)
+    found = look_ahead(pipeline, base, cards=CARD)
     assert list(found) == ["sft", "pairs", "dpo", "merged", "mix", "scores", "table"]
     assert found["merged"].parameters == 8864
     assert found["merged"].disk_bytes == 4 * 8864

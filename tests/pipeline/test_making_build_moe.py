@@ -20,6 +20,7 @@ from finefit.artifacts.records import read_record, write_record
 from finefit.errors import DataError, ModelError, SpecError
 from finefit.facts.model import read_model_folder
 from finefit.pipeline.making.build_moe import lines, make
+from finefit.pipeline.stage_keys import outside_inputs
 from finefit.pipeline.stage_run import ask, open_or_create
 from finefit.pipeline.staged import carry_out
 from finefit.spec.load import load_any
@@ -140,6 +141,31 @@ def test_what_was_held_with_a_model_loaded_is_recorded_where_one_is_loaded(here:
     assert 50 * 2**20 < rows.loaded_bytes <= rows.peak_bytes
 
 
+@pytest.mark.parametrize("held", [2**20 - 4096, 2**21])
+def test_a_container_without_room_for_a_model_leaves_proof_and_routing_out_with_a_word(
+    here: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "memory.max").write_text(f"{2**20}\n")
+    (here / "memory.current").write_text(f"{held}\n")
+    monkeypatch.setattr("finefit.pipeline.making.build_moe.MEMORY_LIMITS", (here / "memory.max",))
+    out, summary = made(here, router=CENTROIDS)
+    assert re.fullmatch(r"left out: it needs \d+\.\d GiB of host memory, and 0\.0 are free", summary["proof"])
+    assert re.fullmatch(r"not measured: the mixture needs \d+\.\d GiB, and 0\.0 are free", summary["routing"])
+    assert not (out / "routing.json").exists()
+    told = lines(summary)
+    assert any("the proof that each expert alone answers as before was left out: it needs" in line for line in told)
+    assert any("not measured: the mixture needs" in line for line in told)
+
+
+def test_a_container_that_is_full_of_pages_of_files_has_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "memory.max").write_text(f"{2**30}\n")
+    (here / "memory.current").write_text(f"{2**30}\n")
+    (here / "memory.stat").write_text(f"anon {2**20}\nactive_file {2**28}\ninactive_file {2**28}\n")
+    monkeypatch.setattr("finefit.pipeline.making.build_moe.MEMORY_LIMITS", (here / "memory.max",))
+    _, summary = made(here, router=CENTROIDS)
+    assert set(summary["proof"]) == {"letters", "digits"} == set(summary["own"])
+
+
 def test_the_same_order_makes_the_same_files(here: Path) -> None:
     out, _ = made(here, router=CENTROIDS)
     first = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -157,6 +183,21 @@ def test_an_expert_with_one_row_cannot_start_a_router(here: Path) -> None:
     (here / "digits.jsonl").write_text('{"prompt": "say", "completion": "1"}\n' * 5)
     with pytest.raises(DataError, match="expert digits has 1 different rows"):
         made(here, router=CENTROIDS)
+
+
+def test_one_row_is_too_few_to_start_a_router_from_before_anything_is_trained(here: Path) -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        order_of(here, router=CENTROIDS | {"rows": 1})
+
+
+def test_where_too_few_rows_are_looked_at_the_remedy_names_how_many(here: Path) -> None:
+    rows = [{"prompt": "say", "completion": answer} for answer in ["1"] * 30 + ["2"]]
+    (here / "digits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"the 2 rows of expert digits that router\.rows takes are all the same") as refused:
+        made(here, router=CENTROIDS | {"rows": 2})
+    assert refused.value.remedy == "raise router.rows, or give it other rows"
+    (here / "output").rmdir()
+    made(here, router=CENTROIDS | {"rows": 64})
 
 
 def test_without_a_row_that_fits_the_first_that_does_not_is_named(here: Path) -> None:
@@ -194,6 +235,42 @@ def test_rows_are_rendered_with_the_options_of_the_training(here: Path) -> None:
     assert summary["left_out"] == {}
     with pytest.raises(DataError, match="no row of expert letters"):
         make(order_of(here, router=CENTROIDS), here / "output")
+
+
+def test_rows_are_built_before_a_router_starts_from_them_as_trainings_build_them(here: Path) -> None:
+    (here / "form.py").write_text('def build(prompt, answer): return f"{prompt} it backwards: {answer[:2]}", answer[::-1]\n')
+    task = {"kind": "python", "path": "form.py"}
+    routers = {}
+    for name, more in {"bare": {}, "task": {"task": task}, "built": {}}.items():
+        if name == "built":
+            for path in (here / "letters.jsonl", here / "digits.jsonl"):
+                rows = [json.loads(line) for line in path.read_text().splitlines()]
+                built = [{"prompt": f"say it backwards: {row['completion'][:2]}", "completion": row["completion"][::-1]} for row in rows]
+                path.write_text("".join(json.dumps(row) + "\n" for row in built))
+        out, _ = made(here, router=CENTROIDS | more)
+        routers[name] = AutoModelForCausalLM.from_pretrained(out).model.layers[1].mlp.gate.weight.detach()
+        out.rename(here / f"output-{name}")
+    assert torch.equal(routers["task"], routers["built"])
+    assert not torch.equal(routers["task"], routers["bare"])
+
+
+def test_rows_that_cannot_be_built_are_left_out_with_a_word(here: Path) -> None:
+    graphs = {"letters": [*(f"(a / {letter})" for letter in "bcdefgh"), "no graph"], "digits": [f"(n / number :quant {digit})" for digit in range(8)]}
+    for name, answers in graphs.items():
+        rows = [{"prompt": f"sentence {at}", "completion": answer} for at, answer in enumerate(answers)]
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, summary = made(here, router=CENTROIDS | {"task": "amr"})
+    assert {name: found["rows"] for name, found in summary["left_out"].items()} == {"letters": 1}
+    assert summary["left_out"]["letters"]["first"].startswith("letters.jsonl:8 ")
+
+
+def test_a_change_of_the_file_that_rows_are_built_with_builds_anew(here: Path) -> None:
+    pipeline = Pipeline(name="p", stages={"mix": order_of(here, router=CENTROIDS | {"task": {"kind": "python", "path": "form.py"}}).stage})
+    (here / "form.py").write_text("def build(prompt, answer): return prompt, answer\n")
+    before = outside_inputs(pipeline, here)
+    (here / "form.py").write_text("def build(prompt, answer): return answer, prompt\n")
+    after = outside_inputs(pipeline, here)
+    assert [name for name in after if after[name] != before[name]] == ["mix.router.task.path"]
 
 
 def test_experts_with_one_file_of_rows_cannot_start_a_router(here: Path) -> None:

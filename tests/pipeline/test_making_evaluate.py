@@ -16,6 +16,7 @@ from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.compare.comparing import compare
 from finefit.errors import DataError, SpecError
+from finefit.facts.files import read_file
 from finefit.pipeline import evaluating
 from finefit.pipeline.launch import launch
 from finefit.pipeline.making import evaluate, gate
@@ -285,6 +286,31 @@ def test_a_gate_does_not_choose_by_prompts_of_another_template(project: Path, st
     with pytest.raises(SpecError, match=r"models\.other was trained on prompts of another template"):
         scored(make_order(project, models), stage.place)
     assert not (stage.place / "other").exists()
+
+
+def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(project: Path, stage: Stage, chosen: Path, tmp_path: Path) -> None:
+    """By content: a copy of the file that its rows were built with is as good."""
+    form = "def build(prompt, answer): return f'{prompt} please', answer\n"
+    for name, text in (("form.py", form), ("copy.py", form), ("other.py", form.replace("please", "now"))):
+        (project / name).write_text(text)
+    for file in ("gate.json", "gate.safetensors"):
+        (tmp_path / file).write_bytes((chosen / file).read_bytes())
+    record = json.loads((tmp_path / "gate.json").read_text())
+    built = record | {"form": f"python {read_file(project / 'form.py', project).sha256}"}
+    models = {"other": wired(project / "model", chosen_by=tmp_path), **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")}}
+    (tmp_path / "gate.json").write_text(json.dumps(built))
+    with pytest.raises(
+        SpecError, match=r"models\.other was trained on rows that were built with python \w+, and these are built with nothing: "
+    ) as told:
+        scored(make_order(project, models), stage.place)
+    assert told.value.remedy == "give the stage of the gate as task what data.task is here"
+    assert not (stage.place / "other").exists()
+    place = make_place(tmp_path)
+    summary = scored(make_order(project, models, task={"kind": "python", "path": "copy.py"}), place)
+    assert summary["models"] == ["other", "plain", "tuned"]
+    (tmp_path / "gate.json").write_text(json.dumps(record))
+    with pytest.raises(SpecError, match=r"built with nothing, and these are built with python \w+"):
+        scored(make_order(project, models, task={"kind": "python", "path": "copy.py"}), place)
 
 
 def test_scores_of_a_choice_are_reckoned_from_the_items_that_were_chosen() -> None:

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from finefit.errors import DataError, ModelError, RunError
 from finefit.evaluate.gate import choose
 from finefit.model.gate import fit, mean_embeddings, token_scores
 from finefit.pipeline.making import gate
+from finefit.pipeline.stage_keys import outside_inputs
 from finefit.spec.models import FolderModel
-from finefit.spec.stages import Gate
+from finefit.spec.stages import Gate, Pipeline
 from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer, write_jsonl
 
 Rows = list[dict[str, Any]]
@@ -174,6 +176,44 @@ def test_prompts_are_rendered_with_the_options_of_the_training(base: Path, tmp_p
     options = {"tone": "kind"}
     summary, _ = _made(folder, tmp_path, {"vowels": _rows("aeiou", 20), "digits": _rows("0123", 20)}, template_options=options)
     assert summary["template_sha256"] == open_renderer(folder, "chat", template_options=options).sha256()
+
+
+def test_rows_are_built_before_a_gate_sees_them_as_trainings_build_them(base: Path, tmp_path: Path) -> None:
+    bare = {"vowels": _rows("aeiou", 20), "digits": _rows("0123", 20)}
+    built = {name: [row | {"prompt": f"{row['prompt'].upper()} -> ?"} for row in several] for name, several in bare.items()}
+    (tmp_path / "form.py").write_text('def build(prompt, answer): return f"{prompt.upper()} -> ?", answer\n')
+    settings: dict[str, dict[str, Any]] = {"bare": {}, "task": {"task": {"kind": "python", "path": "form.py"}}, "built": {}}
+    tables, records = {}, {}
+    for name, more in settings.items():
+        _, out = _made(base, tmp_path, built if name == "built" else bare, **more)
+        tables[name], records[name] = load_file(out / "gate.safetensors")["scores"], read_record(out / "gate.json", SequenceGate)
+    assert torch.equal(tables["task"], tables["built"])
+    assert not torch.equal(tables["task"], tables["bare"])
+    form = f"python {sha256((tmp_path / 'form.py').read_bytes()).hexdigest()}"
+    assert {name: record.form for name, record in records.items()} == {"bare": None, "task": form, "built": None}
+
+
+def test_a_row_that_cannot_be_built_is_told_with_its_place(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"digits\.jsonl:1 "):
+        _made(base, tmp_path, {"digits": _rows("0123", 8), "vowels": _rows("aeiou", 8)}, task="amr")
+
+
+def test_a_gate_that_was_made_before_forms_were_recorded_is_one_of_bare_rows(base: Path, tmp_path: Path) -> None:
+    _, out = _made(base, tmp_path, {"vowels": _rows("aeiou", 9), "digits": _rows("0123", 9)})
+    record = json.loads((out / "gate.json").read_text())
+    del record["form"]
+    (out / "gate.json").write_text(json.dumps(record))
+    assert read_record(out / "gate.json", SequenceGate).form is None
+
+
+def test_a_change_of_the_file_that_rows_are_built_with_makes_a_gate_anew(base: Path, tmp_path: Path) -> None:
+    stage = _order(base, tmp_path, {"vowels": _rows("aeiou", 9), "digits": _rows("0123", 9)}, task={"kind": "python", "path": "form.py"}).stage
+    (tmp_path / "form.py").write_text("def build(prompt, answer): return prompt, answer\n")
+    pipeline = Pipeline(name="p", stages={"choice": stage})
+    before = outside_inputs(pipeline, tmp_path)
+    (tmp_path / "form.py").write_text("def build(prompt, answer): return answer, prompt\n")
+    after = outside_inputs(pipeline, tmp_path)
+    assert [name for name in after if after[name] != before[name]] == ["choice.task.path"]
 
 
 def test_an_expert_without_rows_on_one_side_is_refused(base: Path, tmp_path: Path) -> None:

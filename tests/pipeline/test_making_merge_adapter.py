@@ -85,6 +85,22 @@ def test_tokenizer_template_and_generation_settings_go_along(tmp_path: Path, bas
     assert json.loads((out / "generation_config.json").read_text()) == json.loads((base / "generation_config.json").read_text())
 
 
+@pytest.mark.parametrize("in_files", [True, False], ids=["in files", "in tokenizer_config.json"])
+def test_chat_templates_of_every_name_go_along_and_those_of_the_training_go_first(tmp_path: Path, base: Path, in_files: bool) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    (base / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(base, save_jinja_files=in_files)
+    adapter = make_adapter(tmp_path / "adapter", base)
+    _, out = merged(tmp_path, base, adapter)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    tokenizer.chat_template = {"default": "{{ messages }} as trained", "tool_use": "{{ tools }} as trained"}
+    tokenizer.save_pretrained(adapter)  # as a checkpoint is written: the templates are files, and tokenizer_config.json has none
+    out.rename(tmp_path / "before")
+    _, out = merged(tmp_path, base, adapter)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+
+
 def test_a_base_without_generation_settings_gets_none_of_ours(tmp_path: Path, base: Path) -> None:
     (base / "generation_config.json").unlink()
     _, out = merged(tmp_path, base, make_adapter(tmp_path / "adapter", base))

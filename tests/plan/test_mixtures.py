@@ -80,6 +80,12 @@ def test_experts_that_stay_as_they_are_under_four_bits_are_named() -> None:
     assert any("are not packed into 4 bits" in note for note in found.notes)
 
 
+def test_experts_without_an_adapter_are_told_where_adapters_are_planned() -> None:
+    words = "the experts carry no adapter and stay as they are"
+    assert any(words in note for note in _planned(2, "{kind: lora, rank: 8, targets: [q_proj], base_bits: 4}").notes)
+    assert not any(words in note for note in _planned(2).notes)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_compiled_layers_are_refused_for_a_mixture_before_anything_is_run(precision: str) -> None:
     config = mixture_config("llama")

@@ -16,7 +16,7 @@ HEAD = """\
 name: staged
 defaults: {data: {train: [{path: a.jsonl}]}, optimizer: {lr: 1e-3}}
 stages:
-  law: {kind: train, model: {kind: folder, path: m}, tuning: {kind: full}}
+  law: {kind: train, model: {kind: folder, path: m}, tuning: {kind: subset, trainable: [layers.*.mlp]}}
   thin: {kind: train, model: {kind: folder, path: m}, tuning: {kind: lora}}
 """
 SCORES = "  scores: {{kind: evaluate, models: {models}, data: {{test: {{path: t.jsonl}}}}, evaluate: [{{task: rouge}}]}}\n"
@@ -57,7 +57,18 @@ def test_copies_that_the_build_would_refuse_are_told_now() -> None:
 
 def test_copies_that_will_be_collapsed_are_no_mistake() -> None:
     assert found(MIX.format(experts=TWO, more=", copies: collapse")) == []
-    assert found(MIX.format(experts=TWO, more=", merge: average")) == []
+    assert found(MIX.format(experts=TWO, more=", merge: average, copies: collapse")) == []
+
+
+def test_copies_in_a_mean_are_told_now_too() -> None:
+    ((name, level, problem),) = found(MIX.format(experts=TWO, more=", merge: average"))
+    assert (name, level) == ("mix", "error")
+    assert "3 slots hold 2 distinct models, so the build will refuse them: the mean would lean" in problem
+
+
+@pytest.mark.parametrize("expert", ["a", "b"])
+def test_copies_beside_the_one_expert_that_is_kept_are_no_mistake(expert: str) -> None:
+    assert found(MIX.format(experts=TWO, more=f", router: {{kind: select_one, expert: {expert}}}")) == []
 
 
 def test_the_disk_is_judged_for_all_stages_together() -> None:

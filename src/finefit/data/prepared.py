@@ -34,6 +34,7 @@ from finefit.data.tasks import NoResult, make_build
 from finefit.errors import DataError
 from finefit.facts.files import read_file
 from finefit.spec.rows import Data
+from finefit.spec.tasks import Form
 
 Grids = tuple[tuple[int, ...], ...]
 """Of the images of one row."""
@@ -131,7 +132,7 @@ def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, l
     """All sources, so that all that is wrong with them is told at once."""
     readings: dict[str, list[Reading]] = {}
     faults: list[DataError] = []
-    build = None if data.task is None else partial(_built, make_build(data.task, base=base))
+    build = builder(data.task, base=base)
     for split in SPLITS:
         readings[split] = []
         for source in data.sources()[split]:
@@ -144,6 +145,11 @@ def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, l
     if faults:
         raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy)))
     return readings
+
+
+def builder(form: Form | None, *, base: Path) -> Callable[[Row], Row | BadRow] | None:
+    """For a reading of rows that `form` makes prompt and answer of."""
+    return None if form is None else partial(_built, make_build(form, base=base))
 
 
 def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:

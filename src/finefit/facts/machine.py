@@ -46,6 +46,8 @@ CARD_FIELDS = "name,memory.total,memory.free,driver_version,compute_cap"
 CARD_TIMEOUT_SECONDS = 10
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where a container's memory limit stands: cgroup v2, then v1."""
+MEMORY_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""What stands beside a limit: how much of it is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +134,24 @@ def read_cpu_model(cpuinfo: Path) -> str:
 
 def read_memory_bytes(limits: tuple[Path, ...]) -> int:
     """A limit file that is absent or says `max` limits nothing."""
-    texts = [path.read_text().strip() for path in limits if path.exists()]
-    return min([psutil.virtual_memory().total, *(int(text) for text in texts if text.isdigit())])
+    return min([psutil.virtual_memory().total, *(int(text) for text in map(_read_text, limits) if text.isdigit())])
+
+
+def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
+    """What can be taken now: of the host's memory, and of each limit. Pages of files are given back when memory is wanted, and count as free."""
+    left = (max(0, int(limit) - _held_bytes(path)) for path in limits if (limit := _read_text(path)).isdigit())
+    return min([psutil.virtual_memory().available, *left])
+
+
+def _held_bytes(limit: Path) -> int:
+    used = _read_text(limit.with_name(MEMORY_USED[limit.name]))
+    entries = dict(line.split() for line in _read_text(limit.with_name("memory.stat")).splitlines())
+    pages = (entries.get(f"total_{kind}", entries.get(kind, 0)) for kind in ("active_file", "inactive_file"))  # v1 has sums over the groups inside
+    return int(used or 0) - sum(int(page) for page in pages)
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
 
 
 def read_version(package: str) -> str | None:

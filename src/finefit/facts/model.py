@@ -8,7 +8,7 @@ lie between the blocks.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -25,6 +25,8 @@ TEXT_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
 """The small files of the fingerprint, where they exist."""
+TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates that have names of their own, as for tools."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NUM_BLOCKS = 64
@@ -79,20 +81,25 @@ def read_model_folder(path: Path) -> ModelHeader:
         require_folder(path)
         config = read_config(path)
         weights = [read_weight_file(path / name) for name in find_weight_files(path)]
-        texts = [path / name for name in TEXT_FILES if (path / name).is_file()]
-        return _summarise(config, texts, weights)
+        return _summarise(config, find_texts(path), weights)
     except OSError as error:
         raise ModelError(f"{error.filename or path} cannot be read: {error.strerror}", "check that this user may read it") from error
 
 
-def _summarise(config: dict[str, Any], texts: list[Path], weights: list[WeightFile]) -> ModelHeader:
+def find_texts(path: Path) -> dict[str, Path]:
+    """The small files of the fingerprint that are there, by their names in the folder."""
+    templates = sorted(f"{TEMPLATES}/{file.name}" for file in (path / TEMPLATES).glob("*.jinja"))
+    return {name: path / name for name in (*TEXT_FILES, *templates) if (path / name).is_file()}
+
+
+def _summarise(config: dict[str, Any], texts: dict[str, Path], weights: list[WeightFile]) -> ModelHeader:
     tensors = [tensor for file in weights for tensor in file.tensors.values()]
     return ModelHeader(
         config=config,
         num_parameters=None if "quantization_config" in config else sum(prod(tensor.shape) for tensor in tensors),
         weight_bytes=sum(end - start for start, end in (tensor.data_offsets for tensor in tensors)),
         fingerprint=fingerprint(texts, weights),
-        files=tuple(file.name for file in (*texts, *(weight.path for weight in weights))),
+        files=(*texts, *(weight.path.name for weight in weights)),
         dtype=_main_dtype(tensors),
     )
 
@@ -166,11 +173,11 @@ def _require_all_data(weights: WeightFile) -> None:
         raise ModelError(f"{weights.path} is truncated: it has {weights.size_bytes:,} of {expected:,} bytes", FETCH_AGAIN)
 
 
-def fingerprint(texts: Iterable[Path], weights: Iterable[WeightFile]) -> str:
+def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str:
     digest = hashlib.sha256()
-    for text in texts:
+    for name, text in texts.items():
         content = text.read_bytes()
-        digest.update(f"{text.name} {len(content)}\n".encode() + content)
+        digest.update(f"{name} {len(content)}\n".encode() + content)
     for file in weights:
         digest.update(f"{file.path.name} {file.size_bytes} {len(file.header)}\n".encode() + file.header)
         with file.path.open("rb") as opened:

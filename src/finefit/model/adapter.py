@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from finefit.errors import FinefitError, ModelError, SpecError
 from finefit.model.adapter_files import WEIGHTS, require_agreement
 from finefit.model.custom import adaptable_layers, own_of
+from finefit.model.experts import stand_ins_in
 from finefit.model.sight import sight_in, tower_of
 from finefit.model.sight.unused import is_among, unused_in
 from finefit.spec.models import Layers, Lora, Tower
@@ -74,8 +75,9 @@ def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
 def _chosen(model: PreTrainedModel, tuning: Lora) -> set[str]:
     if (own := own_of(model)) is not None:
         return adaptable_layers(own, tuning)
-    head = model.get_output_embeddings()
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+    head, unmoved = model.get_output_embeddings(), stand_ins_in(model)
+    modules = ((name, module) for name, module in model.named_modules() if module is not head and not is_among(name, unmoved))
+    linear = {name for name, module in modules if isinstance(module, nn.Linear | Conv1D)}
     if not linear:
         raise ModelError(f"{type(model).__name__} has no linear layer that could carry an adapter", "train it in full: `tuning: {kind: full}`")
     return {name for tower, layers in targets_by_tower(tuning).items() for name in _matched(_of_tower(linear, tower, model), layers, tower, model)}

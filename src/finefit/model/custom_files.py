@@ -12,7 +12,7 @@ from typing import Any
 
 from finefit.errors import ModelError
 from finefit.facts.files import read_file
-from finefit.facts.model import TEXT_FILES, find_weight_files, fingerprint, read_weight_file
+from finefit.facts.model import find_texts, find_weight_files, fingerprint, read_weight_file
 from finefit.spec.models import CustomModel
 
 MODEL_TYPE = "finefit_custom"
@@ -70,7 +70,7 @@ def weight_files(weights: Path) -> tuple[Path, ...]:
 
 def own_fingerprint(found: Written, tokenizer: Path, weights: Path | None) -> str:
     """Of all that decides what the model answers: the code, its config, the tokenizer and the weights that it starts from."""
-    texts = [tokenizer / name for name in TEXT_FILES if name != "config.json" and (tokenizer / name).is_file()]
+    texts = {name: path for name, path in find_texts(tokenizer).items() if name != "config.json"}
     files = () if weights is None else weight_files(weights)
     content = fingerprint(texts, [read_weight_file(path) for path in files])
     told = json.dumps([found.sha256, found.entry, found.config, content], sort_keys=True)

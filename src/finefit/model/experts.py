@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+STAND_IN = 1
+"""Neurons of the shared expert of a mixture that is built without one, where the architecture must have it: zeros, which no gradient moves."""
 GROUPED = "grouped_under_autocast"
 _WITHOUT_KERNEL = (8, 0)
 """Older cards have no product by groups; transformers has a loop for them, which asks the card how many tokens each expert has."""
@@ -33,6 +36,14 @@ def choose_experts() -> str:
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """By name: modules that hold the weights of several experts in one tensor each, as `use_experts_implementation` of transformers marks them."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated") and hasattr(module, "num_experts")}
+
+
+def stand_ins_in(model: nn.Module) -> tuple[str, ...]:
+    """Dotted names of the shared experts that are none, and of their gates, to which they give no gradient either."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig) or getattr(config.get_text_config(), "shared_expert_intermediate_size", None) != STAND_IN:
+        return ()
+    return tuple(name for name, _ in model.named_modules() if name.endswith((".shared_expert", ".shared_expert_gate")))
 
 
 def active_parameters(model: nn.Module) -> int:

@@ -25,7 +25,7 @@ from finefit.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from finefit.model.adapter_files import WEIGHTS as ADAPTER
 from finefit.model.custom import load_own, own_of, save_own
 from finefit.model.custom_files import written
-from finefit.model.experts import choose_experts, experts_of
+from finefit.model.experts import choose_experts, experts_of, stand_ins_in
 from finefit.model.foreign import with_adapter
 from finefit.model.kept import Kept, save_part
 from finefit.model.sight import auto_class, sight_in, sight_of
@@ -153,7 +153,7 @@ def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str, base: P
 
 def _all_that_is_used(model: PreTrainedModel) -> PreTrainedModel:
     sight = sight_in(model)
-    unused = () if sight is None else unused_in(model, sight)
+    unused = (*stand_ins_in(model), *(() if sight is None else unused_in(model, sight)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_among(name, unused))
     return model

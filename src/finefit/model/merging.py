@@ -4,7 +4,6 @@ All on the host: the base is loaded once in what it is written in, and read back
 """
 
 import gc
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from finefit.artifacts.atomic import full_disk_named
 from finefit.errors import FinefitError, ModelError
-from finefit.facts.model import TEXT_FILES, read_config, read_model_folder
+from finefit.facts.model import read_config, read_model_folder
 from finefit.model.foreign import with_adapter
 from finefit.model.load import load_base
+from finefit.model.moe import copy_texts
 from finefit.model.routers import heard, hooked, routers_of
 from finefit.model.sight import auto_class
 from finefit.objective.router import Routed
@@ -169,9 +169,7 @@ def _save(model: PreTrainedModel, base: Path, adapter: Path, out: Path) -> None:
     model.save_pretrained(out, max_shard_size=_SHARD)
     (out / "generation_config.json").unlink(missing_ok=True)
     for folder in (base, adapter):
-        for name in TEXT_FILES:
-            if name != "config.json" and (folder / name).is_file():
-                shutil.copyfile(folder / name, out / name)
+        copy_texts(folder, out)
 
 
 def _require_same_again(out: Path, probe: Tensor, found: Tensor) -> None:

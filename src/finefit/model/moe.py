@@ -22,7 +22,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from finefit.artifacts.atomic import full_disk_named, sync_file, write_text
 from finefit.errors import FinefitError, ModelError
-from finefit.facts.model import INDEX, TEXT_FILES, find_weight_files, read_config
+from finefit.facts.model import INDEX, find_texts, find_weight_files, read_config
+from finefit.model.experts import STAND_IN
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
@@ -151,8 +152,7 @@ def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared
         return config
     config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": dense["intermediate_size"]}
     if family.has_shared:
-        # without one it is a single neuron of zeros, which no gradient moves: the architecture cannot do without
-        config |= {"shared_expert_intermediate_size": dense["intermediate_size"] if shared == "base" else 1, "qkv_bias": True}
+        config |= {"shared_expert_intermediate_size": dense["intermediate_size"] if shared == "base" else STAND_IN, "qkv_bias": True}
     return config
 
 
@@ -212,7 +212,7 @@ def build_moe(
         make = router or (start(tuple(chosen)) if start else _random_router(len(chosen), dense, seed))
         mixture = _Mixture(family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make)
         dtype = _widest((source, *chosen.values()))
-        _copy_texts(base, out)
+        copy_texts(base, out)
         parameters = _write(out, config, mixture.layers(), dtype)
     return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
@@ -232,7 +232,7 @@ def average(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Liter
                 yield {name: _mean([w[name] for w in chosen.values()]) if _MLP.fullmatch(name) else source[name] for name in names}
 
         dtype = _widest((source, *chosen.values()))
-        _copy_texts(base, out)
+        copy_texts(base, out)
         parameters = _write(out, dense, layers(), dtype)
         _require_mean(Weights(out, stack, is_tied=_is_tied(dense)), source, tuple(chosen.values()))
     return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
@@ -312,7 +312,7 @@ class _Mixture:
         }
         if self.family.has_shared:
             whole = self.base[name]
-            one = whole[:, :1] if part == "down" else whole[:1]
+            one = whole[:, :STAND_IN] if part == "down" else whole[:STAND_IN]
             found[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = whole if self.shared == "base" else torch.zeros_like(one)
         return found
 
@@ -403,7 +403,9 @@ def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tens
     return sizes
 
 
-def _copy_texts(base: Path, out: Path) -> None:
-    for name in TEXT_FILES:
-        if name != "config.json" and (base / name).is_file():
-            shutil.copyfile(base / name, out / name)
+def copy_texts(folder: Path, out: Path) -> None:
+    """All that decides a model's answers beside its weights and their config; over what is there."""
+    for name, path in find_texts(folder).items():
+        if name != "config.json":
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, out / name)

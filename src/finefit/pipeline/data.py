@@ -21,6 +21,7 @@ from finefit.data.files import find_files
 from finefit.data.sightings import are_unchanged
 from finefit.errors import DataError, RunError, SpecError
 from finefit.facts.files import FileFact, finefit_cache, read_file
+from finefit.facts.model import TEMPLATES
 from finefit.model.custom_files import Written, written
 from finefit.spec.models import CustomModel
 from finefit.spec.rows import Data, Source
@@ -137,7 +138,7 @@ def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
 def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
     """Of everything that the result depends on; names stand in what is told of the rows."""
     facts = {split: [[(fact.path, fact.sha256) for fact in files] for files in split_files] for split, split_files in sources.items()}
-    templates = tokenizer / "additional_chat_templates"
+    templates = tokenizer / TEMPLATES
     paths = [*tokenizer.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
     files = [read_file(path, tokenizer).sha256 for path in sorted(paths) if path.suffix in _TOKENIZER_FILES and path.is_file()]
     own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))).hexdigest()

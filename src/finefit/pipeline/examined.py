@@ -39,7 +39,7 @@ from finefit.spec.stages import (
     Verdicts,
     needs,
 )
-from finefit.spec.tasks import Form
+from finefit.spec.tasks import Form, OwnTask
 from finefit.step.engines.zero_config import own_config
 
 _SHOWN = 10
@@ -278,4 +278,6 @@ def _other_files(stage: AnyStage) -> tuple[str, ...]:
             return (words,)
         case MakePairs(method=Verdicts() as method):
             return method.of
+        case Gate(task=OwnTask(path=path)) | BuildMoe(router=CentroidRouter(task=OwnTask(path=path))):
+            return (path,)
     return ()

@@ -12,6 +12,7 @@ from typing import Literal
 
 import finefit
 from finefit.facts.files import finefit_cache
+from finefit.facts.model import TEMPLATES
 from finefit.model.locate import Outline, outline
 from finefit.pipeline.wiring import wired_model
 from finefit.spec.models import Lora
@@ -21,7 +22,6 @@ Done = Callable[[str], Path | None]
 """The output folder of a stage that has run, by its name."""
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _LEFT_OUT = ("config.json", "model.safetensors.index.json", "adapter_config.json", "trainer_state.json")
-_TEMPLATES = "additional_chat_templates"
 
 
 def nothing_done(_: str) -> Path | None:
@@ -104,7 +104,7 @@ def _kept(known: Outline, mixture: Mixture | None) -> Path:
 
 def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
     """The files of a tokenizer and what goes with it, by their names in the folder."""
-    for path in sorted((*folder.iterdir(), *(folder / _TEMPLATES).glob("*"))):
+    for path in sorted((*folder.iterdir(), *(folder / TEMPLATES).glob("*"))):
         if path.is_file() and path.suffix in _TEXTS and path.name not in _LEFT_OUT:
             yield path.relative_to(folder).as_posix(), path
 

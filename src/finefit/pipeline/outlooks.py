@@ -25,6 +25,7 @@ from finefit.spec.stages import (
     BuildMoe,
     CentroidRouter,
     EvaluateStage,
+    ForcedRouter,
     Input,
     MakePairs,
     MergeAdapter,
@@ -151,18 +152,19 @@ def _precision(pipeline: Pipeline, card: str) -> Literal["bf16", "fp16", "fp32"]
 
 def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
     mixture = mixture_of(stage)
+    copies = {} if isinstance(stage.router, ForcedRouter) else copies_in(stage)  # all but one are left out there
+    distinct = len(stage.experts) - len(copies)
     if mixture is None:
-        yield f"the mean of {len(stage.experts)} experts, as large as the base"
+        yield f"the mean of {distinct if stage.copies == 'collapse' else len(stage.experts)} experts, as large as the base"
     else:
         yield f"{mixture.num_experts} experts, {mixture.top_k} of them for each token"
-    copies = copies_in(stage)
-    if copies and mixture is not None:
-        distinct = len(stage.experts) - len(copies)
+    if copies:
         told = f"{len(stage.experts)} slots hold {distinct} distinct {'model' if distinct == 1 else 'models'}"
+        counted, harm = ("they take no memory", "take memory and add nothing") if mixture else ("each counts once", "pull the mean their way")
         if stage.copies == "collapse":
-            yield f"{told}, and copies are collapsed: they take no memory"
+            yield f"{told}, and copies are collapsed: {counted}"
         else:
-            yield f"{told}: copies take memory and add nothing, so the build refuses them; leave them out, or set copies: collapse"
+            yield f"{told}: copies {harm}, so the build refuses them; leave them out, or set copies: collapse"
 
 
 def width_of(outlines: Outlines, asked: Input) -> int:

@@ -77,6 +77,13 @@ def keep_form(form: Form | None, base: Path, run: Path) -> Form | None:
     return form.model_copy(update={"path": _FORM})
 
 
+def form_content(form: Form | None, base: Path) -> str | None:
+    """What rows are built with, wherever a file of the user's own lies: the same content builds the same rows."""
+    if isinstance(form, OwnTask):
+        return f"python {read_file(base / form.path, base).sha256}"
+    return None if form is None else form.model_dump_json()
+
+
 def keep_model_file(spec: Spec, run: Path) -> Spec:
     """The code that a model is built by is copied into the run directory, where the spec's paths start: the run needs no other."""
     if not isinstance(spec.model, CustomModel):

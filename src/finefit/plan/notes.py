@@ -80,6 +80,8 @@ def _tuning_notes(spec: Spec, size: Size) -> tuple[str, ...]:
     if base_bits(spec.tuning) and size.expert_bytes:
         size_gib = size.expert_bytes / 2**30
         found.append(f"the experts ({size_gib:.2f} GiB) are not packed into {base_bits(spec.tuning)} bits: bitsandbytes packs linear layers alone")
+    if isinstance(spec.tuning, Lora) and size.expert_bytes:
+        found.append("the experts carry no adapter and stay as they are: several lie in one tensor, and adapters are for linear layers alone")
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from finefit.artifacts.forecasts import StageOutlook
 from finefit.artifacts.records import Finding
 from finefit.preflight.run import TIGHT
 from finefit.spec.schema import Training
-from finefit.spec.stages import BuildMoe, Pipeline
+from finefit.spec.stages import BuildMoe, ForcedRouter, Pipeline
 
 Named = tuple[str | None, Finding]
 """With the stage's name; None for the whole."""
@@ -85,9 +85,10 @@ def experts_are_no_copies(whole: Whole) -> Iterator[Named]:
     for name, copies in whole.copies.items():
         stage = whole.pipeline.stages[name]
         assert isinstance(stage, BuildMoe)
-        if copies and stage.copies == "refuse" and stage.merge == "mixture":
+        if copies and stage.copies == "refuse" and not isinstance(stage.router, ForcedRouter):  # which leaves all but one out
             distinct = len(stage.experts) - len(copies)
-            problem = f"{len(stage.experts)} slots hold {distinct} distinct models, so the build will refuse them: copies take memory and add nothing"
+            why = "copies take memory and add nothing" if stage.merge == "mixture" else "the mean would lean to what copies have learnt"
+            problem = f"{len(stage.experts)} slots hold {distinct} distinct models, so the build will refuse them: {why}"
             yield name, Finding(level="error", problem=problem, remedy=f"leave the copies out, or --set stages.{name}.copies=collapse")
 
 

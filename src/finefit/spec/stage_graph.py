@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from finefit.spec.models import CustomModel, Lora
+from finefit.spec.models import CustomModel, Full, Lora, Subset, Tuning
 from finefit.spec.stage_kinds import (
     PATHS,
     STAGE,
@@ -16,6 +16,7 @@ from finefit.spec.stage_kinds import (
     BuildMoe,
     CompareStage,
     EvaluateStage,
+    ForcedRouter,
     Gate,
     Input,
     MakePairs,
@@ -24,11 +25,12 @@ from finefit.spec.stage_kinds import (
     StageModel,
     TrainStage,
 )
-from finefit.spec.tasks import LmEval
+from finefit.spec.tasks import LmEval, OwnTask
 
 _MAKERS_OF_MODELS = ("train", "merge_adapter", "build_moe")
 _MAKERS_OF_FILES = ("make_pairs", "python", "train", "merge_adapter", "build_moe")
 _CHECKPOINT = re.compile(r"base|final|best|(checkpoint-)?[0-9]+")
+_MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _WORDS = {"model": "the model", "file": "a file", "scores": "the scores"}
 
 
@@ -199,6 +201,16 @@ def _require_experts(name: str, stage: EvaluateStage, stages: dict[str, Any]) ->
             raise ValueError(
                 f"stage {name}: {', '.join(own)} brings items of its own, whose prompts models.{model} cannot see; evaluate the gate in another stage"
             )
+        here, there = stage.data.task, gate.task
+        if here != there and not (isinstance(here, OwnTask) and isinstance(there, OwnTask)):  # two files may hold the same
+            raise ValueError(
+                f"stage {name} builds its rows with data.task {_shown(here)}, and stage {asked.name}, whose gate models.{model} is, learns from rows "
+                f"that are built with task {_shown(there)}; make them equal"
+            )
+
+
+def _shown(form: BaseModel | None) -> str:
+    return "null" if form is None else form.model_dump_json(exclude_defaults=True)
 
 
 def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) -> None:
@@ -207,8 +219,49 @@ def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) ->
         if isinstance(asked, StageModel) and _trains_adapter(asked, stages):
             raise ValueError(
                 f"stage {name} is built of whole models, and stage {asked.name} trains an adapter; put a stage of kind merge_adapter between, "
-                "and let the adapter have targets in the MLPs alone: [gate_proj, up_proj, down_proj]"
+                f"and let the adapter have targets in the MLPs alone: [{', '.join(_MLP_LAYERS)}]"
             )
+    built = {stage.router.expert} if isinstance(stage.router, ForcedRouter) else stage.experts  # the others are left out
+    for expert in built:
+        for trained in _trained_apart(stage.base, stage.experts[expert], stages):
+            if elsewhere := _outside_mlps(stages[trained].tuning):
+                raise ValueError(
+                    f"stage {name} is built of models that differ in their MLPs alone, and stage {trained}, by which expert {expert} and the base "
+                    f"differ, trains {elsewhere}; give it tuning: {{kind: subset, trainable: [layers.*.mlp]}}, or an adapter with targets: "
+                    f"[{', '.join(_MLP_LAYERS)}] and a stage of kind merge_adapter behind it"
+                )
+
+
+def _trained_apart(base: Input, expert: Input, stages: dict[str, Any]) -> list[str]:
+    """The trainings that one of the two has come through and the other has not. Nothing is known of models that do not start from the same one."""
+    (ours, first), (theirs, other) = _way_of(expert, stages), _way_of(base, stages)
+    if first != other:
+        return []
+    return [name for name in (*ours, *theirs) if (name in ours) != (name in theirs) and isinstance(stages[name], TrainStage)]
+
+
+def _way_of(asked: Input, stages: dict[str, Any]) -> tuple[list[str], Input]:
+    """The stages that a model has come through, the last one first, and what it was before. An average has all but its MLPs from its base."""
+    way = []
+    while isinstance(asked, StageModel):
+        way.append(asked.name)
+        stage = stages[asked.name]
+        asked = stage.base if isinstance(stage, BuildMoe) else stage.model
+    return way, asked
+
+
+def _outside_mlps(tuning: Tuning) -> str:
+    """What of it certainly moves other weights: in every family that a mixture is built of, what lies in no MLP and is none of its layers."""
+    match tuning:
+        case Full():
+            return "all weights (tuning.kind: full)"
+        case Lora(targets=targets):
+            several = targets.values() if isinstance(targets, dict) else (targets,)
+            key, names = "targets", [name for layers in several for name in ((layers,) if isinstance(layers, str) else layers)]
+        case Subset(trainable=patterns):
+            key, names = "trainable", list(patterns)
+    odd = [name for name in names if "mlp" not in (parts := name.split(".")) and parts[-1] not in _MLP_LAYERS]
+    return f"tuning.{key}: {', '.join(odd)}" if odd else ""
 
 
 def _require_same_adapter(name: str, stage: TrainStage, before: str, other: BaseModel) -> None:

@@ -111,7 +111,7 @@ class Sampled(Part):
     temperature: float = Field(0.8, gt=0)
     max_new_tokens: int = Field(256, ge=1)
     margin: float = Field(0.0, ge=0)
-    """By which the scores of a pair differ at least."""
+    """The scores of a pair differ by more than this."""
 
 
 Method = Annotated[Rules | Verdicts | Sampled, Field(discriminator="kind")]
@@ -163,8 +163,10 @@ class CentroidRouter(Part):
     """What the rows are rendered with: that of the experts' own training."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Those of the experts' own training too."""
-    rows: int = Field(64, ge=1)
-    """Looked at of each."""
+    task: Form | None = None
+    """What the rows are built with before: `data.task` of the experts' own training."""
+    rows: int = Field(64, ge=2)
+    """Looked at of each; of few rows one is held out, to show what the router is worth."""
     max_tokens: int = Field(512, ge=2)
     """Of a row: a longer prompt is cut in its middle, and a row that cannot be cut so far is left out."""
 
@@ -232,6 +234,8 @@ class Gate(Part):
     """What the prompts are rendered with: that of the experts' own training."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Those of the experts' own training too."""
+    task: Form | None = None
+    """What the rows are built with before: `data.task` of the experts' own training, and of the stage that evaluates the gate."""
     epochs: int = Field(20, ge=1)
     lr: float = Field(1e-2, gt=0)
     held_out: float = Field(0.3, gt=0, lt=1)

@@ -90,8 +90,7 @@ class Saver:
 
     def _fill(self, staging: Path, state: TrainState, gathered: _Gathered | None) -> None:
         save_weights(self.model, staging, gathered.weights if gathered else None, self.kept)
-        for file in self.where.tokenizer.iterdir():
-            shutil.copy(file, staging / file.name)
+        shutil.copytree(self.where.tokenizer, staging, copy_function=shutil.copy, dirs_exist_ok=True)
         if gathered is None:
             save_state(staging, self.model, self.optimizer)
         else:
@@ -100,7 +99,7 @@ class Saver:
         (staging / "README.md").write_text(_model_card(self.stage, state), encoding="utf-8")
 
     def _needed_bytes(self) -> int:
-        tokenizer = sum(file.stat().st_size for file in self.where.tokenizer.iterdir())
+        tokenizer = sum(file.stat().st_size for file in self.where.tokenizer.rglob("*"))
         return weight_bytes(self.model, self.kept) + state_bytes(self.model) + tokenizer + _SLACK_BYTES
 
 

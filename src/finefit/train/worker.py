@@ -35,7 +35,7 @@ from finefit.model.kept import kept_of
 from finefit.model.load import base_bits, counts, load_base, load_custom, make_trainable, quiet, weight_dtype
 from finefit.model.locate import locate_start
 from finefit.objective.batch import Forward
-from finefit.spec.models import CustomModel
+from finefit.spec.models import CustomModel, Full
 from finefit.step import scaling
 from finefit.step.custom import Compose
 from finefit.step.engines import loads_on, make_engine
@@ -161,7 +161,7 @@ def _make_live(
     examples = {name: open_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
     folder = _folder(where, stage)
     model = make_trainable(_base(folder, stage, where.run, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
-    kept = kept_of(model, folder)
+    kept = None if isinstance(stage.tuning, Full) else kept_of(model, folder)  # what little of a whole model is frozen is saved as the rest is
     keep_start(stage.objective, stage.tuning, model)
     engine = make_engine(stage, ranks, folder=where.path, run=where.run)
     watchdog = Watchdog(metrics.write)

@@ -1,20 +1,21 @@
 """Trained copies of one model become a mixture of experts, or their average. Where a mixture's router starts; the proof that nothing was lost."""
 
+import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from finefit.artifacts.pipelines import Order
 from finefit.artifacts.records import write_record
 from finefit.data.budget import Budget
+from finefit.data.prepared import builder
 from finefit.data.read import open_source
 from finefit.data.render import Rendered, Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
@@ -22,6 +23,7 @@ from finefit.data.selection import sampled
 from finefit.errors import DataError, SpecError
 from finefit.evaluate.answering import held_bytes
 from finefit.evaluate.routing import measure_routing, own_share, routing_map
+from finefit.facts.machine import MEMORY_LIMITS, read_free_memory_bytes
 from finefit.facts.model import read_model_folder
 from finefit.model.attention import attention_here
 from finefit.model.centroids import Centroids, fit_centroids
@@ -100,6 +102,11 @@ def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[
     for name, (rows, faults) in taken.items():
         if not rows:
             raise DataError(f"no row of expert {name} can start its router; the first: {faults[0]}", "raise router.max_tokens, or mend the rows")
+        if len(rows) >= asked.rows and len(set(rows)) == 1:
+            raise DataError(
+                f"the {asked.rows} rows of expert {name} that router.rows takes are all the same, and one must be held out",
+                "raise router.rows, or give it other rows",
+            )
     attention = attention_here(order.device, order.precision, base)
     model = load_base(base, device=order.device, dtype=_DTYPES[order.precision], attention=attention).eval()
     loaded_bytes = held_bytes(order.device)
@@ -113,8 +120,8 @@ def _hidden_size(base: Path) -> int:
 
 
 def _rows(source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Rendered as in training, and what is wrong with rows that cannot be: a few are wanted, so others stand in for them."""
-    reading = open_source(source, base, split="train")
+    """Built and rendered as in training, and what is wrong with rows that cannot be: a few are wanted, so others stand in for them."""
+    reading = replace(open_source(source, base, split="train"), build=builder(asked.task, base=base))
     rows: list[Row] = []
     faults: list[str] = []
     for row in reading.rows():
@@ -145,7 +152,7 @@ def _rendered(rows: Sequence[Row], asked: CentroidRouter, renderer: Renderer, se
 
 def _proof(stage: BuildMoe, built: Built, dense: int, experts: Mapping[str, Path], base: Path, out: Path) -> dict[str, float] | str:
     """By expert the largest difference of logits; or why there is none."""
-    needed, free = round(4 * _ROOM * (built.parameters + dense)), psutil.virtual_memory().available
+    needed, free = round(4 * _ROOM * (built.parameters + dense)), read_free_memory_bytes(MEMORY_LIMITS)
     if needed > free:
         return f"left out: it needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
     return prove_experts(out, {name: experts[name] for name in built.experts}, shared=base if stage.shared == "base" else None)
@@ -175,7 +182,11 @@ def _routing(order: Order, built: Built, started: _Started, out: Path) -> dict[s
 
 
 def _free_bytes(device: str) -> int:
-    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else psutil.virtual_memory().available
+    if device != "cuda":
+        return read_free_memory_bytes(MEMORY_LIMITS)
+    gc.collect()
+    torch.cuda.empty_cache()  # what the base has left with the allocator
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def lines(summary: dict[str, Any]) -> list[str]:

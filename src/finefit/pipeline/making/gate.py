@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from finefit.artifacts.pipelines import Order, SequenceGate
 from finefit.artifacts.records import write_record
 from finefit.data.fingerprint import held_share, prompt_key, system_is_content
 from finefit.data.items import as_item
+from finefit.data.prepared import builder
 from finefit.data.read import open_source
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
@@ -23,8 +24,10 @@ from finefit.errors import DataError
 from finefit.evaluate.gate import RECORD, SCORES, TABLE, chosen
 from finefit.model.gate import fit, mean_embeddings, token_scores
 from finefit.model.locate import locate
+from finefit.pipeline.taskfiles import form_content
 from finefit.spec.rows import Source
 from finefit.spec.stages import Gate
+from finefit.spec.tasks import Form
 from finefit.stats.intervals import wilson
 
 _TELLING = 5
@@ -56,6 +59,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     record = SequenceGate(
         experts=experts,
         template_sha256=renderer.sha256(),
+        form=form_content(stage.task, Path(order.base)),
         trained=_counts(train, experts),
         held=_counts(held, experts),
         telling=_telling(scores, train, experts, renderer),
@@ -84,7 +88,7 @@ def _percent(share: float) -> str:
 
 
 def _prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> list[_Prompt]:
-    rows = {name: _rows(source, base, seed) for name, source in stage.data.items()}
+    rows = {name: _rows(source, stage.task, base, seed) for name, source in stage.data.items()}
     with_system = system_is_content(row for several in rows.values() for row in several)
     return [
         _Prompt(expert, prompt_key(row, with_system=with_system), tuple(_tokens(row, renderer)))
@@ -93,8 +97,8 @@ def _prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> list[_Pr
     ]
 
 
-def _rows(source: Source, base: Path, seed: int) -> list[Row]:
-    reading = open_source(source, base, split="train")
+def _rows(source: Source, form: Form | None, base: Path, seed: int) -> list[Row]:
+    reading = replace(open_source(source, base, split="train"), build=builder(form, base=base))
     rows = []
     for row in reading.rows():
         if isinstance(row, BadRow):

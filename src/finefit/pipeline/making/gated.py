@@ -26,6 +26,7 @@ from finefit.evaluate.score import score_of
 from finefit.facts.files import read_file
 from finefit.pipeline.bare import STAGING, digest_at, put_at
 from finefit.pipeline.create import stage_of
+from finefit.pipeline.taskfiles import form_content
 from finefit.spec.models import ShapeModel
 from finefit.spec.schema import Evaluation
 from finefit.spec.tasks import LmEval
@@ -144,6 +145,12 @@ def _subject(gate: GateModel, digest: str, expert: Subject) -> Subject:
 
 def _choices(gate: GateModel, subject: Subject, where: StageDir) -> list[str]:
     """An expert for every row, by its prompt as the experts see it."""
+    if (asked := form_content(subject.form, where.run)) != gate.record.form:
+        raise SpecError(
+            f"the gate of models.{gate.name} was trained on rows that were built with {gate.record.form or 'nothing'}, and these are built with "
+            f"{asked or 'nothing'}: it would choose by prompts that it does not know",
+            "give the stage of the gate as task what data.task is here",
+        )
     rows = read_items(where.verified(subject.items, {subject.items: subject.items_sha256}))
     renderer = open_renderer(where.tokenizer, subject.template, template_options=subject.template_options)
     if renderer.sha256() != gate.record.template_sha256:
