@@ -1,6 +1,7 @@
 """Figures in documents are those of the committed results."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from bench.speed_table import GOALS, misses, rendered
 from bench.stages import STAGES
 from finefit.plan.target import MARGIN, MARGIN_BYTES
+from tools.make_plan_listings import listings, said
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -172,11 +174,35 @@ def test_the_measured_step_of_two_experts_stands_in_their_document() -> None:
 
 
 def test_two_experts_need_what_the_documents_say_before_any_activation() -> None:
-    """Weights, gradients and two moments in fp32: a second MLP in every layer of Qwen2-0.5B, and a router of two."""
-    base, mlp, router = 494_032_768, 3 * 896 * 4864, 2 * 896
-    needed = 16 * (base + 24 * (mlp + router))
+    """Weights, gradients and two moments in fp32, of Qwen2-0.5B with its MLP so many times in every layer: as the recipe builds it, and as the
+    original did, with the base as shared expert and a head of its own."""
+    base, head, mlp, hidden = 494_032_768, 151_936 * 896, 3 * 896 * 4864, 896
+
+    def needed(experts: int, *, is_original: bool) -> str:
+        more = head + 24 * (mlp + hidden) if is_original else 0
+        return f"{round(16 * (base + 24 * ((experts - 1) * mlp + experts * hidden) + more) / GIB)} GiB"
+
+    figures = {needed(2, is_original=False), needed(2, is_original=True), needed(32, is_original=True)}
+    assert figures == {"12 GiB", "19 GiB", "159 GiB"}
     for name in ("rmoe", "troubleshooting"):
-        assert f"{round(needed / GIB)} GiB" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+        text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+        assert not {figure for figure in figures if figure not in text}
+
+
+PRINTED = {
+    "plan bench/systems/amr.yaml --card 'RTX 4090'": ("README.md", "docs/memory.md"),
+    "plan bench/systems/moe-2.yaml --card A100-80GB": ("docs/memory.md",),
+}
+
+
+@pytest.mark.parametrize("command", PRINTED)
+def test_a_plan_in_the_documents_is_what_its_command_says(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are quickly made; `tools/make_plan_listings.py` renews all of them."""
+    monkeypatch.chdir(ROOT)
+    expected = said(command)
+    for document in PRINTED[command]:
+        printed = {shlex.join(shlex.split(name)): text for name, text in listings((ROOT / document).read_text(encoding="utf-8")).items()}
+        assert printed[command] == expected
 
 
 def test_the_card_was_back_where_it_was_after_every_stage() -> None:
