@@ -11,6 +11,8 @@ import pytest
 from bench.speed_table import GOALS, misses, rendered
 from bench.stages import STAGES
 from finefit.plan.target import MARGIN, MARGIN_BYTES
+from finefit.spec.load import load_any
+from finefit.spec.stages import Pipeline
 from tools.make_plan_listings import listings, said
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,6 +189,21 @@ def test_two_experts_need_what_the_documents_say_before_any_activation() -> None
     for name in ("rmoe", "troubleshooting"):
         text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
         assert not {figure for figure in figures if figure not in text}
+
+
+def test_what_real_abstracts_gave_stands_in_the_document() -> None:
+    found = json.loads((ROOT / "bench/results/pubmedqa.json").read_text())
+    text = (ROOT / "docs/medical.md").read_text(encoding="utf-8")
+    for name, row in found["models"].items():
+        wrong, margin = row["preferred_wrong"], row["margin"]
+        rate = f"{100 * wrong['value']:.1f} % | {100 * wrong['low']:.1f} to {100 * wrong['high']:.1f}"
+        assert f"| {name} | {rate} | {margin['value']:.2f} | {margin['low']:.2f} to {margin['high']:.2f} |" in text
+    test = found["pairs"]["test"]
+    assert f"AUC of {test['length_auc']['words']:.2f} and by single words with {test['words_auc']:.2f}" in text
+
+
+def test_the_pipeline_on_real_abstracts_is_a_spec() -> None:
+    assert isinstance(load_any(ROOT / "bench/pubmedqa/spec.yaml"), Pipeline)
 
 
 PRINTED = {
