@@ -3,10 +3,9 @@
 Held-out rows come first, so that every training row can be compared with them as it streams by.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,10 @@ from finefit.artifacts.forecasts import Lengths
 from finefit.artifacts.journal import Journal
 from finefit.artifacts.trainings import Fault, Preparation
 from finefit.data.budget import Budget
+from finefit.data.built import builder
 from finefit.data.eyes import FAMILIES
 from finefit.data.fingerprint import fingerprint, system_is_content
-from finefit.data.items import as_item, item_line, text_key
+from finefit.data.items import as_item, item_line
 from finefit.data.ledger import Account, Book
 from finefit.data.looking import OwnEye, PictureKeeper, See, eye_of
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
@@ -30,11 +30,9 @@ from finefit.data.rows import BadRow, Kind, Row
 from finefit.data.selection import Choice, choices, sampled, weighted
 from finefit.data.sightings import Sightings
 from finefit.data.store import ExampleWriter
-from finefit.data.tasks import NoResult, make_build
 from finefit.errors import DataError
 from finefit.facts.files import read_file
 from finefit.spec.rows import Data
-from finefit.spec.tasks import Form
 
 Grids = tuple[tuple[int, ...], ...]
 """Of the images of one row."""
@@ -145,19 +143,6 @@ def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, l
     if faults:
         raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy)))
     return readings
-
-
-def builder(form: Form | None, *, base: Path) -> Callable[[Row], Row | BadRow] | None:
-    """For a reading of rows that `form` makes prompt and answer of."""
-    return None if form is None else partial(_built, make_build(form, base=base))
-
-
-def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:
-    """It stays the same item as before, whatever it is built into."""
-    try:
-        return replace(build(row), key=text_key(as_item(row)))
-    except NoResult as reason:
-        return BadRow(row.source, row.number, str(reason), row.part)
 
 
 def _require_kind(reading: Reading, split: str, *, pairs: bool, sees: bool) -> None:

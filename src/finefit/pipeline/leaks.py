@@ -1,19 +1,18 @@
 """Rows that a model is trained on, among those that it is asked later. They are compared as they are read: nothing is rendered or cut first, and none
 is left out for its length."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from finefit.data.built import builder
 from finefit.data.fingerprint import fingerprint, system_is_content
 from finefit.data.overlap import SAMPLE_ROWS, Overlap, OverlapIndex, common_windows
 from finefit.data.read import Reading, open_source
-from finefit.data.rows import BadRow, Row
+from finefit.data.rows import Row
 from finefit.data.selection import sampled
-from finefit.data.tasks import NoResult, make_build
 from finefit.spec.rows import Source
 from finefit.spec.tasks import Form
 
@@ -55,12 +54,4 @@ def _rows(source: Source, base: Path, seed: int, split: str, form: Form | None) 
 
 
 def _read(source: Source, base: Path, split: str, form: Form | None) -> Reading:
-    reading = open_source(source, base, split=split)
-    return reading if form is None else replace(reading, build=partial(_built, make_build(form, base=base)))
-
-
-def _built(build: Callable[[Row], Row], row: Row) -> Row | BadRow:
-    try:
-        return build(row)
-    except NoResult as reason:
-        return BadRow(row.source, row.number, str(reason), row.part)
+    return replace(open_source(source, base, split=split), build=builder(form, base=base))

@@ -15,7 +15,7 @@ import torch
 from finefit.artifacts.pipelines import Order
 from finefit.artifacts.records import write_record
 from finefit.data.budget import Budget
-from finefit.data.prepared import builder
+from finefit.data.built import builder
 from finefit.data.read import open_source
 from finefit.data.render import Rendered, Renderer, open_renderer
 from finefit.data.rows import BadRow, Row

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from finefit.artifacts.pipelines import Order, SequenceGate
 from finefit.artifacts.records import write_record
+from finefit.data.built import builder
 from finefit.data.fingerprint import held_share, prompt_key, system_is_content
 from finefit.data.items import as_item
-from finefit.data.prepared import builder
 from finefit.data.read import open_source
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
