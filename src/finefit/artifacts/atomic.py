@@ -51,7 +51,7 @@ sync_folder = sync_file
 def full_disk_named(path: Path, needed_bytes: int) -> Iterator[None]:
     """Turns `no space left` from any writer below into an error that names the place and the bytes.
 
-    safetensors reports it as an exception of its own type, with the system's text in it.
+    safetensors and shutil.copytree report it as exceptions of their own types, with the system's text in them and no number.
     """
     try:
         yield
@@ -71,7 +71,7 @@ def disk_full(path: Path, needed_bytes: int, free: int) -> DiskFull:
 def _is_full(error: Exception) -> bool:
     if isinstance(error, DiskFull):  # of one file within; the outermost place is the one to know
         return True
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     text = str(error)
     return "No space left on device" in text or "Disk quota exceeded" in text
