@@ -18,7 +18,7 @@ from finefit.model.load import Counts, counts, load_base, make_trainable, save_w
 from finefit.model.moe import average, build_moe, moe_config
 from finefit.model.moe_proof import prove_experts
 from finefit.rehearse.size import survey
-from finefit.spec.models import Full, Lora, Subset
+from finefit.spec.models import Full, Lora, Subset, Tuning
 from tests.conftest import make_tokenizer
 from tests.rehearse.conftest import make_scene
 
@@ -306,9 +306,14 @@ def qwen(tmp_path: Path, shared: Literal["none", "base"], dtype: torch.dtype = t
 ALL = Lora(kind="lora", rank=2, targets="all-linear")
 
 
-@pytest.mark.parametrize(("tuning", "num_tensors"), [(Full(kind="full"), 3 * (2 + 7 + 3) + 3), (ALL, 3 * 4 * 2)], ids=["full", "lora"])
+MLPS = Subset(kind="subset", trainable=("layers.*.mlp",))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "num_tensors"), [(Full(kind="full"), 3 * (2 + 7 + 3) + 3), (ALL, 3 * 4 * 2), (MLPS, 3 * 3)], ids=["full", "lora", "subset"]
+)
 def test_what_stands_in_for_a_shared_expert_is_not_trained_and_all_that_is_trained_has_a_gradient(
-    tmp_path: Path, tuning: Full | Lora, num_tensors: int
+    tmp_path: Path, tuning: Tuning, num_tensors: int
 ) -> None:
     model = make_trainable(load_base(qwen(tmp_path, "none"), device="cpu", dtype=torch.float32), tuning, name="tiny")
     for name, parameter in model.named_parameters():
@@ -320,8 +325,8 @@ def test_what_stands_in_for_a_shared_expert_is_not_trained_and_all_that_is_train
     assert not [name for name, parameter in trained.items() if parameter.grad is None or not parameter.grad.any() or ".shared_expert" in name]
 
 
-@pytest.mark.parametrize(("tuning", "num_tensors"), [(Full(kind="full"), 3 * 4), (ALL, 3 * 4 * 2)], ids=["full", "lora"])
-def test_a_shared_expert_that_is_the_base_is_trained_with_its_gate(tmp_path: Path, tuning: Full | Lora, num_tensors: int) -> None:
+@pytest.mark.parametrize(("tuning", "num_tensors"), [(Full(kind="full"), 3 * 4), (ALL, 3 * 4 * 2), (MLPS, 3 * 4)], ids=["full", "lora", "subset"])
+def test_a_shared_expert_that_is_the_base_is_trained_with_its_gate(tmp_path: Path, tuning: Tuning, num_tensors: int) -> None:
     model = make_trainable(load_base(qwen(tmp_path, "base"), device="cpu", dtype=torch.float32), tuning, name="tiny")
     assert sum(".shared_expert" in name for name in trained_of(model)) == num_tensors
 
@@ -334,9 +339,16 @@ def test_adapters_on_what_stands_in_for_a_shared_expert_are_refused(tmp_path: Pa
     assert refused.value.remedy == "its linear layers are k_proj, o_proj, q_proj, v_proj"
 
 
+@pytest.mark.parametrize("pattern", ["shared_expert", "shared_expert.up_proj", "shared_expert_gate"])
+def test_what_stands_in_for_a_shared_expert_is_no_part_that_can_be_trained(tmp_path: Path, pattern: str) -> None:
+    model = load_base(qwen(tmp_path, "none"), device="cpu", dtype=torch.float32)
+    with pytest.raises(ModelError, match=rf"tuning\.trainable: {pattern} matches only modules without weights that could learn"):
+        make_trainable(model, MLPS.model_copy(update={"trainable": (pattern,)}), name="tiny")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tuning", [Full(kind="full"), ALL], ids=["full", "lora"])
-def test_as_many_parameters_are_trained_as_are_planned(tmp_path: Path, family: str, tuning: Full | Lora) -> None:
+@pytest.mark.parametrize("tuning", [Full(kind="full"), ALL, MLPS], ids=["full", "lora", "subset"])
+def test_as_many_parameters_are_trained_as_are_planned(tmp_path: Path, family: str, tuning: Tuning) -> None:
     base = make_base(tmp_path / "base", family)
     moe = built(tmp_path, base, a=make_expert(base, tmp_path / "a", 2), b=make_expert(base, tmp_path / "b", 3))
     foreseen = survey(make_scene(moe_config(read_config(base), num_experts=2, top_k=2), tuning=tuning))

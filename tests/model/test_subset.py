@@ -86,8 +86,8 @@ def test_a_pattern_is_the_end_of_a_name_and_a_star_is_one_part_of_it(patterns: t
     [
         ("layers.*.ffn", "tuning.trainable: layers.*.ffn matches no module of the model"),
         ("ayers.0.mlp", "tuning.trainable: ayers.0.mlp matches no module of the model"),
-        ("mlp.act_fn", "tuning.trainable: mlp.act_fn matches only modules without weights"),
-        ("rotary_emb", "tuning.trainable: rotary_emb matches only modules without weights"),
+        ("mlp.act_fn", "tuning.trainable: mlp.act_fn matches only modules without weights that could learn"),
+        ("rotary_emb", "tuning.trainable: rotary_emb matches only modules without weights that could learn"),
     ],
 )
 def test_a_pattern_that_means_no_weights_is_refused_with_what_there_is(pattern: str, problem: str) -> None:

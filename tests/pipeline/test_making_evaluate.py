@@ -278,14 +278,17 @@ def test_a_gate_whose_expert_is_not_among_the_models_is_refused_before_anybody_i
         scored(make_order(project, models), make_place(tmp_path))
 
 
-def test_a_gate_does_not_choose_by_prompts_of_another_template(project: Path, stage: Stage, chosen: Path, tmp_path: Path) -> None:
+def test_a_gate_does_not_choose_by_prompts_of_another_template(
+    project: Path, stage: Stage, chosen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known before anybody is asked."""
+    monkeypatch.setattr(evaluating, "launch", _stop)
     record = json.loads((chosen / "gate.json").read_text(encoding="utf-8"))
     (tmp_path / "gate.json").write_text(json.dumps(record | {"template_sha256": "0" * 64}), encoding="utf-8")
     (tmp_path / "gate.safetensors").symlink_to(chosen / "gate.safetensors")
     models = {"other": wired(project / "model", chosen_by=tmp_path), **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")}}
     with pytest.raises(SpecError, match=r"models\.other was trained on prompts of another template"):
-        scored(make_order(project, models), stage.place)
-    assert not (stage.place / "other").exists()
+        scored(make_order(project, models), make_place(tmp_path))
 
 
 def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(project: Path, stage: Stage, chosen: Path, tmp_path: Path) -> None:

@@ -370,6 +370,32 @@ def test_what_base_and_experts_have_in_common_may_be_trained_in_full(base: str, 
     assert pipeline(MIXED + stages + MIX.format(base=base, law=law, maths=maths, more=""))
 
 
+def centroids(of_law: str, more: str, *, is_merged: bool = False) -> Pipeline:
+    """Of an expert whose rows are built with `of_law` and of one whose rows are taken as they are; `more` is said of the router."""
+    tuning = "{kind: lora, targets: [up_proj]}" if is_merged else MLPS
+    law = f"  {'thin' if is_merged else 'law'}: {{kind: train, tuning: {tuning}, data: {{train: [{{path: a.jsonl}}]{of_law}}}}}\n"
+    merged = "  law: {kind: merge_adapter, model: {kind: stage, name: thin}}\n" if is_merged else ""
+    router = f", router: {{kind: centroids, data: {{law: {{path: a.jsonl}}, maths: {{path: b.jsonl}}}}{more}}}"
+    return pipeline(MIXED + law + merged + f"  maths: {{kind: train, tuning: {MLPS}}}\n" + MIX.format(base=M, law=LAW, maths=MATHS, more=router))
+
+
+FORM = ", task: {kind: python, path: form.py}"
+
+
+@pytest.mark.parametrize(("is_merged", "trained"), [(False, "law"), (True, "thin")], ids=["whole", "merged"])
+def test_a_router_that_would_start_from_rows_in_a_form_that_its_experts_do_not_know_is_refused(is_merged: bool, trained: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        centroids(FORM, "", is_merged=is_merged)
+    assert f"stage mix starts its router from rows as they are, and stage {trained}, where expert law learns, builds its rows with " in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(("of_law", "more"), [("", ""), (FORM, FORM), ("", FORM)])
+def test_a_router_may_start_from_rows_as_its_experts_had_them_or_as_it_says(of_law: str, more: str) -> None:
+    assert centroids(of_law, more)
+
+
 def test_a_base_that_has_learnt_what_its_experts_have_not_is_refused() -> None:
     stages = f"  warm: {{kind: train, tuning: {{kind: full}}}}\n  law: {{kind: train, tuning: {MLPS}}}\n"
     with pytest.raises(SpecError, match="stage warm, by which expert law and the base differ, trains all weights"):

@@ -2,6 +2,7 @@
 
 A pattern matches a module whose dotted name ends with it, part by part; `*` stands for one part. `layers.*.mlp` is the MLP of every layer with
 everything in it, `layers.0.mlp` that of the first, `norm` every module of that name. Of a model that sees, the name of a tower is that tower.
+What stands in for the shared expert of a mixture that has none lies in every `mlp` and is never trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from finefit.errors import ModelError
+from finefit.model.experts import stand_ins_in
 from finefit.model.sight import sight_in, tower_of
 from finefit.model.sight.unused import is_among, unused_in
 from finefit.spec.models import Tower
@@ -23,8 +25,9 @@ def train_only(model: M, patterns: Sequence[str]) -> M:
     """Trained weights are kept in fp32, where small updates are not lost; frozen ones stay as they were loaded. Autocast brings them together."""
     chosen = {name for pattern in patterns for name in _chosen(model, pattern)}
     _require_untied(model, chosen)
+    unmoved = stand_ins_in(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_inside(name, chosen))
+        parameter.requires_grad_(_is_inside(name, chosen) and not is_among(name, unmoved))
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
     return model
@@ -40,11 +43,11 @@ def _chosen(model: nn.Module, pattern: str) -> set[str]:
 
 
 def _matched(model: nn.Module, pattern: str) -> set[str]:
-    wanted = pattern.split(".")
+    wanted, unmoved = pattern.split("."), stand_ins_in(model)
     found = {name for name, _ in model.named_modules() if name and _ends_with(name.split("."), wanted)}
-    weighty = {name for name in found if any(True for _ in model.get_submodule(name).parameters())}
+    weighty = {name for name in found if any(True for _ in model.get_submodule(name).parameters()) and not is_among(name, unmoved)}
     if not weighty:
-        what = "only modules without weights" if found else "no module of the model"
+        what = "only modules without weights that could learn" if found else "no module of the model"
         raise ModelError(f"tuning.trainable: {pattern} matches {what}", f"its modules are {', '.join(_kinds(model))}")
     return weighty
 

@@ -14,6 +14,7 @@ from finefit.spec.stage_kinds import (
     STAGE,
     STAGE_PATH,
     BuildMoe,
+    CentroidRouter,
     CompareStage,
     EvaluateStage,
     ForcedRouter,
@@ -140,6 +141,7 @@ def require_fitting_models(name: str, stage: BaseModel, stages: dict[str, Any]) 
             _require_same_adapter(name, stage, before, stages[before])
         case BuildMoe():
             _require_whole_models(name, stage, stages)
+            _require_rows_of_experts(name, stage, stages)
         case MergeAdapter():
             _require_one_adapter(name, stage, stages)
         case EvaluateStage():
@@ -229,6 +231,19 @@ def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) ->
                     f"stage {name} is built of models that differ in their MLPs alone, and stage {trained}, by which expert {expert} and the base "
                     f"differ, trains {elsewhere}; give it tuning: {{kind: subset, trainable: [layers.*.mlp]}}, or an adapter with targets: "
                     f"[{', '.join(_MLP_LAYERS)}] and a stage of kind merge_adapter behind it"
+                )
+
+
+def _require_rows_of_experts(name: str, stage: BuildMoe, stages: dict[str, Any]) -> None:
+    """Centroids of rows that no expert has seen in that form would start the router from nothing that it will meet."""
+    if not isinstance(stage.router, CentroidRouter) or stage.router.task is not None:
+        return
+    for expert, asked in stage.experts.items():
+        for trained in _trained_apart(stage.base, asked, stages):
+            if (form := stages[trained].data.task) is not None:
+                raise ValueError(
+                    f"stage {name} starts its router from rows as they are, and stage {trained}, where expert {expert} learns, builds its rows with "
+                    f"data.task {_shown(form)}; give the router that as task"
                 )
 
 

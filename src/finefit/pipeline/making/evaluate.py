@@ -15,7 +15,7 @@ from finefit.artifacts.pipelines import Order, WiredModel
 from finefit.artifacts.rundir import RunDir
 from finefit.pipeline.bare import EARLIER, STAGING, Asked, Bare, open_at, wired_bare
 from finefit.pipeline.evaluating import Rooms, Say, Tick, evaluate, prompt_grids_of, prompt_tokens_of, request_of
-from finefit.pipeline.making.gated import GateModel, require_experts, score_gate
+from finefit.pipeline.making.gated import GateModel, require_experts, require_known_prompts, score_gate
 from finefit.pipeline.making.score_table import summary_of
 from finefit.pipeline.making.score_table import told as lines
 from finefit.pipeline.questions import plain_spec, prepare_questions, without_rows
@@ -47,9 +47,11 @@ def score(order: Order, place: Path, *, lock: int, tick: Tick, say: Say) -> dict
     _forget(place.glob(f"{STAGING}*"))  # what a kill left
     evaluations = tuple(_found_anywhere(one, Path(order.base)) for one in stage.evaluate)
     runs = _opened(order, place, {name: wired for name, wired in models.items() if wired.gate is None}, evaluations)
+    gates = [GateModel(name=name, folder=Path(wired.gate), place=place / name) for name, wired in models.items() if wired.gate is not None]
+    for gate in gates:
+        require_known_prompts(gate, runs)
     hands = _Hands(lock=lock, tick=tick, say=say)
     scored = {name: _answered(run, evaluations, hands, f"{at} of {len(runs)}") for at, (name, run) in enumerate(runs.items(), 1)}
-    gates = [GateModel(name=name, folder=Path(wired.gate), place=place / name) for name, wired in models.items() if wired.gate is not None]
     scored |= {gate.name: score_gate(gate, runs, evaluations) for gate in gates}
     _forget(earlier for earlier in place.glob(f"{EARLIER}*") if not (earlier / "reviews").exists())
     return summary_of({name: scored[name] for name in models})

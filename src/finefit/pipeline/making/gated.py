@@ -62,6 +62,24 @@ def require_experts(models: Mapping[str, WiredModel], evaluations: Sequence[Eval
             raise SpecError(f"{', '.join(own)} brings items of its own, whose prompts models.{name} cannot see", "evaluate the gate in another stage")
 
 
+def require_known_prompts(gate: GateModel, runs: Mapping[str, RunDir]) -> None:
+    """Told before anything is asked: the experts will all be asked the same, and in the form that the gate was trained on."""
+    _require_same_items(gate, {name: runs[name] for name in gate.record.experts})
+    where = stage_of(runs[gate.record.experts[0]])
+    subject = read_record(where.eval_stage, EvalStage).subject
+    if (asked := form_content(subject.form, where.run)) != gate.record.form:
+        raise SpecError(
+            f"the gate of models.{gate.name} was trained on rows that were built with {gate.record.form or 'nothing'}, and these are built with "
+            f"{asked or 'nothing'}: it would choose by prompts that it does not know",
+            "give the stage of the gate as task what data.task is here",
+        )
+    if _renderer(where, subject).sha256() != gate.record.template_sha256:
+        raise SpecError(
+            f"the gate of models.{gate.name} was trained on prompts of another template than these rows are asked with",
+            "give both stages the same template",
+        )
+
+
 def score_gate(gate: GateModel, runs: Mapping[str, RunDir], evaluations: Sequence[Evaluation]) -> dict[str, EvalResult]:
     """In a run directory that is made whole at once; one that follows from the same answers stays as it is."""
     experts = {name: runs[name] for name in gate.record.experts}
@@ -95,7 +113,6 @@ def _create(gate: GateModel, digest: str, experts: Mapping[str, RunDir], evaluat
 
 def _fill(run: RunDir, gate: GateModel, digest: str, experts: Mapping[str, RunDir], evaluations: Sequence[Evaluation]) -> None:
     where, first = run.stage(1, "eval"), stage_of(next(iter(experts.values())))
-    _require_same_items(gate, experts)
     began, own = time.perf_counter(), read_record(first.eval_stage, EvalStage)
     choices = _choices(gate, own.subject, first)
     own = replace(own, name=gate.name, subject=_subject(gate, digest, own.subject))
@@ -145,20 +162,13 @@ def _subject(gate: GateModel, digest: str, expert: Subject) -> Subject:
 
 def _choices(gate: GateModel, subject: Subject, where: StageDir) -> list[str]:
     """An expert for every row, by its prompt as the experts see it."""
-    if (asked := form_content(subject.form, where.run)) != gate.record.form:
-        raise SpecError(
-            f"the gate of models.{gate.name} was trained on rows that were built with {gate.record.form or 'nothing'}, and these are built with "
-            f"{asked or 'nothing'}: it would choose by prompts that it does not know",
-            "give the stage of the gate as task what data.task is here",
-        )
     rows = read_items(where.verified(subject.items, {subject.items: subject.items_sha256}))
-    renderer = open_renderer(where.tokenizer, subject.template, template_options=subject.template_options)
-    if renderer.sha256() != gate.record.template_sha256:
-        raise SpecError(
-            f"the gate of models.{gate.name} was trained on prompts of another template than these rows are asked with",
-            "give both stages the same template",
-        )
+    renderer = _renderer(where, subject)
     return choose(gate.folder, [_prompt(renderer, row, subject.max_prompt_tokens) for row in rows])
+
+
+def _renderer(where: StageDir, subject: Subject) -> Renderer:
+    return open_renderer(where.tokenizer, subject.template, template_options=subject.template_options)
 
 
 def _prompt(renderer: Renderer, row: Row, most: int | None) -> list[int]:
