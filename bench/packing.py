@@ -22,8 +22,8 @@ import torch
 from bench.memory import FULL, SHAPES, alone, fill, lora, versions
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate, micro_batches
+from finefit.data.examples import Example
 from finefit.data.packing import Capacity, capacity_of
-from finefit.data.render import Example
 from finefit.objective.batch import Batch
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.depth import rehearse_depth

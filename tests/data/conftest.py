@@ -3,7 +3,8 @@ from itertools import groupby
 from typing import Any
 
 from finefit.data.budget import Budget
-from finefit.data.render import Example, Rendered, Renderer
+from finefit.data.examples import Example, Rendered
+from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row
 
 WIDE = Budget(max_tokens=100_000, too_long="error", turns="all")

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finefit.data.collate import collate, lengths_of, micro_batches, pack, supervised_counts_of
+from finefit.data.examples import Example
 from finefit.data.packing import Capacity, capacity_of
-from finefit.data.render import Example
 from finefit.objective.batch import Batch
 
 PAD = 9

@@ -13,12 +13,13 @@ from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import Levers
 from finefit.artifacts.trainings import Preparation
 from finefit.data.collate import collate, lengths_of, micro_batches, pack, supervised_counts_of, worst_of
+from finefit.data.examples import Example
 from finefit.data.layout import efficiency
 from finefit.data.packing import capacity_of
 from finefit.data.pairs import Pair
 from finefit.data.pieces import Work
 from finefit.data.prepared import prepare
-from finefit.data.render import Example, Renderer, open_renderer
+from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message, Row
 from finefit.data.store import ExamplePairs, Examples, ExampleWriter, open_examples
 from finefit.errors import DataError

@@ -16,13 +16,13 @@ import pytest
 from finefit.artifacts.trainings import Preparation, SourceLedger
 from finefit.data import looking, pieces
 from finefit.data.collate import Collator, collate, worst_of
+from finefit.data.examples import Example
 from finefit.data.eyes.eye import Shown
 from finefit.data.images import decode
 from finefit.data.items import key_of, read_items
 from finefit.data.looking import OwnEye, opened, show
 from finefit.data.pairs import Pair
 from finefit.data.pictures import KEPT, Picture
-from finefit.data.render import Example
 from finefit.data.rows import Image
 from finefit.data.sightings import are_unchanged
 from finefit.data.store import ExamplePairs, Examples

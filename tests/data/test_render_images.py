@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from finefit.data.budget import Budget
+from finefit.data.examples import Example
 from finefit.data.looking import opened
-from finefit.data.render import Example, Renderer, open_renderer
+from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Image, Message, Row
 from finefit.errors import DataError
 from finefit.step.custom_eye import Plain

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from finefit.data.render import Example
+from finefit.data.examples import Example
 from finefit.data.store import Examples, ExampleWriter
 
 EXAMPLES = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=12)

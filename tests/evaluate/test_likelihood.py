@@ -8,7 +8,7 @@ from torch import nn
 
 from finefit.artifacts.forecasts import Room
 from finefit.data.budget import Budget
-from finefit.data.render import Example
+from finefit.data.examples import Example
 from finefit.data.rows import Message, Row
 from finefit.errors import DataError
 from finefit.evaluate.likelihood import examples_of, logprobs, num_counted

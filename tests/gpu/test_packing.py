@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate, micro_batches, pack
+from finefit.data.examples import Example
 from finefit.data.packing import capacity_of
-from finefit.data.render import Example
 from finefit.model.attention import choose_attention, has_varlen, varlen
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Packed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from finefit.data.collate import collate, pack
-from finefit.data.render import Example
+from finefit.data.examples import Example
 from finefit.objective.batch import Batch, LossSum
 from finefit.objective.router import Routed, RouterLoss
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from finefit.data.collate import micro_batches
-from finefit.data.render import Example, Renderer
+from finefit.data.examples import Example
+from finefit.data.render import Renderer
 from finefit.data.rows import Message
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Forward, Objective

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from finefit.artifacts.records import Levers
-from finefit.data.render import Example
+from finefit.data.examples import Example
 from finefit.errors import ModelError, SpecError
 from finefit.model.custom import Own, own_of
 from finefit.model.custom_files import written

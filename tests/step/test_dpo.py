@@ -11,9 +11,9 @@ from torch import nn
 
 from finefit.artifacts.records import Levers
 from finefit.data.collate import micro_batches
+from finefit.data.examples import Example
 from finefit.data.packing import capacity_of
 from finefit.data.pairs import Pair
-from finefit.data.render import Example
 from finefit.model.attention import choose_attention
 from finefit.objective.batch import Batch
 from finefit.objective.dpo import Dpo, from_batch

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate, lengths_of, micro_batches, pack, supervised_counts_of
+from finefit.data.examples import Example
 from finefit.data.packing import capacity_of
-from finefit.data.render import Example
 from finefit.errors import ModelError
 from finefit.model.attention import PACKABLE, can_pack, choose_attention
 from finefit.model.load import make_trainable

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from finefit.data.render import Example, Renderer
+from finefit.data.examples import Example
+from finefit.data.render import Renderer
 from finefit.data.rows import Message
 from finefit.objective.sft import sft
 from finefit.spec.models import Tuning

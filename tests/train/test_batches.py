@@ -11,9 +11,9 @@ import torch
 
 from finefit.data import looking
 from finefit.data.collate import Collator, worst_of
+from finefit.data.examples import Example
 from finefit.data.looking import OwnEye
 from finefit.data.pictures import Picture
-from finefit.data.render import Example
 from finefit.data.store import Examples
 from finefit.data.workers import Workers
 from finefit.errors import WorkerDied

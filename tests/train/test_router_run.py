@@ -16,7 +16,7 @@ from finefit.artifacts.journal import read_lines
 from finefit.artifacts.pipelines import Routing
 from finefit.artifacts.records import read_record
 from finefit.artifacts.trainings import StageResult
-from finefit.data.render import Example
+from finefit.data.examples import Example
 from finefit.data.store import open_examples
 from finefit.report.events import event_words
 from tests.conftest import make_rows, make_tokenizer, write_jsonl

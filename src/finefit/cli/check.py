@@ -13,8 +13,9 @@ from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, Runs, Set
 
 if TYPE_CHECKING:
+    from finefit.data.examples import Example
     from finefit.data.pairs import Trained
-    from finefit.data.render import Example, Renderer
+    from finefit.data.render import Renderer
     from finefit.pipeline.data import PreparedData
     from finefit.spec.schema import Spec
 

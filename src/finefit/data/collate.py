@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finefit.data.examples import Example
 from finefit.data.eyes.eye import Lens, Shown
 from finefit.data.looking import See, eye_of, show
 from finefit.data.packing import Capacity, best_fit, both_sides, longest_sides
 from finefit.data.pairs import Pair, Trained
 from finefit.data.pictures import Picture
-from finefit.data.render import Example
 from finefit.objective.batch import Batch, Extra, Packed, Paired
 
 Show = Callable[[Picture], Shown]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from finefit.data.render import Example
+from finefit.data.examples import Example
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ from finefit.artifacts.launcher import end_with_parent
 from finefit.data.budget import Budget
 from finefit.data.cells import Fault
 from finefit.data.conversations import IMAGE_MARK
+from finefit.data.examples import Rendered
 from finefit.data.fingerprint import Fingerprint, fingerprint
 from finefit.data.looking import Looker, See, eye_of
 from finefit.data.pictures import Picture
 from finefit.data.read import Reading
-from finefit.data.render import Rendered, Renderer, open_renderer
+from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Row
 from finefit.errors import WorkerDied
 from finefit.facts.machine import count_cores

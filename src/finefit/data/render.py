@@ -6,78 +6,33 @@ A conversation becomes segments, each tokenised by itself: at inference the prom
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from finefit.data.budget import Budget, fitted
 from finefit.data.conversations import IMAGE_MARK
+from finefit.data.examples import Draft, Example, Rendered, Segment, Sheet, joined, too_long, unknown_character
 from finefit.data.eyes.eye import Eye
 from finefit.data.marks import filled, inlined, num_image_tokens, num_marks, placed, require_image_tokens, require_unwritten
 from finefit.data.pictures import Picture
 from finefit.data.rows import Message, Row
 from finefit.data.spelling import Spelling, require_characters
 from finefit.data.template import ChatTemplate, Habits, read_tools, require_tools
-from finefit.errors import DataError, ModelError
+from finefit.data.tokenizers import model_stops, open_tokenizer, require_template
+from finefit.errors import DataError
 
 _TODAY = date(2024, 7, 26)
 """For templates that write the date (Llama 3.2, gpt-oss): a prompt shall be the same tomorrow. Llama's own fallback."""
 _DEFAULTS: Mapping[str, Any] = {"enable_thinking": False}
 """Most rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn in the one without."""
 _RESERVED = ("messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
-
-
-class Segment(NamedTuple):
-    text: str
-    supervised: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A row as the model sees it; it ends with an answer's end token."""
-
-    tokens: tuple[int, ...]
-    """With those that stand for images."""
-    supervised: tuple[bool, ...]
-    images: tuple[Picture, ...] = ()
-    """In the order of their tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
-    """What became of a row. It can be used if it has examples."""
-
-    examples: tuple[Example, ...] = ()
-    """Several where the template rewrites an answer once more follows, and for long plain text."""
-    rejected: tuple[Example, ...] = ()
-    """The other side of a preference pair."""
-    cut_tokens: int = 0
-    problem: str = ""
-    """Why it cannot be used."""
-    remedy: str = ""
-    is_too_long: bool = False
-    num_tokens: int = 0
-    """Of the longest example, before anything was cut."""
-
-
-class _Sheet(NamedTuple):
-    """An example in text."""
-
-    segments: list[Segment]
-    pictures: tuple[Picture, ...] = ()
-
-
-class _Draft(NamedTuple):
-    """A row in text, example by example."""
-
-    examples: list[_Sheet]
-    rejected: list[_Sheet]
 
 
 @dataclass(frozen=True)
@@ -211,20 +166,20 @@ class Renderer:
     def render(self, rows: Sequence[Row], budget: Budget) -> list[Rendered]:
         """One for each row, whatever is wrong with it. All segments are tokenised in one call."""
         drafts = [self._draft(row, budget.turns) for row in rows]
-        segments = self._segment_ids([draft for draft in drafts if isinstance(draft, _Draft)])
+        segments = self._segment_ids([draft for draft in drafts if isinstance(draft, Draft)])
         return [
             Rendered(problem=draft.problem, remedy=draft.remedy) if isinstance(draft, DataError) else self._finished(row, draft, segments, budget)
             for row, draft in zip(rows, drafts, strict=True)
         ]
 
-    def _finished(self, row: Row, draft: _Draft, segments: Iterator[list[int]], budget: Budget) -> Rendered:
+    def _finished(self, row: Row, draft: Draft, segments: Iterator[list[int]], budget: Budget) -> Rendered:
         if row.kind == "text":
             return self._windows(row.text, next(segments), budget.max_tokens)
         whole = self._assembled(draft, segments)
         if whole.num_tokens <= budget.max_tokens or whole.problem:
             return whole
         if budget.too_long != "cut_prompt":
-            return _too_long(f"too long: {whole.num_tokens} tokens{self._of_images(row)}, max_tokens is {budget.max_tokens}", whole.num_tokens)
+            return too_long(f"too long: {whole.num_tokens} tokens{self._of_images(row)}, max_tokens is {budget.max_tokens}", whole.num_tokens)
         try:
             return self._cut(row, whole, budget)
         except DataError as error:
@@ -243,7 +198,7 @@ class Renderer:
         mark = IMAGE_MARK if row.pictures else None
         kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spelling.spans, max_tokens=budget.max_tokens, mark=mark)
         if kept is None:
-            return _too_long(
+            return too_long(
                 f"too long: {whole.num_tokens} tokens{self._of_images(row)}, and without what can be cut from the prompt still more than max_tokens "
                 f"{budget.max_tokens}",
                 whole.num_tokens,
@@ -254,22 +209,22 @@ class Renderer:
     def _of_images(self, row: Row) -> str:
         return f" ({num_image_tokens(self.eye, row.pictures)} of images, which are never cut)" if row.pictures else ""
 
-    def _draft(self, row: Row, turns: Literal["all", "last"]) -> _Draft | DataError:
+    def _draft(self, row: Row, turns: Literal["all", "last"]) -> Draft | DataError:
         try:
             return self._written(row, turns)
         except DataError as error:
             return error
 
-    def _written(self, row: Row, turns: Literal["all", "last"]) -> _Draft:
+    def _written(self, row: Row, turns: Literal["all", "last"]) -> Draft:
         if row.images and not row.pictures:
             raise DataError("the row has an image, and this model cannot see", "leave the row out, or take the image out of it")
         if row.kind == "text":
             require_characters([row.text])
             self._placed([Message("user", row.text)], ())
-            return _Draft([_Sheet([Segment(row.text, True)])], [])
+            return Draft([Sheet([Segment(row.text, True)])], [])
         examples = self._examples(row.messages, row, turns)
         if not row.rejected:
-            return _Draft(examples, [])
+            return Draft(examples, [])
         rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
         if examples == rejected:
             raise DataError("both sides of the pair are written alike, so there is nothing to prefer", "remove the pair, or mend one side")
@@ -278,9 +233,9 @@ class Renderer:
                 "the chat template writes an earlier answer of the pair differently once more follows, so its side is not one text",
                 "set data.turns: last, which compares the last answers alone",
             )
-        return _Draft(examples, rejected)
+        return Draft(examples, rejected)
 
-    def _examples(self, messages: Sequence[Message], row: Row, turns: Literal["all", "last"]) -> list[_Sheet]:
+    def _examples(self, messages: Sequence[Message], row: Row, turns: Literal["all", "last"]) -> list[Sheet]:
         """Prompt and answer by turns, in one example as long as each prompt goes on from the last answer as that was trained."""
         marked, messages = placed(messages, len(row.pictures)), self._placed(messages, row.pictures)
         if self.template == "plain":
@@ -308,11 +263,11 @@ class Renderer:
             done = prompt + turn
         return [self._sheet(segments, row.pictures[:count]) for segments, count in zip(examples, shown, strict=True)]
 
-    def _sheet(self, segments: list[Segment], pictures: tuple[Picture, ...]) -> _Sheet:
+    def _sheet(self, segments: list[Segment], pictures: tuple[Picture, ...]) -> Sheet:
         if self.eye is None:
-            return _Sheet(segments)
+            return Sheet(segments)
         texts = filled([segment.text for segment in segments], self.eye, pictures)
-        return _Sheet([Segment(text, segment.supervised) for segment, text in zip(segments, texts, strict=True)], pictures)
+        return Sheet([Segment(text, segment.supervised) for segment, text in zip(segments, texts, strict=True)], pictures)
 
     def _plain(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> list[Segment]:
         if not messages or messages[-1].role != "assistant":
@@ -331,13 +286,13 @@ class Renderer:
         marked = prompt.replace(IMAGE_MARK, self.eye.mark) if has_images and self.eye.mark else prompt
         return self.eye.plain(marked, str(self.tokenizer.bos_token) if self._spelling.start else "")
 
-    def _assembled(self, draft: _Draft, ids: Iterator[list[int]]) -> Rendered:
+    def _assembled(self, draft: Draft, ids: Iterator[list[int]]) -> Rendered:
         filled = [[[(segment, next(ids)) for segment in sheet.segments] for sheet in side] for side in draft]
         for segment, piece in chain.from_iterable(chain.from_iterable(filled)):
             if segment.supervised and (unknown := self._spelling.unknown_in(segment.text, piece)):
-                return _unknown(unknown)
+                return unknown_character(unknown)
         sides = [
-            tuple(_example(self._before(pieces[0][1]), pieces, sheet.pictures) for pieces, sheet in zip(side, sheets, strict=True))
+            tuple(joined(self._before(pieces[0][1]), pieces, sheet.pictures) for pieces, sheet in zip(side, sheets, strict=True))
             for side, sheets in zip(filled, draft, strict=True)
         ]
         try:
@@ -350,7 +305,7 @@ class Renderer:
     def _windows(self, text: str, ids: list[int], max_tokens: int) -> Rendered:
         """Plain text in examples that stand behind one another. What a window begins with has nothing before it that could predict it."""
         if unknown := self._spelling.unknown_in(text, ids):
-            return _unknown(unknown)
+            return unknown_character(unknown)
         eos = int(self.tokenizer.eos_token_id)
         tokens = (*self._spelling.start, *ids, *(() if ids[-1:] == [eos] else (eos,)))
         borders = list(range(0, len(tokens), max_tokens))
@@ -360,7 +315,7 @@ class Renderer:
         examples = tuple(Example(window, (False, *(True,) * (len(window) - 1))) for window in windows)
         return Rendered(examples=examples, num_tokens=max(map(len, windows)))
 
-    def _segment_ids(self, drafts: Sequence[_Draft]) -> Iterator[list[int]]:
+    def _segment_ids(self, drafts: Sequence[Draft]) -> Iterator[list[int]]:
         """Of all segments, in order. What does not begin a text is read as the middle of one."""
         segments = [(at > 0, segment.text) for draft in drafts for side in draft for sheet in side for at, segment in enumerate(sheet.segments)]
         return self._spelling.pieces(segments)
@@ -416,80 +371,13 @@ def open_renderer(
     eye: Eye | None = None,
 ) -> Renderer:
     """`eye`: of a model that sees; without it only text is rendered."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{folder} has no tokenizer that can be loaded: {reason}", "put the model's tokenizer files there, whole") from None
-    options = dict(template_options or {})
-    if eye is not None:
-        tokenizer.chat_template = _processor_template(Path(folder)) or tokenizer.chat_template
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer of {folder} has no eos_token, so the model could not learn to stop",
-            "set eos_token in tokenizer_config.json",
-        )
+    tokenizer = open_tokenizer(folder, revision=revision, sees=eye is not None)
     if template == "chat":
-        _require_template(tokenizer, folder)
+        require_template(tokenizer, folder)
+    options = dict(template_options or {})
     if reserved := sorted(set(options) & set(_RESERVED)):
         raise DataError(f"data.template_options sets {', '.join(reserved)}, which the rows give", "take it out of data.template_options")
-    return Renderer(tokenizer, template, options, _model_stops(folder, revision), eye)
-
-
-def _processor_template(folder: Path) -> str | None:
-    """Of models that see, the template may lie with the processor alone."""
-    found = folder / "chat_template.json"
-    if not found.is_file() or (folder / "chat_template.jinja").is_file():
-        return None
-    template = json.loads(found.read_text(encoding="utf-8")).get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-def _require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"{folder} has no chat template",
-            "choose: `data.template: plain` trains on prompt + completion + end token as they stand; or take an instruct model, which has one",
-        )
-    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
-        raise ModelError(
-            f"{folder} has the chat templates {', '.join(sorted(tokenizer.chat_template))}, and none is called default",
-            "name the one to use `default`",
-        )
-
-
-def _model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
-    try:
-        stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
-    except OSError:  # it has none
-        return ()
-    return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
-
-
-def _example(start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]], pictures: tuple[Picture, ...]) -> Example:
-    tokens, supervised = [*start], (False,) * len(start)
-    for segment, ids in pieces:
-        tokens += ids
-        supervised += (segment.supervised,) * len(ids)
-    if supervised[:1] == (True,):  # nothing stands before the first token that could predict it
-        supervised = (False, *supervised[1:])
-    return Example(tuple(tokens), supervised, pictures)
-
-
-def _unknown(character: str) -> Rendered:
-    return Rendered(
-        problem=f"the tokenizer has no token for {character!r}, so the model cannot be taught to write it",
-        remedy="take the character out of the row, or take a model whose tokenizer knows it",
-    )
-
-
-def _too_long(problem: str, num_tokens: int) -> Rendered:
-    return Rendered(
-        problem=problem,
-        remedy="raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut",
-        is_too_long=True,
-        num_tokens=num_tokens,
-    )
+    return Renderer(tokenizer, template, options, model_stops(folder, revision), eye)
 
 
 def _plain_prompt(messages: Sequence[Message], tools: str) -> str:

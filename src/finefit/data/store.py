@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from finefit.data.examples import Example
 from finefit.data.pairs import Pair
 from finefit.data.pictures import Picture, as_json, from_json
-from finefit.data.render import Example
 
 _DTYPES: dict[str, Any] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
 _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}

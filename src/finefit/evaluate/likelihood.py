@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from finefit.artifacts.forecasts import Room
 from finefit.data.budget import Budget
 from finefit.data.collate import collate
-from finefit.data.render import Example, Renderer
+from finefit.data.examples import Example
+from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row
 from finefit.errors import DataError
 from finefit.evaluate.answers import hanging, room_for

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from finefit.artifacts.forecasts import Room
-from finefit.data.render import Example, Renderer
+from finefit.data.examples import Example
+from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row
 from finefit.data.tasks import Likelihood, Reply, Task
 from finefit.errors import DataError

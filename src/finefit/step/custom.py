@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate
+from finefit.data.examples import Example
 from finefit.data.looking import opened
-from finefit.data.render import Example
 from finefit.errors import FinefitError, ModelError, SpecError
 from finefit.model.custom import Inputs, Own, build, own_of
 from finefit.model.custom_files import Written

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from finefit.artifacts.records import Levers
 from finefit.data.collate import Collator, grouped, lengths_of, pack, packs_of, pictures_of, supervised_counts_of
+from finefit.data.examples import Example
 from finefit.data.order import rows_of_rank
 from finefit.data.packing import Capacity, capacity_of, num_sides
 from finefit.data.pairs import Trained
-from finefit.data.render import Example
 from finefit.data.workers import Workers
 from finefit.errors import FinefitError
 from finefit.objective.batch import Batch

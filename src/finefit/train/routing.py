@@ -8,8 +8,8 @@ from typing import Any
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
+from finefit.data.examples import Example
 from finefit.data.pairs import Trained
-from finefit.data.render import Example
 from finefit.evaluate.routing import measure_routing, routing_map
 from finefit.model.centroids import num_shared
 from finefit.spec.schema import Router

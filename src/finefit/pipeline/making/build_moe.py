@@ -16,8 +16,9 @@ from finefit.artifacts.pipelines import Order
 from finefit.artifacts.records import write_record
 from finefit.data.budget import Budget
 from finefit.data.built import builder
+from finefit.data.examples import Rendered
 from finefit.data.read import open_source
-from finefit.data.render import Rendered, Renderer, open_renderer
+from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, Row
 from finefit.data.selection import sampled
 from finefit.errors import DataError, SpecError
