@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.lock import holder_of, run_lock
-from finefit.errors import RunError
+from finefit.errors import DiskFull, RunError
+from tests.faults import fill_disk, small_disk
 
 HOLD = """
 import sys, time
@@ -129,3 +130,16 @@ def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(tmp_path: Path
         with pytest.raises(RunError, match=f"by process {first.pid} on {socket.gethostname()}"), run_lock(lock):
             pass
         naming.join()
+
+
+def test_a_lock_without_room_for_its_holder_is_told_by_its_place(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        lock = disk / "run.lock"
+        lock.touch()
+        fill_disk(disk, leave_pages=0)
+        with pytest.raises(DiskFull, match=f"the disk is full: {lock} found no room, 0 bytes are free now"), run_lock(lock):
+            pass
+        assert holder_of(lock) is None
+        (disk / "filler").unlink()
+        with run_lock(lock):
+            assert holder_of(lock) == os.getpid()

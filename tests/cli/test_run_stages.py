@@ -12,7 +12,7 @@ import pytest
 
 from finefit.artifacts.pipelines import PipelineState
 from finefit.artifacts.records import read_record
-from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.rundir import RunDir, find_run
 from finefit.artifacts.trainings import Stage
 from finefit.pipeline.create import stage_of
 from finefit.pipeline.stage_keys import tree_digest
@@ -26,6 +26,13 @@ import time
 Path(target).with_name("begun.txt").touch()
 while not (Path(__file__).parent / "go").exists():
     time.sleep(0.05)
+"""
+DIES_AT_THE_SECOND = """
+import os
+die = Path(__file__).parent / "die"
+if "two" in words and die.exists():
+    die.unlink()
+    os.kill(os.getpid(), 9)
 """
 WAIT_SECONDS = 280.0
 
@@ -90,10 +97,12 @@ def test_a_run_is_told_stage_by_stage_and_the_second_has_nothing_to_do(folder: P
     assert calls(folder) == ["third", "first", "second", "third"]
 
 
-@pytest.mark.parametrize("option", ["--from", "--only", "--force"])
-def test_a_stage_that_is_not_there_is_told_with_those_that_are(folder: Path, finefit: Finefit, option: str) -> None:
-    answer = finefit("run", "spec.yaml", option, "fourth")
-    assert (answer.code, answer.err) == (2, "error: chain has no stage fourth\nits stages are first, second, third\n")
+@pytest.mark.parametrize(
+    ("option", "name"), [("--from", "fourth"), ("--only", "fourth"), ("--force", "fourth"), ("--from", "all"), ("--only", "all")]
+)
+def test_a_stage_that_is_not_there_is_told_with_those_that_are(folder: Path, finefit: Finefit, option: str, name: str) -> None:
+    answer = finefit("run", "spec.yaml", option, name)
+    assert (answer.code, answer.err) == (2, f"error: chain has no stage {name}\nits stages are first, second, third\n")
     assert not (folder / "runs").exists()
 
 
@@ -129,6 +138,38 @@ def test_a_run_and_a_dry_run_say_the_same_of_what_was_taken_away(folder: Path, f
     assert [stage["action"] for stage in document["stages"]] == ["done", "run", "run"]
     assert finefit("run", "spec.yaml").code == 0
     assert calls(folder) == ["second"]
+
+
+def test_a_run_and_a_dry_run_say_the_same_of_a_command_that_was_killed(folder: Path, finefit: Finefit) -> None:
+    (folder / "add.py").write_text((folder / "add.py").read_text() + DIES_AT_THE_SECOND)
+    assert finefit("run", "spec.yaml").code == 0
+    (folder / "die").touch()
+    assert finefit("run", "spec.yaml", "--from", "first").code == 3
+    calls(folder)
+    for target in ("spec.yaml", "runs/chain-1"):
+        same = finefit("run", target, "--from", "first", "--dry-run", "--json").document
+        assert [stage["action"] for stage in same["stages"]] == ["done", "run", "run"]
+        other = finefit("run", target, "--force", "first", "--dry-run", "--json").document
+        assert (other["stages"][0]["action"], other["stages"][0]["why"]) == ("run", "asked for")
+    assert finefit("run", "spec.yaml", "--from", "first").code == 0
+    assert calls(folder) == ["second", "third"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_one_stage_alone_in_a_new_run_shows_where_those_lie_that_it_stands_on(finefit: Finefit) -> None:
+    assert finefit("run", "spec.yaml").code == 0
+    change = 'stages.third.arguments=["{before}", "{output}/third.txt", "3"]'
+    answer = finefit("run", "spec.yaml", "--only", "third", "--set", change)
+    assert answer.code == 0
+    assert "stage first (python) is reused: chain-1 has made it" in answer.out
+    document = finefit("watch", "runs/chain-2", "--json").document
+    assert [(stage["status"], stage["place"]) for stage in document["stages"]] == [
+        ("done", "runs/chain-1/stages/1-first"),
+        ("done", "runs/chain-1/stages/2-second"),
+        ("done", "runs/chain-2/third"),
+    ]
+    assert find_run(Path("runs/chain-2/second/output")) == Path("runs/chain-1/stages/2-second/output")
+    assert document["status"] == "finished"
 
 
 def test_a_failed_stage_ends_with_its_own_code_and_place(folder: Path, finefit: Finefit) -> None:

@@ -1,6 +1,7 @@
 """A script in the process of its stage: whatever it does to that process is told as its own doing."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ def _worked(folder: Path, script: str) -> tuple[int, Made]:
     stage = PythonStage.model_validate_json(json.dumps(asked))
     write_record(where.order, Order(name="own", pipeline="p", seed=1, device="cpu", precision="fp32", base=str(folder), stage=stage))
     command = [sys.executable, "-m", "finefit.pipeline.making.worker", str(where.order)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as a UTF-8 locale has it
+    done = subprocess.run(command, env=strict, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     return done.returncode, read_record(where.made, Made)
 
 
@@ -38,10 +40,38 @@ def test_a_script_that_ends_its_process_is_told_of_and_not_finefit(tmp_path: Pat
     assert made.failure.problem.startswith("own.py did not come to its end and took its process along")
 
 
-def test_a_script_that_fails_is_told_by_its_own_words(tmp_path: Path) -> None:
-    _, made = _worked(tmp_path, "raise ValueError('no ideas')")
+@pytest.mark.parametrize(
+    ("failing", "told"),
+    [
+        ("raise ValueError('no ideas')", "ValueError: no ideas"),
+        ("raise ValueError('\\udcff')", r"ValueError: \udcff"),
+        ("sys.stdout.close(); raise ValueError('no words')", "ValueError: no words"),
+        ("os.close(1); raise ValueError('no log')", "ValueError: no log"),
+    ],
+)
+def test_a_script_that_fails_is_told_by_its_own_words(tmp_path: Path, failing: str, told: str) -> None:
+    code, made = _worked(tmp_path, failing)
     assert made.failure is not None
-    assert made.failure.problem == "own.py (line 2): ValueError: no ideas"
+    assert (code, made.failure.problem) == (2, f"own.py (line 2): {told}")
+
+
+def test_a_script_that_ends_with_words_that_are_no_text_is_told_by_them(tmp_path: Path) -> None:
+    _, made = _worked(tmp_path, "sys.exit('bad name: \\udcff')")
+    assert made.failure is not None
+    assert made.failure.problem == r"own.py ended with bad name: \udcff"
+
+
+@pytest.mark.parametrize("harmless", ["sys.stdout.close()", "sys.stdout = None", "print('\\udcff')"])
+def test_what_a_script_does_to_its_words_does_not_spoil_what_it_has_made(tmp_path: Path, harmless: str) -> None:
+    code, made = _worked(tmp_path, f"open('a.txt', 'w').write('made')\n{harmless}")
+    assert (code, made.failure) == (0, None)
+
+
+@pytest.mark.parametrize("removing", ["shutil.rmtree(os.getcwd())", "shutil.rmtree(os.getcwd()); open(sys.argv[2][5:].removesuffix('/a.txt'), 'w')"])
+def test_a_script_that_removes_its_folder_is_told_of_and_not_finefit(tmp_path: Path, removing: str) -> None:
+    code, made = _worked(tmp_path, f"import shutil; {removing}")
+    assert made.failure is not None
+    assert (code, made.failure.problem) == (2, "the script ended and has removed the folder that it fills")
 
 
 def test_a_script_that_comes_to_its_end_is_told_by_what_it_made(tmp_path: Path) -> None:

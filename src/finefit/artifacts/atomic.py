@@ -2,12 +2,15 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from finefit.errors import DiskFull
+from finefit.errors import DiskFull, FinefitError
 from finefit.facts.files import free_bytes
+
+_REMEDY = "free some space, then give the same command again: it goes on where it was"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,29 +51,41 @@ sync_folder = sync_file
 
 
 @contextmanager
-def full_disk_named(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turns `no space left` from any writer below into an error that names the place and the bytes.
+def full_disk_named(path: Path, needed_bytes: int | None = None, *, remedy: str = _REMEDY) -> Iterator[None]:
+    """Turns `no space left` from any writer below into an error that names the place and the bytes. Of several around one another the outermost that
+    knows the bytes is the one that is told.
 
     safetensors and shutil.copytree report it as exceptions of their own types, with the system's text in them and no number.
     """
     try:
         yield
     except Exception as error:
-        if not _is_full(error):
+        if not is_full(error) or (needed_bytes is None and isinstance(error, DiskFull)):
             raise
-        raise disk_full(path, needed_bytes, free_bytes(path)) from error
+        raise disk_full(path, needed_bytes, free_bytes(path), remedy=remedy) from error
 
 
-def disk_full(path: Path, needed_bytes: int, free: int) -> DiskFull:
-    return DiskFull(
-        f"the disk is full: {path} needs {needed_bytes:,} bytes, {free:,} are free",
-        "free some space or lower save.keep, then give the same command again: it goes on from the last checkpoint",
-    )
+@contextmanager
+def given_back_when_full(folder: Path) -> Iterator[None]:
+    """What is half made there makes room for what has to be said of it."""
+    try:
+        yield
+    except Exception as error:
+        if is_full(error) and folder.exists():
+            shutil.rmtree(folder)
+        raise
 
 
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, DiskFull):  # of one file within; the outermost place is the one to know
-        return True
+def disk_full(path: Path, needed_bytes: int | None, free: int, *, remedy: str = _REMEDY) -> DiskFull:
+    if needed_bytes is None:
+        return DiskFull(f"the disk is full: {path} found no room, {free:,} bytes are free now", remedy)
+    return DiskFull(f"the disk is full: {path} needs {needed_bytes:,} bytes, {free:,} are free", remedy)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether it tells of a full disk. Our own errors may quote an old log, so their type alone counts."""
+    if isinstance(error, FinefitError):
+        return isinstance(error, DiskFull)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     text = str(error)

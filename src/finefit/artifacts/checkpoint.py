@@ -17,6 +17,7 @@ _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 _STAGING = ".staging-"
 _DOOMED = ".removing-"
 _BLOCK = 1 << 20
+_FEWER = "free some space or lower save.keep, then give the same command again: it goes on from the last checkpoint"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -52,9 +53,9 @@ def write_checkpoint(
     sweep(folder)
     final = folder / f"checkpoint-{step}"
     if (available := free(folder)) < needed_bytes:
-        raise disk_full(final, needed_bytes, available)
+        raise disk_full(final, needed_bytes, available, remedy=_FEWER)
     staging = folder / f"{_STAGING}{final.name}"
-    with full_disk_named(final, needed_bytes):  # around the clean-up, so that the bytes it names as free are those for the next attempt
+    with full_disk_named(final, needed_bytes, remedy=_FEWER):  # around the clean-up: the bytes it names as free are those for the next attempt
         staging.mkdir()
         try:
             fill(staging)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from finefit.artifacts.atomic import full_disk_named
 from finefit.errors import RunError
 
 _ORPHAN_SECONDS = 60.0
@@ -25,7 +26,8 @@ def run_lock(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _take(descriptor, path)
-        _write_holder(descriptor)
+        with full_disk_named(path):
+            _write_holder(descriptor)
         yield descriptor
         os.ftruncate(descriptor, 0)
     finally:

@@ -44,8 +44,8 @@ class Wish:
     def forced(self, pipeline: "Pipeline") -> set[str]:
         from finefit.pipeline.stage_choice import above, require_stages
 
-        named = [name for name in (self.first, self.only, *self.force) if name is not None and name != EVERY]
-        require_stages(pipeline, named)
+        named = [name for name in (self.first, self.only) if name is not None]
+        require_stages(pipeline, [*named, *(name for name in self.force if name != EVERY)])
         self._require_sense()
         again = set(pipeline.stages) if EVERY in self.force else set(self.force)
         if self.only is not None:
@@ -181,11 +181,13 @@ def _carry_out(place: "RunDir", call: Call, console: "Console") -> None:
 
 def _tell_choices(call: Call, console: "Console") -> None:
     from finefit.pipeline.stage_choice import foretell
+    from finefit.pipeline.stage_run import given_again
     from finefit.report.stages import choices_document, choices_table
 
     with console.status("reading models and data"):
         stages = _stages(call)
-        choices = foretell(stages, forced=call.wish.forced(stages.pipeline), only=call.wish.only)
+        forced = call.wish.forced(stages.pipeline)
+        choices = foretell(given_again(stages, forced), forced=forced, only=call.wish.only)
     run = "a new run" if stages.run is None else str(stages.run.path)
     if call.as_json:
         document = {"run": None if stages.run is None else run, "stages": choices_document(stages.pipeline, choices)}

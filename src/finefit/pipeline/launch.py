@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from finefit import errors
+from finefit.artifacts.atomic import full_disk_named
 from finefit.artifacts.launcher import Place, chosen_variables, on_stop_signals, without_place
 from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
@@ -179,7 +180,7 @@ def rank_environment(place: Place, stage: Stage) -> dict[str, str]:
 
 
 def _start(module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    with log.open("ab") as output:
+    with full_disk_named(log), log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(argument)],
             stdin=subprocess.PIPE,

@@ -98,7 +98,7 @@ def choose(stages: Stages, name: str, *, forced: Collection[str] = ()) -> Choice
 
 def foretell(stages: Stages, *, forced: Collection[str] = (), only: str | None = None) -> list[Choice]:
     """Of all stages, or of one and those that it stands on, as far as it can be known before any has run."""
-    names = stages.pipeline.order() if only is None else [*_below(stages.pipeline, only), only]
+    names = stages.pipeline.order() if only is None else [*below(stages.pipeline, only), only]
     found = []
     for name in names:
         choice = choose(stages, name, forced=forced)
@@ -119,7 +119,7 @@ def above(pipeline: Pipeline, name: str) -> set[str]:
     return found
 
 
-def _below(pipeline: Pipeline, name: str) -> list[str]:
+def below(pipeline: Pipeline, name: str) -> list[str]:
     """What a stage stands on, in order."""
     wanted = {name}
     for other in reversed(pipeline.order()):
@@ -135,8 +135,8 @@ def require_stages(pipeline: Pipeline, names: Collection[str]) -> None:
 
 def require_below(stages: Stages, name: str) -> None:
     """That one stage can be carried out alone; what it stands on is settled then."""
-    *below, _ = foretell(stages, only=name)
-    if waiting := [choice.name for choice in below if choice.action == "run"]:
+    *under, _ = foretell(stages, only=name)
+    if waiting := [choice.name for choice in under if choice.action == "run"]:
         raise RunError(
             f"stage {name} stands on {', '.join(waiting)}, and what the spec asks of it now is not there",
             f"run {', '.join(waiting)} first, or leave --only out",

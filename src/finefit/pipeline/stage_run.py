@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
 
 from finefit import __version__
 from finefit.artifacts.atomic import full_disk_named, write_text
@@ -70,16 +71,16 @@ def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = No
         _follow(stages.run, asked)
         return stages.run
     forecasts = look_ahead(stages, only=only, forced=forced).forecasts
-    runs.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".staging-{asked.pipeline.name}-", dir=runs))
-    try:
-        with full_disk_named(runs / asked.pipeline.name, _RECORDS_BYTES):
+    with full_disk_named(runs / asked.pipeline.name, _RECORDS_BYTES):
+        runs.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".staging-{asked.pipeline.name}-", dir=runs))
+        try:
             _fill(RunDir(staging), asked, forecasts)
-        staging.chmod(0o755)
-        return RunDir(put_in_place(staging, runs, asked.pipeline.name))
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+            staging.chmod(0o755)
+            return RunDir(put_in_place(staging, runs, asked.pipeline.name))
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,16 @@ def open_stages(run: RunDir) -> Stages:
     pipeline = pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
     asked = read_record(run.state, PipelineState).asked
     return Stages(pipeline=pipeline, base=run.path.resolve(), runs=run.path.resolve().parent, run=run, asked=asked)
+
+
+def command_of(state: PipelineState, forced: Collection[str]) -> str:
+    """Which command asks for stages anew; empty where none does. One that was killed and is given again is the same one."""
+    return "" if not forced else state.asked if set(state.forced) == set(forced) else uuid4().hex
+
+
+def given_again(stages: Stages, forced: Collection[str]) -> Stages:
+    """As the command that asks for these anew would find them."""
+    return stages if stages.run is None else replace(stages, asked=command_of(read_record(stages.run.state, PipelineState), forced))
 
 
 def require_unchanged(run: RunDir) -> None:

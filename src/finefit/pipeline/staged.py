@@ -8,17 +8,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from signal import Signals, signal
 from types import FrameType
 from typing import Any, Literal, Protocol
-from uuid import uuid4
 
 from finefit import __version__
-from finefit.artifacts.atomic import sync_file, sync_folder
+from finefit.artifacts.atomic import disk_full, full_disk_named, given_back_when_full, sync_file, sync_folder
 from finefit.artifacts.journal import read_lines
 from finefit.artifacts.launcher import on_stop_signals
 from finefit.artifacts.lock import run_lock
@@ -26,7 +25,8 @@ from finefit.artifacts.pipelines import Begun, Done, Made, PipelineState, StageM
 from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.trainings import StageResult
-from finefit.errors import FinefitError, Interrupted, Resumable
+from finefit.errors import DiskFull, FinefitError, Interrupted, Resumable
+from finefit.facts.files import free_bytes
 from finefit.pipeline.awake import awake
 from finefit.pipeline.create import create_run_at, stage_of
 from finefit.pipeline.execute import execute
@@ -34,11 +34,11 @@ from finefit.pipeline.foreseen import naming
 from finefit.pipeline.inputs import between, open_inputs, relocate
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.resume import amend
-from finefit.pipeline.stage_choice import Choice, Stages, can_go_on, choose, is_half_done, is_whole, is_worth_keeping, require_below
+from finefit.pipeline.stage_choice import Choice, Stages, below, can_go_on, choose, is_half_done, is_whole, is_worth_keeping, require_below
 from finefit.pipeline.stage_keys import key_of, output_digest, sizes_of
 from finefit.pipeline.stage_memory import Meter
 from finefit.pipeline.stage_order import device_here, order_for
-from finefit.pipeline.stage_run import open_stages, plan_rest
+from finefit.pipeline.stage_run import command_of, open_stages, plan_rest
 from finefit.pipeline.wiring import wired_spec
 from finefit.spec.edit import dumped
 from finefit.spec.load import spec_from_json
@@ -87,7 +87,8 @@ def carry_out(run: RunDir, teller: Teller, *, forced: Collection[str] = (), only
             work.plan(forced, only)
             work.all(forced, only)
         except FinefitError as error:
-            write_record(run.run, replace(record, status=_status(error), failure=Failure.of(error)))
+            with suppress(DiskFull):  # a record that finds no room does not hide the reason
+                write_record(run.run, replace(record, status=_status(error), failure=Failure.of(error)))
             raise
         state = read_record(run.state, PipelineState)
         write_record(run.state, replace(state, forced=(), asked=""))
@@ -112,12 +113,12 @@ class _Work:
                 self.teller.say(f"warning: {stage}{found.problem}{remedy}")
 
     def all(self, forced: Collection[str], only: str | None) -> None:
+        """Also where one alone is asked for, those that it stands on are told and noted with their places: they are settled."""
         if only is not None:
             require_below(self.stages, only)
-            return self._one(only, forced)
-        for name in self.stages.pipeline.order():
+        pipeline = self.stages.pipeline
+        for name in pipeline.order() if only is None else [*below(pipeline, only), only]:
             self._one(name, forced)
-        return None
 
     def _one(self, name: str, forced: Collection[str]) -> None:
         choice = choose(self.stages, name, forced=forced)
@@ -132,10 +133,11 @@ class _Work:
         self._note(name, "running", choice.reason, place=own.path)
         self.teller.begin(choice, self.stages.number(name), len(self.stages.pipeline.stages))
         try:
-            with naming(name):
+            with naming(name), full_disk_named(own.path):
                 self._work(choice, own)
         except FinefitError as error:
-            self._note(name, _status(error), error.problem.splitlines()[0], place=own.path)
+            with suppress(DiskFull):
+                self._note(name, _status(error), error.problem.splitlines()[0], place=own.path)
             raise
         done = self.stages.settle(name, own.path)
         self._note(name, "done", choice.reason, place=own.path)
@@ -214,13 +216,13 @@ class _Work:
         if not is_whole(making, now):
             if not is_half_done(making, now):
                 _remove(making.path)
-            self._make_out_of_sight(name, making, now)
+            with given_back_when_full(making.output):
+                self._make_out_of_sight(name, making, now)
         with _set_aside(own.path):
             making.path.rename(own.path)
             sync_folder(own.path.parent)
 
     def _make_out_of_sight(self, name: str, making: StageDir, now: Begun) -> None:
-        _forget_half_made(making)
         making.making_log.parent.mkdir(parents=True, exist_ok=True)
         write_record(making.begun, now)
         order = order_for(self.stages, name)
@@ -286,6 +288,8 @@ def _amend_places(run: RunDir, spec: Spec) -> None:
 
 
 def _made(making: StageDir, code: int, log: Path) -> Made:
+    if not making.made.exists() and code == DiskFull.exit_code:  # no room for the record
+        raise disk_full(making.path, None, free_bytes(making.path))
     if not making.made.exists():
         raise FinefitError(f"its process ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")
     made = read_record(making.made, Made)
@@ -326,18 +330,21 @@ def _set_aside(place: Path) -> Iterator[None]:
 
 
 def _sweep(run: RunDir) -> None:
-    """What a killed run has left half made."""
+    """What a killed run has left half made, before anything is written: it may be what fills the disk."""
     for path in (run.path / "stages").iterdir():
         if path.name.startswith(_LEFT_OVER):
             shutil.rmtree(path)
+    for number, stage in enumerate(read_record(run.state, PipelineState).stages, 1):
+        making = run.making(number, stage.name)
+        if not making.done.exists():
+            _forget_half_made(making)
 
 
 def _put_back(run: RunDir, forced: Collection[str]) -> None:
-    """What a killed run had in hand, and what shall be made again, is waiting. A command that was killed and is given again is the same command."""
+    """What a killed run had in hand, and what shall be made again, is waiting."""
     old = read_record(run.state, PipelineState)
     stages = tuple(one if one.status == "done" and one.name not in forced else replace(one, status="waiting", reason="") for one in old.stages)
-    asked = old.asked if set(old.forced) == set(forced) else uuid4().hex
-    write_record(run.state, replace(old, stages=stages, forced=tuple(sorted(forced)), asked=asked if forced else ""))
+    write_record(run.state, replace(old, stages=stages, forced=tuple(sorted(forced)), asked=command_of(old, forced)))
 
 
 @contextmanager

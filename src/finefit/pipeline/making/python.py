@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from finefit.artifacts.atomic import is_full
 from finefit.artifacts.pipelines import Made, Order
 from finefit.artifacts.records import Failure, write_record
 from finefit.artifacts.rundir import StageDir
@@ -43,19 +44,24 @@ def _ended_within(script: Path) -> SpecError:
 
 
 def _run(script: Path, arguments: list[str]) -> None:
-    """In this process, so that it ends where this one is ended."""
+    """In this process, so that it ends where this one is ended. The log stays open, whatever the script closes."""
     sys.argv, sys.path = [str(script), *arguments], [str(script.parent), *sys.path]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise SpecError(f"{script.name} ended with {end.code}", "its own words are in the stage's log") from None
-    except Exception as error:  # noqa: BLE001 the boundary to the user's script: whatever it raises is told with its place
-        traceback.print_exc(file=sys.stdout)
-        problem = f"{script.name}{_line_of(error, script)}: {type(error).__name__}: {error}"
-        raise SpecError(problem, "mend the script; its traceback is in the stage's log") from None
-    finally:
-        sys.stdout.flush()
+    words = sys.stdout
+    with os.fdopen(os.dup(words.fileno()), "w", encoding="utf-8", errors="backslashreplace") as log:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise SpecError(f"{script.name} ended with {end.code}", "its own words are in the stage's log") from None
+        except Exception as error:  # the boundary to the user's script: whatever it raises is told with its place
+            if is_full(error):
+                raise
+            traceback.print_exc(file=log)
+            problem = f"{script.name}{_line_of(error, script)}: {type(error).__name__}: {error}"
+            raise SpecError(problem, "mend the script; its traceback is in the stage's log") from None
+        finally:
+            if not words.closed:
+                words.flush()
 
 
 def _line_of(error: Exception, script: Path) -> str:
@@ -65,6 +71,8 @@ def _line_of(error: Exception, script: Path) -> str:
 
 
 def _require(outputs: tuple[str, ...], out: Path) -> None:
+    if not out.is_dir():
+        raise SpecError("the script ended and has removed the folder that it fills", "let it write into {output} and leave the folder itself there")
     if absent := [name for name in outputs if not (out / name).exists()]:
         there = ", ".join(sorted(path.name for path in out.iterdir())) or "nothing"
         raise SpecError(

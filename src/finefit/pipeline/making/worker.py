@@ -8,22 +8,25 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 import psutil
 
-from finefit.artifacts.atomic import full_disk_named
+from finefit.artifacts.atomic import full_disk_named, given_back_when_full
 from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
 from finefit.artifacts.pipelines import Made, Order
 from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.errors import FinefitError, Interrupted
+from finefit.errors import DiskFull, FinefitError, Interrupted
 from finefit.pipeline.making.kinds import maker_of
 from finefit.spec.stages import EvaluateStage, TrainStage
 
 
 def main() -> None:
     where = StageDir(Path(sys.argv[1]).resolve().parent)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what cannot be written as UTF-8 is told all the same
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     on_stop_signals(lambda number, _: _stop(where, f"stopped by {signal.Signals(number).name}"))
     when_launcher_ends(lambda: _stop(where, "stopped: the process that started it has ended"))
@@ -34,15 +37,24 @@ def work(where: StageDir) -> int:
     """The exit code; the reason of a failure is in the record."""
     order = read_record(where.order, Order)
     assert not isinstance(order.stage, TrainStage | EvaluateStage)  # they have processes of their own
-    where.output.mkdir()
     try:
-        with full_disk_named(where.output, 0):
+        # around the clean-up, so that the bytes it names as free are those for the next attempt
+        with full_disk_named(where.output), given_back_when_full(where.output):
+            where.output.mkdir()
             summary = maker_of(order.stage.kind).make(order, where.output)
+            write_record(where.made, Made(summary=summary, peak_bytes=_peak_bytes(order.device)))
     except FinefitError as error:
-        write_record(where.made, Made(failure=Failure.of(error)))
-        return error.exit_code
-    write_record(where.made, Made(summary=summary, peak_bytes=_peak_bytes(order.device)))
+        return _failed(where, error)
     return 0
+
+
+def _failed(where: StageDir, error: FinefitError) -> int:
+    """Where there is no room even for the record, there is none, and the exit code speaks alone."""
+    where.made.unlink(missing_ok=True)
+    problem, remedy = (text.encode(errors="backslashreplace").decode() for text in (error.problem, error.remedy))
+    with suppress(DiskFull):
+        write_record(where.made, Made(failure=Failure.of(type(error)(problem, remedy))))
+    return error.exit_code
 
 
 def _stop(where: StageDir, reason: str) -> None:
@@ -50,8 +62,7 @@ def _stop(where: StageDir, reason: str) -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.terminate()
-    write_record(where.made, Made(failure=Failure.of(Interrupted(reason, "give the same command again"))))
-    os._exit(Interrupted.exit_code)
+    os._exit(_failed(where, Interrupted(reason, "give the same command again")))
 
 
 def _peak_bytes(device: str) -> int:
