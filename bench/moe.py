@@ -58,18 +58,24 @@ def off(found: dict[str, Any], told: dict[str, Any], key: str) -> str:
     return f"{told[key] / found[key] - 1:+.2%}" if key in found else "failed"
 
 
+def renewed(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each row has its own date, card and versions, so those that stay say what they were measured with. Cases that are no more are dropped."""
+    known = {row["config"]: row for row in (*rows, found)}
+    return [known[case.name] for case in CASES if case.name in known]
+
+
 def main(out: Path, parts: Sequence[str]) -> None:
+    rows = json.loads(out.read_text())["cases"] if out.exists() else []
     about = {"card": torch.cuda.get_device_name(), "versions": versions()}
-    known = {row["config"]: row for row in json.loads(out.read_text())["cases"]} if out.exists() else {}
     for case in (case for case in CASES if not parts or any(part in case.name for part in parts)):
         told = foretold(case)
         taken = {name: measured(case, is_collapsed=name == "collapsed") for name in ("even", "collapsed")}
-        known[case.name] = {"config": case.name, "date": datetime.now(UTC).date().isoformat(), "foretold": told, **taken}
+        date = datetime.now(UTC).date().isoformat()
+        rows = renewed(rows, {"config": case.name, "date": date, **about, "foretold": told, **taken})
         for name, found in taken.items():
             words = " ".join(f"{key.removesuffix('_bytes')} {off(found, told, key)}" for key in ("allocated_bytes", "reserved_bytes", "step_seconds"))
             print(f"{case.name:60} {name:10} {words} {found.get('error', '')}", flush=True)
-        rows = [known[case.name] for case in CASES if case.name in known]
-        out.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({"cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from finefit.errors import ModelError
-from finefit.facts.model import BLOCK_BYTES, NUM_BLOCKS, read_model_folder
+from finefit.facts.model import BLOCK_BYTES, NUM_BLOCKS, read_model_folder, stored_dtypes
 
 Weights = dict[str, np.ndarray]
 
@@ -60,6 +60,19 @@ def test_shards_count_like_one_file(folder: Path, tmp_path: Path) -> None:
     assert header.num_parameters == read_model_folder(folder).num_parameters
     assert header.weight_bytes == read_model_folder(folder).weight_bytes
     assert header.files[-2:] == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def test_all_types_of_stored_weights_are_named_the_most_frequent_first(folder: Path, tmp_path: Path) -> None:
+    assert stored_dtypes(folder) == stored_dtypes(_make_shards(tmp_path / "sharded")) == ("float16", "float32")
+    computed = {"embed": _weights()["embed"], "layers.0.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    assert stored_dtypes(_make_folder(tmp_path / "old", computed)) == ("float16",)
+
+
+def test_of_weights_that_are_not_there_or_not_whole_no_type_is_known(folder: Path, tmp_path: Path) -> None:
+    (_make_shards(tmp_path / "sharded") / "model-00002-of-00002.safetensors").unlink()
+    assert stored_dtypes(tmp_path / "sharded") == ()
+    (folder / "model.safetensors").unlink()
+    assert stored_dtypes(folder) == ()
 
 
 def test_quantised_weights_have_no_known_parameter_count(tmp_path: Path) -> None:

@@ -155,11 +155,20 @@ def test_a_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
     assert logits(moe).shape == (2, 60, 64)
 
 
+def edited(folder: Path, **told: Any) -> Path:
+    """Its config.json says other things."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    return folder
+
+
 def test_an_expert_of_another_base_is_refused(tmp_path: Path) -> None:
     base, wide = make_base(tmp_path / "base", "llama"), make_base(tmp_path / "wide", "llama wide heads")
-    with pytest.raises(ModelError, match=r"expert odd has .*_proj.weight as"):
+    with pytest.raises(ModelError, match=r"expert odd computes otherwise than the base: its config.json has head_dim 8 where the base has 4"):
         built(tmp_path, base, odd=wide)
-    biased = make_base(tmp_path / "biased", "qwen2")
+    with pytest.raises(ModelError, match=r"expert odd has .*_proj.weight as"):
+        build_moe(base, {"odd": edited(wide, head_dim=4)}, tmp_path / "moe", top_k=1)
+    biased = edited(make_base(tmp_path / "biased", "qwen2"), **read_config(base))
     with pytest.raises(ModelError, match="do not have the same tensors"):
         build_moe(base, {"odd": biased}, tmp_path / "moe", top_k=1)
 

@@ -189,11 +189,13 @@ class ModelSize:
     """Of a model that need not exist yet, in parameters."""
 
     __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     parameters: int
     outside: int
     """Embeddings, head and what else belongs to no layer."""
     largest_layer: int
+    foreign: str | None
+    """A tensor of an MLP that no mean of experts has a place for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+COMPUTED = ".rotary_emb.inv_freq"
+"""How the name of a tensor ends that old versions of transformers stored; a model computes it from its config."""
 FETCH_AGAIN = "the file was not copied or downloaded to its end; fetch it again"
 
 
@@ -100,8 +102,18 @@ def _summarise(config: dict[str, Any], texts: dict[str, Path], weights: list[Wei
         weight_bytes=sum(end - start for start, end in (tensor.data_offsets for tensor in tensors)),
         fingerprint=fingerprint(texts, weights),
         files=(*texts, *(weight.path.name for weight in weights)),
-        dtype=_main_dtype(tensors),
+        dtype=next(iter(_dtypes(tensors)), None),
     )
+
+
+def stored_dtypes(path: Path) -> tuple[str, ...]:
+    """Torch's names, that of most elements first. None of weights that are not there yet, or not whole: what is wrong with them is told by whatever
+    loads them."""
+    try:
+        files = [read_weight_file(path / name) for name in find_weight_files(path)]
+    except (ModelError, OSError):
+        return ()
+    return _dtypes(tensor for file in files for name, tensor in file.tensors.items() if not name.endswith(COMPUTED))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -198,11 +210,11 @@ def _sampled_spans(file: WeightFile) -> list[tuple[int, int]]:
     return sorted(blocks | heads)
 
 
-def _main_dtype(tensors: list[Tensor]) -> str | None:
+def _dtypes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
     num_elements: Counter[str] = Counter()
     for tensor in tensors:
         num_elements[tensor.dtype] += prod(tensor.shape)
-    return next((DTYPES.get(dtype, dtype.lower()) for dtype, _ in num_elements.most_common(1)), None)
+    return tuple(DTYPES.get(dtype, dtype.lower()) for dtype, _ in num_elements.most_common())
 
 
 def _read_json(file: Path) -> Any:

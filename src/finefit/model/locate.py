@@ -46,6 +46,8 @@ class Outline:
 
     config: dict[str, Any]
     tokenizer: Path | None
+    folder: Path | None = None
+    """Of a model of transformers: where it lies, its weights may be there too."""
 
 
 def outline(model: Model, base: Path) -> Outline:
@@ -63,7 +65,7 @@ def outline(model: Model, base: Path) -> Outline:
             folder = embedded.converted(embedded.find(model.name))
         case HubModel():
             folder = _download(model, _OUTLINE)
-    return Outline(config=read_config(folder), tokenizer=folder if _has_tokenizer(folder) else None)
+    return Outline(config=read_config(folder), tokenizer=folder if _has_tokenizer(folder) else None, folder=folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:

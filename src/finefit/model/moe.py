@@ -8,29 +8,28 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 
 from finefit.artifacts.atomic import full_disk_named, sync_file, write_text
 from finefit.errors import FinefitError, ModelError
-from finefit.facts.model import INDEX, find_texts, find_weight_files, read_config
+from finefit.facts.model import INDEX, find_texts, read_config
+from finefit.model.alike import require_alike, resolved
 from finefit.model.experts import STAND_IN
+from finefit.model.same_tokenizer import keep_tokenizer, require_same_tokenizer
+from finefit.model.weights import Weights, is_rounded
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
 
-_HEAD = "lm_head.weight"
-_COMPUTED = ".rotary_emb.inv_freq"
-"""Stored by old versions of transformers; a model computes it from its config."""
 EXPERT_NAMES = "expert_names"
 """A key of ours in the mixture's config; transformers keeps it, in checkpoints too."""
 
@@ -91,40 +90,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class Weights:
-    """The tensors of a model folder, read one at a time. A head that is tied to the embeddings is none of its own, whether it is stored or not; nor
-    is what every model computes for itself."""
-
-    def __init__(self, folder: Path, stack: ExitStack, *, is_tied: bool) -> None:
-        self._file_of: dict[str, Any] = {}
-        for name in find_weight_files(folder):
-            file = stack.enter_context(safe_open(folder / name, framework="pt"))
-            self._file_of |= {key: file for key in file.keys() if not key.endswith(_COMPUTED)}  # noqa: SIM118 it is no dict
-        if is_tied:
-            self._file_of.pop(_HEAD, None)
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
-
-    def shape(self, name: str) -> list[int]:
-        shape: list[int] = self._file_of[name].get_slice(name).get_shape()
-        return shape
-
-    def dtypes(self) -> set[torch.dtype]:
-        found = {name: self._file_of[name].get_slice(name).get_dtype() for name in self._file_of}
-        if odd := sorted(name for name, dtype in found.items() if dtype not in _DTYPES):
-            raise ModelError(f"{odd[0]} is stored as {found[odd[0]]}, which cannot be mixed or averaged", "take weights in fp32, fp16 or bf16")
-        return {_DTYPES[dtype] for dtype in found.values()}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     experts: tuple[str, ...]
@@ -138,7 +103,7 @@ class Built:
 
 def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Literal["none", "base"] = "none") -> dict[str, Any]:
     """The mixture's config.json, from that of its base: what a stage that trains it is planned with, before it exists."""
-    family, dense = _family(dense), _resolved(dense)
+    family, dense = _family(dense), resolved(dense)
     if shared == "base" and not family.has_shared:
         raise ModelError(f"{family.model_type} has no shared expert", "set shared: none, or take a base of the qwen2 family")
     if not 1 <= top_k <= num_experts:
@@ -154,13 +119,6 @@ def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared
     if family.has_shared:
         config |= {"shared_expert_intermediate_size": dense["intermediate_size"] if shared == "base" else STAND_IN, "qkv_bias": True}
     return config
-
-
-def _resolved(dense: Mapping[str, Any]) -> dict[str, Any]:
-    """With all that the config leaves to the defaults of its class: the mixture's class has others. Not what any model at all has by default."""
-    common = PreTrainedConfig().to_dict()
-    found = AutoConfig.for_model(**dense).to_dict()
-    return {key: value for key, value in found.items() if key not in common or value != common[key]} | {"model_type": dense["model_type"]}
 
 
 def _windows(family: Family, dense: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,9 +159,9 @@ def build_moe(
     numbers, which say nothing of who knows what."""
     dense = read_config(base)
     moe_config(dense, num_experts=len(experts), top_k=top_k, shared=shared)  # what cannot be is told before anything is read
-    dense = _resolved(dense)
+    dense = resolved(dense)
     with ExitStack() as stack:
-        source, opened = _opened(base, experts, dense, stack)
+        source, opened = _opened(base, experts, stack)
         collapsed = _copies(source, opened)
         if copies == "refuse":
             _refuse(collapsed, "they would take memory and add nothing")
@@ -212,8 +170,9 @@ def build_moe(
         make = router or (start(tuple(chosen)) if start else _random_router(len(chosen), dense, seed))
         mixture = _Mixture(family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make)
         dtype = _widest((source, *chosen.values()))
-        copy_texts(base, out)
+        _carry_texts(base, out, config)
         parameters = _write(out, config, mixture.layers(), dtype)
+    require_same_tokenizer(base, out)
     return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
@@ -221,7 +180,7 @@ def average(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Liter
     """A dense model whose MLPs are the mean of the experts': of the base's architecture, of its size. Read back, and held against them."""
     dense = read_config(base)
     with ExitStack() as stack:
-        source, opened = _opened(base, experts, dense, stack)
+        source, opened = _opened(base, experts, stack)
         collapsed = _copies(source, opened)
         if copies == "refuse":
             _refuse(collapsed, "the mean would lean to what they have learnt")
@@ -234,7 +193,7 @@ def average(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Liter
         dtype = _widest((source, *chosen.values()))
         copy_texts(base, out)
         parameters = _write(out, dense, layers(), dtype)
-        _require_mean(Weights(out, stack, is_tied=_is_tied(dense)), source, tuple(chosen.values()))
+        _require_mean(Weights(out, stack), source, tuple(chosen.values()))
     return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
@@ -258,15 +217,14 @@ def _require_mean(found: Weights, base: Weights, experts: Sequence[Weights]) -> 
             )
 
 
-def _opened(base: Path, experts: Mapping[str, Path], dense: Mapping[str, Any], stack: ExitStack) -> tuple[Weights, dict[str, Weights]]:
-    source = Weights(base, stack, is_tied=_is_tied(dense))
-    opened = {name: Weights(folder, stack, is_tied=_is_tied(dense)) for name, folder in experts.items()}
+def _opened(base: Path, experts: Mapping[str, Path], stack: ExitStack) -> tuple[Weights, dict[str, Weights]]:
+    config = read_config(base)
+    for name, folder in experts.items():
+        require_alike(name, config, read_config(folder))
+    source = Weights(base, stack)
+    opened = {name: Weights(folder, stack) for name, folder in experts.items()}
     _require_same_tensors(source, opened)
     return source, opened
-
-
-def _is_tied(dense: Mapping[str, Any]) -> bool:
-    return bool(dense.get("tie_word_embeddings", False))
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -346,10 +304,15 @@ def _by_layer(names: set[str]) -> list[list[str]]:
     return [groups[at] for at in sorted(groups)]
 
 
+def foreign_part(names: Iterable[str]) -> str | None:
+    """Of a dense model's tensors the first that lies in an MLP and is none of the parts that experts may differ in."""
+    return min((name for name in names if ".mlp." in name and not _MLP.fullmatch(name)), default=None)
+
+
 def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None:
     """An expert has the base's tensors, in their shapes, and outside of its MLPs their values, rounded to what it is stored in."""
-    if unknown := sorted(name for name in base.names if ".mlp." in name and not _MLP.fullmatch(name)):
-        raise ModelError(f"the base's {unknown[0]} is no part of an MLP that is known here", "take a dense base of another architecture")
+    if foreign := foreign_part(base.names):
+        raise ModelError(f"the base's {foreign} is no part of an MLP that is known here", "take a dense base of another architecture")
     for expert, weights in experts.items():
         if odd := sorted(weights.names ^ base.names):
             raise ModelError(f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}", "train it from this base")
@@ -362,11 +325,6 @@ def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None
                     f"expert {expert} has moved {name}, which is no MLP: a mixture has one of it, and would lose what it learnt there",
                     "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
                 )
-
-
-def is_rounded(found: Tensor, exact: Tensor) -> bool:
-    """Whether it is the same tensor, but for what it is stored in: an adapter may be merged into fewer bits than its base has."""
-    return torch.equal(found, exact.to(found.dtype))
 
 
 def _copies(base: Weights, experts: Mapping[str, Weights]) -> dict[str, str]:
@@ -401,6 +359,15 @@ def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tens
     stored = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": _name(dtype)}
     write_text(out / "config.json", json.dumps(stored, indent=2, sort_keys=True) + "\n")
     return sizes
+
+
+def _carry_texts(base: Path, out: Path, config: Mapping[str, Any]) -> None:
+    """Tried beside the mixture's config, which `out` gets last."""
+    with TemporaryDirectory(prefix=".", dir=out) as tried:
+        copy_texts(base, Path(tried))
+        write_text(Path(tried, "config.json"), json.dumps(config))
+        keep_tokenizer(base, Path(tried))
+        copy_texts(Path(tried), out)
 
 
 def copy_texts(folder: Path, out: Path) -> None:

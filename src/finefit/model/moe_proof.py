@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from finefit.errors import FinefitError
 from finefit.model.load import load_base
-from finefit.model.moe import Weights, is_rounded
 from finefit.model.routers import hooked, routers_of
+from finefit.model.weights import Weights, is_rounded
 
 _TOKENS = 16
 _WINDOW = 6
@@ -58,7 +58,7 @@ def _unround(dense: nn.Module, folder: Path, mixture: nn.Module) -> None:
     """An expert may have what is outside of its MLPs in fewer bits than the base, from which the mixture has it."""
     exact = dict(mixture.named_parameters())
     with ExitStack() as stack:
-        stored = Weights(folder, stack, is_tied=False)
+        stored = Weights(folder, stack)
         for name, parameter in dense.named_parameters():
             if name in exact and name in stored.names and is_rounded(stored[name], exact[name]):
                 parameter.detach().copy_(exact[name])

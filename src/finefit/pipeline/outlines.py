@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,8 @@ Done = Callable[[str], Path | None]
 """The output folder of a stage that has run, by its name."""
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _LEFT_OUT = ("config.json", "model.safetensors.index.json", "adapter_config.json", "trainer_state.json")
+_MAKERS = ("moe.py", "alike.py", "same_tokenizer.py")
+"""What decides the config and the tokenizer of a mixture, beside transformers."""
 
 
 def nothing_done(_: str) -> Path | None:
@@ -112,9 +115,13 @@ def _texts(folder: Path) -> Iterator[tuple[str, Path]]:
 def _key(known: Outline, mixture: Mixture | None, texts: dict[str, Path]) -> str:
     """Of what an outline is made from, so that one which is kept costs no import of torch."""
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in texts.items()}
-    maker = hashlib.sha256((Path(finefit.__file__).parent / "model" / "moe.py").read_bytes()).hexdigest() if mixture else None
-    content = [known.config, asdict(mixture) if mixture else None, maker, digests]
+    content = [known.config, [asdict(mixture), _makers()] if mixture else None, digests]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _makers() -> list[str]:
+    rooms = Path(finefit.__file__).parent / "model"
+    return [version("transformers"), *(hashlib.sha256((rooms / name).read_bytes()).hexdigest() for name in _MAKERS)]
 
 
 def _write(folder: Path, known: Outline, mixture: Mixture | None, texts: dict[str, Path]) -> None:
@@ -131,6 +138,10 @@ def _write(folder: Path, known: Outline, mixture: Mixture | None, texts: dict[st
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, staging / name)
         (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if mixture is not None and known.tokenizer is not None:
+            from finefit.model.same_tokenizer import keep_tokenizer  # torch comes with it
+
+            keep_tokenizer(known.tokenizer, staging)
         staging.chmod(0o755)
         try:
             staging.rename(folder)

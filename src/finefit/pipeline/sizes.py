@@ -51,6 +51,7 @@ def count(config: dict[str, Any]) -> ModelSize:
     """Tied tensors once."""
     import torch
 
+    from finefit.model.moe import foreign_part
     from finefit.model.sight import auto_class
     from finefit.rehearse.fake_model import read_config
 
@@ -62,7 +63,12 @@ def count(config: dict[str, Any]) -> ModelSize:
         match = _LAYER.search(name)
         sizes[match[1] if match else "outside"] += parameter.numel()
     outside = sizes.pop("outside", 0)
-    return ModelSize(parameters=outside + sizes.total(), outside=outside, largest_layer=max(sizes.values(), default=0))
+    return ModelSize(
+        parameters=outside + sizes.total(),
+        outside=outside,
+        largest_layer=max(sizes.values(), default=0),
+        foreign=foreign_part(name for name, _ in model.named_parameters()),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""What is prepared on an outline is what will be prepared on the model that it foretells."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from finefit.errors import ModelError
+from finefit.model.moe import build_moe
+from finefit.pipeline.outlines import Outlines
+from tests.conftest import make_tokenizer
+from tests.model.test_moe import make_base, make_expert
+from tests.model.test_same_tokenizer import NAMED, in_bytes, require_equal, with_tokenizer
+from tests.pipeline.test_foreseen import pipeline_of
+
+torch.set_num_threads(1)
+STAGES = """\
+  mixture: {kind: build_moe, base: {kind: folder, path: base}, experts: {a: {kind: folder, path: a}, b: {kind: folder, path: b}}}
+  tuned: {kind: train, model: {kind: stage, name: mixture}, tuning: {kind: full}}
+"""
+
+
+@pytest.mark.parametrize(("family", "name"), NAMED)
+def test_the_outline_of_a_mixture_tokenises_as_its_base_and_so_does_what_is_trained_from_it(tmp_path: Path, family: str, name: str) -> None:
+    base = with_tokenizer(make_base(tmp_path / "base", family), make_tokenizer(), tokenizer_class=name)
+    outlines = Outlines(pipeline=pipeline_of(STAGES), base=tmp_path)
+    for stage in ("mixture", "tuned"):
+        require_equal(outlines.at(stage), base)
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "Qwen2Tokenizer"])
+def test_an_outline_has_the_tokenizer_files_of_the_mixture_that_is_built_later(tmp_path: Path, name: str) -> None:
+    base = with_tokenizer(make_base(tmp_path / "base", "qwen2"), make_tokenizer(), tokenizer_class=name)
+    (tmp_path / "moe").mkdir()
+    build_moe(base, {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}, tmp_path / "moe", top_k=2)
+    outline = Outlines(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture")
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert [(outline / name).read_bytes() for name in names] == [(tmp_path / "moe" / name).read_bytes() for name in names]
+
+
+def test_a_base_without_a_tokenizer_has_an_outline_without_one(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", "qwen2")
+    assert [path.name for path in Outlines(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture").iterdir()] == ["config.json"]
+
+
+def test_a_mixture_that_could_not_tokenise_as_its_base_is_told_before_it_is_built(tmp_path: Path) -> None:
+    base = in_bytes(tmp_path, "llama")
+    AutoTokenizer.from_pretrained(base).save_pretrained(base)
+    (base / "vocab.json").write_text("{}")
+    with pytest.raises(ModelError, match="the mixture would not tokenise as its base, a ByT5Tokenizer"):
+        Outlines(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture")
