@@ -121,6 +121,24 @@ def test_a_prompt_that_a_template_has_made_is_in_no_pair(tmp_path: Path) -> None
     assert pairs.left_out == {"with a prompt that is only known as its template made it": 1}
 
 
+def test_a_prompt_takes_its_tools_along(tmp_path: Path) -> None:
+    """Also where the first rows have none."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    stack = make_stack(120)
+    stack = replace(stack, sheets=(*stack.sheets[:-1], replace(stack.sheets[-1], tools=json.dumps(tools))))
+    export_pairs(tmp_path / "pairs.jsonl", stack, [OPENED, *(make_verdict(stack, at + 1, at, "first") for at in range(120))])
+    pairs = _read_pairs(tmp_path / "pairs.jsonl")
+    assert [json.loads(pair.tools or "[]") for pair in pairs] == [[]] * 119 + [tools]
+
+
+def test_a_reference_without_its_tool_calls_is_not_preferred() -> None:
+    stack = make_single(1)
+    stack = replace(stack, sheets=(replace(stack.sheets[0], is_reference_whole=False),))
+    pairs = preference_pairs(stack, [OPENED, make_verdict(stack, 1, 0, "bad")])
+    assert pairs.rows == ()
+    assert pairs.left_out == {"bad, and a reference with tool calls or reasoning, which a pair does not carry": 1}
+
+
 def test_of_one_model_the_reference_is_preferred_to_a_bad_answer() -> None:
     stack = make_single(3)
     without = Sheet(key="item-2", prompt=stack.sheets[2].prompt, answers=stack.sheets[2].answers)

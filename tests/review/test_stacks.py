@@ -9,7 +9,7 @@ import pytest
 from finefit.errors import DataError, RunError
 from finefit.review.elsewhere import stack_of_rows
 from finefit.review.runs import Named, stack_of_runs
-from tests.reviews import make_items, make_run
+from tests.reviews import make_items, make_run, set_rows
 
 
 def _named(*targets: Path | str, checkpoint: str | None = None) -> list[Named]:
@@ -88,6 +88,27 @@ def test_a_prompt_is_shown_as_messages_where_they_are_what_was_asked(tmp_path: P
     assert [(said.role, said.text) for said in first.prompt] == [("user", "prompt 0")]
     assert [(said.role, said.text) for said in second.prompt] == [("", "<|user|>cut ... away<|end|>")]
     assert [first.is_rendered, second.is_rendered] == [False, True]
+
+
+CALL = {"name": "weather", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(("answer", "is_whole"), [({"tool_calls": [CALL]}, False), ({"reasoning": "Well."}, False), ({"tool_calls": []}, True)])
+def test_a_sheet_knows_the_tools_of_its_prompt_and_what_its_reference_lacks(tmp_path: Path, answer: dict[str, Any], is_whole: bool) -> None:
+    run = make_run(tmp_path / "a-1", {"base": make_items(1)})
+    messages = [{"role": "user", "content": "prompt 0"}, {"role": "assistant", "content": "[7]"} | answer]
+    set_rows(run, [{"messages": messages, "tools": "[{}]"}])
+    (sheet,) = stack_of_runs(_named(tmp_path / "a-1")).sheets
+    assert (sheet.tools, sheet.is_reference_whole, sheet.is_rendered) == ("[{}]", is_whole, False)
+
+
+@pytest.mark.parametrize(("shown", "is_rendered"), [("<think>Hm.</think>", True), ("", False)])
+def test_thoughts_in_a_prompt_count_where_the_template_has_kept_them(tmp_path: Path, shown: str, is_rendered: bool) -> None:
+    asked = f"<|user|>prompt 0<|assistant|>{shown}seven<|user|>Sure?<|assistant|>"
+    run = make_run(tmp_path / "a-1", {"base": [replace(make_items(1)[0], prompt=asked)]})
+    turns = [("user", "prompt 0", ""), ("assistant", "seven", "Hm."), ("user", "Sure?", ""), ("assistant", "[7]", "")]
+    set_rows(run, [{"messages": [{"role": role, "content": text, "reasoning": thought} for role, text, thought in turns]}])
+    assert stack_of_runs(_named(tmp_path / "a-1")).sheets[0].is_rendered == is_rendered
 
 
 def test_rows_that_have_changed_are_not_taken_for_what_was_asked(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ def _shown(stack: Stack, sheet: Sheet, images: Mapping[str, str]) -> dict[str, l
     return {"images": [images.get(exhibit.sha256, exhibit.name) for exhibit in sheet.images]}
 
 
+def _offered(sheet: Sheet) -> dict[str, Any]:
+    return {"tools": json.loads(sheet.tools)} if sheet.tools else {}
+
+
 def _preferred(stack: Stack, verdict: Verdict) -> str | None:
     places = {"first": 0, "second": 1}
     return stack.models[places[verdict.choice]] if verdict.choice in places else None
@@ -123,7 +127,8 @@ def preference_pairs(stack: Stack, entries: Sequence[Entry], images: Mapping[str
         if isinstance(pair, str):
             left_out[pair] = left_out.get(pair, 0) + 1
         else:
-            rows.append({"prompt": _plain(sheet.prompt), **_shown(stack, sheet, images or {}), "chosen": pair[0], "rejected": pair[1]})
+            beside = _shown(stack, sheet, images or {}) | _offered(sheet)
+            rows.append({"prompt": _plain(sheet.prompt), **beside, "chosen": pair[0], "rejected": pair[1]})
     return Pairs(rows=tuple(rows), left_out=left_out)
 
 
@@ -136,10 +141,12 @@ def _pair(sheet: Sheet, choice: str | None) -> tuple[str, str] | str:
             chosen, rejected = sheet.answers
         case "second":
             rejected, chosen = sheet.answers
-        case "bad" if sheet.reference:
+        case "bad" if sheet.reference and sheet.is_reference_whole:
             chosen, rejected = sheet.reference, sheet.answers[0]
-        case "bad":
+        case "bad" if sheet.is_reference_whole:
             return "bad, and no reference to prefer"
+        case "bad":
+            return "bad, and a reference with tool calls or reasoning, which a pair does not carry"
         case "split":
             return "raters disagree"
         case _:

@@ -140,6 +140,9 @@ class _Row:
     """As it was before a template made text of it."""
 
     messages: list[dict[str, Any]]
+    """Of the prompt."""
+    answer: dict[str, Any]
+    tools: str
     images: tuple[Exhibit, ...]
 
 
@@ -156,7 +159,8 @@ def _rows(scored: _Scored) -> dict[int, _Row]:
 def _row(item: dict[str, Any], folder: Path) -> _Row:
     """Of an image its path, its place in a zip and its digest come first; a path that is not absolute lies among the prepared files."""
     images = tuple(_exhibit(folder / path, member, sha256) for path, member, sha256, *_ in item.get("pictures", ()))
-    return _Row(messages=item["messages"][:-1], images=images)
+    *messages, answer = item["messages"] or [{}]
+    return _Row(messages=messages, answer=answer, tools=item.get("tools", ""), images=images)
 
 
 def _exhibit(path: Path, member: str, sha256: str) -> Exhibit:
@@ -179,7 +183,9 @@ def _sheet(key: str, items: Sequence[EvalItem], rows: dict[int, _Row]) -> Sheet:
         key=key,
         prompt=said or (Said(role="", text=first.prompt),),
         answers=tuple(item.answer for item in items),
+        tools="" if row is None else row.tools,
         reference=_reference(items),
+        is_reference_whole=row is None or not (row.answer.get("tool_calls") or row.answer.get("reasoning")),
         place=first.place,
         images=_images(first, row),
         is_rendered=not said,
@@ -195,9 +201,15 @@ def _said(asked: str, messages: Sequence[dict[str, Any]], *, has_images: bool) -
     """The messages where they are what was asked; none where only the text that the model was given is: it may have been cut. Of an image that has
     the model's own mark."""
     texts = [part for message in messages for part in (message["content"].split(_IMAGE) if has_images else [message["content"]])]
-    if messages and _are_in(asked, texts) and not any(message.get("tool_calls") for message in messages):
+    if messages and _are_in(asked, texts) and not any(_says_more(message, asked) for message in messages):
         return tuple(Said(role=message["role"], text=message["content"]) for message in messages)
     return ()
+
+
+def _says_more(message: dict[str, Any], asked: str) -> bool:
+    """Than its text: calls, or thoughts that the template has kept."""
+    thought = message.get("reasoning", "").strip()
+    return bool(message.get("tool_calls") or (thought and thought in asked))
 
 
 def _are_in(text: str, parts: Iterable[str]) -> bool:

@@ -24,7 +24,11 @@ class Sheet:
     prompt: tuple[Said, ...]
     answers: tuple[str, ...]
     """In the order of the stack's models."""
+    tools: str = ""
+    """That the prompt offers: a JSON list, or nothing."""
     reference: str | None = None
+    is_reference_whole: bool = True
+    """Whether it is all that its row answers: not beside tool calls or thoughts, which are no text of it."""
     place: str = ""
     """Where the item comes from; shown, so it says nothing of a model."""
     images: tuple[Exhibit, ...] = ()

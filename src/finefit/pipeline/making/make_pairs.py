@@ -11,7 +11,8 @@ from finefit.data.falsify.make import EVEN, Made, make_pairs
 from finefit.data.falsify.words import read_words
 from finefit.data.falsify.written import pair_record
 from finefit.data.rows import BadRow, Row
-from finefit.pipeline.making.pair_splits import Split, report_of, require_pairs, rows_of_splits, summary_of
+from finefit.pipeline.making.pair_splits import Split, named_alone, report_of, require_pairs, rows_of_splits, summary_of
+from finefit.pipeline.stage_paths import moved
 from finefit.spec.stages import MakePairs, Rules, Sampled, Verdicts
 
 REPORT = "report.json"
@@ -25,7 +26,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     require_pairs(splits)
     for name, split in splits.items():
         write_text(out / f"{name}.jsonl", "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in split.pairs))
-    settings = {"seed": order.seed, "method": stage.method.model_dump(mode="json")}
+    settings = {"seed": order.seed, "method": moved(stage.method, named_alone).model_dump(mode="json")}
     write_text(
         out / REPORT, json.dumps({"version": 1, **settings, "splits": {name: report_of(split) for name, split in splits.items()}}, indent=1) + "\n"
     )
@@ -37,7 +38,7 @@ def _splits(order: Order, stage: MakePairs, answers: Path) -> tuple[dict[str, Sp
     base = Path(order.base)
     match stage.method:
         case Rules() as rules:
-            return {name: _ruled(rows, rules, base, order.seed) for name, rows in rows_of_splits(stage, base, order.seed).items()}, None
+            return {name: ruled(rows, rules, base, order.seed) for name, rows in rows_of_splits(stage, base, order.seed).items()}, None
         case Verdicts() as verdicts:
             from finefit.pipeline.making.pairs_judged import judged
 
@@ -48,7 +49,7 @@ def _splits(order: Order, stage: MakePairs, answers: Path) -> tuple[dict[str, Sp
             return sampled_splits(order, stage, method, answers)
 
 
-def _ruled(rows: list[Row | BadRow], method: Rules, base: Path, seed: int) -> Split:
+def ruled(rows: list[Row | BadRow], method: Rules, base: Path, seed: int) -> Split:
     words = None if method.words is None else read_words(base / method.words)
     made = make_pairs(rows, seed=seed, per_row=method.per_row, shares={**EVEN, **method.shares}, words=words)
     return _split(made)

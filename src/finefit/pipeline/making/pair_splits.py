@@ -1,18 +1,19 @@
 """What the methods of making pairs share: the rows of a source, and a split of pairs with an account of every row that was read."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finefit.data.falsify.audit import Audit
 from finefit.data.falsify.make import RuleCount, Unused
 from finefit.data.fingerprint import prompt_key
-from finefit.data.read import open_source
+from finefit.data.read import Reading, open_source
 from finefit.data.rows import BadRow, Row
 from finefit.data.selection import sampled
-from finefit.errors import DataError, SpecError
+from finefit.errors import DataError
 from finefit.spec.rows import Source
 from finefit.spec.stages import MakePairs
 
@@ -42,16 +43,7 @@ def rows_of_splits(stage: MakePairs, base: Path, seed: int) -> dict[str, list[Ro
 
 def _rows(source: Source, base: Path, seed: int, split: str) -> Iterator[Row | BadRow]:
     """All of them; what a limit leaves out is a row that cannot be used, so that it is counted and named like others."""
-    if source.weight > 1:
-        raise SpecError(
-            f"{source.path} has the weight {source.weight:g}, and a pair is made once", "give the weight to the training that reads the pairs"
-        )
-    whole = Path(source.path)
-    if whole.is_absolute():  # what another stage has made; where that lies is no part of a pair
-        fields = source.fields if source.fields.join is None else source.fields.model_copy(update={"join": _found(source.fields.join, base)})
-        images_root = source.images_root and str(base.absolute() / source.images_root)
-        base, source = whole.parent, source.model_copy(update={"path": whole.name, "fields": fields, "images_root": images_root})
-    reading = open_source(source, base, split=split)
+    reading = open_anywhere(source, base, split=split)
     choice = sampled(reading, source.weight, source.limit, seed)
     ordinal = 0
     for row in reading.rows():
@@ -64,9 +56,18 @@ def _rows(source: Source, base: Path, seed: int, split: str) -> Iterator[Row | B
         ordinal += 1
 
 
-def _found(path: str, base: Path) -> str:
-    """From any folder; an address stays."""
-    return path if "://" in path else str(base / path)
+def open_anywhere(source: Source, base: Path, *, split: str) -> Reading:
+    """Files go by their names, those of a folder by their paths within it: where they lie is no part of a pair."""
+    reading = open_source(source, base, split=split)
+    top = os.path.commonpath([file.path.parent for file in reading.files])
+    files = (file if "://" in file.name else replace(file, name=file.path.relative_to(top).as_posix()) for file in reading.files)
+    join = None if reading.join is None else replace(reading.join, path=named_alone(reading.join.path))
+    return replace(reading, files=tuple(files), join=join)
+
+
+def named_alone(path: str) -> str:
+    """An address stays."""
+    return path if "://" in path else Path(path).name
 
 
 def _require_apart(splits: Mapping[str, list[Row | BadRow]]) -> None:

@@ -10,10 +10,9 @@ from finefit.artifacts.rundir import is_run, open_run
 from finefit.data.falsify.audit import Sides, audit
 from finefit.data.falsify.make import LENGTHS, Unused
 from finefit.data.falsify.written import messages_record, tools_record
-from finefit.data.read import open_source
-from finefit.data.rows import BadRow
+from finefit.data.rows import BadRow, Row
 from finefit.errors import DataError, RunError
-from finefit.pipeline.making.pair_splits import Split
+from finefit.pipeline.making.pair_splits import Split, named_alone, open_anywhere
 from finefit.review.export import preference_pairs
 from finefit.review.runs import Named, stack_of_runs
 from finefit.review.stack import Stack
@@ -22,7 +21,7 @@ from finefit.spec.rows import Source
 from finefit.spec.stages import Verdicts
 
 _EXPORT = "write the pairs into a file with `finefit review RUN RUN --export-pairs pairs.jsonl`, and name that"
-
+_IN_PART = "which a stage's pairs do not carry: train on the file itself"
 _HAS_IMAGES = "shows images, which a stage's pairs do not carry: train on the file that `finefit review --export-pairs` writes"
 
 
@@ -61,7 +60,7 @@ def _reviews(run: Path, name: str) -> Iterator[_Found]:
         raise RunError(f"{name} has no reviews, so nobody has judged its answers", f"judge them with `finefit review {name}`")
     for journal in journals:
         entries = read_entries(journal)
-        yield _decided(_stack(run, journal, entries), entries, f"{name}/reviews/{journal.name}")
+        yield _decided(_stack(run, journal, entries), entries, f"{named_alone(name)}/reviews/{journal.name}")
 
 
 def _decided(stack: Stack, entries: list[Entry], place: str) -> _Found:
@@ -100,17 +99,29 @@ def _named(run: Path, model: str, journal: Path) -> Named:
 def _exported(name: str, base: Path) -> _Found:
     pairs: list[tuple[str, dict[str, Any]]] = []
     unused: list[Unused] = []
-    for row in open_source(Source(path=name), base, split="train").rows():
+    for row in open_anywhere(Source(path=name), base, split="train").rows():
         if isinstance(row, BadRow):
             unused.append(Unused(place=row.place, reason=row.reason))
-        elif row.kind != "pair" or len(row.rejected) != 1:
+        elif row.kind != "pair":
             raise DataError(f"{row.place} is no judged pair of two answers: it is {row.kind}", _EXPORT)
-        elif row.images:
-            unused.append(Unused(place=row.place, reason=_HAS_IMAGES))
+        elif reason := _unfit(row):
+            unused.append(Unused(place=row.place, reason=reason))
         else:
             sides = {"chosen": row.answer, "rejected": row.rejected[0].content, **tools_record(row)}
             pairs.append((row.place, {"prompt": messages_record(row.prompt), **sides, "rule": "judged", "row": row.place}))
     return _Found(pairs=tuple(pairs), unused=tuple(unused))
+
+
+def _unfit(row: Row) -> str | None:
+    """A side of a made pair is one text."""
+    chosen, rejected = row.messages[row.num_given :], row.rejected
+    if row.images:
+        return _HAS_IMAGES
+    if len(chosen) != 1 or len(rejected) != 1:
+        return f"has sides of several messages, {_IN_PART}"
+    if any(side.tool_calls or side.reasoning for side in (*chosen, *rejected)):
+        return f"has an answer with tool calls or reasoning, {_IN_PART}"
+    return None
 
 
 # several reviews

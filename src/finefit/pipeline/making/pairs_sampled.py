@@ -22,7 +22,7 @@ from finefit.data.rows import BadRow, Row
 from finefit.data.tasks import NoResult, Reply, Task, make_task
 from finefit.errors import Resumable, SpecError
 from finefit.evaluate.answering import held_bytes
-from finefit.evaluate.answers import answers
+from finefit.evaluate.answers import answers, room_for
 from finefit.evaluate.decoding import Choose
 from finefit.evaluate.sampling import chances, drawn_by
 from finefit.evaluate.score import finished, score_item
@@ -31,7 +31,7 @@ from finefit.model.attention import attention_here, for_answers
 from finefit.model.load import base_bits, load_for_answers, weight_dtype
 from finefit.pipeline.bare import Bare, wired_bare
 from finefit.pipeline.forecasting import rooms_here
-from finefit.pipeline.making.pair_splits import Split, rows_of_splits
+from finefit.pipeline.making.pair_splits import Split, require_pairs, rows_of_splits
 from finefit.pipeline.questions import plain_spec
 from finefit.pipeline.stage_keys import digest
 from finefit.spec.rows import Data, Source
@@ -49,6 +49,7 @@ class _Sampler:
     model: torch.nn.Module
     renderer: Renderer
     room: Room
+    """For the longest of all rows, whatever is left to be asked."""
     task: Task
     method: Sampled
     device: str
@@ -60,18 +61,25 @@ class _Sampler:
     """What made them, in short: others are not taken for its own."""
 
 
-def sampled_splits(order: Order, stage: MakePairs, method: Sampled, journal: Path) -> tuple[dict[str, Split], int | None]:
-    """And what was held when the model was there and nothing was asked yet; None where no row can be asked. `journal` may hold answers of a process
-    that was killed at the same work."""
-    base = Path(order.base)
+def sampled_splits(order: Order, stage: MakePairs, method: Sampled, journal: Path) -> tuple[dict[str, Split], int]:
+    """And what was held when the model was there and nothing was asked yet. `journal` may hold answers of a process that was killed at the same
+    work."""
+    task, rows = rows_to_ask(stage, method, Path(order.base), order.seed)
+    sampler = _sampler(order, method, task, [row for kept, _ in rows.values() for row in kept], journal)
+    splits = {
+        split: _split(len(kept) + len(unused), _scored(sampler, split, kept), unused, method.margin, order.seed)
+        for split, (kept, unused) in rows.items()
+    }
+    return splits, sampler.loaded_bytes
+
+
+def rows_to_ask(stage: MakePairs, method: Sampled, base: Path, seed: int) -> tuple[Task, dict[str, tuple[list[Row], list[Unused]]]]:
+    """What the answers will be scored by; of every split the rows that can be asked, and those that cannot. A split without the first is refused."""
     task = _task(method, base)
-    rows = rows_of_splits(stage, base, order.seed)
-    sorted_out = {split: _sorted_out(found, task) for split, found in rows.items()}
-    asked = [row for kept, _ in sorted_out.values() for row in kept]
-    sampler = _sampler(order, method, task, asked, journal) if asked else None
-    scored = {split: _scored(sampler, split, kept) if sampler else [] for split, (kept, _) in sorted_out.items()}
-    splits = {split: _split(len(rows[split]), scored[split], unused, method.margin, order.seed) for split, (_, unused) in sorted_out.items()}
-    return splits, None if sampler is None else sampler.loaded_bytes
+    found = {split: _sorted_out(rows, task) for split, rows in rows_of_splits(stage, base, seed).items()}
+    nothing = {split: unused for split, (kept, unused) in found.items() if not kept}
+    require_pairs({split: Split(read=len(rows), used=0, pairs=(), unused=tuple(rows), audit=None) for split, rows in nothing.items()})
+    return task, found
 
 
 def _task(method: Sampled, base: Path) -> Task:
@@ -120,14 +128,15 @@ def _sampler(order: Order, method: Sampled, task: Task, rows: Sequence[Row], jou
     data = Data(train=(Source(path=""),), template=method.template)
     bare = wired_bare(order.name, order.models["method.model"], plain_spec(data, seed=order.seed))
     renderer = open_renderer(bare.tokenizer, method.template)
-    room = _room(order, method, bare, longest=max(len(renderer.prompt_tokens(row.prompt, tools=row.tools)) for row in rows))
+    longest = max(len(renderer.prompt_tokens(row.prompt, tools=row.tools)) for row in rows)
+    room = _room(order, method, bare, longest=longest)
     model = _loaded(order, bare, room)
     if room.mlp_tiles > 1:
         pull(model, Levers(micro_batch=1, mlp_tiles=room.mlp_tiles))
     return _Sampler(
         model=model,
         renderer=renderer,
-        room=room,
+        room=room_for(model, [longest + method.max_new_tokens], room),
         task=task,
         method=method,
         device=order.device,
