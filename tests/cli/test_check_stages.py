@@ -56,6 +56,19 @@ def test_all_stages_are_examined_and_each_finding_names_its_own(stages: Path, fi
 
 
 @pytest.mark.usefixtures("foretold")
+def test_rows_that_a_stage_would_refuse_hours_later_are_refused_now(stages: Path, finefit: Finefit) -> None:
+    write_jsonl(stages.parent / "short.jsonl", [{"prompt": f"Is it {at}?", "completion": "a"} for at in range(4)])
+    rewrite(stages, ("pairs: {kind: make_pairs, train: [{path: train.jsonl}]}", "pairs: {kind: make_pairs, train: [{path: short.jsonl}]}"))
+    answer = finefit("check", stages.name)
+    assert answer.code == 1
+    assert "error: stage pairs: no pair could be made for train of 4 rows: 4 has an answer that no rule can change" in answer.out
+    begun = finefit("run", stages.name)
+    assert begun.code == 1
+    assert "stage pairs: no pair could be made for train of 4 rows" in begun.err
+    assert not (stages.parent / "runs").exists()
+
+
+@pytest.mark.usefixtures("foretold")
 def test_a_model_that_is_not_there_does_not_hide_what_else_is_wrong(stages: Path, finefit: Finefit) -> None:
     rewrite(stages, ("path: model}", "path: modell}"), ("train: [{path: train.jsonl}]}\n  dpo", "train: [{path: nowhere.jsonl}]}\n  dpo"))
     answer = finefit("check", stages.name)

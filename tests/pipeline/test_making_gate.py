@@ -221,6 +221,13 @@ def test_an_expert_without_rows_on_one_side_is_refused(base: Path, tmp_path: Pat
         _made(base, tmp_path, {"few": _rows("a", 1), "many": _rows("bcd", 40)}, held_out=0.1)
 
 
+def test_prompts_that_all_ask_the_same_are_refused(base: Path, tmp_path: Path) -> None:
+    same = [{"prompt": "Why?", "completion": "yes"}, {"prompt": "why", "completion": "no"}]
+    with pytest.raises(DataError, match="all 4 prompts ask the same, so none can be held out to measure the gate on") as refused:
+        _made(base, tmp_path, {"one": same, "other": same})
+    assert refused.value.remedy == "give rows that ask other things"
+
+
 def test_rows_without_a_prompt_are_refused_with_their_place(base: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"texts.jsonl:1 is plain text"):
         _made(base, tmp_path, {"texts": [{"text": "once upon a time"}] * 4, "rows": _rows("ab", 4)})

@@ -44,7 +44,7 @@ def test_nothing_speaks_against_a_sound_pipeline() -> None:
     mix = MIX.format(experts="{a: {kind: stage, name: law}, b: {kind: folder, path: m}}", more="")
     merged = "  whole: {kind: merge_adapter, model: {kind: stage, name: thin}}\n"
     scores = SCORES.format(models="{law: {kind: stage, name: law}, thin: {kind: stage, name: thin}, g: {kind: stage, name: gate}}")
-    table = "  table: {kind: compare, of: ['scores:law']}\n"
+    table = "  table: {kind: compare, of: [scores]}\n"
     sizes = {"mix": outlook(disk_bytes=60, host_bytes=50), "law": outlook(disk_bytes=40)}
     assert found(mix + merged + GATE + scores + table, outlooks=sizes) == []
 

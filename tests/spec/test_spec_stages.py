@@ -26,7 +26,7 @@ stages:
     data: {train: [{path: stage://pairs/train.jsonl}]}
     objective: {kind: dpo}
     optimizer: {lr: 5e-6}
-    evaluate: [{task: rouge, base: false}]
+    evaluate: [{task: hallucination, base: false}]
   sft:
     kind: train
     data: {train: [{path: rows.jsonl}]}
@@ -116,6 +116,7 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
         ('of: ["scores:sft", dpo]', "of: [pairs]", "stage table wants the scores of stage pairs, and make_pairs makes none"),
         ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo wants the model of stage pairs, and make_pairs makes none"),
         ("  pairs: {kind", "  DPO: {kind", "stages dpo and DPO would write into one folder"),
+        ("  pairs: {kind", "  all: {kind", "a stage cannot be called all, which means every stage in --force all; give it another name"),
         ("  pairs: {kind", "  sft: {kind", "stages.sft: given twice, first at spec.yaml:16"),
         ("lr: 5e-6}", "lrr: 5e-6}", "spec.yaml:14 stages.dpo.optimizer.lrr: there is no such key; did you mean `lr`?"),
         ("rank: 8", "rank: high", 'spec.yaml:6 stages.dpo.tuning.rank: "high" is text'),
@@ -139,7 +140,7 @@ def test_stages_that_stand_on_each_other_are_told_as_a_circle() -> None:
     assert "in a circle: dpo -> pairs -> dpo" in words
 
 
-@pytest.mark.parametrize("outputs", ["[/etc/passwd]", "[../rows.jsonl]", "[a, a]", "[]"])
+@pytest.mark.parametrize("outputs", ["[/etc/passwd]", "[../rows.jsonl]", "[a, a]", "[a, ./a]", "[a/b, a//b/]", "[]"])
 def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> None:
     with pytest.raises(SpecError, match="outputs"):
         pipeline(f"name: x\nstages:\n  clean: {{kind: python, script: clean.py, outputs: {outputs}}}\n")
@@ -162,6 +163,23 @@ def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> Non
         ("dpo]", '"dpo:base"]', "stage table wants dpo:base, and no task of stage dpo scores the starting model"),
         ("dpo]", '"dpo:bets"]', "stage table wants dpo:bets, which is no checkpoint"),
         (
+            '["scores:sft", dpo]',
+            "[scores], task: rouge",
+            "no two of what stage table compares are scored on rouge (scores:sft on hallucination, scores:dpo on hallucination); ",
+        ),
+        (
+            "task: hallucination, base: false}",
+            "task: rouge, base: false}",
+            "no two of what stage table compares are scored on one task (scores:sft on hallucination, dpo:final on rouge); give their stages one",
+        ),
+        ('["scores:sft", dpo]', '["scores:sft"]', "stage table compares scores:sft with nothing; name another beside it"),
+        ('["scores:sft", dpo]', '[dpo, "dpo:final"]', "stage table compares dpo:final with nothing; name another beside it"),
+        (
+            '["scores:sft", dpo]',
+            "[dpo]",
+            "no two of what stage table compares are scored on one task (dpo:final on hallucination, dpo:base on nothing)",
+        ),
+        (
             "task: hallucination}]",
             'task: {kind: summary, sections: ["stage://pairs/test.jsonl"]}}]',
             "stage scores has stage://pairs/test.jsonl at evaluate.0.task.sections.0, where no path stands",
@@ -179,7 +197,54 @@ def test_patterns_folders_and_files_that_the_spec_cannot_know_of_are_taken(path:
 
 @pytest.mark.parametrize("of", ["scores", "scores:dpo", "dpo", "dpo:final", "dpo:best", "dpo:40", "dpo:checkpoint-40"])
 def test_whatever_will_be_scored_can_be_compared(of: str) -> None:
-    assert pipeline(MEDICAL.replace('["scores:sft", dpo]', f'["{of}"]')).order()
+    assert pipeline(MEDICAL.replace('["scores:sft", dpo]', f'["scores:sft", "{of}"], task: hallucination')).order()
+
+
+@pytest.mark.parametrize("of", ["[dpo]", "[dpo, dpo]", '["dpo:best", "dpo:base"]'])
+def test_a_training_alone_is_compared_with_where_it_started(of: str) -> None:
+    assert pipeline(MEDICAL.replace('["scores:sft", dpo]', of).replace("hallucination, base: false", "rouge")).order()
+
+
+PAIRS = (
+    "name: x\nstages: {{pairs: {{kind: make_pairs, method: {{kind: rules{method}}}, train: [{{path: a.jsonl{weight}}}], test: {{path: b.jsonl}}}}}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "weight", "words"),
+    [
+        (
+            ", shares: {numbr: 1}",
+            "",
+            'shares.numbr: "numbr" is not accepted; accepted: `entity`, `number`, `negation`, `fabrication`; did you mean `number`?',
+        ),
+        (", shares: {number: -1}", "", "shares.number: -1 is out of range; give at least 0"),
+        (
+            ", shares: {entity: 0, number: 0, negation: 0, fabrication: 0}",
+            "",
+            "shares: no rule is left to make pairs by; give one of them more than 0",
+        ),
+        (
+            ", per_row: 5",
+            "",
+            "per_row: 5 pairs of a row, each by another rule, and there are 4 (entity, number, negation, fabrication); give at most 4",
+        ),
+        (", per_row: 3, shares: {number: 0, entity: 0.0}", "", "there are 2 (negation, fabrication); give at most 2"),
+        ("", ", weight: 2", "train.0.weight: a pair is made once; give the weight to the training that reads the pairs"),
+    ],
+    ids=["unknown", "negative", "none", "too many", "too many of those left", "weight"],
+)
+def test_pairs_that_no_rule_could_make_are_refused_when_the_spec_is_read(method: str, weight: str, words: str) -> None:
+    assert pipeline(PAIRS.format(method=", per_row: 2, shares: {number: 0, entity: 0, negation: 2}", weight=", weight: 0.5"))
+    with pytest.raises(SpecError) as caught:
+        pipeline(PAIRS.format(method=method, weight=weight))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["validation", "test"])
+def test_a_held_out_row_is_paired_once_too(key: str) -> None:
+    with pytest.raises(SpecError, match=rf"{key}\.weight: a pair is made once"):
+        pipeline(PAIRS.format(method="", weight=""), f"stages.pairs.{key}={{path: c.jsonl, weight: 3}}")
 
 
 SCRIPTS = """\
@@ -218,185 +283,3 @@ def test_a_stage_is_named_wherever_a_path_stands() -> None:
     stage = pipeline(SCRIPTS.replace("script: a.py, inputs: {before", "script: stage://first/parts/all/own.py, inputs: {before")).stages["second"]
     assert [path for _, _, path in paths_of(stage)] == ["stage://first/parts/all/own.py", "stage://first/first.txt"]
     assert needs(stage) == ("first",)
-
-
-EXPERTS = """\
-name: experts
-defaults: {model: {kind: folder, path: m}, data: {train: [{path: a.jsonl}]}, optimizer: {lr: 1e-3}}
-stages:
-  law: {kind: train, tuning: {kind: full}}
-  thin: {kind: train, tuning: {kind: lora}}
-  merged: {kind: merge_adapter, model: {kind: stage, name: thin}}
-  gate:
-    kind: gate
-    base: {kind: folder, path: m}
-    experts: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}}
-    data: {law: {path: a.jsonl}, thin: {path: b.jsonl}}
-  scores:
-    kind: evaluate
-    models: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}, by_gate: {kind: stage, name: gate}}
-    data: {test: {path: t.jsonl}}
-    evaluate: [{task: rouge}]
-"""
-"""Of a gate whose experts are a whole model and an adapter."""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        (
-            "models: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}",
-            "models: {law: {kind: stage, name: law}, thin: {kind: stage, name: merged}",
-            "stage scores: models.by_gate chooses among law, thin and answers nothing itself; thin is not among the models here, or another one",
-        ),
-        ("models: {law: {kind: stage, name: law}, ", "models: {", "law is not among the models here, or another one"),
-        ("[{task: rouge}]", "[{task: {kind: lm_eval, tasks: [arc]}}]", "lm_eval brings items of its own, whose prompts models.by_gate cannot see"),
-        (
-            "merge_adapter, model: {kind: stage, name: thin}",
-            "merge_adapter, model: {kind: stage, name: law}",
-            "stage merged merges an adapter, and its",
-        ),
-        (
-            "merge_adapter, model: {kind: stage, name: thin}",
-            "merge_adapter, model: {kind: folder, path: m}",
-            "stage merged merges an adapter, and its",
-        ),
-        ("merge_adapter,", "merge_adapter, adapter: a,", "stage merged merges a, and its model has an adapter already"),
-        (
-            "{test: {path: t.jsonl}}",
-            "{test: {path: t.jsonl}, task: amr}",
-            "stage gate, whose gate models.by_gate is, learns from rows that are built with task null; make them equal",
-        ),
-    ],
-)
-def test_models_that_do_not_fit_where_they_are_named_are_refused(old: str, new: str, words: str) -> None:
-    assert pipeline(EXPERTS).order()
-    assert old in EXPERTS
-    with pytest.raises(SpecError) as caught:
-        pipeline(EXPERTS.replace(old, new, 1))
-    assert words in str(caught.value)
-
-
-def test_an_adapter_of_ones_own_can_be_merged_into_a_model_without_one() -> None:
-    assert pipeline(EXPERTS.replace("merge_adapter, model: {kind: stage, name: thin}", "merge_adapter, adapter: a, model: {kind: stage, name: law}"))
-
-
-@pytest.mark.parametrize(
-    ("of_gate", "of_questions"), [("amr", "amr"), ("{kind: python, path: form.py}", "{kind: python, path: copy.py}")], ids=["equal", "files"]
-)
-def test_a_gate_may_learn_from_rows_that_are_built_as_those_that_it_chooses_by(of_gate: str, of_questions: str) -> None:
-    assert pipeline(EXPERTS, f"stages.gate.task={of_gate}", f"stages.scores.data.task={of_questions}")
-
-
-MLPS = "{kind: subset, trainable: [layers.*.mlp]}"
-MIXED = """\
-name: mixed
-defaults: {model: {kind: folder, path: m}, data: {train: [{path: a.jsonl}]}, optimizer: {lr: 1e-3}}
-stages:
-"""
-MIX = "  mix: {{kind: build_moe, base: {base}, experts: {{law: {law}, maths: {maths}}}{more}}}\n"
-M, LAW, MATHS = "{kind: folder, path: m}", "{kind: stage, name: law}", "{kind: stage, name: maths}"
-
-
-def mixed(tuning: str, *, is_merged: bool = False, more: str = "") -> Pipeline:
-    """Of an expert whose MLPs are trained, and of one that is trained as `tuning` says, and merged if that leaves an adapter."""
-    trained = f"  law: {{kind: train, tuning: {MLPS}}}\n  {'thin' if is_merged else 'maths'}: {{kind: train, tuning: {tuning}}}\n"
-    merged = "  maths: {kind: merge_adapter, model: {kind: stage, name: thin}}\n" if is_merged else ""
-    return pipeline(MIXED + trained + merged + MIX.format(base=M, law=LAW, maths=MATHS, more=more))
-
-
-@pytest.mark.parametrize("more", ["", ", merge: average", ", router: {kind: select_one, expert: maths}"], ids=["mixture", "average", "one"])
-@pytest.mark.parametrize(
-    ("tuning", "is_merged", "words"),
-    [
-        (
-            "{kind: full}",
-            False,
-            "stage maths, by which expert maths and the base differ, trains all weights (tuning.kind: full); give it tuning: {kind: ",
-        ),
-        (
-            "{kind: subset, trainable: [layers.*.self_attn]}",
-            False,
-            "trains tuning.trainable: layers.*.self_attn; give it tuning: {kind: subset, trainable",
-        ),
-        ("{kind: subset, trainable: [layers.*.mlp, norm, layers.0, '0.*']}", False, "trains tuning.trainable: norm, layers.0, 0.*; give it"),
-        (
-            "{kind: lora}",
-            True,
-            "stage thin, by which expert maths and the base differ, trains tuning.targets: all-linear; give it tuning: {kind: subset",
-        ),
-        ("{kind: lora, targets: [down_proj, q_proj]}", True, "trains tuning.targets: q_proj; give it"),
-        ("{kind: lora, targets: {language: [o_proj]}}", True, "targets: [gate_proj, up_proj, down_proj] and a stage of kind merge_adapter behind it"),
-    ],
-    ids=["full", "attention", "some", "all-linear", "query", "tower"],
-)
-def test_an_expert_that_learns_outside_of_its_mlps_is_refused_before_it_is_trained(tuning: str, is_merged: bool, words: str, more: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        mixed(tuning, is_merged=is_merged, more=more)
-    assert "stage mix is built of models that differ in their MLPs alone" in str(caught.value)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("tuning", "is_merged", "more"),
-    [
-        ("{kind: subset, trainable: [mlp, layers.0.mlp.*, '*.mlp.up_proj', down_proj]}", False, ""),
-        ("{kind: lora, targets: [gate_proj, mlp.up_proj, layers.1.mlp.down_proj]}", True, ", merge: average"),
-        ("{kind: full}", False, ", router: {kind: select_one, expert: law}"),
-    ],
-    ids=["subset", "merged", "left out"],
-)
-def test_an_expert_that_learns_in_its_mlps_or_is_left_out_is_taken(tuning: str, is_merged: bool, more: str) -> None:
-    assert mixed(tuning, is_merged=is_merged, more=more)
-
-
-@pytest.mark.parametrize(
-    ("base", "law", "maths"),
-    [
-        ("{kind: stage, name: warm}", LAW, MATHS),
-        (LAW, "{kind: stage, name: warm}", MATHS),
-        ("{kind: stage, name: mean}", LAW, MATHS),
-        ("{kind: folder, path: stage://warm}", LAW, MATHS),
-    ],
-    ids=["trained before all", "the start among the experts", "a mean of them", "by its folder"],
-)
-def test_what_base_and_experts_have_in_common_may_be_trained_in_full(base: str, law: str, maths: str) -> None:
-    stages = f"""\
-  warm: {{kind: train, tuning: {{kind: full}}}}
-  law: {{kind: train, model: {{kind: stage, name: warm}}, tuning: {MLPS}}}
-  maths: {{kind: train, model: {{kind: stage, name: law}}, tuning: {MLPS}}}
-  mean: {{kind: build_moe, merge: average, base: {{kind: stage, name: warm}}, experts: {{law: {LAW}, maths: {MATHS}}}}}
-"""
-    assert pipeline(MIXED + stages + MIX.format(base=base, law=law, maths=maths, more=""))
-
-
-def centroids(of_law: str, more: str, *, is_merged: bool = False) -> Pipeline:
-    """Of an expert whose rows are built with `of_law` and of one whose rows are taken as they are; `more` is said of the router."""
-    tuning = "{kind: lora, targets: [up_proj]}" if is_merged else MLPS
-    law = f"  {'thin' if is_merged else 'law'}: {{kind: train, tuning: {tuning}, data: {{train: [{{path: a.jsonl}}]{of_law}}}}}\n"
-    merged = "  law: {kind: merge_adapter, model: {kind: stage, name: thin}}\n" if is_merged else ""
-    router = f", router: {{kind: centroids, data: {{law: {{path: a.jsonl}}, maths: {{path: b.jsonl}}}}{more}}}"
-    return pipeline(MIXED + law + merged + f"  maths: {{kind: train, tuning: {MLPS}}}\n" + MIX.format(base=M, law=LAW, maths=MATHS, more=router))
-
-
-FORM = ", task: {kind: python, path: form.py}"
-
-
-@pytest.mark.parametrize(("is_merged", "trained"), [(False, "law"), (True, "thin")], ids=["whole", "merged"])
-def test_a_router_that_would_start_from_rows_in_a_form_that_its_experts_do_not_know_is_refused(is_merged: bool, trained: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        centroids(FORM, "", is_merged=is_merged)
-    assert f"stage mix starts its router from rows as they are, and stage {trained}, where expert law learns, builds its rows with " in str(
-        caught.value
-    )
-
-
-@pytest.mark.parametrize(("of_law", "more"), [("", ""), (FORM, FORM), ("", FORM)])
-def test_a_router_may_start_from_rows_as_its_experts_had_them_or_as_it_says(of_law: str, more: str) -> None:
-    assert centroids(of_law, more)
-
-
-def test_a_base_that_has_learnt_what_its_experts_have_not_is_refused() -> None:
-    stages = f"  warm: {{kind: train, tuning: {{kind: full}}}}\n  law: {{kind: train, tuning: {MLPS}}}\n"
-    with pytest.raises(SpecError, match="stage warm, by which expert law and the base differ, trains all weights"):
-        pipeline(MIXED + stages + MIX.format(base="{kind: stage, name: warm}", law=LAW, maths=M, more=""))

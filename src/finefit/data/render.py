@@ -27,11 +27,10 @@ from finefit.data.spelling import Spelling, require_characters
 from finefit.data.template import ChatTemplate, Habits, read_tools, require_tools
 from finefit.data.tokenizers import model_stops, open_tokenizer, require_template
 from finefit.errors import DataError
+from finefit.spec.rows import TEMPLATE_OPTIONS
 
 _TODAY = date(2024, 7, 26)
 """For templates that write the date (Llama 3.2, gpt-oss): a prompt shall be the same tomorrow. Llama's own fallback."""
-_DEFAULTS: Mapping[str, Any] = {"enable_thinking": False}
-"""Most rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn in the one without."""
 _RESERVED = ("messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -328,7 +327,7 @@ class Renderer:
     def _templates(self) -> dict[bool, ChatTemplate]:
         """By whether there are tools: a model may have a template of its own for them."""
         eos = str(self.tokenizer.eos_token)
-        variables = {**self.tokenizer.special_tokens_map, **_DEFAULTS, "strftime_now": _TODAY.strftime, **self.template_options}
+        variables = {**self.tokenizer.special_tokens_map, **TEMPLATE_OPTIONS, "strftime_now": _TODAY.strftime, **self.template_options}
         sources = {has_tools: str(self.tokenizer.get_chat_template(tools=[] if has_tools else None)) for has_tools in (False, True)}
         usual = ChatTemplate(sources[False], variables, eos, re.compile(f"(?:{self._spelling.marks.pattern})+"), self._spelling.special)
         return {False: usual, True: usual if sources[True] == sources[False] else replace(usual, source=sources[True])}
@@ -357,7 +356,7 @@ class Renderer:
         """Equal hashes render equal prompts."""
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._spelling.start}
-        identity |= {"options": {**_DEFAULTS, **self.template_options}, "today": _TODAY.isoformat()}
+        identity |= {"options": {**TEMPLATE_OPTIONS, **self.template_options}, "today": _TODAY.isoformat()}
         identity |= {} if self.eye is None else {"eye": self.eye.identity}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -42,9 +42,7 @@ class Centroids:
 
 def fit_centroids(model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> Centroids:
     """`rows`: token ids of each expert's rows. They pass through the dense model twice: for the means, and for what the router makes of them."""
-    fitted, held = _divided(rows)
-    _require_different(rows)
-    _require_different(fitted)
+    fitted, held = divided(rows)
     skipped = num_shared([row for several in rows.values() for row in several])
     look = partial(_hidden_states, model, skipped=skipped)
     means = {name: _moments(look(several)) for name, several in fitted.items()}
@@ -68,8 +66,8 @@ def num_shared(rows: Sequence[Row]) -> int:
     return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
 
 
-def _divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ...]], dict[str, tuple[Row, ...]]]:
-    """Equal rows count once, so that none stands on both sides."""
+def divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ...]], dict[str, tuple[Row, ...]]]:
+    """What the means are of, and what is held out. Equal rows count once, so that none stands on both sides."""
     fitted, held = {}, {}
     for name, several in rows.items():
         once = tuple(dict.fromkeys(several))
@@ -77,6 +75,8 @@ def _divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ..
             raise DataError(f"expert {name} has {len(once)} different rows to start its router from, and one is held out", "give it more rows")
         fitted[name] = tuple(row for at, row in enumerate(once) if (at + 1) % min(_HELD_OUT, len(once)))
         held[name] = tuple(row for at, row in enumerate(once) if not (at + 1) % min(_HELD_OUT, len(once)))
+    _require_different(rows)
+    _require_different(fitted)
     return fitted, held
 
 

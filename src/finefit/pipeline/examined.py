@@ -8,11 +8,12 @@ from finefit.artifacts.forecasts import Forecast, StageOutlook
 from finefit.artifacts.records import Finding
 from finefit.artifacts.trainings import Efficiency
 from finefit.data.items import read_items
-from finefit.errors import DataError, FindingError, ModelError, SpecError
+from finefit.errors import FindingError, UserError
 from finefit.facts.files import free_bytes
 from finefit.facts.machine import Machine, read_machine, read_version
 from finefit.model.locate import outline
 from finefit.pipeline.data import PreparedData, missing, places, prepare_data, present
+from finefit.pipeline.examined_rows import read_ahead
 from finefit.pipeline.foreseen import origins_of, spec_at
 from finefit.pipeline.leaks import leaks
 from finefit.pipeline.outlines import Done, Outlines, copies_in, nothing_done
@@ -91,6 +92,7 @@ def examine_pipeline(
     stages: dict[str, ExaminedStage] = {}
     outlooks: dict[str, StageOutlook] = {}
     findings: list[Named] = []
+    absent = dict(_missing(outlines))
     for name, stage in ((name, pipeline.stages[name]) for name in pipeline.order() if names is None or name in names):
         stages[name] = ExaminedStage(kind=stage.kind)
         try:
@@ -100,7 +102,9 @@ def examine_pipeline(
                 findings += ((name, of_stage(name, found)) for found in _of_training(outlines, stages[name], name, machine))
             if isinstance(stage, EvaluateStage):
                 findings += ((name, found) for found in _of_evaluation(outlines, stage, name))
-        except (DataError, ModelError, SpecError) as error:  # the user's, and those of the other stages are told too
+            if name not in absent:
+                read_ahead(outlines, name)
+        except UserError as error:  # the user's, and those of the other stages are told too
             problem = error.problem.removeprefix(f"stage {name}: ")
             findings.append((name, Finding(level="error", problem=problem, remedy=error.remedy)))
     whole = Whole(
@@ -108,7 +112,7 @@ def examine_pipeline(
         outlooks=outlooks,
         free_disk_bytes=free,
         host_memory_bytes=machine.memory_bytes,
-        missing=dict(_missing(outlines)),
+        missing=absent,
         to_come=dict(_to_come(outlines)),
         copies={name: copies_in(stage) for name, stage in pipeline.stages.items() if isinstance(stage, BuildMoe)},
     )

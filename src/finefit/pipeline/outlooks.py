@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from finefit.artifacts.forecasts import Forecast, Room, StageOutlook
+from finefit.errors import ModelError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import MEMORY_LIMITS, read_cards, read_memory_bytes
-from finefit.facts.model import read_config
+from finefit.facts.model import read_config, stored_dtypes
 from finefit.pipeline.assumed_images import assume_images
 from finefit.pipeline.data import PreparedData, missing, places, prepare_data
 from finefit.pipeline.forecasting import Grids, rooms_on
@@ -39,9 +40,7 @@ from finefit.spec.stages import (
 _PROCESS_BYTES = 1 << 30
 """Of a process with torch and transformers that has loaded nothing."""
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
-_TRAINED_WIDTH = 4
-"""Whole weights are trained and saved in fp32."""
+_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ANY_LENGTH = 1 << 24
 """Tokens: more than any prompt has."""
 
@@ -93,7 +92,7 @@ def of_forecasts(found: tuple[Forecast, ...]) -> StageOutlook:
 
 def _of_merge(outlines: Outlines, stage: MergeAdapter, cards: tuple[str, ...]) -> StageOutlook:
     parameters = size_of(outlines.of(stage.model).config).parameters
-    num_bytes = parameters * (_PRECISIONS.get(stage.precision) or width_of(outlines, stage.model))
+    num_bytes = parameters * _width(_merged_dtype(outlines, stage))
     host_bytes = num_bytes + _PROCESS_BYTES
     return StageOutlook(
         kind=stage.kind, fits=tuple(_holds(card, host_bytes) for card in cards), parameters=parameters, host_bytes=host_bytes, disk_bytes=num_bytes
@@ -103,11 +102,14 @@ def _of_merge(outlines: Outlines, stage: MergeAdapter, cards: tuple[str, ...]) -
 def _of_mixture(outlines: Outlines, stage: BuildMoe, name: str, cards: tuple[str, ...]) -> StageOutlook:
     """Layer by layer: host memory holds one layer of all experts, or what lies outside of the layers; and the base, where its hidden states are
     looked at on the CPU."""
+    _require_alike(outlines, stage)
     size = size_of(read_config(outlines.at(name)))
-    width = max(width_of(outlines, asked) for asked in (stage.base, *stage.experts.values()))
+    if stage.merge == "average" and size.foreign is not None:
+        raise ModelError(f"the base's {size.foreign} is no part of an MLP that is known here", "take a dense base of another architecture")
+    width = _width(_mixed_dtype(outlines, stage))
     written = max(size.outside, size.largest_layer) * width + _PROCESS_BYTES
     looked_at = size_of(outlines.of(stage.base).config).parameters if isinstance(stage.router, CentroidRouter) else 0
-    loaded = [looked_at * _PRECISIONS[_precision(outlines.pipeline, card)] for card in cards]
+    loaded = [looked_at * _width(_PRECISIONS[_precision(outlines.pipeline, card)]) for card in cards]
     host_bytes = [written + num_bytes if _is_cpu(card) else written for card, num_bytes in zip(cards, loaded, strict=True)]
     return StageOutlook(
         kind=stage.kind,
@@ -117,6 +119,21 @@ def _of_mixture(outlines: Outlines, stage: BuildMoe, name: str, cards: tuple[str
         disk_bytes=size.parameters * width,
         notes=tuple(_mixture_notes(stage)),
     )
+
+
+def _require_alike(outlines: Outlines, stage: BuildMoe) -> None:
+    """As the build requires it."""
+    base = outlines.of(stage.base).config
+    for name, asked in _built_of(stage).items():
+        if (config := outlines.of(asked).config) != base:
+            from finefit.model.alike import require_alike  # torch comes with it
+
+            require_alike(name, base, config)
+
+
+def _built_of(stage: BuildMoe) -> dict[str, Input]:
+    """Where every token is sent to one expert, the others are left out."""
+    return {stage.router.expert: stage.experts[stage.router.expert]} if isinstance(stage.router, ForcedRouter) else stage.experts
 
 
 def is_here(card: str) -> bool:
@@ -167,20 +184,37 @@ def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
             yield f"{told}: copies {harm}, so the build refuses them; leave them out, or set copies: collapse"
 
 
-def width_of(outlines: Outlines, asked: Input) -> int:
-    """Bytes of a parameter as it is stored; where that is not known, four."""
-    stage = outlines.pipeline.stages[asked.name] if isinstance(asked, StageModel) else None
-    match stage:
-        case TrainStage(tuning=Lora()):
-            return width_of(outlines, stage.model)
+def _dtypes(outlines: Outlines, asked: Input) -> tuple[str, ...]:
+    """Torch's names of what weights are stored in, the most frequent first: of those that are there, else of those to come. Whole weights are
+    trained and saved in fp32."""
+    known = outlines.of(asked)
+    if known.folder is not None and (found := stored_dtypes(known.folder)):
+        return found
+    match outlines.pipeline.stages[asked.name] if isinstance(asked, StageModel) else None:
+        case TrainStage(tuning=Lora(), model=before):
+            return _dtypes(outlines, before)
         case TrainStage():
-            return _TRAINED_WIDTH
-        case MergeAdapter():
-            return _PRECISIONS.get(stage.precision) or width_of(outlines, stage.model)
-        case BuildMoe():
-            return max(width_of(outlines, one) for one in (stage.base, *stage.experts.values()))
-    config = outlines.of(asked).config
-    return _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
+            return ("float32",)
+        case MergeAdapter() as stage:
+            return (_merged_dtype(outlines, stage),)
+        case BuildMoe() as stage:
+            return (_mixed_dtype(outlines, stage),)
+    return (str(known.config.get("dtype") or known.config.get("torch_dtype") or "float32"),)
+
+
+def _merged_dtype(outlines: Outlines, stage: MergeAdapter) -> str:
+    return _PRECISIONS.get(stage.precision) or _dtypes(outlines, stage.model)[0]
+
+
+def _mixed_dtype(outlines: Outlines, stage: BuildMoe) -> str:
+    """As the build chooses it: nothing that an expert has learnt is rounded away."""
+    found = {dtype for asked in (stage.base, *_built_of(stage).values()) for dtype in _dtypes(outlines, asked)}
+    return found.pop() if len(found) == 1 else "float32"
+
+
+def _width(dtype: str) -> int:
+    """Bytes of a parameter; where that is not known, four."""
+    return _WIDTHS.get(dtype, 4)
 
 
 # Models that answer

@@ -28,7 +28,7 @@ def output_of(place: Path, stage: AnyStage) -> Path:
 def wired_model(pipeline: Pipeline, asked: Input, at: At) -> WiredModel:
     """A model that was trained with an adapter is its base with the newest adapter, however many stages have trained it on."""
     if not isinstance(asked, StageModel):
-        return WiredModel(model=with_files(asked, lambda path: str(_file(path, at))))
+        return WiredModel(model=with_files(asked, lambda path: str(file_at(path, at))))
     stage = pipeline.stages[asked.name]
     if isinstance(stage, Gate):
         return WiredModel(model=wired_model(pipeline, stage.base, at).model, gate=str(at(asked.name)))
@@ -55,7 +55,7 @@ def wired_spec(pipeline: Pipeline, name: str, at: At, base: Path) -> Spec:
     if isinstance(model, CustomModel) and model != stage.model and model.weights is not None:
         model = model.model_copy(update={"weights": os.path.relpath(base / model.weights, base)})
     spec = pipeline.spec_of(name, model=model, tuning=tuning)
-    return with_files(spec, lambda path: os.path.relpath(_file(path, at), base))
+    return with_files(spec, lambda path: os.path.relpath(file_at(path, at), base))
 
 
 def with_files(part: P, place: Callable[[str], str]) -> P:
@@ -80,7 +80,8 @@ def _replaced(value: Any, place: Callable[[str], str]) -> Any:
     return value
 
 
-def _file(path: str, at: At) -> Path:
+def file_at(path: str, at: At) -> Path:
+    """What `stage://NAME/file` names."""
     found = STAGE_PATH.fullmatch(path)
     assert found is not None
     return at(found[1]) / (found[2] or "")

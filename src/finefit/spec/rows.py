@@ -1,5 +1,6 @@
 """Which rows, from where, and how much of them."""
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -7,6 +8,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from finefit.spec.part import LABEL, Part
 from finefit.spec.tasks import Form
+
+TEMPLATE_OPTIONS: Mapping[str, Any] = {"enable_thinking": False}
+"""Where `template_options` do not say: most rows hold answers without reasoning, so templates that know two modes (Qwen3, Nemotron) open the turn
+in the one without."""
 
 
 class Fields(Part):

@@ -1,6 +1,8 @@
 """What stages want of each other, and whether those will have it: all that can be known before anything runs is refused by name."""
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
@@ -9,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from finefit.spec.models import CustomModel, Full, Lora, Subset, Tuning
+from finefit.spec.rows import TEMPLATE_OPTIONS
 from finefit.spec.stage_kinds import (
     PATHS,
     STAGE,
@@ -30,6 +33,7 @@ from finefit.spec.tasks import LmEval, OwnTask
 
 _MAKERS_OF_MODELS = ("train", "merge_adapter", "build_moe")
 _MAKERS_OF_FILES = ("make_pairs", "python", "train", "merge_adapter", "build_moe")
+_EVERY = "all"
 _CHECKPOINT = re.compile(r"base|final|best|(checkpoint-)?[0-9]+")
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _WORDS = {"model": "the model", "file": "a file", "scores": "the scores"}
@@ -82,6 +86,8 @@ def require_inputs(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
             _require_file(name, needed, stages[needed], which)
         if what == "scores":
             _require_scores(name, needed, stages[needed], which)
+    if isinstance(stage, CompareStage):
+        _require_sides(name, stage, stages)
 
 
 def _require_addresses(name: str, stage: BaseModel) -> None:
@@ -131,6 +137,31 @@ def _require_scores(name: str, needed: str, stage: BaseModel, which: str) -> Non
             raise ValueError(f"stage {name} wants {needed}:base, and no task of stage {needed} scores the starting model; set base: true in one")
         case TrainStage() if which and not _CHECKPOINT.fullmatch(which):
             raise ValueError(f"stage {name} wants {needed}:{which}, which is no checkpoint; write {needed}:base, :best, :final or :checkpoint-40")
+
+
+def _require_sides(name: str, stage: CompareStage, stages: dict[str, Any]) -> None:
+    """Two at least, with one task that both have; a training alone is where it started and where it ended."""
+    sides = dict(side for part in stage.of for side in _sides(part, stages))
+    source, _, _ = stage.of[0].partition(":")
+    if len(set(stage.of)) == 1 and isinstance(stages[source], TrainStage):
+        sides |= dict(_sides(f"{source}:base", stages))
+    if len(sides) == 1:
+        raise ValueError(f"stage {name} compares {next(iter(sides))} with nothing; name another beside it")
+    counts = Counter(label for labels in sides.values() for label in labels)
+    if not [label for label, count in counts.items() if count > 1 and stage.task in (None, label)]:
+        each = ", ".join(f"{side} on {' and '.join(labels) or 'nothing'}" for side, labels in sides.items())
+        raise ValueError(f"no two of what stage {name} compares are scored on {stage.task or 'one task'} ({each}); give their stages one to share")
+
+
+def _sides(part: str, stages: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """By the names that a comparison would take, and what each may be scored on."""
+    source, _, which = part.partition(":")
+    match stages[source]:
+        case EvaluateStage(models=models, evaluate=tasks):
+            yield from ((f"{source}:{model}", [task.label for task in tasks]) for model in models if which in ("", model))
+        case TrainStage(evaluate=tasks):
+            role = f"checkpoint-{which}" if which.isdecimal() else which or "final"
+            yield f"{source}:{role}", [task.label for task in tasks if task.base or role != "base"]
 
 
 def require_fitting_models(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
@@ -203,16 +234,27 @@ def _require_experts(name: str, stage: EvaluateStage, stages: dict[str, Any]) ->
             raise ValueError(
                 f"stage {name}: {', '.join(own)} brings items of its own, whose prompts models.{model} cannot see; evaluate the gate in another stage"
             )
-        here, there = stage.data.task, gate.task
-        if here != there and not (isinstance(here, OwnTask) and isinstance(there, OwnTask)):  # two files may hold the same
-            raise ValueError(
-                f"stage {name} builds its rows with data.task {_shown(here)}, and stage {asked.name}, whose gate models.{model} is, learns from rows "
-                f"that are built with task {_shown(there)}; make them equal"
-            )
+        for key in ("task", "template", "template_options"):
+            here, there = getattr(stage.data, key), getattr(gate, key)
+            if not _are_alike(here, there):
+                raise ValueError(
+                    f"stage {name} builds its rows with data.{key} {_shown(here)}, and stage {asked.name}, whose gate models.{model} is, learns from "
+                    f"rows that are built with {key} {_shown(there)}; make them equal"
+                )
 
 
-def _shown(form: BaseModel | None) -> str:
-    return "null" if form is None else form.model_dump_json(exclude_defaults=True)
+def _are_alike(here: object, there: object) -> bool:
+    """Two files may hold the same; an option may be written as it is anyway."""
+    match here, there:
+        case OwnTask(), OwnTask():
+            return True
+        case dict(), dict():
+            return {**TEMPLATE_OPTIONS, **here} == {**TEMPLATE_OPTIONS, **there}
+    return here == there
+
+
+def _shown(value: object) -> str:
+    return value.model_dump_json(exclude_defaults=True) if isinstance(value, BaseModel) else json.dumps(value)
 
 
 def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) -> None:
@@ -298,8 +340,10 @@ def _require_same_adapter(name: str, stage: TrainStage, before: str, other: Base
             raise ValueError(f"stage {name} goes on with the adapter of stage {before}, whose tuning.{key} is {there}, not {here}; make them equal")
 
 
-def require_one_folder_each(names: list[str]) -> None:
-    """Folders of some systems do not tell capitals from small letters."""
+def require_names(names: list[str]) -> None:
+    """A folder for each: those of some systems do not tell capitals from small letters."""
+    if _EVERY in names:
+        raise ValueError(f"a stage cannot be called {_EVERY}, which means every stage in --force {_EVERY}; give it another name")
     for at, name in enumerate(names):
         for other in names[:at]:
             if name.lower() == other.lower():

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -80,16 +80,29 @@ class CompareStage(Part):
     """Settings that are meant to differ."""
 
 
+Rule = Literal["entity", "number", "negation", "fabrication"]
+
+
 class Rules(Part):
     """Rejected answers are made from right ones: an entity swapped, a number changed, a negation inverted, a sentence made up."""
 
     kind: Literal["rules"]
     per_row: int = Field(1, ge=1)
     """Pairs of each row at most, each by another rule."""
-    shares: dict[Literal["entity", "number", "negation", "fabrication"], float] = Field(default_factory=dict)
+    shares: dict[Rule, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """How often each rule is wanted beside the others; 0 leaves it out, and what is not named is 1."""
     words: str | None = None
     """Word lists of your own in YAML, relative to the spec file."""
+
+    @model_validator(mode="after")
+    def _enough_rules(self) -> "Rules":
+        left = [rule for rule in get_args(Rule) if self.shares.get(rule, 1) > 0]
+        if not left:
+            raise ValueError("shares: no rule is left to make pairs by; give one of them more than 0")
+        if self.per_row > len(left):
+            there = f"there are {len(left)} ({', '.join(left)})"
+            raise ValueError(f"per_row: {self.per_row} pairs of a row, each by another rule, and {there}; give at most {len(left)}")
+        return self
 
 
 class Verdicts(Part):
@@ -134,6 +147,13 @@ class MakePairs(Part):
             raise ValueError(f"{named[0]}: verdicts are about answers that are there already; leave it out, and name the reviews in method.of")
         if self.method.kind != "verdicts" and not self.train:
             raise ValueError("train: rows with right answers are needed to make pairs of; name a file")
+        return self
+
+    @model_validator(mode="after")
+    def _no_row_twice(self) -> "MakePairs":
+        sources = {f"train.{at}": source for at, source in enumerate(self.train)} | {"validation": self.validation, "test": self.test}
+        if heavy := [key for key, source in sources.items() if source is not None and source.weight > 1]:
+            raise ValueError(f"{heavy[0]}.weight: a pair is made once; give the weight to the training that reads the pairs")
         return self
 
 
@@ -187,6 +207,9 @@ class ForcedRouter(Part):
 RouterStart = Annotated[RandomRouter | CentroidRouter | ForcedRouter, Field(discriminator="kind")]
 
 
+_OF_MIXTURES = ("routing", "top_k", "shared", "router")
+
+
 class BuildMoe(Part):
     """Trained copies of one dense model become a mixture of experts that transformers loads as it is."""
 
@@ -209,8 +232,8 @@ class BuildMoe(Part):
     @model_validator(mode="after")
     def _router_knows_the_experts(self) -> "BuildMoe":
         router, names = self.router, ", ".join(self.experts)
-        if self.merge == "average" and not isinstance(router, RandomRouter):
-            raise ValueError(f"router: {router.kind}, and an average has no router; leave it out, or set merge: mixture")
+        if self.merge == "average" and (idle := [key for key in _OF_MIXTURES if getattr(self, key) != type(self).model_fields[key].default]):
+            raise ValueError(f"{', '.join(idle)}: an average has no router and nothing to choose among; leave it out, or set merge: mixture")
         if self.routing == "top_k" and self.top_k > max(len(self.experts), 2):
             raise ValueError(f"top_k: {self.top_k} of {len(self.experts)} experts cannot answer; give at most {len(self.experts)}")
         if isinstance(router, ForcedRouter) and router.expert not in self.experts:
@@ -269,7 +292,8 @@ class PythonStage(Part):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts:
                 raise ValueError(f"outputs: {name!r} leads out of the stage's own folder; name what lies below {{output}}")
-        if twice := sorted({name for name in self.outputs if self.outputs.count(name) > 1}):
+        paths = [PurePosixPath(name) for name in self.outputs]
+        if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
             raise ValueError(f"outputs: {', '.join(twice)} is written twice; name each once")
         return self
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from finefit.spec.models import Model, Tuning
 from finefit.spec.schema import Common, Spec, Training
-from finefit.spec.stage_graph import needs, require_fitting_models, require_inputs, require_one_folder_each
+from finefit.spec.stage_graph import needs, require_fitting_models, require_inputs, require_names
 from finefit.spec.stage_kinds import (
     STAGE_PATH,
     AnyStage,
@@ -63,7 +63,7 @@ class Pipeline(Common):
 
     @model_validator(mode="after")
     def _can_be_walked(self) -> "Pipeline":
-        require_one_folder_each(list(self.stages))
+        require_names(list(self.stages))
         for name, stage in self.stages.items():
             require_inputs(name, stage, self.stages)
         self.order()

@@ -24,6 +24,8 @@ NAMED = {
     NoneType: "no value",
 }
 _BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than", "less_than_equal": "at most"}
+_KEY = "[key]"
+"""What pydantic adds to the name of an entry where that itself is wrong."""
 _GIVES_WAY = {"literal_error", "too_short"}  # a union complains for every member, a list of bad items about its length too
 
 
@@ -98,15 +100,18 @@ def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool =
     path: KeyPath = ()
     declared: Any = root
     at: Any = root
+    above: Any = None
     for part in loc:
-        if members := _members(at):
+        if part == _KEY and get_origin(above) is dict:
+            declared = at = get_args(above)[0]
+        elif members := _members(at):
             is_literal = str(part).startswith("literal[")
             by_kind = [member for member in members if part in _choices(member)]
             of_one_form = [member for member in members if (get_origin(member) is Literal) == is_literal]
             several = [member for member in of_one_form if get_origin(member) is tuple and part == "several"]
-            at = next(iter(by_kind or several or of_one_form), None)
+            above, at = None, next(iter(by_kind or several or of_one_form), None)
         else:
-            path = (*path, part)
+            above, path = at, (*path, part)
             declared = _fields(at).get(str(part)) if _fields(at) else _inner(at)
             at = _bare(declared)
     return path, at if chosen else declared

@@ -27,7 +27,7 @@ from finefit.evaluate.routing import measure_routing, own_share, routing_map
 from finefit.facts.machine import MEMORY_LIMITS, read_free_memory_bytes
 from finefit.facts.model import read_model_folder
 from finefit.model.attention import attention_here
-from finefit.model.centroids import Centroids, fit_centroids
+from finefit.model.centroids import Centroids, divided, fit_centroids
 from finefit.model.load import load_base, quiet
 from finefit.model.locate import locate
 from finefit.model.moe import Built, Router, average, build_moe
@@ -99,7 +99,20 @@ def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[
     if len(names) == 1:
         return lambda _: torch.zeros(1, _hidden_size(base))
     renderer = open_renderer(base, asked.template, template_options=asked.template_options)
-    taken = {name: _rows(asked.data[name], asked, renderer, Path(order.base), order.seed) for name in names}
+    taken = starting_rows(asked, names, renderer, Path(order.base), order.seed)
+    attention = attention_here(order.device, order.precision, base)
+    model = load_base(base, device=order.device, dtype=_DTYPES[order.precision], attention=attention).eval()
+    loaded_bytes = held_bytes(order.device)
+    found = fit_centroids(model, {name: rows for name, (rows, _) in taken.items()})
+    keep(_Started(found, {name: faults for name, (_, faults) in taken.items() if faults}, loaded_bytes))
+    return lambda layer: found.routers_EH[layer]
+
+
+def starting_rows(
+    asked: CentroidRouter, names: Sequence[str], renderer: Renderer, base: Path, seed: int
+) -> dict[str, tuple[list[tuple[int, ...]], list[str]]]:
+    """Of each expert its rows in tokens, and what is wrong with those that cannot be taken. Rows that no router can start from are refused."""
+    taken = {name: _rows(asked.data[name], asked, renderer, base, seed) for name in names}
     for name, (rows, faults) in taken.items():
         if not rows:
             raise DataError(f"no row of expert {name} can start its router; the first: {faults[0]}", "raise router.max_tokens, or mend the rows")
@@ -108,12 +121,8 @@ def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[
                 f"the {asked.rows} rows of expert {name} that router.rows takes are all the same, and one must be held out",
                 "raise router.rows, or give it other rows",
             )
-    attention = attention_here(order.device, order.precision, base)
-    model = load_base(base, device=order.device, dtype=_DTYPES[order.precision], attention=attention).eval()
-    loaded_bytes = held_bytes(order.device)
-    found = fit_centroids(model, {name: rows for name, (rows, _) in taken.items()})
-    keep(_Started(found, {name: faults for name, (_, faults) in taken.items() if faults}, loaded_bytes))
-    return lambda layer: found.routers_EH[layer]
+    divided({name: rows for name, (rows, _) in taken.items()})
+    return taken
 
 
 def _hidden_size(base: Path) -> int:

@@ -48,8 +48,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     assert isinstance(stage, Gate)
     folder = locate(order.models["base"].model, Path(order.base)).folder
     renderer = open_renderer(folder, stage.template, template_options=stage.template_options)
-    prompts = _prompts(stage, renderer, Path(order.base), order.seed)
-    train, held = _split(prompts, list(stage.experts), stage.held_out, order.seed)
+    train, held = divided(stage, renderer, Path(order.base), order.seed)
     experts = tuple(stage.experts)
     labels = torch.tensor([experts.index(prompt.expert) for prompt in train])
     means = mean_embeddings(folder, [prompt.tokens for prompt in train])
@@ -63,7 +62,7 @@ def make(order: Order, out: Path) -> dict[str, Any]:
         trained=_counts(train, experts),
         held=_counts(held, experts),
         telling=_telling(scores, train, experts, renderer),
-        shared_prompts=_num_shared(prompts),
+        shared_prompts=_num_shared([*train, *held]),
         **_measured(scores, held, experts),
     )
     write_record(out / RECORD, record)
@@ -85,6 +84,11 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
+
+
+def divided(stage: Gate, renderer: Renderer, base: Path, seed: int) -> tuple[list[_Prompt], list[_Prompt]]:
+    """What is trained on, and what is held out."""
+    return _split(_prompts(stage, renderer, base, seed), list(stage.experts), stage.held_out, seed)
 
 
 def _prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> list[_Prompt]:
@@ -119,7 +123,10 @@ def _tokens(row: Row, renderer: Renderer) -> list[int]:
 
 def _split(prompts: Sequence[_Prompt], experts: Sequence[str], share: float, seed: int) -> tuple[list[_Prompt], list[_Prompt]]:
     """Equal prompts stay on one side, or the accuracy would be that of a memory."""
-    is_held = held_share(np.array([prompt.key for prompt in prompts], np.uint64), share, seed)
+    keys = np.array([prompt.key for prompt in prompts], np.uint64)
+    if len(set(keys.tolist())) < 2:
+        raise DataError(f"all {len(prompts)} prompts ask the same, so none can be held out to measure the gate on", "give rows that ask other things")
+    is_held = held_share(keys, share, seed)
     held = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if is_out]
     train = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if not is_out]
     for side, what in ((train, "to train on"), (held, "to be measured on")):
