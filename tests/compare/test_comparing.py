@@ -301,7 +301,9 @@ def test_a_model_is_not_compared_with_itself(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-1", results={"base": MISSES, "checkpoint-6": HITS})
     assert "is named twice" in _refused(run.path, run.path).problem
     assert "is named twice" in _refused(f"{run.path}:final", f"{run.path}:6").problem
-    assert "is named twice" in _refused(f"{run.path}:base", checkpoint="base").problem
+    bare = make_bare(tmp_path / "m-1", HITS)
+    for alone in (f"{run.path}:base", str(bare.path)):
+        assert _refused(alone).problem == f"there is nothing to compare {alone} with"
 
 
 def test_scores_are_told_by_data_set_each_with_the_interval_of_its_own_items(tmp_path: Path) -> None:

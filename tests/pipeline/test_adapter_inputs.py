@@ -84,7 +84,7 @@ def test_an_adapter_that_is_gone_is_named_with_what_to_do(spec: Path) -> None:
     run = create(spec)
     shutil.rmtree(spec.parent / "adapters")
     with pytest.raises(
-        ModelError, match=r"adapters/first/adapter_config.json cannot be read: No such file or directory\ntuning.adapter names a folder"
+        ModelError, match=r"adapters/first/adapter_config.json cannot be read: No such file or directory\nname a folder with adapter_config.json"
     ):
         amend(run, ())
 

@@ -60,6 +60,8 @@ def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tupl
     names = _names([(run.path.resolve(), role, _is_all(where, name)) for run, where, name, role in places])
     models = [(run.path.resolve(), name) for run, _, name, _ in places]
     if again := [shown for at, shown in enumerate(names) if models[at] in models[:at]]:
+        if len(targets) == 1:
+            raise RunError(f"there is nothing to compare {targets[0]} with", "name another run or checkpoint beside it")
         raise RunError(f"{again[0]} is named twice: a model compared with itself differs by nothing", "name two runs, or RUN:base and RUN:final")
     return tuple(_open(run, where, name, role, shown) for (run, where, name, role), shown in zip(places, names, strict=True))
 
