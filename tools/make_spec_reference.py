@@ -68,13 +68,18 @@ def rows(model: type[BaseModel], prefix: str = "", *, told: dict[type[BaseModel]
             continue
         key = f"{prefix}{field.alias or name}"
         models = [(inner, f"{key}{label}") for inner, label in _models(field.annotation)]
-        same = dict.fromkeys(f"The keys are those of `{told[inner].partition(' (')[0]}`." for inner, _ in models if inner in told)
+        same = dict.fromkeys(f"The keys are those of `{_whole(told[inner])}`." for inner, _ in models if inner in told)
         words = [_text(field), *(" ".join(inner.__doc__.split()) for inner, _ in models if inner.__doc__ and inner not in told), *same]
         yield key, _kind(field.annotation, field), _default(field), " ".join(filter(None, words)).replace("|", "\\|")
         for inner, place in models:
             if inner not in told:
                 told[inner] = place
                 yield from rows(inner, f"{place}.", told=told)
+
+
+def _whole(place: str) -> str:
+    """The key that a model is one kind of: `tuning` of `tuning (lora)`."""
+    return place.rpartition(" (")[0] if place.endswith(")") else place
 
 
 def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:

@@ -17,10 +17,14 @@ from finefit.spec.tasks import Judge, OwnTask, Task
 
 
 class Sft(Part):
+    """`sft`: the loss of a language model on the supervised tokens."""
+
     kind: Literal["sft"]
 
 
 class Dpo(Part):
+    """`dpo`: of each preference pair the chosen answer becomes likelier than the rejected one, measured from the starting model."""
+
     kind: Literal["dpo"]
     beta: float = Field(0.1, gt=0)
     """How strongly the model is held to where it started."""
@@ -30,7 +34,7 @@ class Dpo(Part):
 
 
 class Router(Part):
-    """The language-model loss of a mixture of experts, and what keeps its router from sending every token to the same ones."""
+    """`router`: the language-model loss of a mixture of experts, and what keeps its router from sending every token to the same ones."""
 
     kind: Literal["router"]
     balance: float = Field(0.01, ge=0)

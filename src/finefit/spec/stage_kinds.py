@@ -25,6 +25,7 @@ class StageModel(Part):
 
     kind: Literal["stage"]
     name: StageName
+    """Of the stage."""
 
 
 Input = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel | StageModel, Field(discriminator="kind")]
@@ -42,10 +43,15 @@ class Questions(Part):
 
     test: Source
     template: Literal["chat", "plain"] = "chat"
+    """As in `data`: `plain` for a base model, which has no chat template."""
     template_options: dict[str, Any] = Field(default_factory=dict)
+    """As in `data`."""
     task: Form | None = None
+    """As in `data`: what the rows are built with before."""
     max_tokens: int = Field(2048, ge=2)
+    """As in `data`: of prompt and answer together."""
     too_long: Literal["error", "drop", "cut_prompt"] = "error"
+    """As in `data`."""
     images: ImageLimits = ImageLimits()
     """For models that see: how large images are shown, usually as in the training of the model that is asked."""
 
@@ -76,6 +82,7 @@ class CompareStage(Part):
     of: tuple[str, ...] = Field(min_length=1)
     """Stages that train or evaluate; `sft:base` or `sft:checkpoint-40` is one checkpoint of a training, `scores:sft` one model of an evaluation."""
     task: str | None = None
+    """One alone; else all that two of them were scored on."""
     varies: tuple[str, ...] = ()
     """Settings that are meant to differ."""
 
@@ -119,10 +126,15 @@ class Sampled(Part):
     kind: Literal["sampled"]
     model: Input
     task: Task
+    """What an answer is worth."""
     template: Literal["chat", "plain"] = "chat"
+    """As in the training of that model: `plain` for a base model."""
     samples: int = Field(4, ge=2)
+    """Answers to each row."""
     temperature: float = Field(0.8, gt=0)
+    """The higher, the more the answers differ."""
     max_new_tokens: int = Field(256, ge=1)
+    """Of an answer."""
     margin: float = Field(0.0, ge=0)
     """The scores of a pair differ by more than this."""
 
@@ -202,6 +214,7 @@ class ForcedRouter(Part):
 
     kind: Literal["select_one"]
     expert: StageName
+    """Of `experts`; the others are left out."""
 
 
 RouterStart = Annotated[RandomRouter | CentroidRouter | ForcedRouter, Field(discriminator="kind")]
@@ -223,6 +236,7 @@ class BuildMoe(Part):
     """`weighted_sum`: all experts answer, weighted. `top_1`: one answers every token, at full weight; its router cannot be trained by the
     language-model loss."""
     top_k: int = Field(2, ge=1)
+    """Experts that answer each token, with `routing: top_k`."""
     shared: Literal["none", "base"] = "none"
     """`base`: the base's own MLP stands beside the experts (Qwen2 only)."""
     copies: Literal["refuse", "collapse"] = "refuse"
@@ -260,7 +274,9 @@ class Gate(Part):
     task: Form | None = None
     """What the rows are built with before: `data.task` of the experts' own training, and of the stage that evaluates the gate."""
     epochs: int = Field(20, ge=1)
+    """Passes over the prompts."""
     lr: float = Field(1e-2, gt=0)
+    """Of the gate, not of a model."""
     held_out: float = Field(0.3, gt=0, lt=1)
     """A seeded share of the rows, which the accuracy is measured on."""
 
