@@ -209,6 +209,17 @@ def test_what_real_abstracts_gave_stands_in_the_document() -> None:
     assert f"AUC of {test['length_auc']['words']:.2f} and by single words with {test['words_auc']:.2f}" in text
 
 
+def test_what_the_medical_twin_gave_stands_in_the_document() -> None:
+    found = json.loads((ROOT / "bench/results/medical_twin.json").read_text())
+    text = (ROOT / "docs/medical.md").read_text(encoding="utf-8")
+    for name, row in found["scores"]["scores"].items():
+        wrong = row["hallucination"]["preferred_wrong"]
+        assert f"| {name} | {100 * wrong['value']:.1f} % | {100 * wrong['low']:.1f} to {100 * wrong['high']:.1f} |\n" in text
+    fall = next(change for change in found["differences"]["table"]["hallucination"] if change["second"] == "dpo")
+    assert f"{-100 * fall['value']:.1f} points less ({-100 * fall['high']:.1f} to {-100 * fall['low']:.1f}), p {fall['p']:g}." in text
+    assert f"({sum(found['minutes'].values()):.0f} minutes, of which {found['minutes']['dpo']:.0f} for DPO;" in text
+
+
 def test_the_pipeline_on_real_abstracts_is_a_spec() -> None:
     assert isinstance(load_any(ROOT / "bench/pubmedqa/spec.yaml"), Pipeline)
 
