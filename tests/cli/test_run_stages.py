@@ -18,6 +18,7 @@ from finefit.pipeline.create import stage_of
 from finefit.pipeline.stage_keys import tree_digest
 from finefit.spec.models import FolderModel, Lora
 from tests.cli.conftest import Finefit, Finished, process, started
+from tests.conftest import make_model_folder
 from tests.forecasts import make_forecast
 from tests.stages import calls, make_scripts, make_trainings
 
@@ -170,6 +171,21 @@ def test_one_stage_alone_in_a_new_run_shows_where_those_lie_that_it_stands_on(fi
     ]
     assert find_run(Path("runs/chain-2/second/output")) == Path("runs/chain-1/stages/2-second/output")
     assert document["status"] == "finished"
+
+
+SCORED = """\
+  scores: {kind: evaluate, models: {a: {kind: folder, path: m}, b: {kind: folder, path: m}}, data: {test: {path: t.jsonl}}, evaluate: [{task: rouge}]}
+"""
+
+
+def test_what_is_next_stands_on_what_is_done(folder: Path, finefit: Finefit) -> None:
+    """Scores that are yet to come cannot be compared; the run goes on by its directory."""
+    (folder / "spec.yaml").write_text((folder / "spec.yaml").read_text(encoding="utf-8") + SCORED, encoding="utf-8")
+    (folder / "t.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
+    make_model_folder(folder / "m")
+    answer = finefit("run", "spec.yaml", "--only", "first")
+    assert answer.code == 0, answer.err
+    assert [line.split(maxsplit=1)[-1] for line in answer.out.splitlines() if "finefit " in line] == ["finefit run runs/chain-1"]
 
 
 def test_a_failed_stage_ends_with_its_own_code_and_place(folder: Path, finefit: Finefit) -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from finefit.pipeline.stage_run import Asked
     from finefit.spec.stages import Pipeline
 
-EVERY = "all"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
@@ -43,6 +41,7 @@ class Wish:
 
     def forced(self, pipeline: "Pipeline") -> set[str]:
         from finefit.pipeline.stage_choice import above, require_stages
+        from finefit.spec.stage_graph import EVERY
 
         named = [name for name in (self.first, self.only) if name is not None]
         require_stages(pipeline, [*named, *(name for name in self.force if name != EVERY)])
@@ -54,6 +53,8 @@ class Wish:
 
     def _require_sense(self) -> None:
         """One stage alone runs, so nothing else can be made again beside it."""
+        from finefit.spec.stage_graph import EVERY
+
         others = [name for name in self.force if name not in (EVERY, self.only)]
         if self.only is not None and self.first is not None:
             raise RunError(f"--from {self.first} means several stages, --only {self.only} one alone", "leave one of the two out")

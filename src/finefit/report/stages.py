@@ -157,11 +157,14 @@ def show_stages_end(run: RunDir, console: Console) -> None:
 
 
 def next_steps(run: RunDir) -> list[str]:
-    """What there is to do with what was made."""
+    """What there is to do with what was made, and with what was not."""
+    states = states_of(run)
     pipeline = pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
-    trained = [name for name, stage in pipeline.stages.items() if stage.kind == "train" and stage.evaluate]
-    scored = [name for name, stage in pipeline.stages.items() if stage.kind == "evaluate"]
-    found = [f"finefit compare {run.path / name}" for name in scored]
+    done = {state.name: pipeline.stages[state.name] for state in states if state.status == "done"}
+    trained = [name for name, stage in done.items() if stage.kind == "train" and stage.evaluate]
+    scored = [name for name, stage in done.items() if stage.kind == "evaluate" and len(stage.models) > 1]
+    found = [f"finefit run {run.path}"] if len(done) < len(states) else []
+    found += [f"finefit compare {run.path / name}" for name in scored]
     if len(trained) > 1:
         found.append(f"finefit review {run.path / trained[-2]} {run.path / trained[-1]}")
     return [f"{'next' if at == 0 else '':9}{line}" for at, line in enumerate(found)]

@@ -33,7 +33,8 @@ from finefit.spec.tasks import LmEval, OwnTask
 
 _MAKERS_OF_MODELS = ("train", "merge_adapter", "build_moe")
 _MAKERS_OF_FILES = ("make_pairs", "python", "train", "merge_adapter", "build_moe")
-_EVERY = "all"
+EVERY = "all"
+"""Means all stages, where a command names those to make again."""
 _CHECKPOINT = re.compile(r"base|final|best|(checkpoint-)?[0-9]+")
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _WORDS = {"model": "the model", "file": "a file", "scores": "the scores"}
@@ -342,8 +343,8 @@ def _require_same_adapter(name: str, stage: TrainStage, before: str, other: Base
 
 def require_names(names: list[str]) -> None:
     """A folder for each: those of some systems do not tell capitals from small letters."""
-    if _EVERY in names:
-        raise ValueError(f"a stage cannot be called {_EVERY}, which means every stage in --force {_EVERY}; give it another name")
+    if EVERY in names:
+        raise ValueError(f"a stage cannot be called {EVERY}, which means every stage in --force {EVERY}; give it another name")
     for at, name in enumerate(names):
         for other in names[:at]:
             if name.lower() == other.lower():
