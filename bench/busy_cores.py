@@ -18,7 +18,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-SETTINGS = ("--set", "schedule.epochs=null", "--set", "schedule.steps=5", "--set", "data.validation=null", "--set", "evaluate=[]")
+SETTINGS = (
+    "--set",
+    "schedule.epochs=null",
+    "--set",
+    "schedule.steps=5",
+    "--set",
+    "data.validation=null",
+    "--set",
+    "evaluate=[]",
+)
 GOMP_DEFAULT = "300000"
 
 
@@ -40,10 +49,18 @@ def measure(spin: str, num_busy: int) -> dict[str, Any]:
         subprocess.run([*finefit, "recipes", "demo", "--to", str(recipe)], check=True, stdout=subprocess.DEVNULL)
         command = [*finefit, "run", str(recipe / "spec.yaml"), "--runs", f"{folder}/runs", *SETTINGS]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"GOMP_SPINCOUNT": spin})
-        lines = [json.loads(line) for line in (Path(folder) / "runs/demo-1/stages/1-sft/metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (Path(folder) / "runs/demo-1/stages/1-sft/metrics.jsonl").read_text().splitlines()
+        ]
     steps = [line for line in lines if "loss" in line]
     seconds = [step["seconds"] for step in steps[1:]]
-    return {"spin": spin, "busy_processes": num_busy, "step_seconds": round(statistics.median(seconds), 2), "loss": steps[-1]["loss"]}
+    return {
+        "spin": spin,
+        "busy_processes": num_busy,
+        "step_seconds": round(statistics.median(seconds), 2),
+        "loss": steps[-1]["loss"],
+    }
 
 
 def main() -> None:

@@ -43,7 +43,9 @@ GLOBAL_BATCH = 64
 
 
 def data_of(path: Path) -> Data:
-    return Data.model_validate({"train": [{"path": str(path)}], "max_tokens": MAX_TOKENS, "too_long": "drop"}, strict=False)
+    return Data.model_validate(
+        {"train": [{"path": str(path)}], "max_tokens": MAX_TOKENS, "too_long": "drop"}, strict=False
+    )
 
 
 class Seconds(NamedTuple):
@@ -100,7 +102,9 @@ def scaling(tokenizer: Path) -> dict[str, Any]:
         found: dict[str, Any] = {"rows": SCALED}
         for count in (1, 2):
             in_processes(count)
-            found[f"seconds_of_{count}"] = round(prepared(folder / "rows.jsonl", tokenizer, fresh(folder, str(count)))[0].wall, 1)
+            found[f"seconds_of_{count}"] = round(
+                prepared(folder / "rows.jsonl", tokenizer, fresh(folder, str(count)))[0].wall, 1
+            )
     return found
 
 
@@ -119,7 +123,11 @@ def enlarged(path: Path, place: Path) -> Path:
     with place.open("w", encoding="utf-8") as file:
         for at in range(max(ROWS, len(rows))):
             row = rows[at % len(rows)]
-            value = {"text": f"{at} {row.text}"} if row.text else {"prompt": f"{at} {row.prompt[-1].content}", "completion": row.answer}
+            value = (
+                {"text": f"{at} {row.text}"}
+                if row.text
+                else {"prompt": f"{at} {row.prompt[-1].content}", "completion": row.answer}
+            )
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
     return place
 
@@ -133,7 +141,9 @@ def packing(path: Path, tokenizer: Path) -> dict[str, Any]:
     longest = int(lengths.max())
     whole = best_fit(lengths, supervised, max_tokens=MAX_TOKENS, max_supervised=MAX_TOKENS)
     steps = -(-len(lengths) // GLOBAL_BATCH)
-    in_steps = [lengths[rows_of_step(s, num_rows=len(lengths), global_batch=GLOBAL_BATCH, seed=0)] for s in range(steps)]
+    in_steps = [
+        lengths[rows_of_step(s, num_rows=len(lengths), global_batch=GLOBAL_BATCH, seed=0)] for s in range(steps)
+    ]
     micro = 8
     return {
         "file": path.name,
@@ -150,16 +160,39 @@ def efficiency(steps: list[Any], micro: int, *, is_sorted: bool) -> float:
     computed = 0
     for step in steps:
         rows = np.sort(step)[::-1] if is_sorted else step
-        computed += sum(len(part) * int(part.max()) for part in (rows[at : at + micro] for at in range(0, len(rows), micro)))
+        computed += sum(
+            len(part) * int(part.max()) for part in (rows[at : at + micro] for at in range(0, len(rows), micro))
+        )
     return sum(int(step.sum()) for step in steps) / computed
 
 
 def million_rows() -> Iterator[str]:
-    words = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge", "marsh", "nook", "pond")
+    words = (
+        "amber",
+        "birch",
+        "cedar",
+        "dune",
+        "ember",
+        "fjord",
+        "grove",
+        "heath",
+        "inlet",
+        "jetty",
+        "knoll",
+        "ledge",
+        "marsh",
+        "nook",
+        "pond",
+    )
     chance = random.Random(0)
     for at in range(MILLION):
         question = " ".join(chance.choices(words, k=chance.randrange(5, 40)))
-        yield json.dumps({"question": f"{at} {question}?", "answer": " ".join(chance.choices(words, k=chance.randrange(1, 20)))}) + "\n"
+        yield (
+            json.dumps(
+                {"question": f"{at} {question}?", "answer": " ".join(chance.choices(words, k=chance.randrange(1, 20)))}
+            )
+            + "\n"
+        )
 
 
 def memory() -> dict[str, Any]:

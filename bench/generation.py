@@ -50,7 +50,12 @@ from finefit.spec.models import Full
 from finefit.spec.schema import Evaluation
 from finefit.step.levers import pull
 
-TINY: dict[str, Any] = SHAPES["qwen3-4b"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+TINY: dict[str, Any] = SHAPES["qwen3-4b"] | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
 TINY_SEEING: dict[str, Any] = SHAPES[VL] | {
     "text_config": SHAPES[VL]["text_config"]
@@ -63,7 +68,14 @@ TINY_SEEING: dict[str, Any] = SHAPES[VL] | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
     },
     "vision_config": SHAPES[VL]["vision_config"]
-    | {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+    | {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    },
     "image_token_id": 500,
     "video_token_id": 501,
     "vision_start_token_id": 502,
@@ -138,7 +150,9 @@ def build(config: dict[str, Any], device: str, *, attention: Callable[[str], str
     with torch.device("meta" if device == "cuda" else "cpu"):
         model: nn.Module = auto_class(read).from_config(read, dtype=dtype, attn_implementation=name)
     if device == "cuda":
-        warm_up = torch.empty(sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8, device=device)
+        warm_up = torch.empty(
+            sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8, device=device
+        )
         del warm_up  # as transformers loads
         fill(model)
         model.tie_weights()  # type: ignore[operator]
@@ -165,7 +179,9 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def timed(generate: Generate, model: nn.Module, prompts: Prompts, size: Size, room: Room) -> tuple[dict[str, Any], Answers]:
+def timed(
+    generate: Generate, model: nn.Module, prompts: Prompts, size: Size, room: Room
+) -> tuple[dict[str, Any], Answers]:
     """Tokens a second over all prompts, and the most that was reserved meanwhile, weights included."""
     warned: list[str] = []
     generate(model, [prompt[:8] for prompt in prompts[:2]], 2)  # libraries load what they need
@@ -225,7 +241,8 @@ def batched(size: Size, target: Target) -> dict[str, Any]:
     by_them, other_tokens = timed(plain, build(size.batched, _device(), attention=str), prompts, size, same)
     return {
         "finefit": by_us | {"foretold_bytes": forecast},
-        "finefit_planned": by_plan | {"foretold_bytes": planned.reserved_bytes, "foretold_seconds_per_full_batch": planned.batch_seconds},
+        "finefit_planned": by_plan
+        | {"foretold_bytes": planned.reserved_bytes, "foretold_seconds_per_full_batch": planned.batch_seconds},
         "transformers": by_them,
         "speedup_same_batch": round(by_us["new_tokens_per_second"] / by_them["new_tokens_per_second"], 3),
         "speedup_planned": round(by_plan["new_tokens_per_second"] / by_them["new_tokens_per_second"], 3),
@@ -243,7 +260,9 @@ def one_by_one(model: nn.Module, prompt: Sequence[int], new_tokens: int) -> tupl
     """Seconds to the first token and to the last, by the two calls that answers are made of."""
     device, began = _device(), time.perf_counter()
     with torch.inference_mode():
-        context = prefill(model, torch.tensor([prompt[:-1]], device=device), [len(prompt) - 1], max_new_tokens=new_tokens)
+        context = prefill(
+            model, torch.tensor([prompt[:-1]], device=device), [len(prompt) - 1], max_new_tokens=new_tokens
+        )
         token_B = follow(model, context, torch.tensor(prompt[-1:], device=device))
         token_B.item()  # waits for the card
         first = time.perf_counter() - began
@@ -279,7 +298,11 @@ def seeing(size: Size, target: Target, grid: Grid, rows: int) -> dict[str, Any]:
     """Prompts of one image each; all but the first are a word shorter, so that the cache is masked, as it is rehearsed."""
     lens, scene = lens_of(size.seeing), scene_for_answers(size.seeing, Full(kind="full"), target)
     assert lens is not None
-    shape: dict[str, Any] = {"rows": rows, "prompt_tokens": 1 + lens.num_tokens(grid) + size.words, "new_tokens": size.new_tokens}
+    shape: dict[str, Any] = {
+        "rows": rows,
+        "prompt_tokens": 1 + lens.num_tokens(grid) + size.words,
+        "new_tokens": size.new_tokens,
+    }
     forecast = rehearse_generation(replace(scene, grids=(grid,)), **shape)
     chance, pixels = np.random.default_rng(2), lens.blank(grid)
     prompt = [1, *[lens.image_token] * lens.num_tokens(grid), *chance.integers(10, 400, size.words).tolist()]
@@ -290,7 +313,11 @@ def seeing(size: Size, target: Target, grid: Grid, rows: int) -> dict[str, Any]:
         began = time.perf_counter()
         how: dict[str, Any] = {"stops": (), "pad": 0, "device": _device(), "choose": likeliest}
         decode(
-            model, prompts, max_new_tokens=new_tokens, look=lambda ids, lengths: lens.extra(ids, lengths, [[image]] * len(prompts), lengths), **how
+            model,
+            prompts,
+            max_new_tokens=new_tokens,
+            look=lambda ids, lengths: lens.extra(ids, lengths, [[image]] * len(prompts), lengths),
+            **how,
         )
         return time.perf_counter() - began
 
@@ -329,13 +356,22 @@ def measure(out: Path, size: Size, asked: Sequence[str] = ()) -> None:
 
 def errors(found: dict[str, Any]) -> dict[str, float]:
     """Of each forecast of reserved memory: what it is above the truth, as a share of it."""
-    parts = {**{f"batched/{name}": part for name, part in found.get("batched", {}).items() if isinstance(part, dict)}, **found}
-    pairs = {name: (part.get("foretold_bytes"), part.get("reserved_bytes")) for name, part in parts.items() if isinstance(part, dict)}
+    parts = {
+        **{f"batched/{name}": part for name, part in found.get("batched", {}).items() if isinstance(part, dict)},
+        **found,
+    }
+    pairs = {
+        name: (part.get("foretold_bytes"), part.get("reserved_bytes"))
+        for name, part in parts.items()
+        if isinstance(part, dict)
+    }
     return {name: round(guess / truth - 1, 5) for name, (guess, truth) in pairs.items() if guess and truth}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("verb", choices=["measure"])
     parser.add_argument("out", type=Path)
     parser.add_argument("parts", nargs="*", help="only these are measured again")

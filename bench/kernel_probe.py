@@ -30,7 +30,9 @@ def peak_over(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def attention(batch: int, heads: int, kv_heads: int, tokens: int, width: int, dtype: torch.dtype, *, masked: bool) -> dict[str, Any]:
+def attention(
+    batch: int, heads: int, kv_heads: int, tokens: int, width: int, dtype: torch.dtype, *, masked: bool
+) -> dict[str, Any]:
     def made(count: int) -> Tensor:
         return torch.randn(batch, tokens, count, width, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
 
@@ -38,7 +40,15 @@ def attention(batch: int, heads: int, kv_heads: int, tokens: int, width: int, dt
     mask = torch.ones(batch, 1, tokens, tokens, dtype=torch.bool, device="cuda").tril() if masked else None
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": heads != kv_heads}
     choice = BACKENDS[torch._fused_sdp_choice(q, k, v, **options)]
-    row = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "tokens": tokens, "width": width, "dtype": str(dtype), "masked": masked}
+    row = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "tokens": tokens,
+        "width": width,
+        "dtype": str(dtype),
+        "masked": masked,
+    }
     q_bytes, k_bytes = q.numel() * q.element_size(), k.numel() * k.element_size()
     out = scaled_dot_product_attention(q, k, v, **options)
     gradient = torch.randn_like(out)
@@ -88,7 +98,15 @@ def seconds_of(run: Callable[[], Any], *, repeats: int = 7) -> float:
 def product(m: int, k: int, n: int, dtype: torch.dtype) -> dict[str, Any]:
     a, b = torch.randn(m, k, device="cuda", dtype=dtype), torch.randn(n, k, device="cuda", dtype=dtype)
     seconds = seconds_of(lambda: a @ b.t())
-    return {"what": "product", "m": m, "k": k, "n": n, "dtype": str(dtype), "seconds": seconds, "tflops": 2 * m * k * n / seconds / 1e12}
+    return {
+        "what": "product",
+        "m": m,
+        "k": k,
+        "n": n,
+        "dtype": str(dtype),
+        "seconds": seconds,
+        "tflops": 2 * m * k * n / seconds / 1e12,
+    }
 
 
 def elementwise(num_bytes: int) -> dict[str, Any]:
@@ -100,7 +118,10 @@ def elementwise(num_bytes: int) -> dict[str, Any]:
 
 def attention_time(tokens: int, batch: int) -> dict[str, Any]:
     q = torch.randn(batch, tokens, 28, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-    k, v = (torch.randn(batch, tokens, 4, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(2))
+    k, v = (
+        torch.randn(batch, tokens, 4, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for _ in range(2)
+    )
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     gradient = torch.randn_like(out)
     forward = seconds_of(lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
@@ -207,8 +228,22 @@ def main() -> None:
             torch.cuda.empty_cache()
     result["others"] = others()
     torch.cuda.empty_cache()
-    sizes = [(512, 3584, 18944), (2048, 3584, 18944), (8192, 3584, 18944), (8192, 18944, 3584), (8192, 3584, 3584), (8192, 3584, 512)]
-    sizes += [(8192, 3584, 128), (8192, 128, 18944), (2048, 3584, 152064), (512, 3584, 16), (8192, 3584, 16), (8192, 16, 3584)]
+    sizes = [
+        (512, 3584, 18944),
+        (2048, 3584, 18944),
+        (8192, 3584, 18944),
+        (8192, 18944, 3584),
+        (8192, 3584, 3584),
+        (8192, 3584, 512),
+    ]
+    sizes += [
+        (8192, 3584, 128),
+        (8192, 128, 18944),
+        (2048, 3584, 152064),
+        (512, 3584, 16),
+        (8192, 3584, 16),
+        (8192, 16, 3584),
+    ]
     result["rates"] = [product(*size, bf16) for size in sizes] + [product(4096, 4096, 4096, fp32)]
     result["rates"] += [elementwise(size << 20) for size in (1, 8, 64, 512)]
     result["rates"] += [attention_time(2048, 4), attention_time(8192, 1), attention_time(65536, 1), launches()]

@@ -347,7 +347,10 @@ class Case:
         if not isinstance(self.tuning, Lora):
             return self.tuning.kind
         bits = {None: "", 4: "-nf4", 8: "-int8"}[self.tuning.base_bits]
-        weights, towers = "-bf16w" if self.tuning.weights == "bf16" else "", "-towers" if isinstance(self.tuning.targets, dict) else ""
+        weights, towers = (
+            "-bf16w" if self.tuning.weights == "bf16" else "",
+            "-towers" if isinstance(self.tuning.targets, dict) else "",
+        )
         return f"r{self.tuning.rank}{bits}{'-dora' if self.tuning.dora else ''}{weights}{towers}"
 
     @property
@@ -418,16 +421,41 @@ CASES: tuple[Case, ...] = (
     Case(shape=Q7, layers=28, tuning=lora(128, 0.05), rows=1, tokens=2048, recompute=28, adapter_inputs="fp32"),
     Case(shape=Q7, layers=28, tuning=lora(128), rows=1, tokens=2048, recompute=28, loss_chunk=1024),
     Case(shape=Q7, layers=28, tuning=lora(128), rows=4, tokens=2048, recompute=14, loss_chunk=1024),
-    Case(shape=Q7, layers=28, tuning=lora(16), rows=2, tokens=4096, recompute=28, loss_chunk=1024, accumulates=True, supervised=0.3),
+    Case(
+        shape=Q7,
+        layers=28,
+        tuning=lora(16),
+        rows=2,
+        tokens=4096,
+        recompute=28,
+        loss_chunk=1024,
+        accumulates=True,
+        supervised=0.3,
+    ),
     Case(shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, recompute=8, loss_chunk=1024),
     Case(shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, loss_chunk=1024),
     Case(shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, recompute=8),
     Case(shape=Q7, layers=8, tuning=lora(128), rows=1, tokens=8192, recompute=8, loss_chunk=1024),
     Case(shape=Q7, layers=8, tuning=lora(128), rows=1, tokens=512),
-    Case(shape=Q7, layers=8, tuning=lora(128), rows=2, tokens=2048, recompute=4, loss_chunk=2048, optimizer="adamw_8bit"),
+    Case(
+        shape=Q7, layers=8, tuning=lora(128), rows=2, tokens=2048, recompute=4, loss_chunk=2048, optimizer="adamw_8bit"
+    ),
     Case(shape=Q4, layers=36, tuning=lora(128, 0.05), rows=1, tokens=8192, recompute=36, adapter_inputs="fp32"),
-    Case(shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=32768, recompute=36, loss_chunk=1024, keep_attention=True),
-    Case(shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=65536, recompute=36, loss_chunk=1024, offload=True, mlp_tiles=8, supervised=0.05),
+    Case(
+        shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=32768, recompute=36, loss_chunk=1024, keep_attention=True
+    ),
+    Case(
+        shape=Q4,
+        layers=36,
+        tuning=lora(64),
+        rows=1,
+        tokens=65536,
+        recompute=36,
+        loss_chunk=1024,
+        offload=True,
+        mlp_tiles=8,
+        supervised=0.05,
+    ),
     Case(shape=Q4, layers=4, tuning=FULL, rows=1, tokens=8192, recompute=4, loss_chunk=1024),
     Case(shape=L8, layers=8, tuning=lora(16), rows=1, tokens=4096),
     Case(shape=L8, layers=8, tuning=lora(16), rows=8, tokens=1024, recompute=8, loss_chunk=2048, accumulates=True),
@@ -445,7 +473,17 @@ CASES: tuple[Case, ...] = (
     Case(shape=MOE, layers=2, tuning=FULL, rows=1, tokens=1024, recompute=2, loss_chunk=1024),
     Case(shape=Q05, layers=24, tuning=lora(16), rows=16, tokens=256, supervised=0.5),
     # pairs
-    Case(shape=M7, layers=32, tuning=lora(16, bits=4), rows=1, tokens=1024, recompute=32, loss_chunk=256, objective=DPO, accumulates=True),
+    Case(
+        shape=M7,
+        layers=32,
+        tuning=lora(16, bits=4),
+        rows=1,
+        tokens=1024,
+        recompute=32,
+        loss_chunk=256,
+        objective=DPO,
+        accumulates=True,
+    ),
     Case(shape=M7, layers=8, tuning=lora(16), rows=2, tokens=1024, loss_chunk=1024, objective=DPO),
     Case(shape=M7, layers=8, tuning=lora(16), rows=2, tokens=1024, recompute=8, objective=DPO_CACHED),
     Case(shape=Q05, layers=24, tuning=FULL, rows=2, tokens=512, loss_chunk=1024, objective=DPO_CACHED),
@@ -471,20 +509,94 @@ CASES: tuple[Case, ...] = (
     Case(shape=Q4, layers=4, tuning=FULL, rows=1, tokens=4096, recompute=4, loss_chunk=1024, optimizer="adamw_8bit"),
     # fused kernels
     Case(shape=Q7, layers=28, tuning=lora(128), rows=4, tokens=2048, recompute=28, loss_chunk=1024, kernels="fused"),
-    Case(shape=Q7, layers=28, tuning=lora(16), rows=2, tokens=2048, recompute=14, loss_chunk=1024, kernels="fused", accumulates=True, supervised=0.3),
+    Case(
+        shape=Q7,
+        layers=28,
+        tuning=lora(16),
+        rows=2,
+        tokens=2048,
+        recompute=14,
+        loss_chunk=1024,
+        kernels="fused",
+        accumulates=True,
+        supervised=0.3,
+    ),
     Case(shape=Q7, layers=8, tuning=lora(64, 0.05), rows=2, tokens=2048, recompute=4, loss_chunk=1024, kernels="fused"),
-    Case(shape=L8, layers=8, tuning=lora(16, bits=4), rows=4, tokens=2048, recompute=8, loss_chunk=1024, kernels="fused"),
-    Case(shape=M7, layers=32, tuning=lora(16, bits=4), rows=1, tokens=1024, recompute=32, loss_chunk=256, objective=DPO, kernels="fused"),
-    Case(shape=Q4, layers=36, tuning=lora(64), rows=1, tokens=8192, recompute=36, loss_chunk=1024, keep_attention=True, kernels="fused"),
-    Case(shape=Q4, layers=12, tuning=lora(16), rows=1, tokens=16384, recompute=12, loss_chunk=1024, offload=True, mlp_tiles=8, kernels="fused"),
+    Case(
+        shape=L8, layers=8, tuning=lora(16, bits=4), rows=4, tokens=2048, recompute=8, loss_chunk=1024, kernels="fused"
+    ),
+    Case(
+        shape=M7,
+        layers=32,
+        tuning=lora(16, bits=4),
+        rows=1,
+        tokens=1024,
+        recompute=32,
+        loss_chunk=256,
+        objective=DPO,
+        kernels="fused",
+    ),
+    Case(
+        shape=Q4,
+        layers=36,
+        tuning=lora(64),
+        rows=1,
+        tokens=8192,
+        recompute=36,
+        loss_chunk=1024,
+        keep_attention=True,
+        kernels="fused",
+    ),
+    Case(
+        shape=Q4,
+        layers=12,
+        tuning=lora(16),
+        rows=1,
+        tokens=16384,
+        recompute=12,
+        loss_chunk=1024,
+        offload=True,
+        mlp_tiles=8,
+        kernels="fused",
+    ),
     Case(shape=Q05, layers=24, tuning=FULL, rows=4, tokens=1024, recompute=24, loss_chunk=1024, kernels="fused"),
     Case(shape=G4, layers=12, tuning=lora(16), rows=2, tokens=2048, loss_chunk=1024, kernels="fused"),
     Case(shape=S, layers=30, tuning=lora(16), rows=8, tokens=512, packing=True, kernels="fused"),
     # models that see
-    Case(shape=VL, layers=36, tuning=lora(16), rows=2, tokens=2048, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)),
-    Case(shape=VL, layers=36, tuning=lora(16), rows=4, tokens=2048, recompute=36, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)),
-    Case(shape=VL, layers=36, tuning=lora(16, targets=ALL), rows=1, tokens=2048, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)),
-    Case(shape=VL, layers=36, tuning=lora(16, targets=ALL), rows=4, tokens=2048, recompute=36, loss_chunk=1024, grids=((1, 64, 64),)),
+    Case(
+        shape=VL, layers=36, tuning=lora(16), rows=2, tokens=2048, loss_chunk=1024, supervised=0.3, grids=((1, 64, 64),)
+    ),
+    Case(
+        shape=VL,
+        layers=36,
+        tuning=lora(16),
+        rows=4,
+        tokens=2048,
+        recompute=36,
+        loss_chunk=1024,
+        supervised=0.3,
+        grids=((1, 64, 64),),
+    ),
+    Case(
+        shape=VL,
+        layers=36,
+        tuning=lora(16, targets=ALL),
+        rows=1,
+        tokens=2048,
+        loss_chunk=1024,
+        supervised=0.3,
+        grids=((1, 64, 64),),
+    ),
+    Case(
+        shape=VL,
+        layers=36,
+        tuning=lora(16, targets=ALL),
+        rows=4,
+        tokens=2048,
+        recompute=36,
+        loss_chunk=1024,
+        grids=((1, 64, 64),),
+    ),
     Case(
         shape=VL,
         layers=36,
@@ -498,16 +610,101 @@ CASES: tuple[Case, ...] = (
         kernels="fused",
         grids=((1, 48, 64), (1, 32, 32)),
     ),
-    Case(shape=LLAVA, layers=32, tuning=lora(16), rows=4, tokens=1024, recompute=32, loss_chunk=1024, supervised=0.3, grids=((1,),)),
+    Case(
+        shape=LLAVA,
+        layers=32,
+        tuning=lora(16),
+        rows=4,
+        tokens=1024,
+        recompute=32,
+        loss_chunk=1024,
+        supervised=0.3,
+        grids=((1,),),
+    ),
     Case(shape=LLAVA, layers=32, tuning=lora(16, targets=ALL), rows=2, tokens=1024, supervised=0.3, grids=((1,),)),
-    Case(shape=LLAVA, layers=32, tuning=lora(16, targets=ALL), rows=8, tokens=1024, recompute=32, loss_chunk=1024, grids=((1,),)),
-    Case(shape=LLAVA, layers=8, tuning=subset("projector"), rows=4, tokens=1024, recompute=8, loss_chunk=1024, grids=((1,),)),
-    Case(shape=SMOL, layers=24, tuning=lora(16, targets=ALL), rows=2, tokens=1536, loss_chunk=1024, supervised=0.3, grids=((3, 4),)),
-    Case(shape=SMOL, layers=24, tuning=lora(16), rows=4, tokens=1536, recompute=24, loss_chunk=1024, grids=((3, 4),), kernels="fused"),
-    Case(shape=GEMMA, layers=34, tuning=lora(16), rows=2, tokens=1536, recompute=34, loss_chunk=1024, supervised=0.3, grids=((1,),)),
-    Case(shape=GEMMA, layers=34, tuning=lora(16, targets=BOTH), rows=1, tokens=1536, loss_chunk=1024, supervised=0.3, grids=((1,), (1,))),
-    Case(shape=PALI, layers=18, tuning=lora(16), rows=4, tokens=1280, recompute=18, loss_chunk=1024, supervised=0.1, grids=((1,),)),
-    Case(shape=PALI, layers=18, tuning=lora(16, targets=ALL), rows=2, tokens=1280, loss_chunk=1024, supervised=0.1, grids=((1,),)),
+    Case(
+        shape=LLAVA,
+        layers=32,
+        tuning=lora(16, targets=ALL),
+        rows=8,
+        tokens=1024,
+        recompute=32,
+        loss_chunk=1024,
+        grids=((1,),),
+    ),
+    Case(
+        shape=LLAVA,
+        layers=8,
+        tuning=subset("projector"),
+        rows=4,
+        tokens=1024,
+        recompute=8,
+        loss_chunk=1024,
+        grids=((1,),),
+    ),
+    Case(
+        shape=SMOL,
+        layers=24,
+        tuning=lora(16, targets=ALL),
+        rows=2,
+        tokens=1536,
+        loss_chunk=1024,
+        supervised=0.3,
+        grids=((3, 4),),
+    ),
+    Case(
+        shape=SMOL,
+        layers=24,
+        tuning=lora(16),
+        rows=4,
+        tokens=1536,
+        recompute=24,
+        loss_chunk=1024,
+        grids=((3, 4),),
+        kernels="fused",
+    ),
+    Case(
+        shape=GEMMA,
+        layers=34,
+        tuning=lora(16),
+        rows=2,
+        tokens=1536,
+        recompute=34,
+        loss_chunk=1024,
+        supervised=0.3,
+        grids=((1,),),
+    ),
+    Case(
+        shape=GEMMA,
+        layers=34,
+        tuning=lora(16, targets=BOTH),
+        rows=1,
+        tokens=1536,
+        loss_chunk=1024,
+        supervised=0.3,
+        grids=((1,), (1,)),
+    ),
+    Case(
+        shape=PALI,
+        layers=18,
+        tuning=lora(16),
+        rows=4,
+        tokens=1280,
+        recompute=18,
+        loss_chunk=1024,
+        supervised=0.1,
+        grids=((1,),),
+    ),
+    Case(
+        shape=PALI,
+        layers=18,
+        tuning=lora(16, targets=ALL),
+        rows=2,
+        tokens=1280,
+        loss_chunk=1024,
+        supervised=0.1,
+        grids=((1,),),
+    ),
 )
 SPEED = (5, 6, 7, 8, 9, 17)
 """Cases of 4x2048, 1x8192 and 1x512 rows whose predicted step time is held to 20 %."""
@@ -521,7 +718,9 @@ def predict(parts: Sequence[str]) -> list[dict[str, Any]]:
         began = time.perf_counter()
         rehearsed = rehearse_depth(case.scene)
         answer = replay(rehearsed.trace.stream())
-        margin = int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES + holes(answer.reserved_bytes, rehearsed, case.scene)
+        margin = (
+            int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES + holes(answer.reserved_bytes, rehearsed, case.scene)
+        )
         block = rehearsed.trace.blocks[rehearsed.trace.events[answer.peak_at][0]]
         found.append(
             {
@@ -547,7 +746,9 @@ def predict(parts: Sequence[str]) -> list[dict[str, Any]]:
 # on the card
 
 
-def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6, adjust: Callable[[nn.Module], None] = lambda _: None) -> dict[str, Any]:
+def measure(
+    case: Case, *, limit_bytes: int | None = None, steps: int = 6, adjust: Callable[[nn.Module], None] = lambda _: None
+) -> dict[str, Any]:
     """`adjust` may change the model before it is trained."""
     from finefit.step.forward import autocast_for, bind, keeps_casts
     from finefit.step.levers import pull
@@ -586,7 +787,13 @@ def measure(case: Case, *, limit_bytes: int | None = None, steps: int = 6, adjus
         torch.cuda.synchronize()
         began = time.perf_counter()
         outcome = optimizer_step(
-            batches, forward=forward, objective=objective, optimizer=optimizer, clip=1.0, decide=decide, loss_scale=1024.0 if is_half else 1.0
+            batches,
+            forward=forward,
+            objective=objective,
+            optimizer=optimizer,
+            clip=1.0,
+            decide=decide,
+            loss_scale=1024.0 if is_half else 1.0,
         )
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
@@ -614,7 +821,11 @@ def make_batch(case: Case) -> Batch:
     supervised = torch.cat([row * case.tokens + last for row in range(sequences)])
     targets = ids.flatten()[supervised + 1]
     boundaries = torch.arange(sequences + 1, dtype=torch.int32) * case.tokens
-    packed = Packed(position_ids_BT=torch.arange(case.tokens).repeat(sequences)[None], boundaries_R1=boundaries, lengths=(case.tokens,) * sequences)
+    packed = Packed(
+        position_ids_BT=torch.arange(case.tokens).repeat(sequences)[None],
+        boundaries_R1=boundaries,
+        lengths=(case.tokens,) * sequences,
+    )
     reference = torch.zeros(sequences) if is_cached(case.objective, case.tuning) else None
     return Batch(
         input_ids_BT=ids.view(1, -1) if case.packing else ids,
@@ -638,7 +849,15 @@ def show(case: Case, ids_BT: Tensor) -> Extra | None:
     for grid in case.grids:
         ids_BT[:, at : at + lens.num_tokens(grid)] = lens.image_token
         at += lens.num_tokens(grid) + 1
-        row.append(Shown(grid, {name: np.random.default_rng(at).normal(size=p.shape).astype(p.dtype) for name, p in lens.blank(grid).items()}))
+        row.append(
+            Shown(
+                grid,
+                {
+                    name: np.random.default_rng(at).normal(size=p.shape).astype(p.dtype)
+                    for name, p in lens.blank(grid).items()
+                },
+            )
+        )
     prompts = [case.tokens - case.scene.supervised] * len(ids_BT)
     return lens.extra(ids_BT.numpy(), [case.tokens] * len(ids_BT), [row] * len(ids_BT), prompts)
 
@@ -655,7 +874,9 @@ def build(scene: Scene) -> nn.Module:
         model = auto_class(config).from_config(
             config,
             dtype=weight_dtype(scene.precision, scene.tuning),
-            attn_implementation=choose_attention(DEVICE, torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing),
+            attn_implementation=choose_attention(
+                DEVICE, torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing
+            ),
             experts_implementation=choose_experts(),
         )
     total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -682,7 +903,10 @@ def fill(model: nn.Module) -> None:
                 if id(old) not in made:
                     new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=DEVICE)
                     new.normal_(0, 0.02) if new.is_floating_point() else new.zero_()
-                    made[id(old)] = (nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new, old)
+                    made[id(old)] = (
+                        nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new,
+                        old,
+                    )
                 slots[name] = made[id(old)][0]  # type: ignore[assignment]
 
 
@@ -695,11 +919,16 @@ def quantise(model: nn.Module) -> None:
             if type(child) is nn.Linear and child is not head:
                 dense = torch.empty(child.weight.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
                 layer = bitsandbytes.nn.Linear4bit(
-                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                    device="meta",
                 )
-                layer.weight = bitsandbytes.nn.Params4bit(dense, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer).to(
-                    "cuda"
-                )
+                layer.weight = bitsandbytes.nn.Params4bit(
+                    dense, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
+                ).to("cuda")
                 setattr(parent, name, layer)
                 del dense
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
@@ -717,12 +946,21 @@ def quantise_to_bytes(model: nn.Module) -> None:
         if type(child) is nn.Linear and child is not head
     ]
     narrow = {id(child.weight) for _, _, child in linear}
-    warm_up = torch.empty(sum(p.numel() * (1 if id(p) in narrow else p.element_size()) for p in model.parameters()), dtype=torch.uint8, device="cuda")
+    warm_up = torch.empty(
+        sum(p.numel() * (1 if id(p) in narrow else p.element_size()) for p in model.parameters()),
+        dtype=torch.uint8,
+        device="cuda",
+    )
     del warm_up
     for parent, name, child in linear:
         dense = torch.empty(child.weight.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
         layer = bitsandbytes.nn.Linear8bitLt(
-            child.in_features, child.out_features, bias=child.bias is not None, has_fp16_weights=False, threshold=6.0, device="meta"
+            child.in_features,
+            child.out_features,
+            bias=child.bias is not None,
+            has_fp16_weights=False,
+            threshold=6.0,
+            device="meta",
         )
         layer.weight = bitsandbytes.nn.Int8Params(dense.cpu(), requires_grad=False, has_fp16_weights=False).to("cuda")
         layer.bias = child.bias
@@ -775,7 +1013,8 @@ def capped_all(predicted: list[dict[str, Any]], out: Path, parts: Sequence[str])
             answer = alone(partial(measure, case, limit_bytes=limit, steps=3))
             lived = "out_of_memory" not in answer and "error" not in answer
             found.append(
-                {"config": case.name, "limit_bytes": limit, "verdict": verdict, "lived": lived} | ({} if lived else {"why": str(answer)[:200]})
+                {"config": case.name, "limit_bytes": limit, "verdict": verdict, "lived": lived}
+                | ({} if lived else {"why": str(answer)[:200]})
             )
             print(case.name, verdict, "lived" if lived else answer, flush=True)
             out.write_text(json.dumps(found, indent=1) + "\n")
@@ -788,7 +1027,9 @@ def versions() -> dict[str, str]:
 _PREDICTED = ("allocated_bytes", "reserved_bytes", "peak_bytes", "step_seconds", "components")
 
 
-def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge(
+    predicted: list[dict[str, Any]], measured: dict[str, Any], capped: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The committed result: one entry for each case."""
     rows = []
     for row in predicted:
@@ -801,7 +1042,10 @@ def merge(predicted: list[dict[str, Any]], measured: dict[str, Any], capped: lis
                 "date": datetime.now(UTC).date().isoformat(),
                 "versions": {"predicted": versions(), "measured": measured["versions"]},
                 "predicted": {key: row[key] for key in _PREDICTED},
-                "measured": {key: truth[key] for key in ("loaded_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds")},
+                "measured": {
+                    key: truth[key]
+                    for key in ("loaded_bytes", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds")
+                },
                 "capped": limits,
             }
         )
@@ -818,7 +1062,12 @@ def replaced(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
 def renewed(rows: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was measured keeps its date; runs under a limit had that of the forecast of their day. What was never measured is left out."""
     now = {row["config"]: {"predicted": {key: row[key] for key in _PREDICTED}} for row in predicted}
-    return [row | now[row["config"]] | {"versions": row["versions"] | {"predicted": versions()}} if row["config"] in now else row for row in rows]
+    return [
+        row | now[row["config"]] | {"versions": row["versions"] | {"predicted": versions()}}
+        if row["config"] in now
+        else row
+        for row in rows
+    ]
 
 
 def main() -> None:

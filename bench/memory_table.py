@@ -24,7 +24,11 @@ def by_component(rows: list[dict[str, Any]]) -> list[str]:
     held = [(sum(row["predicted"]["components"].get(name, 0) for name in ("weights", "adapters")), row) for row in rows]
     loaded = [abs(known / row["measured"]["loaded_bytes"] - 1) for known, row in held]
     added = [
-        abs((row["predicted"]["allocated_bytes"] - known) / (row["measured"]["allocated_bytes"] - row["measured"]["loaded_bytes"]) - 1)
+        abs(
+            (row["predicted"]["allocated_bytes"] - known)
+            / (row["measured"]["allocated_bytes"] - row["measured"]["loaded_bytes"])
+            - 1
+        )
         for known, row in held
     ]
     return [
@@ -77,7 +81,9 @@ def plot(rows: list[dict[str, Any]]) -> str:
     def at(value: float) -> float:
         return 50 + (size - 70) * (math.log(value / low) / math.log(high / low))
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" font-size="11">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" font-size="11">'
+    ]
     parts.append(f'<rect width="{size}" height="{size}" fill="white"/>')
     for tick in (2, 4, 8, 16, 32, 64):
         x, y = at(tick), size - at(tick)
@@ -88,9 +94,13 @@ def plot(rows: list[dict[str, Any]]) -> str:
     parts.append(f'<path d="M{at(low):.1f} {size - at(low):.1f} L{at(high):.1f} {size - at(high):.1f}" stroke="#888"/>')
     for row in rows:
         x, y = at(row["measured"]["device_bytes"] / GIB), size - at(row["predicted"]["peak_bytes"] / GIB)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#4c78a8" fill-opacity="0.7"><title>{row["config"]}</title></circle>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#4c78a8" fill-opacity="0.7"><title>{row["config"]}</title></circle>'
+        )
     parts.append(f'<text x="{size / 2}" y="{size - 12}" text-anchor="middle">GiB that the card reported</text>')
-    parts.append(f'<text transform="translate(14 {size / 2}) rotate(-90)" text-anchor="middle">GiB that the plan foretold</text></svg>')
+    parts.append(
+        f'<text transform="translate(14 {size / 2}) rotate(-90)" text-anchor="middle">GiB that the plan foretold</text></svg>'
+    )
     return "\n".join(parts) + "\n"
 
 

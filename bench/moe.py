@@ -40,7 +40,11 @@ CASES: tuple[Case, ...] = (
 def foretold(case: Case) -> dict[str, Any]:
     trace = rehearse_depth(case.scene).trace
     answer = replay(trace.stream())
-    return {"allocated_bytes": answer.allocated_bytes, "reserved_bytes": answer.reserved_bytes, "step_seconds": step_seconds(trace, RATES)}
+    return {
+        "allocated_bytes": answer.allocated_bytes,
+        "reserved_bytes": answer.reserved_bytes,
+        "step_seconds": step_seconds(trace, RATES),
+    }
 
 
 def collapse(model: nn.Module) -> None:
@@ -73,7 +77,10 @@ def main(out: Path, parts: Sequence[str]) -> None:
         date = datetime.now(UTC).date().isoformat()
         rows = renewed(rows, {"config": case.name, "date": date, **about, "foretold": told, **taken})
         for name, found in taken.items():
-            words = " ".join(f"{key.removesuffix('_bytes')} {off(found, told, key)}" for key in ("allocated_bytes", "reserved_bytes", "step_seconds"))
+            words = " ".join(
+                f"{key.removesuffix('_bytes')} {off(found, told, key)}"
+                for key in ("allocated_bytes", "reserved_bytes", "step_seconds")
+            )
             print(f"{case.name:60} {name:10} {words} {found.get('error', '')}", flush=True)
         out.write_text(json.dumps({"cases": rows}, indent=1) + "\n")
 

@@ -53,7 +53,13 @@ class Case:
         return f"{self.shape}-{self.layers}L-{tuned}-{self.rows}x{self.tokens}-re{self.recompute}"
 
     def scene(self, *, packing: bool) -> Scene:
-        levers = Levers(micro_batch=self.rows, recompute=self.recompute, loss_chunk=self.loss_chunk, adapter_inputs="bf16", packing=packing)
+        levers = Levers(
+            micro_batch=self.rows,
+            recompute=self.recompute,
+            loss_chunk=self.loss_chunk,
+            adapter_inputs="bf16",
+            packing=packing,
+        )
         return Scene(
             config=dict(SHAPES[self.shape], num_hidden_layers=self.layers),
             tuning=self.tuning,
@@ -70,7 +76,9 @@ class Case:
 
     @property
     def capacity(self) -> Capacity:
-        return capacity_of(micro_batch=self.rows, longest=self.tokens, supervised=self.tokens - 1, rows_per_step=ROWS_PER_STEP)
+        return capacity_of(
+            micro_batch=self.rows, longest=self.tokens, supervised=self.tokens - 1, rows_per_step=ROWS_PER_STEP
+        )
 
 
 CASES = (
@@ -112,8 +120,12 @@ def step_of(case: Case, *, packing: bool) -> Callable[[list[Batch]], float]:
     config = read_config(scene.config)
     attention = choose_attention("cuda", torch.cuda.get_device_capability(), "bf16", config, packing=packing)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype("bf16", scene.tuning), attn_implementation=attention)
-    warm_up = torch.empty(sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8, device="cuda")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=weight_dtype("bf16", scene.tuning), attn_implementation=attention
+        )
+    warm_up = torch.empty(
+        sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8, device="cuda"
+    )
     del warm_up
     torch.manual_seed(0)
     fill(model)
@@ -152,7 +164,9 @@ def memory(case: Case, lengths: Sequence[int]) -> dict[str, Any]:
 def drawn(case: Case) -> list[int]:
     """Lognormal, as instruction data is: a median of about a seventh of the longest row."""
     chance = random.Random(1)
-    return [min(case.tokens, max(8, round(chance.lognormvariate(0, 0.8) * case.tokens / 7))) for _ in range(ROWS_PER_STEP)]
+    return [
+        min(case.tokens, max(8, round(chance.lognormvariate(0, 0.8) * case.tokens / 7))) for _ in range(ROWS_PER_STEP)
+    ]
 
 
 def speed(case: Case) -> dict[str, Any]:
@@ -166,8 +180,14 @@ def speed(case: Case) -> dict[str, Any]:
     }
     found: dict[str, Any] = {"tokens": sum(lengths), "longest": max(lengths)}
     for name, (packing, batches) in ways.items():
-        timed = alone(lambda batches=batches, packing=packing: {"seconds": median_of(step_of(case, packing=packing), batches)})  # type: ignore[misc]
-        found[name] = {"micro_batches": len(batches), "computed_tokens": sum(b.input_ids_BT.numel() for b in batches), **timed}
+        timed = alone(
+            lambda batches=batches, packing=packing: {"seconds": median_of(step_of(case, packing=packing), batches)}
+        )  # type: ignore[misc]
+        found[name] = {
+            "micro_batches": len(batches),
+            "computed_tokens": sum(b.input_ids_BT.numel() for b in batches),
+            **timed,
+        }
     return found
 
 

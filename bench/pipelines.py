@@ -41,7 +41,10 @@ def collected(run: RunDir) -> dict[str, Any]:
 
 
 def _metrics(scores: dict[str, Any]) -> dict[str, Any]:
-    return {model: {task: {"n": found["n"], **found["metrics"]} for task, found in tasks.items()} for model, tasks in scores.items()}
+    return {
+        model: {task: {"n": found["n"], **found["metrics"]} for task, found in tasks.items()}
+        for model, tasks in scores.items()
+    }
 
 
 def main(run: Path, out: Path) -> None:

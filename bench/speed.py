@@ -85,7 +85,9 @@ Q7, Q4 = "qwen2.5-7b", "qwen3-4b"
 def both(case: Case) -> tuple[Case, Case]:
     """Adapter weights in fp32, and in bf16."""
     half = case.tuning.model_copy(update={"weights": "bf16"})
-    return replace(case, name=f"{case.name}, fp32 adapters"), replace(case, name=f"{case.name}, bf16 adapters", tuning=half, peers=False)
+    return replace(case, name=f"{case.name}, fp32 adapters"), replace(
+        case, name=f"{case.name}, bf16 adapters", tuning=half, peers=False
+    )
 
 
 CASES: tuple[Case, ...] = (
@@ -101,7 +103,18 @@ CASES: tuple[Case, ...] = (
             peers=True,
         )
     ),
-    *both(Case(name="4x2048, planned for a 24 GiB card", shape=Q7, layers=8, tuning=lora(128), rows=4, tokens=2048, levers=FUSED, cap=24)),
+    *both(
+        Case(
+            name="4x2048, planned for a 24 GiB card",
+            shape=Q7,
+            layers=8,
+            tuning=lora(128),
+            rows=4,
+            tokens=2048,
+            levers=FUSED,
+            cap=24,
+        )
+    ),
     *both(
         Case(
             name="1x8192, recomputed",
@@ -240,7 +253,13 @@ def run_case(case: Case) -> dict[str, Any]:
 
     def step() -> Tensor:
         return optimizer_step(
-            batches, forward=forward, objective=objective, optimizer=optimizer, clip=case.clip, decide=bool, update=case.levers.update
+            batches,
+            forward=forward,
+            objective=objective,
+            optimizer=optimizer,
+            clip=case.clip,
+            decide=bool,
+            update=case.levers.update,
         ).loss
 
     return timed(case, step)
@@ -306,7 +325,12 @@ def _cap(case: Case) -> None:
 def _batch(case: Case) -> Batch:
     ids = torch.randint(0, SHAPES[case.shape]["vocab_size"], (case.num_sequences, case.tokens))
     supervised = case.scene.supervised
-    places = torch.cat([row * case.tokens + torch.arange(case.tokens - 1 - supervised, case.tokens - 1) for row in range(case.num_sequences)])
+    places = torch.cat(
+        [
+            row * case.tokens + torch.arange(case.tokens - 1 - supervised, case.tokens - 1)
+            for row in range(case.num_sequences)
+        ]
+    )
     return Batch(
         input_ids_BT=ids.cuda(),
         positions_N=places.cuda(),
@@ -329,9 +353,15 @@ def foretold(case: Case) -> dict[str, Any]:
 
 def measure(out: Path, wanted: list[str]) -> None:
     found: list[dict[str, Any]] = []
-    shared = {"card": torch.cuda.get_device_name(), "versions": versions(), "date": datetime.now(UTC).date().isoformat()}
+    shared = {
+        "card": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
     chosen = [case for case in CASES if not wanted or any(part in case.name for part in wanted)]
-    runs: list[tuple[Case, str, Callable[[], dict[str, Any]]]] = [(case, "finefit", partial(run_case, case)) for case in chosen]
+    runs: list[tuple[Case, str, Callable[[], dict[str, Any]]]] = [
+        (case, "finefit", partial(run_case, case)) for case in chosen
+    ]
     runs += [(case, "transformers + peft", partial(run_peer, case, liger=False)) for case in chosen if case.peers]
     runs += [
         (case, "transformers + peft + Liger", partial(run_peer, case, liger=True)) for case in chosen if case.peers
@@ -339,16 +369,23 @@ def measure(out: Path, wanted: list[str]) -> None:
     for case, tool, run in runs:
         levers = asdict(case.levers) if tool == "finefit" else {"recompute": case.levers.recompute}
         answer = alone(run) | (foretold(case) if tool == "finefit" else {})
-        print(f"{case.name:60} {tool:30} {answer.get('tokens_per_second')} {answer.get('reserved_bytes', 0) / GIB:.2f} {answer}", flush=True)
+        print(
+            f"{case.name:60} {tool:30} {answer.get('tokens_per_second')} {answer.get('reserved_bytes', 0) / GIB:.2f} {answer}",
+            flush=True,
+        )
         found.append({"case": case.name, "tool": tool, **answer, "levers": levers, **shared})
         out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def profile(out: Path, name: str) -> None:
     case = next(case for case in CASES if name in case.name)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as profiler:
         run_case(replace(case, warm_up=1, steps=2))
-    out.write_text(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+    out.write_text(
+        profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+    )
 
 
 def main() -> None:

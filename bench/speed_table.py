@@ -40,7 +40,10 @@ def misses(row: dict[str, Any]) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| case | tool | tokens/s | goal | reserved GiB | foretold | goal | seconds a step |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | tool | tokens/s | goal | reserved GiB | foretold | goal | seconds a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         is_ours = row["tool"] == "finefit"
         fast, small = GOALS.get(row["case"], (None, None)) if is_ours else (None, None)
@@ -66,4 +69,6 @@ def rendered(text: str, rows: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     document = Path(sys.argv[1])
-    document.write_text(rendered(document.read_text(encoding="utf-8"), json.loads(RESULTS.read_text())), encoding="utf-8")
+    document.write_text(
+        rendered(document.read_text(encoding="utf-8"), json.loads(RESULTS.read_text())), encoding="utf-8"
+    )

@@ -99,7 +99,13 @@ class Size:
 
 
 CARD = Size(config=SHAPES["qwen2.5-0.5b"] | ENDS, device="cuda")
-TINY = {"vocab_size": len(SPECIAL) + 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "vocab_size": len(SPECIAL) + 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SMALL = Size(config=CARD.config | TINY, device="cpu")
 
 
@@ -146,7 +152,9 @@ def measure(folder: Path, size: Size, stages: Sequence[str], tell: Callable[[str
     make_project(folder, size, stages)
     told: set[str] = set()
     with (folder / "ran.json").open("w") as answer:
-        running = subprocess.Popen([sys.executable, "-m", "finefit", "run", "spec.yaml", "--json"], cwd=folder, stdout=answer)
+        running = subprocess.Popen(
+            [sys.executable, "-m", "finefit", "run", "spec.yaml", "--json"], cwd=folder, stdout=answer
+        )
         is_over = False
         while not is_over:
             time.sleep(_PAUSE_SECONDS)
@@ -197,7 +205,9 @@ def main() -> None:
 
     def tell(name: str, row: dict[str, Any]) -> None:
         known[name] = row
-        given.out.write_text(json.dumps(about | {"stages": {name: known[name] for name in STAGES if name in known}}, indent=1) + "\n")
+        given.out.write_text(
+            json.dumps(about | {"stages": {name: known[name] for name in STAGES if name in known}}, indent=1) + "\n"
+        )
         print(f"{name} {json.dumps(row)}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:

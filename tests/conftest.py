@@ -25,12 +25,16 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(_number) is signal.SIG_IGN:  # under nohup or in a shell's background job; our children would inherit it
+    if (
+        signal.getsignal(_number) is signal.SIG_IGN
+    ):  # under nohup or in a shell's background job; our children would inherit it
         signal.signal(_number, _usual)
 
 # rouge-score brings absl, whose handler closes what stderr was when it was imported, a capture of pytest's, once submitit sets up its logging
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a busy machine is no fault
 settings.load_profile("unhurried")
 
 SPECIAL = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -43,7 +47,9 @@ def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=SPECIAL[2:])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=SPECIAL[2:]
+    )
     if chat:
         fast.chat_template = TEMPLATE
     return fast
@@ -98,7 +104,10 @@ def make_rows(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
             {
                 "messages": [
                     {"role": "user", "content": f"add {left} and {right}{padding}"},
-                    {"role": "assistant", "content": json.dumps({"sum": left + right, "note": "x" * chance.randrange(9)})},
+                    {
+                        "role": "assistant",
+                        "content": json.dumps({"sum": left + right, "note": "x" * chance.randrange(9)}),
+                    },
                 ]
             }
         )

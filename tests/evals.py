@@ -26,7 +26,9 @@ ALL_FIELDS = rate("all_fields")
 
 
 def make_request(checkpoint: str, *, task: Any = "json_match", **more: Any) -> EvalRequest:
-    return EvalRequest(checkpoint=checkpoint, evaluation=Evaluation.model_validate({"task": task, **more}), subject=SUBJECT, room=ROOM)
+    return EvalRequest(
+        checkpoint=checkpoint, evaluation=Evaluation.model_validate({"task": task, **more}), subject=SUBJECT, room=ROOM
+    )
 
 
 def make_item(at: int, **scores: float) -> EvalItem:
@@ -34,7 +36,9 @@ def make_item(at: int, **scores: float) -> EvalItem:
     return EvalItem(item=at, key=f"{at:016x}", place=f"test.jsonl:{at + 1}", counts=scores, scores=scores, **item)  # type: ignore[arg-type]
 
 
-def make_result(checkpoint: str, items: tuple[EvalItem, ...] = (), *, task: str = "json_match", **more: Any) -> EvalResult:
+def make_result(
+    checkpoint: str, items: tuple[EvalItem, ...] = (), *, task: str = "json_match", **more: Any
+) -> EvalResult:
     metric: Metric = ALL_FIELDS
     defaults: dict[str, Any] = {
         "n": len(items) or 5,

@@ -87,7 +87,9 @@ class Reference:
     operations: list["Operation"]
 
 
-def make_job(folder: Path, *, spec: str = TRAINING, model_seed: int = 0, project: Callable[..., Path] = make_project) -> Job:
+def make_job(
+    folder: Path, *, spec: str = TRAINING, model_seed: int = 0, project: Callable[..., Path] = make_project
+) -> Job:
     torch.set_num_threads(1)  # the plan takes it over for the workers; the runs of the command line have one too
     path = project(folder, spec=spec)
     if model_seed:
@@ -157,7 +159,9 @@ def _be_worker(where: StageDir, prepare: bytes) -> NoReturn:
             logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=log, force=True)
             warnings.simplefilter("error")
             try:
-                assert os.getppid() == _LOADED_BY, f"the server could not import {__name__}: start pytest in the root of the repository"
+                assert os.getppid() == _LOADED_BY, (
+                    f"the server could not import {__name__}: start pytest in the root of the repository"
+                )
                 cloudpickle.loads(prepare)()
                 code = work(where)
             except BaseException:  # noqa: BLE001 the exit code is ours to choose
@@ -216,7 +220,9 @@ def watch_operations(folder: Path, see: Callable[[Operation], None]) -> None:
         if event not in _WATCHED:
             return
         path = args[1] if event == "os.symlink" else args[0]
-        in_folder_of_its_own = event in ("os.remove", "os.rmdir") and args[1] != -1  # rmtree names files by descriptor and name
+        in_folder_of_its_own = (
+            event in ("os.remove", "os.rmdir") and args[1] != -1
+        )  # rmtree names files by descriptor and name
         if isinstance(path, (str, Path)) and (in_folder_of_its_own or str(path).startswith(str(folder))):
             writes = event == "open" and isinstance(args[1], str) and args[1][0] in "wax"
             see(Operation("write" if writes else event, _relative(str(path), folder)))
@@ -287,7 +293,12 @@ def send_self(number: signal.Signals) -> None:
 def small_disk(place: Path, num_bytes: int) -> Iterator[Path]:
     """A file system of this size; the test is skipped where this user may not mount one."""
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk needs root, or `unshare -rm` around pytest: {mounted.stderr.splitlines()[0]}")
     try:

@@ -70,7 +70,9 @@ def make_forecast(**changes: Any) -> Forecast:
         "disk_bytes": int(0.93 * GIB),
         "parameters": 7_655_593_472,
         "trainable_parameters": 39_976_960,
-        "lengths": Lengths(num_rows=3211, longest=1904, mean=511.8, supervised=880, mean_supervised=209.6, source="counted"),
+        "lengths": Lengths(
+            num_rows=3211, longest=1904, mean=511.8, supervised=880, mean_supervised=209.6, source="counted"
+        ),
         "gradients": GradientMap(trainable=392, reached=392, unreached=()),
         "suggestions": (),
         "notes": ("attention runs as scaled_dot_product_attention: flash_attn is not installed",),

@@ -87,13 +87,19 @@ class Forked:
         self.wait()
 
 
-def _be(module: str, argument: str, given: int, log: int, _lock: int, environment: Mapping[str, str], folder: str) -> None:
-    assert os.getppid() == _LOADED_BY, f"the server could not import {__name__}: start pytest in the root of the repository"
+def _be(
+    module: str, argument: str, given: int, log: int, _lock: int, environment: Mapping[str, str], folder: str
+) -> None:
+    assert os.getppid() == _LOADED_BY, (
+        f"the server could not import {__name__}: start pytest in the root of the repository"
+    )
     os.setsid()
     for mine, usual in ((given, 0), (log, 1), (log, 2)):
         os.dup2(mine, usual)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 for the rest of this process
-    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True) for number in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -21,7 +21,9 @@ def grounded(count: int, *, seed: int) -> list[dict[str, Any]]:
 
 def order_of(folder: Path, stage: dict[str, Any], *, seed: int = 1, **more: Any) -> Order:
     spec = MakePairs.model_validate_json(json.dumps({"kind": "make_pairs", **stage}))
-    return Order(name="pairs", pipeline="p", seed=seed, device="cpu", precision="fp32", base=str(folder), stage=spec, **more)
+    return Order(
+        name="pairs", pipeline="p", seed=seed, device="cpu", precision="fp32", base=str(folder), stage=spec, **more
+    )
 
 
 def made(folder: Path, stage: dict[str, Any], *, out: str = "out", **more: Any) -> tuple[dict[str, Any], Path]:

@@ -38,10 +38,14 @@ def make_mixture(family: str, *, num_experts: int = 3, top_k: int = 2, **more: A
     built."""
     torch.manual_seed(0)
     config = mixture_config(family, num_experts=num_experts, top_k=top_k, **more)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), experts_implementation=choose_experts())
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), experts_implementation=choose_experts()
+    )
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=1.0 if name.endswith("mlp.gate.weight") else 0.0 if ".shared_expert" in name else 0.1)
+            nn.init.normal_(
+                parameter, std=1.0 if name.endswith("mlp.gate.weight") else 0.0 if ".shared_expert" in name else 0.1
+            )
     return model
 
 

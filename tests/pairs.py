@@ -7,7 +7,10 @@ from typing import Any
 
 from tests.conftest import SPEC, make_model_folder, write_jsonl
 
-DPO = re.sub(r"evaluate: .*\n", "", SPEC).replace("  test: {path: test.jsonl}\n", "").replace("epochs: 2", "epochs: 3") + "objective: {kind: dpo}\n"
+DPO = (
+    re.sub(r"evaluate: .*\n", "", SPEC).replace("  test: {path: test.jsonl}\n", "").replace("epochs: 2", "epochs: 3")
+    + "objective: {kind: dpo}\n"
+)
 """18 steps with dropout, a checkpoint every 3, of which 2 are kept."""
 
 

@@ -24,7 +24,9 @@ def quantised_layer(bits: int, inputs: int, outputs: int, *, device: str) -> nn.
         layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     else:
         layer = bitsandbytes.nn.Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-        layer.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer)
+        layer.weight = bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
+        )
     made: nn.Module = layer.to(device)
     return made
 

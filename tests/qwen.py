@@ -40,7 +40,9 @@ def own_tokens(eye: QwenEye, processor: ProcessorMixin, question: str, images: S
     """The prompt of the chat template with our text in the place of each mark."""
     pieces = ask(processor, question, images=len(images)).split(eye.mark)
     assert len(pieces) == len(images) + 1
-    text = "".join(part for pair in zip(pieces, [*(eye.text(image.size) for image in images), ""], strict=True) for part in pair)
+    text = "".join(
+        part for pair in zip(pieces, [*(eye.text(image.size) for image in images), ""], strict=True) for part in pair
+    )
     tokens: list[int] = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 
@@ -89,4 +91,10 @@ def rows_of(eye: QwenEye, processor: ProcessorMixin, *rows: tuple[str, Sequence[
 def mixed_rows(eye: QwenEye, processor: ProcessorMixin) -> Rows:
     """Two images, one, none; of unequal length."""
     first, second, third = drawn(WIDE, TALL, SMALL)
-    return rows_of(eye, processor, ("Which two?", [first, second]), ("What is drawn there?", [third]), ("Say something of no image at all.", []))
+    return rows_of(
+        eye,
+        processor,
+        ("Which two?", [first, second]),
+        ("What is drawn there?", [third]),
+        ("Say something of no image at all.", []),
+    )

@@ -28,7 +28,9 @@ class Ended:
     seconds: float = 0.0
 
 
-def as_ranks(size: int, act: Callable[[Place], Any], *, absent: tuple[int, ...] = (), deadline_seconds: float = 60) -> list[Ended]:
+def as_ranks(
+    size: int, act: Callable[[Place], Any], *, absent: tuple[int, ...] = (), deadline_seconds: float = 60
+) -> list[Ended]:
     """What each rank came to, by rank; `absent` ones never start. `act` is sent by value and shares nothing with this process."""
     port, began = free_port(), time.monotonic()
     started = {}

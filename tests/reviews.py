@@ -84,14 +84,20 @@ def side_of(answers: Sequence[str], model: str) -> int:
     return 1 + next(at for at, answer in enumerate(answers) if answer.startswith(model))
 
 
-def make_run(folder: Path, results: Mapping[str, Sequence[EvalItem]], *, task: str = "json_match", final: str | None = None) -> RunDir:
+def make_run(
+    folder: Path, results: Mapping[str, Sequence[EvalItem]], *, task: str = "json_match", final: str | None = None
+) -> RunDir:
     """An evaluated run, by checkpoint."""
     run = RunDir(folder)
     where = run.stage(1, "sft")
     where.checkpoints.mkdir(parents=True, exist_ok=True)
     where.prepared("test.jsonl").parent.mkdir(exist_ok=True)
     rows = [
-        [{"role": "user", "content": f"prompt {at}", "tool_calls": []}, {"role": "assistant", "content": "[7]", "tool_calls": []}] for at in range(40)
+        [
+            {"role": "user", "content": f"prompt {at}", "tool_calls": []},
+            {"role": "assistant", "content": "[7]", "tool_calls": []},
+        ]
+        for at in range(40)
     ]
     where.prepared("test.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     sha256 = read_file(where.prepared("test.jsonl"), where.path).sha256
@@ -121,6 +127,8 @@ def set_rows(run: RunDir, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def make_items(num_items: int, answer: str = "answer", *, first: int = 0) -> tuple[EvalItem, ...]:
     return tuple(
-        replace(make_item(at, all_fields=1.0), prompt=f"<|user|>prompt {at}<|end|>\n<|assistant|>", answer=f"{answer} {at}")
+        replace(
+            make_item(at, all_fields=1.0), prompt=f"<|user|>prompt {at}<|end|>\n<|assistant|>", answer=f"{answer} {at}"
+        )
         for at in range(first, first + num_items)
     )

@@ -97,14 +97,36 @@ def make_run(
     )
     write_record(where.stage, stage)
     decided = {"device": "cpu", "precision": "fp32", "total_steps": 6, "levers.micro_batch": chosen.micro_batch}
-    forecast = make_forecast(peak_bytes=2 * 2**30, step_seconds=2.0, tokens_per_second=50.0, total_seconds=12.0, price_per_hour=3.6, cost=0.012)
+    forecast = make_forecast(
+        peak_bytes=2 * 2**30,
+        step_seconds=2.0,
+        tokens_per_second=50.0,
+        total_seconds=12.0,
+        price_per_hour=3.6,
+        cost=0.012,
+    )
     values = {key: Resolved(value=value, source="auto") for key, value in decided.items()}
     write_record(run.plan, Plan(stages={"sft": values}, forecasts={"sft": forecast}))
-    inputs = Inputs(data={"train": ((train,),), "test": ((FILE,),)}, model="model", model_fingerprint="f" * 64, template_sha256="e" * 64)
+    inputs = Inputs(
+        data={"train": ((train,),), "test": ((FILE,),)},
+        model="model",
+        model_fingerprint="f" * 64,
+        template_sha256="e" * 64,
+    )
     write_record(run.facts, Facts(machine=machine, inputs=inputs))
-    write_record(run.run, Run(name=spec.name, digest="1" * 64, finefit=finefit, created="2026-01-01T00:00:00+00:00", status=status))
+    write_record(
+        run.run,
+        Run(name=spec.name, digest="1" * 64, finefit=finefit, created="2026-01-01T00:00:00+00:00", status=status),
+    )
     ended = StageResult(
-        step=6, total_steps=6, checkpoint="checkpoint-6", trainable_parameters=1, parameters=2, tokens=600, seconds=15.0, peak_bytes=5 * 2**29
+        step=6,
+        total_steps=6,
+        checkpoint="checkpoint-6",
+        trainable_parameters=1,
+        parameters=2,
+        tokens=600,
+        seconds=15.0,
+        peak_bytes=5 * 2**29,
     )
     write_record(where.result, ended)
     with Journal(where.metrics) as metrics:
@@ -128,14 +150,30 @@ def split_by_dataset(run: RunDir, sizes: Mapping[str, int]) -> None:
 
 
 def make_bare(
-    folder: Path, scores: Sequence[float], *, weights: str | None = None, manifest: str | None = None, name: str = "model", **evaluation: Any
+    folder: Path,
+    scores: Sequence[float],
+    *,
+    weights: str | None = None,
+    manifest: str | None = None,
+    name: str = "model",
+    **evaluation: Any,
 ) -> RunDir:
     """A model that was only evaluated."""
     run, where = RunDir(folder), RunDir(folder).stage(1, "eval")
     where.path.mkdir(parents=True)
     subject = replace(SUBJECT, weights=weights, manifest_sha256=manifest)
     write_record(where.eval_stage, EvalStage(name=name, subject=subject, prompt_tokens=9, num_items=len(scores)))
-    write_record(run.run, Run(name="eval-m", digest="2" * 64, finefit="0.5", created="2026-01-01T00:00:00+00:00", kind="eval", status="finished"))
+    write_record(
+        run.run,
+        Run(
+            name="eval-m",
+            digest="2" * 64,
+            finefit="0.5",
+            created="2026-01-01T00:00:00+00:00",
+            kind="eval",
+            status="finished",
+        ),
+    )
     write_result(where, name, scores, weights=weights, manifest_sha256=manifest, **evaluation)
     return run
 
@@ -152,14 +190,22 @@ def write_result(
     settings: Mapping[str, Any] | None = None,
     **subject: Any,
 ) -> None:
-    items = tuple(one if isinstance(one, EvalItem) else make_item(at, hit=float(one)) for at, one in enumerate(answered))
+    items = tuple(
+        one if isinstance(one, EvalItem) else make_item(at, hit=float(one)) for at, one in enumerate(answered)
+    )
     evaluation = Evaluation.model_validate({"task": task, "limit": limit, **(settings or {})})
     request = EvalRequest(checkpoint=checkpoint, evaluation=evaluation, subject=replace(SUBJECT, **subject), room=ROOM)
     paths = where.evaluation(evaluation.label, checkpoint, limit)
     paths.folder.mkdir(parents=True, exist_ok=True)
     write_record(paths.request, request)
     recorded = {metric.name: Score(value=0.5, low=0.1, high=0.9) for metric in metrics}
-    more = {"metrics": recorded, "definitions": metrics, "signature": dict(signature or {}), "peak_bytes": 2**29, "foretold_bytes": 2**29}
+    more = {
+        "metrics": recorded,
+        "definitions": metrics,
+        "signature": dict(signature or {}),
+        "peak_bytes": 2**29,
+        "foretold_bytes": 2**29,
+    }
     write_record(paths.result, make_result(checkpoint, items, task=evaluation.label, **more))
 
 

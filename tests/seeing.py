@@ -16,9 +16,15 @@ from finefit.objective.batch import Batch
 from finefit.spec.models import Lora, Tuning
 from tests.vision import vlm_config
 
-GRIDS: Mapping[str, tuple[Grid, Grid]] = {"qwen2_5_vl": ((1, 4, 8), (1, 8, 4)), "qwen3_vl": ((1, 4, 8), (1, 8, 4)), "llava": ((1,), (1,))}
+GRIDS: Mapping[str, tuple[Grid, Grid]] = {
+    "qwen2_5_vl": ((1, 4, 8), (1, 8, 4)),
+    "qwen3_vl": ((1, 4, 8), (1, 8, 4)),
+    "llava": ((1,), (1,)),
+}
 """Of two images, by family."""
-EVERYWHERE = Lora(kind="lora", rank=4, alpha=8, targets={"language": "all-linear", "vision": "all-linear", "projector": "all-linear"})
+EVERYWHERE = Lora(
+    kind="lora", rank=4, alpha=8, targets={"language": "all-linear", "vision": "all-linear", "projector": "all-linear"}
+)
 
 
 def seeing(family: str, **changes: Any) -> PreTrainedModel:
@@ -38,7 +44,9 @@ def trained(family: str, tuning: Tuning = EVERYWHERE, **changes: Any) -> nn.Modu
     return model
 
 
-def shown(family: str, rows: Sequence[int], *, only: Sequence[int] | None = None, tokens: int = 48, seed: int = 0) -> Batch:
+def shown(
+    family: str, rows: Sequence[int], *, only: Sequence[int] | None = None, tokens: int = 48, seed: int = 0
+) -> Batch:
     """`rows`: how many images each has; `only` some of them, as they are among all. The last ten tokens of a row are supervised."""
     lens, draw = lens_of(vlm_config(family).to_dict()), np.random.default_rng(seed)
     assert lens is not None
@@ -50,11 +58,22 @@ def shown(family: str, rows: Sequence[int], *, only: Sequence[int] | None = None
         for grid in GRIDS[family][:count]:
             ids_BT[at, place : place + lens.num_tokens(grid)] = lens.image_token
             place += lens.num_tokens(grid) + 1
-            own.append(Shown(grid, {name: draw.normal(size=blank.shape).astype(blank.dtype) for name, blank in lens.blank(grid).items()}))
+            own.append(
+                Shown(
+                    grid,
+                    {
+                        name: draw.normal(size=blank.shape).astype(blank.dtype)
+                        for name, blank in lens.blank(grid).items()
+                    },
+                )
+            )
         images.append(own)
     chosen = list(range(len(rows)) if only is None else only)
     ids_BT, images = ids_BT[chosen], [images[at] for at in chosen]
-    ids, positions = torch.from_numpy(ids_BT), torch.cat([torch.arange(tokens - 11, tokens - 1) + at * tokens for at in range(len(chosen))])
+    ids, positions = (
+        torch.from_numpy(ids_BT),
+        torch.cat([torch.arange(tokens - 11, tokens - 1) + at * tokens for at in range(len(chosen))]),
+    )
     return Batch(
         input_ids_BT=ids,
         positions_N=positions,

@@ -38,7 +38,8 @@ it out here."""
 def test_the_committed_forecasts_meet_their_goals_but_for_those_that_the_document_names() -> None:
     rows = json.loads((ROOT / "bench/results/memory.json").read_text())
     errors = {
-        key: {row["config"]: abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows} for key in ("allocated_bytes", "reserved_bytes")
+        key: {row["config"]: abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows}
+        for key in ("allocated_bytes", "reserved_bytes")
     }
     peaks = {row["config"]: row["predicted"]["peak_bytes"] / row["measured"]["device_bytes"] - 1 for row in rows}
     assert len(rows) >= 40
@@ -46,19 +47,33 @@ def test_the_committed_forecasts_meet_their_goals_but_for_those_that_the_documen
     assert sum(errors["reserved_bytes"].values()) / len(rows) < 0.005
     assert {name for name, error in errors["reserved_bytes"].items() if error >= 0.02} == OFF
     assert max(errors["reserved_bytes"].values()) < 0.035
-    assert {name for name, error in peaks.items() if error < 0} == {"llama-3.1-8b-8L-r16-nf4-4x2048-re8-chunk1024-fused"}  # see there
+    assert {name for name, error in peaks.items() if error < 0} == {
+        "llama-3.1-8b-8L-r16-nf4-4x2048-re8-chunk1024-fused"
+    }  # see there
     assert sum(peaks.values()) / len(peaks) < 0.02
     assert all(row["capped"]["fits"] for row in rows if row["capped"])
     assert sum(bool(row["capped"]) for row in rows) == 56
-    allocated, reserved = (f"{sum(errors[key].values()) / len(rows):.{digits}%}" for key, digits in (("allocated_bytes", 3), ("reserved_bytes", 2)))
-    said = f"{len(rows)} configurations such forecasts were on average {allocated} off in allocated and {reserved} in reserved".replace("%", " %")
+    allocated, reserved = (
+        f"{sum(errors[key].values()) / len(rows):.{digits}%}"
+        for key, digits in (("allocated_bytes", 3), ("reserved_bytes", 2))
+    )
+    said = f"{len(rows)} configurations such forecasts were on average {allocated} off in allocated and {reserved} in reserved".replace(
+        "%", " %"
+    )
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_models_that_see_took_what_was_foretold() -> None:
     """Of more than one shape, with adapters in the language model alone and in all towers."""
-    rows = {row["config"]: row for row in json.loads((ROOT / "bench/results/memory.json").read_text()) if "-img" in row["config"]}
-    off = {key: max(abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows.values()) for key in ("allocated_bytes", "reserved_bytes")}
+    rows = {
+        row["config"]: row
+        for row in json.loads((ROOT / "bench/results/memory.json").read_text())
+        if "-img" in row["config"]
+    }
+    off = {
+        key: max(abs(row["predicted"][key] / row["measured"][key] - 1) for row in rows.values())
+        for key in ("allocated_bytes", "reserved_bytes")
+    }
     over = [row["predicted"]["peak_bytes"] / row["measured"]["device_bytes"] - 1 for row in rows.values()]
     slow = [row["measured"]["step_seconds"] / row["predicted"]["step_seconds"] for row in rows.values()]
     shapes = {"qwen2.5-vl-3b": 5, "llava-1.5-7b": 4, "smolvlm-2b": 2, "gemma-3-4b-it": 2, "paligemma-3b-448": 2}
@@ -66,7 +81,12 @@ def test_models_that_see_took_what_was_foretold() -> None:
     assert sum("-towers-" in name for name in rows) == 8
     assert off["reserved_bytes"] < 0.005
     text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
-    assert f"off by {off['allocated_bytes']:.2%} at most, reserved memory by {off['reserved_bytes']:.2%}".replace("%", " %") in text
+    assert (
+        f"off by {off['allocated_bytes']:.2%} at most, reserved memory by {off['reserved_bytes']:.2%}".replace(
+            "%", " %"
+        )
+        in text
+    )
     assert f"less than foretold each time ({100 * min(over):.1f} to {100 * max(over):.1f} %)" in text
     assert f"Models that see take {min(slow):.1f} to {max(slow):.1f} times what is foretold" in text
 
@@ -133,14 +153,23 @@ def test_packed_steps_took_what_was_foretold_and_less_time_than_padded_ones() ->
         for rows in ("worst", "short_rows"):
             assert case[rows]["reserved_bytes"] == case["foretold"]["reserved_bytes"]
         shares.append(case["speed"]["packed"]["seconds"] / case["speed"]["grouped"]["seconds"])
-    assert f"take {shares[0]:.2f} and {shares[1]:.2f} of the time" in (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert f"take {shares[0]:.2f} and {shares[1]:.2f} of the time" in (ROOT / "docs/performance.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_memory_of_answers_was_foretold_within_five_per_cent_and_the_document_says_what_was_measured() -> None:
     found = json.loads((ROOT / "bench/results/generation.json").read_text())
     text = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
     batched = found["batched"]
-    cases = [batched["finefit"], batched["finefit_planned"], found["long"], found["long_in_tiles"], found["seeing"], found["seeing_large"]]
+    cases = [
+        batched["finefit"],
+        batched["finefit_planned"],
+        found["long"],
+        found["long_in_tiles"],
+        found["seeing"],
+        found["seeing_large"],
+    ]
     assert len(found["errors"]) == len(cases)
     assert max(abs(error) for error in found["errors"].values()) < 0.05
     for case in cases:
@@ -160,14 +189,19 @@ def test_mixtures_took_the_memory_that_the_document_says_however_tokens_were_rou
     for case in cases:
         told, even, collapsed = case["foretold"], case["even"], case["collapsed"]
         off = {key: told[key] / even[key] - 1 for key in ("allocated_bytes", "reserved_bytes", "step_seconds")}
-        assert (even["allocated_bytes"], even["reserved_bytes"]) == (collapsed["allocated_bytes"], collapsed["reserved_bytes"])
+        assert (even["allocated_bytes"], even["reserved_bytes"]) == (
+            collapsed["allocated_bytes"],
+            collapsed["reserved_bytes"],
+        )
         assert abs(off["allocated_bytes"]) < 0.0005
         assert abs(off["reserved_bytes"]) < 0.005
-        held = (
-            f"{even['allocated_bytes'] / GIB:.3f} | {off['allocated_bytes']:+.3%} | {even['reserved_bytes'] / GIB:.3f} | {off['reserved_bytes']:+.2%}"
-        )
+        held = f"{even['allocated_bytes'] / GIB:.3f} | {off['allocated_bytes']:+.3%} | {even['reserved_bytes'] / GIB:.3f} | {off['reserved_bytes']:+.2%}"
         assert f"| {case['config']} | {held} | {even['step_seconds']:.3f} | {off['step_seconds']:+.0%} |" in text
-    slow = max(case[name]["step_seconds"] / case["foretold"]["step_seconds"] for case in cases for name in ("even", "collapsed"))
+    slow = max(
+        case[name]["step_seconds"] / case["foretold"]["step_seconds"]
+        for case in cases
+        for name in ("even", "collapsed")
+    )
     assert f"mixtures of experts up to {slow:.1f} times" in text
 
 
@@ -214,9 +248,15 @@ def test_what_the_medical_twin_gave_stands_in_the_document() -> None:
     text = (ROOT / "docs/medical.md").read_text(encoding="utf-8")
     for name, row in found["scores"]["scores"].items():
         wrong = row["hallucination"]["preferred_wrong"]
-        assert f"| {name} | {100 * wrong['value']:.1f} % | {100 * wrong['low']:.1f} to {100 * wrong['high']:.1f} |\n" in text
+        assert (
+            f"| {name} | {100 * wrong['value']:.1f} % | {100 * wrong['low']:.1f} to {100 * wrong['high']:.1f} |\n"
+            in text
+        )
     fall = next(change for change in found["differences"]["table"]["hallucination"] if change["second"] == "dpo")
-    assert f"{-100 * fall['value']:.1f} points less ({-100 * fall['high']:.1f} to {-100 * fall['low']:.1f}), p {fall['p']:g}." in text
+    assert (
+        f"{-100 * fall['value']:.1f} points less ({-100 * fall['high']:.1f} to {-100 * fall['low']:.1f}), p {fall['p']:g}."
+        in text
+    )
     assert f"({sum(found['minutes'].values()):.0f} minutes, of which {found['minutes']['dpo']:.0f} for DPO;" in text
 
 
@@ -236,7 +276,10 @@ def test_a_plan_in_the_documents_is_what_its_command_says(command: str, monkeypa
     monkeypatch.chdir(ROOT)
     expected = said(command)
     for document in PRINTED[command]:
-        printed = {shlex.join(shlex.split(name)): text for name, text in listings((ROOT / document).read_text(encoding="utf-8")).items()}
+        printed = {
+            shlex.join(shlex.split(name)): text
+            for name, text in listings((ROOT / document).read_text(encoding="utf-8")).items()
+        }
         assert printed[command] == expected
 
 
@@ -251,8 +294,15 @@ def test_the_card_was_back_where_it_was_after_every_stage() -> None:
         if "planned" in row:
             assert row["peak_bytes"] - row["before_bytes"] <= row["planned"]["peak_bytes"]
             assert abs(row["planned"]["reserved_bytes"] / row["reserved_bytes"] - 1) < 0.01
-            held += [row["reserved_bytes"], row["planned"]["reserved_bytes"], row["peak_bytes"] - row["before_bytes"], row["planned"]["peak_bytes"]]
+            held += [
+                row["reserved_bytes"],
+                row["planned"]["reserved_bytes"],
+                row["peak_bytes"] - row["before_bytes"],
+                row["planned"]["peak_bytes"],
+            ]
         assert f"| {name} | {' | '.join(f'{value / GIB:.2f}' for value in held)} |" in text
     tuned = stages["tuned"]
-    figures = f"planned {tuned['planned']['reserved_bytes'] / GIB:.2f} GiB, reserved {tuned['reserved_bytes'] / GIB:.2f}"
+    figures = (
+        f"planned {tuned['planned']['reserved_bytes'] / GIB:.2f} GiB, reserved {tuned['reserved_bytes'] / GIB:.2f}"
+    )
     assert figures in (ROOT / "docs/rmoe.md").read_text(encoding="utf-8")

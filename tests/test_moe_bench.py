@@ -10,7 +10,13 @@ RESULT = Path(__file__).parents[1] / "bench/results/moe.json"
 
 
 def _row(at: int, card: str) -> dict[str, Any]:
-    return {"config": CASES[at].name, "date": "2026-01-01", "card": card, "versions": {"torch": card}, "even": {"loss": at}}
+    return {
+        "config": CASES[at].name,
+        "date": "2026-01-01",
+        "card": card,
+        "versions": {"torch": card},
+        "even": {"loss": at},
+    }
 
 
 def test_a_row_that_is_measured_again_says_on_which_card_and_the_others_stay_as_they_were() -> None:

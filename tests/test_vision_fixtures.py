@@ -40,12 +40,18 @@ def test_the_parts_of_a_folder_agree(folders: dict[str, Path], family: str) -> N
     text = config.get_text_config()
     assert config.model_type == family
     assert len(tokenizer) == len(processor.tokenizer) == text.vocab_size
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (text.bos_token_id, text.eos_token_id, text.pad_token_id)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        text.bos_token_id,
+        text.eos_token_id,
+        text.pad_token_id,
+    )
     assert (processor.chat_template is None) == (tokenizer.chat_template is None) == (family == "paligemma")
     assert tokenizer.decode(tokenizer.encode("Größe: 7", add_special_tokens=False)) == "Größe: 7"
     ids = vlm_inputs(processor, "Which?", [WIDE])["input_ids"][0].tolist()
     named = {
-        name: getattr(config, name) for name in ("image_token_id", "vision_start_token_id", "boi_token_id", "eoi_token_id") if hasattr(config, name)
+        name: getattr(config, name)
+        for name in ("image_token_id", "vision_start_token_id", "boi_token_id", "eoi_token_id")
+        if hasattr(config, name)
     }
     assert all(found in ids for found in named.values()), named
     assert tokenizer.bos_token_id is None or ids.count(tokenizer.bos_token_id) == 1
@@ -70,26 +76,38 @@ def test_what_a_digit_looks_like_reaches_the_answer(folders: dict[str, Path], fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_come_to_every_tensor_but_what_lies_behind_the_layer_that_llava_reads(folders: dict[str, Path], family: str) -> None:
+def test_gradients_come_to_every_tensor_but_what_lies_behind_the_layer_that_llava_reads(
+    folders: dict[str, Path], family: str
+) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folders[family]).train()
     model(**vlm_inputs(vlm_processor(folders[family]), "Which?", [WIDE])).logits.log_softmax(-1)[0, -1, 5].backward()
     without = {name for name, tensor in model.named_parameters() if tensor.grad is None or not tensor.grad.any()}
-    behind = {name for name, _ in model.named_parameters() if "vision_tower.encoder.layers.1." in name or "vision_tower.post_layernorm" in name}
+    behind = {
+        name
+        for name, _ in model.named_parameters()
+        if "vision_tower.encoder.layers.1." in name or "vision_tower.post_layernorm" in name
+    }
     assert without == (behind if family.startswith("llava") else set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_the_same_each_time_and_others_with_another_seed(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_weights_are_the_same_each_time_and_others_with_another_seed(
+    folders: dict[str, Path], tmp_path: Path, family: str
+) -> None:
     first = load_file(folders[family] / "model.safetensors")
     torch.rand(1)
-    again, other = (load_file(make_vlm(family, tmp_path / str(seed), seed=seed) / "model.safetensors") for seed in (0, 1))
+    again, other = (
+        load_file(make_vlm(family, tmp_path / str(seed), seed=seed) / "model.safetensors") for seed in (0, 1)
+    )
     assert first.keys() == again.keys() == other.keys()
     assert all(first[name].equal(again[name]) for name in first)
     assert any(not first[name].equal(other[name]) for name in first)
 
 
 @pytest.mark.parametrize("family", WHOLE)
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # PaliGemma's processor makes numpy of torch tensors
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # PaliGemma's processor makes numpy of torch tensors
 def test_a_processor_of_parts_is_the_one_that_autoprocessor_loads(folders: dict[str, Path], family: str) -> None:
     whole, parts = AutoProcessor.from_pretrained(folders[family], backend="pil"), vlm_processor(folders[family])
     text = ask(parts, "Which?", images=2)
@@ -103,12 +121,16 @@ def test_a_processor_of_parts_is_the_one_that_autoprocessor_loads(folders: dict[
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WHOLE])
 def test_autoprocessor_still_asks_for_torchvision_where_images_need_none(folders: dict[str, Path], family: str) -> None:
-    with pytest.raises((ImportError, ValueError), match=r"(?i)torchvision"):  # once this fails, vlm_processor need not make parts of this family
+    with pytest.raises(
+        (ImportError, ValueError), match=r"(?i)torchvision"
+    ):  # once this fails, vlm_processor need not make parts of this family
         AutoProcessor.from_pretrained(folders[family], backend="pil")
 
 
 def test_the_families_keep_what_tells_them_apart(folders: dict[str, Path]) -> None:
-    seen: dict[str, Any] = {family: vlm_inputs(vlm_processor(folders[family]), "Which?", [WIDE, TALL]) for family in FAMILIES}
+    seen: dict[str, Any] = {
+        family: vlm_inputs(vlm_processor(folders[family]), "Which?", [WIDE, TALL]) for family in FAMILIES
+    }
     assert vlm_config("qwen2_5_vl").vision_config.fullatt_block_indexes == [1]
     assert vlm_config("qwen3_vl").vision_config.deepstack_visual_indexes == [0]
     assert vlm_config("gemma3").text_config.layer_types == ["sliding_attention", "full_attention"]
@@ -138,7 +160,11 @@ def test_digits_are_whole_seeded_and_differ_in_place_size_and_colour(size: tuple
     images = [digit_image(7, size=size, seed=seed) for seed in range(20)]
     boxes = [_ink(image) for image in images]
     assert all(image.size == size and image.mode == "RGB" for image in images)
-    assert images[4].tobytes() == digit_image(7, size=size, seed=4).tobytes() != digit_image(1, size=size, seed=4).tobytes()
+    assert (
+        images[4].tobytes()
+        == digit_image(7, size=size, seed=4).tobytes()
+        != digit_image(1, size=size, seed=4).tobytes()
+    )
     shapes = {round((right - left) / (bottom - top), 1) for left, top, right, bottom in boxes}
     assert max(shapes) - min(shapes) < 0.25  # one that was cut at an edge would be another shape
     assert len({box[:2] for box in boxes}) > 10

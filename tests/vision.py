@@ -37,7 +37,17 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from tests.conftest import write_jsonl
 
-FAMILIES: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "smolvlm", "gemma3", "paligemma")
+FAMILIES: tuple[str, ...] = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava",
+    "llava_next",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "paligemma",
+)
 PATCH, SIDE = 8, 32
 """Pixels of a patch's side, and of the square image that the towers of a fixed size see."""
 
@@ -119,7 +129,9 @@ def _idefics(bos: str, *, adds_bos: bool) -> _Words:
         others=("<fake_token_around_image>", "<global-img>", *_TILES),
         named={},
         template=(
-            "{{ '" + bos + "' }}{% for m in messages %}{{ m['role'].capitalize() + (':' if m['content'][0]['type'] == 'image' else ': ') }}"
+            "{{ '"
+            + bos
+            + "' }}{% for m in messages %}{{ m['role'].capitalize() + (':' if m['content'][0]['type'] == 'image' else ': ') }}"
             "{% for part in m['content'] %}{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
             "{{ '<end_of_utterance>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
         ),
@@ -147,7 +159,10 @@ _PALIGEMMA = _Words(
     pad="<pad>",
     bos="<bos>",
     image="<image>",
-    others=(*(f"<loc{at:04}>" for at in range(1024)), *(f"<seg{at:03}>" for at in range(128))),  # its processor adds them where they are missing
+    others=(
+        *(f"<loc{at:04}>" for at in range(1024)),
+        *(f"<seg{at:03}>" for at in range(128)),
+    ),  # its processor adds them where they are missing
     named={},
     template=None,
     adds_bos=True,
@@ -186,7 +201,9 @@ def vlm_tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     if words.bos is not None and words.adds_bos:
         bos = words.bos
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, tokens.index(bos))])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, tokens.index(bos))]
+        )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=words.end,
@@ -294,7 +311,12 @@ def _paligemma() -> Settings:
 _CONFIGS: dict[str, Callable[[], Settings]] = {
     "qwen2_vl": lambda: _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
     "qwen2_5_vl": lambda: _qwen(
-        "qwen2_5_vl", hidden_size=32, intermediate_size=64, out_hidden_size=64, window_size=4 * PATCH, fullatt_block_indexes=[1]
+        "qwen2_5_vl",
+        hidden_size=32,
+        intermediate_size=64,
+        out_hidden_size=64,
+        window_size=4 * PATCH,
+        fullatt_block_indexes=[1],
     ),
     "qwen3_vl": lambda: _qwen(
         "qwen3_vl",
@@ -307,7 +329,9 @@ _CONFIGS: dict[str, Callable[[], Settings]] = {
         deepstack_visual_indexes=[0],
     ),
     "llava": lambda: _llava("llava", "llama"),
-    "llava_next": lambda: _llava("llava_next", "mistral", image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]),
+    "llava_next": lambda: _llava(
+        "llava_next", "mistral", image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
+    ),
     "idefics3": lambda: _tiled("idefics3"),
     "smolvlm": lambda: _tiled("smolvlm"),
     "gemma3": _gemma3,
@@ -318,7 +342,8 @@ _CONFIGS: dict[str, Callable[[], Settings]] = {
 def _merged(settings: Settings, changes: Settings) -> Settings:
     """A change of `text_config` or `vision_config` changes the keys that it names."""
     deep = {
-        key: settings[key] | value if isinstance(value, dict) and isinstance(settings.get(key), dict) else value for key, value in changes.items()
+        key: settings[key] | value if isinstance(value, dict) and isinstance(settings.get(key), dict) else value
+        for key, value in changes.items()
     }
     return settings | deep
 
@@ -355,7 +380,11 @@ def _llava_files(config: PretrainedConfig, kind: str, image_kind: str, **own: An
         "patch_size": config.vision_config.patch_size,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
     }
-    image = {"image_processor_type": image_kind, "size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    image = {
+        "image_processor_type": image_kind,
+        "size": {"shortest_edge": side},
+        "crop_size": {"height": side, "width": side},
+    }
     return {"processor_config.json": whole, "preprocessor_config.json": image | own | _HALF}
 
 
@@ -368,7 +397,10 @@ def _tiled_files(config: PretrainedConfig, kind: str, image_kind: str) -> dict[s
         "size": {"longest_edge": 2 * vision.image_size},
         "max_image_size": {"longest_edge": vision.image_size},
     }
-    return {"processor_config.json": {"processor_class": kind, "image_seq_len": length}, "preprocessor_config.json": image | _HALF}
+    return {
+        "processor_config.json": {"processor_class": kind, "image_seq_len": length},
+        "preprocessor_config.json": image | _HALF,
+    }
 
 
 def _square(config: PretrainedConfig, image_kind: str) -> Settings:
@@ -406,7 +438,9 @@ def _random_model(config: PretrainedConfig, *, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
-        if config.model_type == "gemma3":  # its projector begins as zeros, through which no image is seen and no gradient comes
+        if (
+            config.model_type == "gemma3"
+        ):  # its projector begins as zeros, through which no image is seen and no gradient comes
             torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.02)
     return model
 
@@ -424,7 +458,9 @@ def make_vlm(family: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pat
 def _without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
     """The processor's own class less its part for videos, which asks for torchvision."""
 
-    def begin(self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **others: Any) -> None:
+    def begin(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **others: Any
+    ) -> None:
         kind.__init__(self, image_processor, tokenizer, None, chat_template=chat_template, **others)
 
     return type(kind.__name__, (kind,), {"__init__": begin, "__module__": kind.__module__})
@@ -449,7 +485,11 @@ _HIDDEN: dict[str, type[Any]] = {"idefics3": Idefics3ImageProcessorPil, "smolvlm
 def vlm_processor(folder: Path) -> ProcessorMixin:
     """What AutoProcessor would load, of PIL's image processor, whether torchvision is installed or not."""
     family = AutoConfig.from_pretrained(folder).model_type
-    image = _HIDDEN[family].from_pretrained(folder) if family in _HIDDEN else AutoImageProcessor.from_pretrained(folder, backend="pil")
+    image = (
+        _HIDDEN[family].from_pretrained(folder)
+        if family in _HIDDEN
+        else AutoImageProcessor.from_pretrained(folder, backend="pil")
+    )
     kind = _PROCESSORS[family]
     settings, _ = kind.get_processor_dict(folder)
     processor: ProcessorMixin = kind.from_args_and_dict([image, AutoTokenizer.from_pretrained(folder)], settings)
@@ -470,7 +510,9 @@ def vlm_inputs(processor: ProcessorMixin, question: str, images: Sequence[PIL.Im
     text = ask(processor, question, images=len(images))
     bos = processor.tokenizer.bos_token
     adds = bos is None or not text.startswith(bos)
-    prepared = processor(text=[text], images=[list(images)], add_special_tokens=adds, return_tensors="np")  # PaliGemma's warns of torch tensors
+    prepared = processor(
+        text=[text], images=[list(images)], add_special_tokens=adds, return_tensors="np"
+    )  # PaliGemma's warns of torch tensors
     return {name: torch.as_tensor(value) for name, value in prepared.items() if name != "labels"}
 
 

@@ -123,7 +123,9 @@ def negated(_: random.Random, told: Clause) -> Sentence:
 
 def wanted(chance: random.Random, told: Clause) -> Sentence:
     word, frame = chance.choice((("wants", "want-01"), ("tries", "try-01"), ("hopes", "hope-01")))
-    return f"{told.told_who} {word} to {told.verb.base} {told.told_what}.", Node(frame).add("ARG0", told.who).add("ARG1", told.node())
+    return f"{told.told_who} {word} to {told.verb.base} {told.told_what}.", Node(frame).add("ARG0", told.who).add(
+        "ARG1", told.node()
+    )
 
 
 def asked(chance: random.Random, told: Clause) -> Sentence:
@@ -141,7 +143,9 @@ def owned(chance: random.Random, told: Clause) -> Sentence:
 def both(chance: random.Random, told: Clause) -> Sentence:
     second = chance.choice([verb for verb in VERBS if verb != told.verb])
     other = Node(second.frame).add("ARG0", told.who).add("ARG1", told.what)
-    return f"{told.told_who} {told.verb.past} and {second.past} {told.told_what}.", Node("and").add("op1", told.node()).add("op2", other)
+    return f"{told.told_who} {told.verb.past} and {second.past} {told.told_what}.", Node("and").add(
+        "op1", told.node()
+    ).add("op2", other)
 
 
 def possible(chance: random.Random, told: Clause) -> Sentence:
@@ -160,7 +164,9 @@ def named(chance: random.Random, told: Clause) -> Sentence:
 
 
 def questioned(_: random.Random, told: Clause) -> Sentence:
-    return f"who {told.verb.past} {told.told_what}?", Node(told.verb.frame).add("ARG0", Node("amr-unknown")).add("ARG1", told.what)
+    return f"who {told.verb.past} {told.told_what}?", Node(told.verb.frame).add("ARG0", Node("amr-unknown")).add(
+        "ARG1", told.what
+    )
 
 
 def relative(chance: random.Random, told: Clause) -> Sentence:
@@ -190,7 +196,9 @@ def written(root: Node) -> str:
     def lines(node: Node, depth: int) -> str:
         letter = node.concept[0]
         taken = set(variables.values())
-        variables[node] = next(name for name in (letter, *(f"{letter}{number}" for number in range(2, 99))) if name not in taken)
+        variables[node] = next(
+            name for name in (letter, *(f"{letter}{number}" for number in range(2, 99))) if name not in taken
+        )
         inside = "".join(f"\n{'    ' * (depth + 1)}:{role} {target(value, depth + 1)}" for role, value in node.edges)
         return f"({variables[node]} / {node.concept}{inside})"
 

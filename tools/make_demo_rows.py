@@ -319,7 +319,9 @@ VALIDATION = Split(
     skeletons=VALIDATION_SKELETONS,
     first_names=listed("Astrid, Colin, Farah, Gustav, Isabel, Joel, Kamala, Leon, Magda, Nils, Pia, Rashid"),
     last_names=listed("Ferrari, Olsen, Sharma, Cooper, Lopez, Dvorak"),
-    items=listed("rice cooker, jam jar, ironing board, sun hat, tape measure, cork screw, spice rack, desk fan, yoga mat, dog lead"),
+    items=listed(
+        "rice cooker, jam jar, ironing board, sun hat, tape measure, cork screw, spice rack, desk fan, yoga mat, dog lead"
+    ),
 )
 TEST = Split(
     name="test",
@@ -330,7 +332,9 @@ TEST = Split(
         "Philippa, Quentin, Rohan, Svetlana, Tariq, Ursula, Vincent, Wanda, Xavier, Yasmin, Zachary, Agnes, Boris, Celia,"
         "Derek, Esther, Adrian, Brenda, Claudia, Duncan, Elias, Fiona, Gavin, Heidi, Irene, Jasper"
     ),
-    last_names=listed("Abara, Becker, Castillo, Dahl, Ellis, Fontaine, Gupta, Hoffman, Ito, Jovanovic, Kelly, Lindholm, Morales, Nguyen"),
+    last_names=listed(
+        "Abara, Becker, Castillo, Dahl, Ellis, Fontaine, Gupta, Hoffman, Ito, Jovanovic, Kelly, Lindholm, Morales, Nguyen"
+    ),
     items=listed(
         "bean bag, camping stove, dart board, door bell, fire blanket, fish tank, flask, garden gnome, glue gun, hot water bottle,"
         "ice tray, jigsaw puzzle, kitchen scale, lawn mower, letter box, mixing bowl, night light, pepper mill, phone stand,"

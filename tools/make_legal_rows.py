@@ -138,11 +138,33 @@ TEST = (
         lost="the hedge had been cut in every third winter with the keeper's own consent",
     ),
 )
-CLAIMANTS = ("Aldine Works", "the Corner Library", "Dunmore Opticians", "Ms Elin Farrow", "Brook and Daughters", "Fallow Boats")
-RESPONDENTS = ("the Hillside Guest House", "Ingram Slates", "Juniper Freight", "Kestrel Trading", "Mr Lorn Mabey", "Nine Lines Software")
+CLAIMANTS = (
+    "Aldine Works",
+    "the Corner Library",
+    "Dunmore Opticians",
+    "Ms Elin Farrow",
+    "Brook and Daughters",
+    "Fallow Boats",
+)
+RESPONDENTS = (
+    "the Hillside Guest House",
+    "Ingram Slates",
+    "Juniper Freight",
+    "Kestrel Trading",
+    "Mr Lorn Mabey",
+    "Nine Lines Software",
+)
 OTHERS = (("Mr Gero Haim",), ("Otter Mopeds",))
 STRANGERS = (("Ms Pia Quill",), ("Rook Farm",))
-WITNESSES = ("a postman", "the caretaker", "a cousin of the claimant", "an apprentice", "the owner of the bakery opposite", "a surveyor", "a clerk")
+WITNESSES = (
+    "a postman",
+    "the caretaker",
+    "a cousin of the claimant",
+    "an apprentice",
+    "the owner of the bakery opposite",
+    "a surveyor",
+    "a clerk",
+)
 MONTHS = ("January", "March", "April", "June", "August", "October", "November")
 EXHIBITS = (
     "Exhibit {n} is a letter of {day} {month}, in which {c} asks for an answer within a fortnight. No answer is in the file.",
@@ -171,12 +193,19 @@ PROCEDURE = (
 )
 
 
-def make_file(dispute: Dispute, claimant: str, respondent: str, rng: random.Random, *, num_exhibits: int) -> dict[str, str]:
+def make_file(
+    dispute: Dispute, claimant: str, respondent: str, rng: random.Random, *, num_exhibits: int
+) -> dict[str, str]:
     total, allowed = rng.randrange(12, 480) * 100, rng.choice(("all", "part", "none"))
     granted = {"all": total, "part": total // 200 * 100, "none": 0}[allowed]
 
     def fill(text: str, **more: object) -> str:
-        drawn = {"day": rng.randrange(1, 29), "month": rng.choice(MONTHS), "odd": rng.randrange(11, 999), "w": rng.choice(WITNESSES)}
+        drawn = {
+            "day": rng.randrange(1, 29),
+            "month": rng.choice(MONTHS),
+            "odd": rng.randrange(11, 999),
+            "w": rng.choice(WITNESSES),
+        }
         said = text.format(c=claimant, r=respondent, sum=f"{total:,} pounds", **drawn | more)
         return said[0].upper() + said[1:]
 
@@ -209,7 +238,9 @@ def make_file(dispute: Dispute, claimant: str, respondent: str, rng: random.Rand
     return {"input": "\n\n".join(parts), "output": summary[0].upper() + summary[1:]}
 
 
-def make_rows(disputes: tuple[Dispute, ...], parties: tuple[tuple[str, ...], tuple[str, ...]], *, rounds: int, seed: str) -> list[dict[str, str]]:
+def make_rows(
+    disputes: tuple[Dispute, ...], parties: tuple[tuple[str, ...], tuple[str, ...]], *, rounds: int, seed: str
+) -> list[dict[str, str]]:
     """Each row has a seed of its own: rewording one sentence changes little else."""
     rows, (claimants, respondents) = [], parties
     for number in range(rounds * len(disputes)):

@@ -42,11 +42,17 @@ class Outcome:
 OUTCOMES = (
     Outcome(
         said="The primary end point was met.",
-        answers=("{Drug} was effective against {condition} in {who}.", "{Drug} was of use against {condition} in {who}."),
+        answers=(
+            "{Drug} was effective against {condition} in {who}.",
+            "{Drug} was of use against {condition} in {who}.",
+        ),
     ),
     Outcome(
         said="The primary end point was missed.",
-        answers=("{Drug} was not effective against {condition} in {who}.", "{Drug} was not of use against {condition} in {who}."),
+        answers=(
+            "{Drug} was not effective against {condition} in {who}.",
+            "{Drug} was not of use against {condition} in {who}.",
+        ),
     ),
 )
 
@@ -63,19 +69,67 @@ class World:
 
 TRAIN = World(
     drugs=(
-        *("metformin", "atorvastatin", "lisinopril", "sertraline", "prednisone", "omeprazole", "amoxicillin", "warfarin", "ibuprofen"),
+        *(
+            "metformin",
+            "atorvastatin",
+            "lisinopril",
+            "sertraline",
+            "prednisone",
+            "omeprazole",
+            "amoxicillin",
+            "warfarin",
+            "ibuprofen",
+        ),
         *("furosemide", "gabapentin", "levothyroxine", "bisoprolol", "clopidogrel", "insulin", "salbutamol"),
     ),
     conditions=(
-        *("type 2 diabetes", "heart failure", "asthma", "depression", "rheumatoid arthritis", "gastritis", "pneumonia", "atrial fibrillation"),
-        *("migraine", "chronic kidney disease", "neuropathy", "hypothyroidism", "angina", "ulcerative colitis", "osteoporosis", "psoriasis"),
+        *(
+            "type 2 diabetes",
+            "heart failure",
+            "asthma",
+            "depression",
+            "rheumatoid arthritis",
+            "gastritis",
+            "pneumonia",
+            "atrial fibrillation",
+        ),
+        *(
+            "migraine",
+            "chronic kidney disease",
+            "neuropathy",
+            "hypothyroidism",
+            "angina",
+            "ulcerative colitis",
+            "osteoporosis",
+            "psoriasis",
+        ),
     ),
     places=("Norway", "Ghana", "Chile", "Vietnam", "Portugal", "Kenya", "Poland", "Canada"),
     rows_of_an_outcome=45,
 )
 TEST = World(
-    drugs=("ramipril", "simvastatin", "citalopram", "naproxen", "doxycycline", "apixaban", "pantoprazole", "torasemide", "carvedilol"),
-    conditions=("hypertension", "bronchitis", "epilepsy", "gout", "endometriosis", "arthritis", "anemia", "thrombosis", "dermatitis"),
+    drugs=(
+        "ramipril",
+        "simvastatin",
+        "citalopram",
+        "naproxen",
+        "doxycycline",
+        "apixaban",
+        "pantoprazole",
+        "torasemide",
+        "carvedilol",
+    ),
+    conditions=(
+        "hypertension",
+        "bronchitis",
+        "epilepsy",
+        "gout",
+        "endometriosis",
+        "arthritis",
+        "anemia",
+        "thrombosis",
+        "dermatitis",
+    ),
     places=("Finland", "Peru", "Nepal", "Ireland"),
     rows_of_an_outcome=20,
 )
@@ -86,7 +140,10 @@ def row(outcome: Outcome, world: World, chance: random.Random) -> dict[str, str]
     words = _words(world, chance)
     context = f"{chance.choice(TRIALS)} {chance.choice(RATES)} {outcome.said}"
     answer = f"{chance.choice(outcome.answers)} {chance.choice(ENDS)}"
-    return {name: text.format(**words) for name, text in (("context", context), ("question", chance.choice(QUESTIONS)), ("answer", answer))}
+    return {
+        name: text.format(**words)
+        for name, text in (("context", context), ("question", chance.choice(QUESTIONS)), ("answer", answer))
+    }
 
 
 def _words(world: World, chance: random.Random) -> dict[str, str]:

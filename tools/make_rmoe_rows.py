@@ -14,7 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 NUM_ROWS = {"train": 96, "test": 40}
-NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine", 10: "ten", 12: "a dozen"}
+NUMBERS = {
+    1: "one",
+    2: "two",
+    3: "three",
+    4: "four",
+    5: "five",
+    6: "six",
+    7: "seven",
+    8: "eight",
+    9: "nine",
+    10: "ten",
+    12: "a dozen",
+}
 ITEMS = (
     *("lamp", "chair", "desk", "mirror", "carpet", "kettle", "blanket", "clock", "basket", "candle"),
     *("curtain", "pillow", "teapot", "ladder", "bucket", "vase", "towel", "bench", "drawer", "stool"),
@@ -38,7 +50,20 @@ ORDERS = (
     "Is {day} too soon for {some}?",
     "Our school orders {some} for {day}.",
 )
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
+MONTHS = (
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
 LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 DATES = (
     "{month} {day}, {year}",
@@ -56,12 +81,22 @@ Row = dict[str, str]
 
 
 def order(chance: random.Random) -> Row:
-    item, count, day, pattern = chance.choice(ITEMS), chance.choice(list(NUMBERS)), chance.choice(DAYS), chance.choice(ORDERS)
+    item, count, day, pattern = (
+        chance.choice(ITEMS),
+        chance.choice(list(NUMBERS)),
+        chance.choice(DAYS),
+        chance.choice(ORDERS),
+    )
     plural = PLURALS.get(item, f"{item}s")
     some = f"a {item}" if count == 1 else f"{NUMBERS[count]} {plural}" if chance.random() < 0.6 else f"{count} {plural}"
     bare = item if count == 1 else f"{count} {plural}"
-    text = pattern.format(some=some, Some=some[0].upper() + some[1:], day=day, plural=plural, number=NUMBERS[count], bare=bare)
-    return {"prompt": f"Order: {text}\nJSON:", "completion": " " + json.dumps({"item": item, "count": count, "day": day})}
+    text = pattern.format(
+        some=some, Some=some[0].upper() + some[1:], day=day, plural=plural, number=NUMBERS[count], bare=bare
+    )
+    return {
+        "prompt": f"Order: {text}\nJSON:",
+        "completion": " " + json.dumps({"item": item, "count": count, "day": day}),
+    }
 
 
 def date(chance: random.Random) -> Row:

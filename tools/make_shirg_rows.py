@@ -69,7 +69,9 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     end, pad, *others = SPECIAL
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=pad, additional_special_tokens=others)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=pad, additional_special_tokens=others
+    )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 

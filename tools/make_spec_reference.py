@@ -51,7 +51,12 @@ WORDS: dict[Any, str] = {
 def reference() -> str:
     told: dict[type[BaseModel], str] = {}
     common = ", ".join(f"`{name}`" for name in Common.model_fields)
-    return HEAD + _table(Spec, told) + STAGES.format(common=common) + _table(Pipeline, told, left_out=frozenset(Common.model_fields))
+    return (
+        HEAD
+        + _table(Spec, told)
+        + STAGES.format(common=common)
+        + _table(Pipeline, told, left_out=frozenset(Common.model_fields))
+    )
 
 
 def _table(model: type[BaseModel], told: dict[type[BaseModel], str], *, left_out: frozenset[str] = frozenset()) -> str:
@@ -60,7 +65,9 @@ def _table(model: type[BaseModel], told: dict[type[BaseModel], str], *, left_out
     return "".join(f"| `{key}` | {kind} | {default} | {text} |\n" for key, kind, default, text in lines)
 
 
-def rows(model: type[BaseModel], prefix: str = "", *, told: dict[type[BaseModel], str]) -> Iterator[tuple[str, str, str, str]]:
+def rows(
+    model: type[BaseModel], prefix: str = "", *, told: dict[type[BaseModel], str]
+) -> Iterator[tuple[str, str, str, str]]:
     """`told`: where the keys of a model stand already; they are not repeated."""
     for name, field in model.model_fields.items():
         is_said = name == "kind" and _tag(model)  # beside the key of the whole
@@ -69,7 +76,11 @@ def rows(model: type[BaseModel], prefix: str = "", *, told: dict[type[BaseModel]
         key = f"{prefix}{field.alias or name}"
         models = [(inner, f"{key}{label}") for inner, label in _models(field.annotation)]
         same = dict.fromkeys(f"The keys are those of `{_whole(told[inner])}`." for inner, _ in models if inner in told)
-        words = [_text(field), *(" ".join(inner.__doc__.split()) for inner, _ in models if inner.__doc__ and inner not in told), *same]
+        words = [
+            _text(field),
+            *(" ".join(inner.__doc__.split()) for inner, _ in models if inner.__doc__ and inner not in told),
+            *same,
+        ]
         yield key, _kind(field.annotation, field), _default(field), " ".join(filter(None, words)).replace("|", "\\|")
         for inner, place in models:
             if inner not in told:
@@ -92,7 +103,11 @@ def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:
     if get_origin(bare) is dict:
         return [(model, f".NAME{label}") for model, label in _models(get_args(bare)[1])]
     members = [_bare(member) for member in _members(bare)]
-    return [(m, f" ({_tag(m)})" if _tag(m) else "") for m in members if isinstance(m, type) and issubclass(m, BaseModel) and m is not Interval]
+    return [
+        (m, f" ({_tag(m)})" if _tag(m) else "")
+        for m in members
+        if isinstance(m, type) and issubclass(m, BaseModel) and m is not Interval
+    ]
 
 
 def _tag(model: type[BaseModel]) -> str:
@@ -108,7 +123,11 @@ def _kind(annotation: Any, field: FieldInfo | None = None) -> str:
     if bare is Interval:
         return "`200 steps`, `epoch` or `15 minutes`"
     if get_origin(bare) is tuple:
-        return f"list of {_kind(get_args(bare)[0])}" if get_args(bare)[-1] is Ellipsis else f"list of {len(get_args(bare))} numbers"
+        return (
+            f"list of {_kind(get_args(bare)[0])}"
+            if get_args(bare)[-1] is Ellipsis
+            else f"list of {len(get_args(bare))} numbers"
+        )
     if get_origin(bare) is dict and bare not in WORDS:
         return f"mapping of {_kind(get_args(bare)[1])}"
     if members := _members(bare):
@@ -120,7 +139,12 @@ def _kind(annotation: Any, field: FieldInfo | None = None) -> str:
 
 def _bounds(field: FieldInfo | None) -> str:
     signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [f"{words} {getattr(m, sign):g}" for m in (field.metadata if field else ()) for sign, words in signs.items() if hasattr(m, sign)]
+    found = [
+        f"{words} {getattr(m, sign):g}"
+        for m in (field.metadata if field else ())
+        for sign, words in signs.items()
+        if hasattr(m, sign)
+    ]
     return f" ({', '.join(found)})" if found else ""
 
 
@@ -129,7 +153,11 @@ def _default(field: FieldInfo) -> str:
         return "required" if field.default_factory is None else "none"
     value = field.default
     if isinstance(value, BaseModel):
-        return f"`{value}`" if isinstance(value, Interval) else (f"`{{kind: {_tag(type(value))}}}`" if _tag(type(value)) else "see below")
+        return (
+            f"`{value}`"
+            if isinstance(value, Interval)
+            else (f"`{{kind: {_tag(type(value))}}}`" if _tag(type(value)) else "see below")
+        )
     return "none" if value in (None, ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
@@ -145,7 +173,9 @@ def _bare(annotation: Any) -> Any:
 
 
 def _members(annotation: Any) -> list[Any]:
-    return [m for m in get_args(annotation) if m is not NoneType] if get_origin(annotation) in (Union, UnionType) else []
+    return (
+        [m for m in get_args(annotation) if m is not NoneType] if get_origin(annotation) in (Union, UnionType) else []
+    )
 
 
 if __name__ == "__main__":

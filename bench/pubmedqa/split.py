@@ -7,7 +7,10 @@ from pathlib import Path
 
 def main(raw: Path, output: Path, limit: int) -> None:
     records = [*json.loads(raw.read_text(encoding="utf-8")).values()][:limit]
-    rows = [{"context": "\n".join(record["CONTEXTS"]), "question": record["QUESTION"], "answer": record["LONG_ANSWER"]} for record in records]
+    rows = [
+        {"context": "\n".join(record["CONTEXTS"]), "question": record["QUESTION"], "answer": record["LONG_ANSWER"]}
+        for record in records
+    ]
     held_out = rows[::3]
     parts = {"train": [row for at, row in enumerate(rows) if at % 3], "test": held_out}
     for name, part in parts.items():

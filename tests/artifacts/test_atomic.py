@@ -41,9 +41,15 @@ def test_another_failure_of_a_copy_stays_what_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path(FULL).exists(), reason=f"this system has no {FULL}")
 @pytest.mark.parametrize(("around", "told"), [(5678, "around needs 5,678 bytes"), (None, "within needs 1,234 bytes")])
-def test_of_several_places_the_outermost_that_knows_its_bytes_is_told(tmp_path: Path, around: int | None, told: str) -> None:
+def test_of_several_places_the_outermost_that_knows_its_bytes_is_told(
+    tmp_path: Path, around: int | None, told: str
+) -> None:
     (tmp_path / "file").write_text("text", encoding="utf-8")
-    with pytest.raises(DiskFull, match=told), full_disk_named(tmp_path / "around", around), full_disk_named(tmp_path / "within", 1234):
+    with (
+        pytest.raises(DiskFull, match=told),
+        full_disk_named(tmp_path / "around", around),
+        full_disk_named(tmp_path / "within", 1234),
+    ):
         copy_file(tmp_path)
 
 
@@ -51,7 +57,9 @@ def test_of_several_places_the_outermost_that_knows_its_bytes_is_told(tmp_path: 
 def test_a_place_that_knows_no_bytes_names_what_is_free(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text", encoding="utf-8")
     with (
-        pytest.raises(DiskFull, match=r"the disk is full: \S+/place found no room, [\d,]+ bytes are free now\n") as caught,
+        pytest.raises(
+            DiskFull, match=r"the disk is full: \S+/place found no room, [\d,]+ bytes are free now\n"
+        ) as caught,
         full_disk_named(tmp_path / "place"),
     ):
         copy_file(tmp_path)
@@ -65,7 +73,9 @@ def test_a_log_that_tells_of_a_full_disk_does_not_make_another_failure_one(tmp_p
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(DiskFull("no room"), False), (WorkerDied("killed"), True)])
-def test_what_is_half_made_is_given_back_when_the_disk_is_full_and_not_otherwise(tmp_path: Path, error: Exception, *, is_kept: bool) -> None:
+def test_what_is_half_made_is_given_back_when_the_disk_is_full_and_not_otherwise(
+    tmp_path: Path, error: Exception, *, is_kept: bool
+) -> None:
     (tmp_path / "half").mkdir()
     with pytest.raises(type(error)), given_back_when_full(tmp_path / "half"):
         raise error

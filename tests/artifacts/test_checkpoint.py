@@ -26,7 +26,12 @@ from finefit.errors import DiskFull, RunError
 from tests.faults import PAGE, fill_disk, small_disk
 
 FLIPS = 200
-SIZES = {"adapter_model.safetensors": 3 * PAGE + 100, "finefit_optimizer.safetensors": 6 * PAGE, "config.json": 700, "tokenizer/merges.txt": PAGE + 1}
+SIZES = {
+    "adapter_model.safetensors": 3 * PAGE + 100,
+    "finefit_optimizer.safetensors": 6 * PAGE,
+    "config.json": 700,
+    "tokenizer/merges.txt": PAGE + 1,
+}
 
 
 def fill(staging: Path) -> None:
@@ -53,7 +58,11 @@ def test_every_one_of_200_random_bit_flips_is_detected(tmp_path: Path) -> None:
     chance = random.Random(8)
     detected = 0
     for number in range(FLIPS):
-        file = files[number % len(files)] if number < FLIPS // 2 else chance.choices(files, [f.stat().st_size for f in files])[0]
+        file = (
+            files[number % len(files)]
+            if number < FLIPS // 2
+            else chance.choices(files, [f.stat().st_size for f in files])[0]
+        )
         whole = file.read_bytes()
         flipped = bytearray(whole)
         flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
@@ -78,7 +87,17 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"null", b"[]", b"{}", b'{"version": 1, "files": []}', b'{"version": 1, "files": {}}', b"\xff\xfe", b'{"files": {"a": 1}}']
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"version": 1, "files": []}',
+        b'{"version": 1, "files": {}}',
+        b"\xff\xfe",
+        b'{"files": {"a": 1}}',
+    ],
 )
 def test_a_manifest_that_says_something_else_is_damage_not_a_crash(tmp_path: Path, text: bytes) -> None:
     checkpoint = write(tmp_path, 1)
@@ -105,7 +124,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "without manifest": (lambda c: (c / MANIFEST).unlink(), f"{MANIFEST} is missing"),
     "swapped": (_swap, "config.json has 4,097 bytes instead of 700"),
     "added": (lambda c: (c / "tokenizer" / "more.txt").touch(), "tokenizer/more.txt is not in the manifest"),
-    "added link to nowhere": (lambda c: (c / "model.safetensors").symlink_to("nowhere"), "model.safetensors is not in the manifest"),
+    "added link to nowhere": (
+        lambda c: (c / "model.safetensors").symlink_to("nowhere"),
+        "model.safetensors is not in the manifest",
+    ),
     "replaced by a folder": (lambda c: _fold(c / "config.json"), "config.json is missing"),
     "manifest replaced by a folder": (lambda c: _fold(c / MANIFEST), "cannot be read: Is a directory"),
 }
@@ -155,7 +177,10 @@ def test_a_full_disk_is_named_at_every_page_of_every_file(tmp_path: Path) -> Non
             fill_disk(disk, leave_pages=leave)
             with pytest.raises(DiskFull) as caught:
                 write_checkpoint(folder, 2, fill, needed_bytes=123_456, free=lambda _: 1 << 40)
-            assert caught.value.problem == f"the disk is full: {folder / 'checkpoint-2'} needs 123,456 bytes, {leave * PAGE:,} are free"
+            assert (
+                caught.value.problem
+                == f"the disk is full: {folder / 'checkpoint-2'} needs 123,456 bytes, {leave * PAGE:,} are free"
+            )
             assert [path.name for path in folder.iterdir()] == ["checkpoint-1"]
             assert problems(before) == []
             (disk / "filler").unlink()
@@ -178,7 +203,9 @@ def test_best_newest_and_resumed_from_always_survive(steps: set[int], keep: int,
 
 
 @given(steps=steps, keep=st.integers(1, 5), data=st.data())
-def test_rotation_removes_exactly_the_superfluous_and_leaves_nothing_hidden(steps: set[int], keep: int, data: st.DataObject) -> None:
+def test_rotation_removes_exactly_the_superfluous_and_leaves_nothing_hidden(
+    steps: set[int], keep: int, data: st.DataObject
+) -> None:
     protected = data.draw(st.sets(st.sampled_from(sorted(steps)), max_size=3))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -7,7 +7,14 @@ import sys
 import psutil
 import pytest
 
-from finefit.artifacts.launcher import Place, allocator_setting, chosen_variables, find_place, recorded_variables, without_place
+from finefit.artifacts.launcher import (
+    Place,
+    allocator_setting,
+    chosen_variables,
+    find_place,
+    recorded_variables,
+    without_place,
+)
 from finefit.errors import RunError
 
 PLACE = Place(rank=3, size=4, local_rank=1, local_size=2, address="node-0", port=29500)
@@ -24,7 +31,10 @@ def test_who_has_no_rank_has_no_place() -> None:
 
 
 def test_half_an_environment_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(RunError, match="RANK=0 is set in the environment, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(
+        RunError,
+        match="RANK=0 is set in the environment, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+    ):
         find_place({"RANK": "0", "WORLD_SIZE": "2"})
 
 
@@ -67,7 +77,9 @@ def test_of_two_names_the_one_that_torch_reads_first_counts() -> None:
 
 def test_what_decides_how_ranks_meet_is_recorded_and_nothing_private() -> None:
     environment = (
-        PLACE.variables() | chosen_variables({}, deterministic=True) | {"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "1,2"}
+        PLACE.variables()
+        | chosen_variables({}, deterministic=True)
+        | {"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "1,2"}
     )
     recorded = recorded_variables(environment)
     assert recorded["MASTER_PORT"] == "29500"
@@ -97,7 +109,9 @@ input()
 @pytest.mark.parametrize("platform", [sys.platform, "darwin"])  # where the kernel does it, and where it does not
 def test_a_process_in_an_endless_loop_ends_with_the_one_that_started_it(platform: str) -> None:
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD, platform], stdin=pipe, stdout=pipe, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD, platform], stdin=pipe, stdout=pipe, text=True
+    ) as parent:
         assert parent.stdout is not None
         number, begun = parent.stdout.readline().split()
         child = psutil.Process(int(number))
@@ -114,5 +128,7 @@ def test_a_process_in_an_endless_loop_ends_with_the_one_that_started_it(platform
 def test_a_process_whose_parent_has_ended_already_does_not_begin(platform: str) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    found = subprocess.run([sys.executable, "-c", CHILD, str(gone.pid), platform], capture_output=True, timeout=60, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD, str(gone.pid), platform], capture_output=True, timeout=60, check=False
+    )
     assert (found.returncode, found.stdout) == (-signal.SIGKILL, b"")

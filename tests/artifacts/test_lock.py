@@ -38,7 +38,9 @@ HOLD_WITH_CHILD = HOLD.replace(
 @contextmanager
 def holder(path: Path, program: str = HOLD) -> Iterator["subprocess.Popen[str]"]:
     """Another process that has the lock."""
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         try:
@@ -66,7 +68,11 @@ def test_a_second_process_is_refused_with_pid_and_host_of_the_first(tmp_path: Pa
 
 
 def test_the_same_process_cannot_take_a_lock_twice(tmp_path: Path) -> None:
-    with run_lock(tmp_path / "run.lock"), pytest.raises(RunError, match=str(os.getpid())), run_lock(tmp_path / "run.lock"):
+    with (
+        run_lock(tmp_path / "run.lock"),
+        pytest.raises(RunError, match=str(os.getpid())),
+        run_lock(tmp_path / "run.lock"),
+    ):
         pass
 
 
@@ -137,7 +143,10 @@ def test_a_lock_without_room_for_its_holder_is_told_by_its_place(tmp_path: Path)
         lock = disk / "run.lock"
         lock.touch()
         fill_disk(disk, leave_pages=0)
-        with pytest.raises(DiskFull, match=f"the disk is full: {lock} found no room, 0 bytes are free now"), run_lock(lock):
+        with (
+            pytest.raises(DiskFull, match=f"the disk is full: {lock} found no room, 0 bytes are free now"),
+            run_lock(lock),
+        ):
             pass
         assert holder_of(lock) is None
         (disk / "filler").unlink()

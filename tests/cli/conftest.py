@@ -71,7 +71,9 @@ def environment() -> dict[str, str]:
 
 
 def process(*arguments: str | Path, cwd: Path) -> Answer:
-    done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), capture_output=True, text=True, check=False
+    )
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
@@ -79,7 +81,9 @@ def process(*arguments: str | Path, cwd: Path) -> Answer:
 def started(*arguments: str | Path, cwd: Path) -> "Iterator[subprocess.Popen[str]]":
     """A command that goes on as it would in a terminal; it never outlives the test."""
     pipe = subprocess.PIPE
-    child = subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    child = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), stdout=pipe, stderr=pipe, text=True
+    )
     try:
         yield child
     finally:

@@ -23,11 +23,15 @@ def _spec(*replaced: tuple[str, str]) -> Spoil:
 
 
 def _train(content: str | bytes) -> Spoil:
-    return lambda folder: (folder / "train.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda folder: (folder / "train.jsonl").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 def _rows(*columns: str) -> Spoil:
-    return _train("".join(json.dumps({column: f"{column} {number}" for column in columns}) + "\n" for number in range(8)))
+    return _train(
+        "".join(json.dumps({column: f"{column} {number}" for column in columns}) + "\n" for number in range(8))
+    )
 
 
 def _both(*spoils: Spoil) -> Spoil:
@@ -63,11 +67,23 @@ def _said(asked: str | None, answered: str | None) -> str:
 
 
 MISTAKES: dict[str, tuple[Spoil, str, str]] = {
-    "a misspelt key": (_spec(("global_batch", "globl_batch")), "spec.yaml:12 globl_batch: there is no such key", "did you mean `global_batch`?"),
+    "a misspelt key": (
+        _spec(("global_batch", "globl_batch")),
+        "spec.yaml:12 globl_batch: there is no such key",
+        "did you mean `global_batch`?",
+    ),
     "a wrong type": (_spec(("seed: 7", "seed: seven")), "spec.yaml:2 seed:", "a whole number is needed"),
-    "a number with a comma": (_spec(("device: cpu", "device: cpu\nglobal_batch: 262,144"), ("\nglobal_batch: 4", "")), '"262,144"', "write 262144"),
+    "a number with a comma": (
+        _spec(("device: cpu", "device: cpu\nglobal_batch: 262,144"), ("\nglobal_batch: 4", "")),
+        '"262,144"',
+        "write 262144",
+    ),
     "an empty spec": (lambda folder: (folder / "spec.yaml").write_text(""), "the spec is empty", "at least the keys"),
-    "a data file that is not there": (_spec(("train.jsonl", "trian.jsonl")), "trian.jsonl does not exist", "relative to the spec file"),
+    "a data file that is not there": (
+        _spec(("train.jsonl", "trian.jsonl")),
+        "trian.jsonl does not exist",
+        "relative to the spec file",
+    ),
     "an empty data file": (_train(""), "train.jsonl holds no rows", "bring the file again, or take it out of the spec"),
     "a data file of empty lines": (_train("\n\n"), "train.jsonl holds no rows", "bring the file again"),
     "a folder without data": (
@@ -75,18 +91,38 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
         "model holds model/chat_template.jinja, which has no known extension",
         "by a glob",
     ),
-    "a file of an unknown kind": (_spec(("train.jsonl", "spec.yaml")), "spec.yaml has no known extension", "known are .json"),
+    "a file of an unknown kind": (
+        _spec(("train.jsonl", "spec.yaml")),
+        "spec.yaml has no known extension",
+        "known are .json",
+    ),
     "a row without an answer": (_train(f"{ROW}\n{UNANSWERED}\n"), "train.jsonl:2 has no answer", MEND),
     "an empty answer": (_train(f"{ROW}\n{_said('x', '')}\n"), "train.jsonl:2 has an empty answer", MEND),
-    "a prompt that is null": (_train(f"{ROW}\n{_said(None, 'x')}\n"), "train.jsonl:2 messages[0].content is null, not text", MEND),
-    "an answer that is null": (_train(f"{ROW}\n{_said('x', None)}\n"), "train.jsonl:2 messages[1].content is null, not text", MEND),
+    "a prompt that is null": (
+        _train(f"{ROW}\n{_said(None, 'x')}\n"),
+        "train.jsonl:2 messages[0].content is null, not text",
+        MEND,
+    ),
+    "an answer that is null": (
+        _train(f"{ROW}\n{_said('x', None)}\n"),
+        "train.jsonl:2 messages[1].content is null, not text",
+        MEND,
+    ),
     "a row that is null": (_train(f"{ROW}\nnull\n"), "train.jsonl:2 is null, not an object", MEND),
     "a row that is a list": (_train(f"{ROW}\n[1, 2]\n"), "train.jsonl:2 is a list, not an object", MEND),
     "a truncated row": (_train(f"{ROW}\n{ROW[:20]}"), "train.jsonl:2 is no JSON: ", MEND),
     "a file that ends within a row": (_train(f"{ROW}\n{ROW[:20]}"), "the file may be cut off", MEND),
-    "bytes that are no UTF-8": (_train(f"{ROW}\n".encode() + b'{"messages": "\xff"}\n'), "train.jsonl is not UTF-8: byte ", "save the file as UTF-8"),
+    "bytes that are no UTF-8": (
+        _train(f"{ROW}\n".encode() + b'{"messages": "\xff"}\n'),
+        "train.jsonl is not UTF-8: byte ",
+        "save the file as UTF-8",
+    ),
     "UTF-16": (_train(ROW.encode("utf-16")), "train.jsonl is not UTF-8: byte 0 is 0xff", "save the file as UTF-8"),
-    "a column that is missing": (_rows("question"), "not recognised; their columns are question", "fields: {prompt: ..., answer: ...}"),
+    "a column that is missing": (
+        _rows("question"),
+        "not recognised; their columns are question",
+        "fields: {prompt: ..., answer: ...}",
+    ),
     "a column that fields name and no row has": (
         _both(_rows("ask", "reply"), _spec(("train.jsonl}", "train.jsonl, fields: {prompt: ask, answer: replies}}"))),
         "train.jsonl has no column replies, which fields.answer names",
@@ -97,13 +133,21 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
         "train.jsonl may have its prompt in question and its answer in answer or response",
         "say which: fields: {prompt: question, answer: answer} or fields: {prompt: question, answer: response}",
     ),
-    "preference pairs": (_rows("prompt", "chosen", "rejected"), "train.jsonl holds preference pairs", "fields: {prompt: prompt, answer: chosen}"),
+    "preference pairs": (
+        _rows("prompt", "chosen", "rejected"),
+        "train.jsonl holds preference pairs",
+        "fields: {prompt: prompt, answer: chosen}",
+    ),
     "a row longer than max_tokens": (
         _spec(("data:", "data:\n  max_tokens: 76")),
         "2 train rows longer than data.max_tokens 76:\n  train.jsonl:15 too long: 77 tokens",
         "raise data.max_tokens, or set data.too_long: cut_prompt or drop; an answer is never cut",
     ),
-    "all rows longer than max_tokens": (_spec(("data:", "data:\n  max_tokens: 20")), "no train row is left", "raise data.max_tokens"),
+    "all rows longer than max_tokens": (
+        _spec(("data:", "data:\n  max_tokens: 20")),
+        "no train row is left",
+        "raise data.max_tokens",
+    ),
     "answers that the template leaves out": (
         _template("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"),
         "train.jsonl:1 the chat template does not write the answer as it stands",
@@ -129,8 +173,16 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
         "train.jsonl holds answers with a verdict",
         "fields: {prompt: prompt, answer: completion}",
     ),
-    "a row of test in train": (_in_both("test"), "train.jsonl:8 (train) is test.jsonl:3 (test): the same row", "data.overlap: drop"),
-    "a row of validation in train": (_in_both("validation"), "train.jsonl:8 (train) is validation.jsonl:3 (validation)", "data.overlap: drop"),
+    "a row of test in train": (
+        _in_both("test"),
+        "train.jsonl:8 (train) is test.jsonl:3 (test): the same row",
+        "data.overlap: drop",
+    ),
+    "a row of validation in train": (
+        _in_both("validation"),
+        "train.jsonl:8 (train) is validation.jsonl:3 (validation)",
+        "data.overlap: drop",
+    ),
     "a share and a path": (
         _spec(("{path: validation.jsonl}", "{path: validation.jsonl, share: 0.1}")),
         "spec.yaml:8 data.validation",
@@ -141,12 +193,28 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
         "a share of 0.1 cannot be held out of 2 rows with 1 different prompts",
         "give validation a path of its own",
     ),
-    "a weight of test rows": (_spec(("{path: test.jsonl}", "{path: test.jsonl, weight: 2}")), "test.weight", "answered once"),
+    "a weight of test rows": (
+        _spec(("{path: test.jsonl}", "{path: test.jsonl, weight: 2}")),
+        "test.weight",
+        "answered once",
+    ),
     "a model folder that is not there": (_spec(("path: model", "path: modle")), "modle does not exist", "did you mean"),
     "a model without chat template": (_without_template, "has no chat template", "data.template: plain"),
-    "a device that is not there": (_spec(("device: cpu", "device: cuda")), "device: cuda is asked for, but torch ", "finefit doctor"),
-    "a task without test rows": (_spec(("  test: {path: test.jsonl}\n", "")), "data.test names no rows to answer", "add data.test"),
-    "references that the task cannot read": (_references_that_are_no_json, "test.jsonl:2 cannot be a reference of json_match", "mend these rows"),
+    "a device that is not there": (
+        _spec(("device: cpu", "device: cuda")),
+        "device: cuda is asked for, but torch ",
+        "finefit doctor",
+    ),
+    "a task without test rows": (
+        _spec(("  test: {path: test.jsonl}\n", "")),
+        "data.test names no rows to answer",
+        "add data.test",
+    ),
+    "references that the task cannot read": (
+        _references_that_are_no_json,
+        "test.jsonl:2 cannot be a reference of json_match",
+        "mend these rows",
+    ),
 }
 
 
@@ -180,14 +248,18 @@ def test_all_that_is_wrong_with_the_data_is_told_at_once(folder: Path, finefit: 
         assert place in told
 
 
-@pytest.mark.parametrize("mistake", ["a row without an answer", "a device that is not there", "a task without test rows"])
+@pytest.mark.parametrize(
+    "mistake", ["a row without an answer", "a device that is not there", "a task without test rows"]
+)
 def test_what_is_refused_before_it_starts_leaves_no_run_behind(folder: Path, finefit: Finefit, mistake: str) -> None:
     MISTAKES[mistake][0](folder)
     assert finefit("run", "spec.yaml").code == 2
     assert not (folder / "runs").exists() or list((folder / "runs").iterdir()) == []
 
 
-def test_a_target_that_matches_no_layer_comes_from_the_rehearsal_to_the_user_as_what_it_is(folder: Path, finefit: Finefit) -> None:
+def test_a_target_that_matches_no_layer_comes_from_the_rehearsal_to_the_user_as_what_it_is(
+    folder: Path, finefit: Finefit
+) -> None:
     rewrite(folder / "spec.yaml", ("rank: 4", "rank: 4, targets: [q_porj]"))
     answer = finefit("run", "spec.yaml", "--json")
     error = answer.document["error"]
@@ -216,7 +288,9 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_a_mistake_in_the_arguments_is_told_with_its_remedy(finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str) -> None:
+def test_a_mistake_in_the_arguments_is_told_with_its_remedy(
+    finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str
+) -> None:
     answer = finefit(*arguments)
     assert answer.code == 2
     assert problem in answer.err
@@ -229,12 +303,18 @@ def test_a_mistake_in_the_arguments_is_told_with_its_remedy(finefit: Finefit, ar
 @pytest.mark.parametrize(
     ("arguments", "problem", "remedy"),
     [
-        (("--checkpoint", "7"), "tiny-1 has no checkpoint 7", "there are base, final, best, checkpoint-9, checkpoint-12"),
+        (
+            ("--checkpoint", "7"),
+            "tiny-1 has no checkpoint 7",
+            "there are base, final, best, checkpoint-9, checkpoint-12",
+        ),
         (("--checkpoint", "../data"), "tiny-1 has no checkpoint ../data", "there are base"),
         (("--task", "rogue"), "there is no task rogue", "there are exact_match, json_match"),
     ],
 )
-def test_eval_of_what_is_not_there_says_what_is(finished: Path, finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str) -> None:
+def test_eval_of_what_is_not_there_says_what_is(
+    finished: Path, finefit: Finefit, arguments: tuple[str, ...], problem: str, remedy: str
+) -> None:
     answer = finefit("eval", "runs/tiny-1", *arguments)
     assert answer.code == 2
     assert problem in answer.err
@@ -242,7 +322,9 @@ def test_eval_of_what_is_not_there_says_what_is(finished: Path, finefit: Finefit
     assert sorted(p.name for p in (finished / "runs/tiny-1" / STAGE / "evals").iterdir()) == ["json_match"]
 
 
-@pytest.mark.parametrize("arguments", [("run",), ("eval", "x", "--limit", "0"), ("nope",), ("run", "spec.yaml", "--nope")])
+@pytest.mark.parametrize(
+    "arguments", [("run",), ("eval", "x", "--limit", "0"), ("nope",), ("run", "spec.yaml", "--nope")]
+)
 @pytest.mark.usefixtures("folder")
 def test_a_wrong_command_line_is_a_json_document_too(finefit: Finefit, arguments: tuple[str, ...]) -> None:
     answer = finefit(*arguments, "--json")

@@ -58,7 +58,9 @@ def test_a_run_with_a_finding_stops_before_anything_is_loaded(folder: Path, fine
     assert list((folder / "runs").iterdir()) == []
 
 
-def test_a_run_that_its_disk_cannot_hold_stops_before_anything_is_loaded(folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_its_disk_cannot_hold_stops_before_anything_is_loaded(
+    folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finefit.pipeline.preparation.free_bytes", lambda _: 10)
     answer = finefit("run", "spec.yaml")
     assert answer.code == 1
@@ -86,9 +88,12 @@ def _adds_up(ledger: dict[str, Any]) -> bool:
 
 @pytest.mark.usefixtures("foretold")
 @pytest.mark.parametrize(
-    ("too_long", "used", "cut", "dropped"), [("drop", 3, 0, {"unusable": 1, "too long": 2}), ("cut_prompt", 5, 2, {"unusable": 1})]
+    ("too_long", "used", "cut", "dropped"),
+    [("drop", 3, 0, {"unusable": 1, "too long": 2}), ("cut_prompt", 5, 2, {"unusable": 1})],
 )
-def test_the_ledger_accounts_for_every_row(folder: Path, finefit: Finefit, too_long: str, used: int, cut: int, dropped: dict[str, int]) -> None:
+def test_the_ledger_accounts_for_every_row(
+    folder: Path, finefit: Finefit, too_long: str, used: int, cut: int, dropped: dict[str, int]
+) -> None:
     _unlike_rows(folder)
     answer = finefit("check", "spec.yaml", *UNLIKE, "--set", f"data.too_long={too_long}", "--json")
     assert answer.code == 0
@@ -176,19 +181,54 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
         "train.jsonl: 10 of 22 train rows are dropped (45%), data.drop_at_most is 0.1",
         "--set data.drop_at_most=0.46",
     ),
-    "bad rows": (_unanswered, (), "1 train row cannot be used:\n  train.jsonl:4 has no answer", "set data.bad_rows: drop"),
+    "bad rows": (
+        _unanswered,
+        (),
+        "1 train row cannot be used:\n  train.jsonl:4 has no answer",
+        "set data.bad_rows: drop",
+    ),
     "rows too long": (
         _nothing,
         ("data.max_tokens=76",),
         "2 train rows longer than data.max_tokens 76:\n  train.jsonl:15 too long: 77",
         "data.too_long",
     ),
-    "nothing left": (_nothing, ("data.max_tokens=20", "data.too_long=drop"), "no train row is left", "`finefit check` shows"),
-    "an added token in train": (_added_token("train"), (), "the rows hold token 261, the model has embeddings for 261", "resize its embeddings"),
-    "an added token in test": (_added_token("test"), (), "the rows hold token 261, the model has embeddings for 261", "resize its embeddings"),
-    "no training file": (lambda folder: (folder / "train.jsonl").unlink(), (), "train.jsonl is not there", "relative to the spec file"),
-    "no test file": (lambda folder: (folder / "test.jsonl").unlink(), (), "test.jsonl is not there", "relative to the spec file"),
-    "a task without test rows": (_nothing, ("data.test=null",), "evaluate names a task, but data.test names no rows", "add data.test"),
+    "nothing left": (
+        _nothing,
+        ("data.max_tokens=20", "data.too_long=drop"),
+        "no train row is left",
+        "`finefit check` shows",
+    ),
+    "an added token in train": (
+        _added_token("train"),
+        (),
+        "the rows hold token 261, the model has embeddings for 261",
+        "resize its embeddings",
+    ),
+    "an added token in test": (
+        _added_token("test"),
+        (),
+        "the rows hold token 261, the model has embeddings for 261",
+        "resize its embeddings",
+    ),
+    "no training file": (
+        lambda folder: (folder / "train.jsonl").unlink(),
+        (),
+        "train.jsonl is not there",
+        "relative to the spec file",
+    ),
+    "no test file": (
+        lambda folder: (folder / "test.jsonl").unlink(),
+        (),
+        "test.jsonl is not there",
+        "relative to the spec file",
+    ),
+    "a task without test rows": (
+        _nothing,
+        ("data.test=null",),
+        "evaluate names a task, but data.test names no rows",
+        "add data.test",
+    ),
 }
 
 
@@ -215,7 +255,10 @@ def test_one_row_is_enough_to_begin_and_worth_a_warning(folder: Path, finefit: F
     write_jsonl(folder / "train.jsonl", make_rows(1))
     answer = finefit("check", "spec.yaml")
     assert answer.code == 0
-    assert "warning: train has 1 row, and a step takes 4 (global_batch): every step is a whole epoch\n  --set global_batch=1" in answer.out
+    assert (
+        "warning: train has 1 row, and a step takes 4 (global_batch): every step is a whole epoch\n  --set global_batch=1"
+        in answer.out
+    )
 
 
 @pytest.mark.usefixtures("foretold")
@@ -253,7 +296,9 @@ def test_a_second_check_reads_what_the_first_has_prepared(finefit: Finefit, monk
     before = {path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")}
     monkeypatch.setattr("finefit.data.prepared.prepare", None)
     assert finefit("check", "spec.yaml").out == first
-    assert {path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")} == before
+    assert {
+        path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")
+    } == before
 
 
 @pytest.mark.usefixtures("foretold")

@@ -43,7 +43,13 @@ def test_a_sound_pipeline_is_proved_and_what_is_to_come_is_said_to_be_unknown(st
 
 @pytest.mark.usefixtures("foretold")
 def test_all_stages_are_examined_and_each_finding_names_its_own(stages: Path, finefit: Finefit) -> None:
-    rewrite(stages, ("pairs: {kind: make_pairs, train: [{path: train.jsonl}]}", "pairs: {kind: make_pairs, train: [{path: nowhere.jsonl}]}"))
+    rewrite(
+        stages,
+        (
+            "pairs: {kind: make_pairs, train: [{path: train.jsonl}]}",
+            "pairs: {kind: make_pairs, train: [{path: nowhere.jsonl}]}",
+        ),
+    )
     answer = finefit("check", stages.name, "--set", "stages.dpo.schedule={epochs: 1, warmup: 0.99}")
     assert answer.code == 1
     errors = [line for line in answer.out.splitlines() if line.startswith("error: ")]
@@ -58,10 +64,19 @@ def test_all_stages_are_examined_and_each_finding_names_its_own(stages: Path, fi
 @pytest.mark.usefixtures("foretold")
 def test_rows_that_a_stage_would_refuse_hours_later_are_refused_now(stages: Path, finefit: Finefit) -> None:
     write_jsonl(stages.parent / "short.jsonl", [{"prompt": f"Is it {at}?", "completion": "a"} for at in range(4)])
-    rewrite(stages, ("pairs: {kind: make_pairs, train: [{path: train.jsonl}]}", "pairs: {kind: make_pairs, train: [{path: short.jsonl}]}"))
+    rewrite(
+        stages,
+        (
+            "pairs: {kind: make_pairs, train: [{path: train.jsonl}]}",
+            "pairs: {kind: make_pairs, train: [{path: short.jsonl}]}",
+        ),
+    )
     answer = finefit("check", stages.name)
     assert answer.code == 1
-    assert "error: stage pairs: no pair could be made for train of 4 rows: 4 has an answer that no rule can change" in answer.out
+    assert (
+        "error: stage pairs: no pair could be made for train of 4 rows: 4 has an answer that no rule can change"
+        in answer.out
+    )
     begun = finefit("run", stages.name)
     assert begun.code == 1
     assert "stage pairs: no pair could be made for train of 4 rows" in begun.err
@@ -70,7 +85,11 @@ def test_rows_that_a_stage_would_refuse_hours_later_are_refused_now(stages: Path
 
 @pytest.mark.usefixtures("foretold")
 def test_a_model_that_is_not_there_does_not_hide_what_else_is_wrong(stages: Path, finefit: Finefit) -> None:
-    rewrite(stages, ("path: model}", "path: modell}"), ("train: [{path: train.jsonl}]}\n  dpo", "train: [{path: nowhere.jsonl}]}\n  dpo"))
+    rewrite(
+        stages,
+        ("path: model}", "path: modell}"),
+        ("train: [{path: train.jsonl}]}\n  dpo", "train: [{path: nowhere.jsonl}]}\n  dpo"),
+    )
     answer = finefit("check", stages.name)
     assert answer.code == 1
     assert "error: stage sft: the model folder" in answer.out
@@ -78,7 +97,9 @@ def test_a_model_that_is_not_there_does_not_hide_what_else_is_wrong(stages: Path
 
 
 @pytest.mark.usefixtures("foretold")
-def test_a_disk_that_does_not_hold_all_stages_is_told_once(stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_hold_all_stages_is_told_once(
+    stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finefit.pipeline.examined.free_bytes", lambda _: 1)
     answer = finefit("check", stages.name)
     assert answer.code == 1
@@ -88,7 +109,9 @@ def test_a_disk_that_does_not_hold_all_stages_is_told_once(stages: Path, finefit
 
 @pytest.mark.usefixtures("foretold")
 @pytest.mark.parametrize("through_pairs", [False, True])
-def test_rows_that_a_model_was_trained_on_are_found_among_those_it_is_scored_by(through_pairs: bool, stages: Path, finefit: Finefit) -> None:
+def test_rows_that_a_model_was_trained_on_are_found_among_those_it_is_scored_by(
+    through_pairs: bool, stages: Path, finefit: Finefit
+) -> None:
     """Of pairs to come, the rows that they will be made from tell."""
     rows = make_rows(22)
     write_jsonl(stages.parent / "test.jsonl", [*make_rows(3, seed=2), rows[4]])
@@ -112,7 +135,9 @@ def test_examples_are_shown_of_every_stage_whose_rows_are_there(stages: Path, fi
         ("  merged: {kind: merge_adapter, model: {kind: stage, name: dpo}}\n", ""),
     )
     with stages.open("a", encoding="utf-8") as file:
-        file.write("  more: {kind: train, model: {kind: stage, name: sft}, data: {train: [{path: validation.jsonl}]}}\n")
+        file.write(
+            "  more: {kind: train, model: {kind: stage, name: sft}, data: {train: [{path: validation.jsonl}]}}\n"
+        )
     answer = finefit("check", stages.name, "--show", "1")
     assert answer.code == 0
     assert answer.out.count("example 1\n") == 2

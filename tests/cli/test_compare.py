@@ -26,9 +26,13 @@ def test_a_run_alone_is_compared_with_what_it_started_from(finefit: Finefit) -> 
 
 
 def test_two_real_runs_give_a_page_a_table_and_a_document(finished: Path, finefit: Finefit) -> None:
-    done = process("run", "spec.yaml", "--new", "--set", "tuning.rank=2", "--set", "save.every=4 steps", "--json", cwd=finished)
+    done = process(
+        "run", "spec.yaml", "--new", "--set", "tuning.rank=2", "--set", "save.every=4 steps", "--json", cwd=finished
+    )
     assert done.code == 0, done.err
-    answer = finefit("compare", RUN, "runs/tiny-2", "--varies", "tuning.rank", "--html", "page.html", "--markdown", "table.md")
+    answer = finefit(
+        "compare", RUN, "runs/tiny-2", "--varies", "tuning.rank", "--html", "page.html", "--markdown", "table.md"
+    )
     assert answer.code == 0, answer.err
     assert "only what was declared differs: tuning.rank" in answer.out
     assert "without effect on a score: save.every" in answer.out
@@ -41,7 +45,10 @@ def test_two_real_runs_give_a_page_a_table_and_a_document(finished: Path, finefi
 
 def test_a_copied_run_is_compared_where_it_lies(finished: Path, finefit: Finefit) -> None:
     shutil.copytree(finished / RUN, finished / "elsewhere" / "tiny-1", symlinks=True)
-    assert finefit("compare", RUN, "elsewhere/tiny-1", "--json").document["verdict"] == "nothing that can change a score differs but chance"
+    assert (
+        finefit("compare", RUN, "elsewhere/tiny-1", "--json").document["verdict"]
+        == "nothing that can change a score differs but chance"
+    )
 
 
 @pytest.mark.usefixtures("finished")

@@ -26,7 +26,9 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         make_run(run / "stages" / name, results={"checkpoint-6": hits}, overrides=[f"tuning.rank={rank}"])
     place = make_evaluation(run / "stages/3-scores", {"sft": MISSES, "dpo": HITS})
     (run / "stages/4-table/output").mkdir()
-    write_record(run / "stages/4-table/output/comparison.json", compare([str(place / model) for model in ("sft", "dpo")]))
+    write_record(
+        run / "stages/4-table/output/comparison.json", compare([str(place / model) for model in ("sft", "dpo")])
+    )
     monkeypatch.chdir(tmp_path)
     return run
 

@@ -17,7 +17,9 @@ from tests.conftest import write_jsonl
 from tests.own import CODE, CONFIG, SPEC, make_own_project
 
 NOTICE = f"runs code of yours: my_model.py (sha256 {hashlib.sha256(CODE.encode()).hexdigest()[:12]})"
-SEEING = CODE.replace("        self.layers = ", "        self.views, self.image_text = 2, '<view>'\n        self.layers = ").replace(
+SEEING = CODE.replace(
+    "        self.layers = ", "        self.views, self.image_text = 2, '<view>'\n        self.layers = "
+).replace(
     '        return {"ids": ids,',
     '        shown = torch.tensor([[float(image.size[0]) for image in row.images] for row in rows])\n        return {"shown": shown, "ids": ids,',
 )
@@ -31,7 +33,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_says_whose_code_it_runs_keeps_a_copy_and_refuses_a_changed_one(here: Path, finefit: Finefit) -> None:
-    make_own_project(here, rows=8, schedule={"steps": 2}, save={"every": "1 steps"}, evaluate=[{"task": "exact_match", "max_new_tokens": 4}])
+    make_own_project(
+        here,
+        rows=8,
+        schedule={"steps": 2},
+        save={"every": "1 steps"},
+        evaluate=[{"task": "exact_match", "max_new_tokens": 4}],
+    )
     planned = finefit("plan", "spec.yaml")
     assert planned.code == 0, planned.err
     assert NOTICE in planned.out
@@ -57,7 +65,9 @@ def test_a_run_says_whose_code_it_runs_keeps_a_copy_and_refuses_a_changed_one(he
 
 
 def test_a_changed_file_is_another_run(here: Path, finefit: Finefit) -> None:
-    spec = make_own_project(here, rows=4, schedule={"steps": 1}, evaluate=None, data={"train": [{"path": "train.jsonl"}]})
+    spec = make_own_project(
+        here, rows=4, schedule={"steps": 1}, evaluate=None, data={"train": [{"path": "train.jsonl"}]}
+    )
     assert finefit("run", "spec.yaml").code == 0
     assert "finished already" in finefit("run", "spec.yaml").out
     (here / "my_model.py").write_text(CODE + "\n# changed\n", encoding="utf-8")
@@ -72,7 +82,14 @@ def image(folder: Path, name: str) -> str:
 
 
 def test_a_row_with_another_number_of_views_is_named_before_anything_runs(here: Path, finefit: Finefit) -> None:
-    make_own_project(here, code=SEEING, evaluate=None, schedule={"steps": 1}, global_batch=2, data={"train": [{"path": "seen.jsonl"}]})
+    make_own_project(
+        here,
+        code=SEEING,
+        evaluate=None,
+        schedule={"steps": 1},
+        global_batch=2,
+        data={"train": [{"path": "seen.jsonl"}]},
+    )
     two = [image(here, "a.png"), image(here, "b.png")]
     rows: list[dict[str, Any]] = [{"prompt": f"What is {at}?", "answer": str(at), "images": two} for at in range(4)]
     write_jsonl(here / "seen.jsonl", [*rows, {"prompt": "What is 9?", "answer": "9", "images": two[:1]}])
@@ -97,4 +114,8 @@ def test_what_is_wrong_with_the_file_is_told_without_a_traceback(here: Path, fin
 def test_the_document_shows_the_spec_that_the_tests_use() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "custom.md").read_text(encoding="utf-8")
     assert "config: {vocab_size: 260, width: 32, depth: 2, dropped: 0.1}" in text
-    assert json.loads(json.dumps(SPEC["model"]["config"])).keys() == CONFIG.keys() == {"vocab_size", "width", "depth", "dropped"}
+    assert (
+        json.loads(json.dumps(SPEC["model"]["config"])).keys()
+        == CONFIG.keys()
+        == {"vocab_size", "width", "depth", "dropped"}
+    )

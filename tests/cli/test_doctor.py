@@ -20,7 +20,9 @@ DOCTOR = [sys.executable, "-c", "import typer; from finefit.cli.doctor import do
 REQUIREMENTS = ("torch<3,>=2.11", "ruamel.yaml>=0.18", 'bitsandbytes>=0.48; extra == "gpu"')
 CPU = Device(name="cpu", description="EPYC", memory_bytes=16 * GIB, has_bf16=None, problem=None)
 CUDA = Device(name="cuda:0", description="NVIDIA H200", memory_bytes=140 * GIB, has_bf16=True, problem=None)
-H200 = Card(name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB, driver="580.65.06", compute_capability="9.0")
+H200 = Card(
+    name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB, driver="580.65.06", compute_capability="9.0"
+)
 TORCH = TorchView(devices=(CPU,), cuda_build=None, visible_devices=None, warning=None, problem=None)
 VERSIONS: dict[str, str | None] = {**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0+cpu", "bitsandbytes": "0.48.1"}
 MACHINE = Machine(
@@ -129,7 +131,9 @@ def test_the_cuda_build_follows_driver_and_card(driver: str, capability: str | N
 
 
 def test_an_old_driver_is_named_in_torchs_own_words() -> None:
-    torch = replace(TORCH, cuda_build="13.0", warning="The NVIDIA driver on your system is too old (found version 12040).")
+    torch = replace(
+        TORCH, cuda_build="13.0", warning="The NVIDIA driver on your system is too old (found version 12040)."
+    )
     finding = _only(_with_card(replace(H200, driver="550.54"), torch))
     assert finding.level == "error"
     assert "too old (found version 12040)" in finding.problem
@@ -144,14 +148,19 @@ def test_a_card_hidden_on_purpose_leaves_the_machine_ready() -> None:
 
 def test_a_card_whose_kernels_do_not_run_is_an_error() -> None:
     broken = replace(CUDA, description="Tesla V100", problem="no kernel image is available for execution on the device")
-    found = _with_card(replace(H200, name="Tesla V100", compute_capability="7.0"), replace(TORCH, devices=(CPU, broken), cuda_build="13.0"))
+    found = _with_card(
+        replace(H200, name="Tesla V100", compute_capability="7.0"),
+        replace(TORCH, devices=(CPU, broken), cuda_build="13.0"),
+    )
     finding = _only(found)
     assert "cuda:0 (Tesla V100) cannot run a kernel: no kernel image" in finding.problem
     assert "cu126" in finding.remedy
 
 
 def test_a_torch_that_cannot_be_imported_is_an_error_with_its_reason() -> None:
-    found = replace(HEALTHY, torch=replace(TORCH, devices=(), problem="libcudart.so.13: cannot open shared object file"))
+    found = replace(
+        HEALTHY, torch=replace(TORCH, devices=(), problem="libcudart.so.13: cannot open shared object file")
+    )
     assert "libcudart.so.13" in _only(found).problem
     assert verdict(found, diagnose(found)) == "not ready to train: mend the error above first"
 

@@ -25,7 +25,12 @@ def test_a_check_shows_both_sides_and_what_it_proved(finefit: Finefit) -> None:
     answer = finefit("check", "spec.yaml", "--show", "1")
     assert answer.code == 0, answer.out
     assert "22 records; 22 used" in answer.out
-    assert answer.out.index("example 1, preferred") < answer.out.index("⟦7") < answer.out.index("example 1, rejected") < answer.out.index("⟦2")
+    assert (
+        answer.out.index("example 1, preferred")
+        < answer.out.index("⟦7")
+        < answer.out.index("example 1, rejected")
+        < answer.out.index("⟦2")
+    )
     assert "gradients   all 28 trained tensors get one" in answer.out
 
 

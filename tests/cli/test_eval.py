@@ -27,7 +27,18 @@ def _scored(answer: Answer) -> list[tuple[str, int]]:
 @pytest.mark.usefixtures("finished")
 def test_the_document_has_task_checkpoint_n_coverage_and_metrics_with_intervals(finefit: Finefit) -> None:
     (entry,) = finefit("eval", RUN, "--json").document
-    assert entry.keys() == {"task", "checkpoint", "n", "available", "coverage", "metrics", "by_dataset", "best", "validation_loss", "warnings"}
+    assert entry.keys() == {
+        "task",
+        "checkpoint",
+        "n",
+        "available",
+        "coverage",
+        "metrics",
+        "by_dataset",
+        "best",
+        "validation_loss",
+        "warnings",
+    }
     assert (entry["task"], entry["checkpoint"], entry["n"]) == ("json_match", "checkpoint-12", 5)
     assert entry["metrics"].keys() == {"all_fields", "fields"}
     for score in entry["metrics"].values():
@@ -36,7 +47,8 @@ def test_the_document_has_task_checkpoint_n_coverage_and_metrics_with_intervals(
 
 
 @pytest.mark.parametrize(
-    ("asked", "scored"), [("base", "base"), ("final", "checkpoint-12"), ("12", "checkpoint-12"), ("checkpoint-12", "checkpoint-12")]
+    ("asked", "scored"),
+    [("base", "base"), ("final", "checkpoint-12"), ("12", "checkpoint-12"), ("checkpoint-12", "checkpoint-12")],
 )
 def test_what_is_scored_already_is_not_scored_again(finished: Path, finefit: Finefit, asked: str, scored: str) -> None:
     before = files_with_times(_evals(finished))
@@ -52,7 +64,11 @@ def test_all_is_the_base_and_every_checkpoint_that_is_kept(finished: Path, finef
     best = (finished / RUN / STAGE / "checkpoints" / "best").resolve().name
     assert _scored(finefit("eval", RUN, "--checkpoint", "best", "--json")) == [(best, 5)]
     shown = finefit("eval", RUN, "--checkpoint", "all").out
-    assert [name for name in ("base", "checkpoint-9", "checkpoint-12") if name in shown] == ["base", "checkpoint-9", "checkpoint-12"]
+    assert [name for name in ("base", "checkpoint-9", "checkpoint-12") if name in shown] == [
+        "base",
+        "checkpoint-9",
+        "checkpoint-12",
+    ]
 
 
 def test_a_sample_takes_the_answers_that_are_there_and_leaves_them_there(finished: Path, finefit: Finefit) -> None:
@@ -82,7 +98,9 @@ def test_answers_end_with_the_launcher_that_asked_for_them(finished: Path) -> No
     paths = StageDir(finished / RUN / STAGE).evaluation("json_match", "base")
     paths.result.unlink()
     paths.items.unlink()
-    worker = subprocess.Popen([sys.executable, "-m", "finefit.evaluate.worker", paths.request], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "finefit.evaluate.worker", paths.request], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     worker.communicate()  # closes its standard input at once
     assert worker.returncode == 3
     assert not paths.result.exists()

@@ -41,11 +41,15 @@ def test_a_model_folder_answers_as_the_base_of_the_run_does_and_nothing_twice(fi
     assert _entry(finefit("eval", "runs/eval-model-1", "--json")) == entry
     assert files_with_times(run / "stages") == before
     assert not (finished / "runs" / "eval-model-2").exists()
-    assert finefit("run", "runs/eval-model-1").err.startswith("error: eval-model-1 holds an evaluation and nothing to train")
+    assert finefit("run", "runs/eval-model-1").err.startswith(
+        "error: eval-model-1 holds an evaluation and nothing to train"
+    )
     assert "eval-model-1 is finished" in finefit("watch", "runs/eval-model-1").out
 
 
-def test_an_adapter_answers_as_the_checkpoint_that_it_is_also_where_its_base_is_named(finished: Path, finefit: Finefit) -> None:
+def test_an_adapter_answers_as_the_checkpoint_that_it_is_also_where_its_base_is_named(
+    finished: Path, finefit: Finefit
+) -> None:
     wanted = [item.answer for item in _result(finished / RUN, "checkpoint-12").items]
     _entry(finefit("eval", f"{RUN}/{STAGE}/checkpoints/checkpoint-12", *ASKED))
     assert [item.answer for item in _result(finished / "runs" / "eval-tiny-1-checkpoint-12-1", "model").items] == wanted
@@ -53,7 +57,9 @@ def test_an_adapter_answers_as_the_checkpoint_that_it_is_also_where_its_base_is_
     shutil.copytree(finished / RUN / STAGE / "checkpoints" / "checkpoint-12", finished / "adapter")
     (finished / "adapter" / "finefit_manifest.json").unlink()
     config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
-    (finished / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/nowhere/model"}))
+    (finished / "adapter" / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "/nowhere/model"})
+    )
     refused = finefit("eval", "adapter", *ASKED)
     assert refused.code == 2
     assert "was made for /nowhere/model, which is not there" in refused.err
@@ -68,7 +74,9 @@ def test_answers_made_elsewhere_are_scored_beside_the_run_and_without_one(finish
     entry = _entry(finefit("eval", RUN, "--answers", "theirs.jsonl", "--json"))
     assert entry["checkpoint"].startswith("theirs-")
     assert (entry["n"], entry["coverage"], entry["metrics"]["all_fields"]["value"]) == (5, 1.0, 1.0)
-    assert [item.key for item in _result(finished / RUN, entry["checkpoint"]).items] == [item.key for item in _result(finished / RUN, "base").items]
+    assert [item.key for item in _result(finished / RUN, entry["checkpoint"]).items] == [
+        item.key for item in _result(finished / RUN, "base").items
+    ]
     alone = _entry(finefit("eval", "--answers", "theirs.jsonl", *ASKED))
     assert alone["metrics"] == entry["metrics"]
 

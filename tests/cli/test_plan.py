@@ -66,7 +66,9 @@ def test_the_document_of_a_plan_has_every_promised_key(finefit: Finefit) -> None
     assert document.keys() >= KEYS
     assert document["fits"] is True
     assert sum(document["components"].values()) == document["allocated_bytes"]
-    assert document["allocated_bytes"] <= document["reserved_bytes"] <= document["peak_bytes"] <= document["budget_bytes"]
+    assert (
+        document["allocated_bytes"] <= document["reserved_bytes"] <= document["peak_bytes"] <= document["budget_bytes"]
+    )
     assert (document["levers"]["micro_batch"], document["accumulation"]) == (2, 2)
     assert document["gradients"]["reached"] == document["gradients"]["trainable"] == 28
     assert document["stages"].keys() == {"sft"}
@@ -162,7 +164,11 @@ def test_a_suggestion_that_is_not_there_leaves_the_spec_alone(shape: Path, finef
     ("own", "change", "problem"),
     [
         ("", "evaluate.0.batch=auto", "evaluate stands in shape.yaml"),
-        ("tuning: {kind: full}\n", "tuning={kind: lora, rank: 64}", "would mean something else in child.yaml, above its base"),
+        (
+            "tuning: {kind: full}\n",
+            "tuning={kind: lora, rank: 64}",
+            "would mean something else in child.yaml, above its base",
+        ),
     ],
 )
 def test_a_suggestion_that_cannot_stand_above_a_base_is_not_written(

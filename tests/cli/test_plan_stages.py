@@ -64,7 +64,12 @@ def test_a_plan_shows_every_stage_before_any_of_them_has_run(stages: Path, finef
     assert answer.code == 0
     first, _, *rows = answer.out.splitlines()
     assert first == "med: all 4 stages fit on RTX 4090"
-    assert [row.split()[:2] for row in rows[:4]] == [["sft", "train"], ["pairs", "make_pairs"], ["dpo", "train"], ["merged", "merge_adapter"]]
+    assert [row.split()[:2] for row in rows[:4]] == [
+        ["sft", "train"],
+        ["pairs", "make_pairs"],
+        ["dpo", "train"],
+        ["merged", "merge_adapter"],
+    ]
     assert rows[4].startswith("in all: time about ")
     assert rows[4].endswith(" without pairs, merged; 0.1 MiB of disk at most")
     assert "dpo: rows assumed from data.max_tokens, since stage://pairs/train.jsonl is yet to be made" in answer.out
@@ -77,7 +82,9 @@ def test_a_plan_shows_every_stage_before_any_of_them_has_run(stages: Path, finef
     assert document["fits"] is True
     assert document["stage"] in ("sft", "dpo")
     assert document["peak_bytes"] == document["stages"][document["stage"]]["peak_bytes"]
-    assert document["total_seconds"] == pytest.approx(sum(document["stages"][name]["total_seconds"] for name in ("sft", "dpo")))
+    assert document["total_seconds"] == pytest.approx(
+        sum(document["stages"][name]["total_seconds"] for name in ("sft", "dpo"))
+    )
     assert document["disk_bytes"] == sum(stage["disk_bytes"] for stage in document["stages"].values())
     assert document["stages"]["pairs"] == {
         **dict.fromkeys(("parameters", "trainable_parameters", "host_bytes", "total_seconds")),
@@ -134,7 +141,9 @@ def test_a_disk_that_does_not_hold_all_stages_is_part_of_the_verdict_here_and_no
     assert finefit("plan", stages.name, *CARD).code == 0
 
 
-def test_host_memory_that_does_not_hold_what_is_made_is_told(stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_does_not_hold_what_is_made_is_told(
+    stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finefit.pipeline.outlooks.read_memory_bytes", lambda _: 1 << 29)
     refused = finefit("plan", stages.name, "--card", "cpu")
     assert refused.code == 1
@@ -150,7 +159,9 @@ def test_host_memory_that_does_not_hold_what_is_made_is_told(stages: Path, finef
         (("--card", "RTX 4900"), "card 'RTX 4900' is not known"),
     ],
 )
-def test_what_cannot_be_asked_of_a_pipeline_is_a_mistake(arguments: tuple[str, ...], problem: str, stages: Path, finefit: Finefit) -> None:
+def test_what_cannot_be_asked_of_a_pipeline_is_a_mistake(
+    arguments: tuple[str, ...], problem: str, stages: Path, finefit: Finefit
+) -> None:
     answer = finefit("plan", stages.name, *arguments)
     assert answer.code == 2
     assert problem in answer.err

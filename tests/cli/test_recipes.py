@@ -23,7 +23,9 @@ def test_demo_is_a_recipe() -> None:
 def test_a_shipped_recipe_loads_and_its_rows_are_there_or_in_its_twin(recipe: Recipe) -> None:
     spec = load_any(recipe.spec)
     assert recipe.purpose
-    if {f"{recipe.spec.parent.name}-twin", f"{recipe.name}/twin"} & {name for other in RECIPES for name in (other.name, other.spec.parent.name)}:
+    if {f"{recipe.spec.parent.name}-twin", f"{recipe.name}/twin"} & {
+        name for other in RECIPES for name in (other.name, other.spec.parent.name)
+    }:
         return  # its rows are the user's own
     paths = [path for path in _paths(spec) if not path.startswith("stage://")]
     assert paths

@@ -41,7 +41,9 @@ def _train(path: str, **changes: object) -> list[dict[str, object]]:
 
 
 def _untouched_but_the_lock(before: dict[str, int], after: dict[str, int]) -> bool:
-    return {k: v for k, v in before.items() if not k.endswith("run.lock")} == {k: v for k, v in after.items() if not k.endswith("run.lock")}
+    return {k: v for k, v in before.items() if not k.endswith("run.lock")} == {
+        k: v for k, v in after.items() if not k.endswith("run.lock")
+    }
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,9 @@ def _untouched_but_the_lock(before: dict[str, int], after: dict[str, int]) -> bo
         ("data.max_tokens=99", "data.max_tokens: 2048 -> 99"),
     ],
 )
-def test_an_override_that_would_change_the_steps_done_is_refused_with_the_diff(finished: Path, finefit: Finefit, override: str, diff: str) -> None:
+def test_an_override_that_would_change_the_steps_done_is_refused_with_the_diff(
+    finished: Path, finefit: Finefit, override: str, diff: str
+) -> None:
     before = files_with_times(finished / "runs")
     answer = finefit("run", RUN, "--set", override)
     assert answer.code == 2
@@ -80,7 +84,9 @@ def test_rows_that_are_taken_away_are_refused(finefit: Finefit, split: str) -> N
         ("path: model", "path: other", "model.path: model -> other"),
     ],
 )
-def test_an_edited_spec_in_the_run_directory_is_refused_with_the_diff(finished: Path, finefit: Finefit, old: str, new: str, diff: str) -> None:
+def test_an_edited_spec_in_the_run_directory_is_refused_with_the_diff(
+    finished: Path, finefit: Finefit, old: str, new: str, diff: str
+) -> None:
     rewrite(finished / RUN / "spec.yaml", (old, new))
     answer = finefit("run", RUN)
     assert answer.code == 2
@@ -140,16 +146,16 @@ def test_a_model_that_is_gone_is_asked_for_by_its_option(finished: Path, finefit
 def test_more_epochs_go_on_from_the_last_checkpoint_and_are_recorded(finished: Path, finefit: Finefit) -> None:
     answer = finefit("run", RUN, "--set", "schedule.epochs=3")
     assert answer.code == 0
-    extension = (
-        "the cosine schedule now spans 18 steps instead of 12, warm-up not repeated: step 12 was taken at 0.000245, step 13 is taken at 0.00309"
-    )
+    extension = "the cosine schedule now spans 18 steps instead of 12, warm-up not repeated: step 12 was taken at 0.000245, step 13 is taken at 0.00309"
     assert answer.out.startswith(f"schedule.epochs: 2 -> 3\n{extension}\n")
     assert answer.out.count("schedule.epochs: 2 -> 3") == 1
     assert "resumed from checkpoint-12" in answer.out
     assert "step 18/18" in answer.out
     record = read_record(finished / RUN / "run.json", Run)
     assert (record.status, record.overrides) == ("finished", ("schedule.epochs=3",))
-    assert [(a.after_step, a.changes, a.note) for a in record.amendments] == [(12, ("schedule.epochs: 2 -> 3",), extension)]
+    assert [(a.after_step, a.changes, a.note) for a in record.amendments] == [
+        (12, ("schedule.epochs: 2 -> 3",), extension)
+    ]
     plan = _plan(finished / RUN)
     assert plan["schedule.epochs"] == {"value": 3, "source": "amended after step 12"}
     assert plan["total_steps"] == {"value": 18, "source": "3 epochs x 6 steps, amended after step 12"}
@@ -227,7 +233,9 @@ def test_who_is_told_of_a_run_may_change_and_is_recorded(finished: Path, finefit
     answer = finefit("run", RUN, "--set", "trackers=[{kind: tensorboard}]")
     assert answer.code == 0, answer.err
     assert answer.out.startswith("trackers: [] -> [{'kind': 'tensorboard'}]\n")
-    assert [tracker.kind for tracker in read_record(finished / RUN / STAGE / "stage.json", Stage).trackers] == ["tensorboard"]
+    assert [tracker.kind for tracker in read_record(finished / RUN / STAGE / "stage.json", Stage).trackers] == [
+        "tensorboard"
+    ]
     assert _plan(finished / RUN)["trackers"] == {"value": [{"kind": "tensorboard"}], "source": "amended after step 12"}
 
 
@@ -248,7 +256,9 @@ def _own(path: str) -> str:
     return f"evaluate=[{{task: {{kind: python, path: {path}}}}}]"
 
 
-def test_another_task_file_that_is_given_now_takes_the_place_of_the_runs_copy(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_task_file_that_is_given_now_takes_the_place_of_the_runs_copy(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = project.parent
     monkeypatch.chdir(folder)
     (folder / "new").mkdir()
@@ -266,7 +276,9 @@ def test_another_task_file_that_is_given_now_takes_the_place_of_the_runs_copy(pr
         amend(run, (_own("gone/mine.py"),))
 
 
-def test_another_model_that_a_task_judges_with_is_taken_when_it_is_given_now(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_that_a_task_judges_with_is_taken_when_it_is_given_now(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(project.parent)
     run = prepared(project, "evaluate=[{task: {kind: summary, nli: {kind: folder, path: model}}}]")
     amend(run, ("evaluate.0.task.nli.path=better",))
@@ -276,7 +288,9 @@ def test_another_model_that_a_task_judges_with_is_taken_when_it_is_given_now(pro
     assert (evaluation.task.nli, evaluation.max_new_tokens) == (FolderModel(kind="folder", path="../../better"), 9)
 
 
-def test_a_run_that_was_for_a_scheduler_goes_on_here_when_asked_to(finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_for_a_scheduler_goes_on_here_when_asked_to(
+    finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     amend(RunDir(finished / RUN), ("launcher.kind=slurm",))
     assert _plan(finished / RUN)["launcher.partition"] == {"value": None, "source": "amended after step 12"}
     monkeypatch.setenv("PATH", str(finished))
@@ -302,7 +316,9 @@ def test_a_spec_that_only_says_otherwise_who_is_told_goes_on_in_the_same_run(pro
     assert follow(run, load_spec(project)) == []
 
 
-def test_what_is_queued_is_compared_first_and_the_job_is_given_the_run_directory(finished: Path, finefit: Finefit, scheduler: Path) -> None:
+def test_what_is_queued_is_compared_first_and_the_job_is_given_the_run_directory(
+    finished: Path, finefit: Finefit, scheduler: Path
+) -> None:
     write_jsonl(finished / "train.jsonl", make_rows(23))
     answer = finefit("run", RUN, "--set", "launcher={kind: slurm, partition: long}")
     assert answer.code == 2
@@ -322,7 +338,10 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs with the names of SLURM's; what sbatch is given stands beside them."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, body in {"sbatch": f'cp "$1" {programs}/submitted.sh; echo Submitted batch job 4711', "srun": "exit 1"}.items():
+    for name, body in {
+        "sbatch": f'cp "$1" {programs}/submitted.sh; echo Submitted batch job 4711',
+        "srun": "exit 1",
+    }.items():
         (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")

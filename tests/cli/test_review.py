@@ -97,14 +97,22 @@ def test_verdicts_and_pairs_are_written_beside_one_another(finefit: Finefit) -> 
 def test_base_and_result_of_a_real_run_are_judged_and_become_pairs(finefit: Finefit) -> None:
     """The prompts are the messages of the rows, not the text that a template made of them."""
     models = ("runs/tiny-1:base", "runs/tiny-1")
-    assert finefit("review", *models, "--results", "--json").document["models"] == ["tiny-1:base", "tiny-1:checkpoint-12"]
+    assert finefit("review", *models, "--results", "--json").document["models"] == [
+        "tiny-1:base",
+        "tiny-1:checkpoint-12",
+    ]
     stack = stack_of_runs([Named.parse(model) for model in models])
     assert len(stack.sheets) == 5
     with open_session(stack, Path("runs/tiny-1")) as session:
         while (face := session.turn("ann").face) is not None:
             session.judge("ann", face.handle, "1")
     pairs = finefit("review", *models, "--export-pairs", "pairs.jsonl", "--json").document["pairs"]
-    assert pairs["pairs"] + pairs["left_out"].get("an empty answer", 0) + pairs["left_out"].get("both answers are the same", 0) == 5
+    assert (
+        pairs["pairs"]
+        + pairs["left_out"].get("an empty answer", 0)
+        + pairs["left_out"].get("both answers are the same", 0)
+        == 5
+    )
     rows = list(open_source(Source(path="pairs.jsonl"), Path.cwd(), split="train").rows()) if pairs["pairs"] else []
     assert [row.kind for row in rows if isinstance(row, Row)] == ["pair"] * pairs["pairs"]
     assert all(said.text.startswith("add ") for sheet in stack.sheets for said in sheet.prompt)
@@ -141,7 +149,9 @@ def test_a_table_with_a_bad_row_is_refused_with_its_place(tmp_path: Path, finefi
 
 
 def test_a_spreadsheet_is_judged_line_by_line_from_a_pipe(tmp_path: Path) -> None:
-    (tmp_path / "made.csv").write_text("prompt,answer,reference\none,uno,1\ntwo,dos,2\nthree,tres,3\nfour,cuatro,4\n", encoding="utf-8-sig")
+    (tmp_path / "made.csv").write_text(
+        "prompt,answer,reference\none,uno,1\ntwo,dos,2\nthree,tres,3\nfour,cuatro,4\n", encoding="utf-8-sig"
+    )
     judged = subprocess.run(
         [*COMMAND, "review", "--answers", "made.csv", "--terminal"],
         input="ann\nf1f1\nwn too long\n2u2sq",
@@ -153,7 +163,9 @@ def test_a_spreadsheet_is_judged_line_by_line_from_a_pipe(tmp_path: Path) -> Non
     )
     assert "called good and a reason against it is marked" in " ".join(judged.stdout.split())
     assert "2 judged, 1 skipped of 4" in judged.stdout
-    (line,) = [json.loads(text) for text in (tmp_path / "reviews/made.jsonl").read_text().splitlines() if "too long" in text][-1:]
+    (line,) = [
+        json.loads(text) for text in (tmp_path / "reviews/made.jsonl").read_text().splitlines() if "too long" in text
+    ][-1:]
     assert (line["choice"], line["reasons"], line["note"]) == ("bad", [["wrong inference"]], "too long")
 
 
@@ -328,7 +340,9 @@ def test_a_server_answers_this_machine_by_its_own_name_only(runs: Path) -> None:
         assert page.startswith("HTTP/1.1 200")
         assert "server:" not in page.lower()
         for path in ("/../../../../etc/passwd", "/..%2f..%2fetc/passwd", "/./review.py", "/review.js/../../guard.py"):
-            assert _raw(port, f"GET {path} HTTP/1.1\nHost: 127.0.0.1:{port}\nConnection: close\n\n").startswith("HTTP/1.1 404")
+            assert _raw(port, f"GET {path} HTTP/1.1\nHost: 127.0.0.1:{port}\nConnection: close\n\n").startswith(
+                "HTTP/1.1 404"
+            )
         for host in ("evil.example", f"evil.example:{port}"):
             assert _raw(port, f"GET / HTTP/1.1\nHost: {host}\nConnection: close\n\n").startswith("HTTP/1.1 421")
         twice = f"GET / HTTP/1.1\nHost: 127.0.0.1:{port}\nHost: evil.example\nConnection: close\n\n"
@@ -342,7 +356,12 @@ def test_a_server_answers_this_machine_by_its_own_name_only(runs: Path) -> None:
 def _other_addresses() -> list[str]:
     import psutil
 
-    found = [address.address for addresses in psutil.net_if_addrs().values() for address in addresses if address.family == socket.AF_INET]
+    found = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET
+    ]
     return [address for address in found if not address.startswith("127.")]
 
 

@@ -17,7 +17,10 @@ def test_a_finished_run_prints_one_json_document(first_run: Finished) -> None:
     document = first_run.answer.document
     assert (document["run"], document["status"], document["failure"]) == ("runs/tiny-1", "finished", None)
     assert document["result"]["step"] == document["result"]["total_steps"] == 12
-    assert [(e["task"], e["checkpoint"], e["n"]) for e in document["evaluations"]] == [("json_match", "base", 5), ("json_match", "checkpoint-12", 5)]
+    assert [(e["task"], e["checkpoint"], e["n"]) for e in document["evaluations"]] == [
+        ("json_match", "base", 5),
+        ("json_match", "checkpoint-12", 5),
+    ]
 
 
 def test_a_run_directory_holds_every_record(first_run: Finished) -> None:
@@ -25,9 +28,21 @@ def test_a_run_directory_holds_every_record(first_run: Finished) -> None:
     stage = run / STAGE
     for name in ("spec.yaml", "spec.json", "facts.json", "plan.json", "run.json", "logs/run.log"):
         assert (run / name).is_file(), name
-    for name in ("stage.json", "ledger.jsonl", "metrics.jsonl", "memory.jsonl", "result.json", "evals/json_match/base.json"):
+    for name in (
+        "stage.json",
+        "ledger.jsonl",
+        "metrics.jsonl",
+        "memory.jsonl",
+        "result.json",
+        "evals/json_match/base.json",
+    ):
         assert (stage / name).is_file(), name
-    assert sorted(p.name for p in (stage / "checkpoints").iterdir()) == ["best", "checkpoint-12", "checkpoint-9", "final"]
+    assert sorted(p.name for p in (stage / "checkpoints").iterdir()) == [
+        "best",
+        "checkpoint-12",
+        "checkpoint-9",
+        "final",
+    ]
     assert (stage / "checkpoints" / "final").readlink() == Path("checkpoint-12")
     assert (stage / "checkpoints" / "best").is_dir()
 
@@ -79,7 +94,9 @@ def test_an_equal_run_started_elsewhere_with_other_paths_is_the_same_run(finishe
     assert "runs/tiny-1 is finished already" in finefit("run", "spec.yaml").out
 
 
-def test_new_and_a_changed_spec_each_start_the_next_run(finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_and_a_changed_spec_each_start_the_next_run(
+    finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     carried_out: list[str] = []
     monkeypatch.setattr("finefit.cli.run.carry_out", lambda place, _: carried_out.append(place.path.name))
     monkeypatch.setattr("finefit.report.run.show_end", lambda *_: None)
@@ -87,7 +104,10 @@ def test_new_and_a_changed_spec_each_start_the_next_run(finished: Path, finefit:
     assert finefit("run", "spec.yaml", "--set", "seed=8").code == 0
     assert finefit("run", "spec.yaml", "--set", "seed=8").code == 0  # prepared and unfinished: it goes on
     assert carried_out == ["tiny-2", "tiny-3", "tiny-3"]
-    assert json.loads((finished / "runs/tiny-3/plan.json").read_text())["stages"]["sft"]["seed"] == {"value": 8, "source": "--set"}
+    assert json.loads((finished / "runs/tiny-3/plan.json").read_text())["stages"]["sft"]["seed"] == {
+        "value": 8,
+        "source": "--set",
+    }
 
 
 def test_a_run_that_was_ended_by_sigterm_goes_on_in_its_directory(folder: Path, finefit: Finefit) -> None:
@@ -112,7 +132,12 @@ def test_a_run_that_was_ended_by_sigterm_goes_on_in_its_directory(folder: Path, 
 
 
 def test_a_share_of_the_training_rows_is_validated_on_and_not_trained_on(folder: Path, finefit: Finefit) -> None:
-    rewrite(folder / "spec.yaml", ("{path: validation.jsonl}", "{share: 0.25}"), ("evaluate:", "# evaluate:"), ("epochs: 2", "epochs: 1"))
+    rewrite(
+        folder / "spec.yaml",
+        ("{path: validation.jsonl}", "{share: 0.25}"),
+        ("evaluate:", "# evaluate:"),
+        ("epochs: 2", "epochs: 1"),
+    )
     answer = finefit("run", "spec.yaml", "--json")
     assert answer.code == 0, answer.err
     ledger = {entry["split"]: entry for entry in answer.document["ledger"] if "read" in entry}
@@ -122,7 +147,9 @@ def test_a_share_of_the_training_rows_is_validated_on_and_not_trained_on(folder:
     assert (train + held, held) == (22, 6)
     assert answer.document["plan"]["sft"]["steps_per_epoch"] == {"value": 4, "source": "16 rows / 4 global, rounded up"}
     stage = folder / "runs/tiny-1" / STAGE
-    assert [line["validation_loss"] > 0 for line in read_lines(stage / "metrics.jsonl") if line.get("event") == "validated"] == [True, True]
+    assert [
+        line["validation_loss"] > 0 for line in read_lines(stage / "metrics.jsonl") if line.get("event") == "validated"
+    ] == [True, True]
     assert (stage / "checkpoints" / "best").is_dir()
     again = finefit("run", "runs/tiny-1", "--set", "data.validation.share=0.5")
     assert again.code == 2

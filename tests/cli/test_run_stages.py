@@ -67,8 +67,16 @@ def test_a_dry_run_tells_the_graph_and_starts_nothing(folder: Path, finefit: Fin
     answer = finefit("run", "spec.yaml", "--dry-run")
     assert answer.code == 0
     rows = [line.split(maxsplit=3) for line in answer.out.splitlines()[2:5]]
-    assert [row[:3] for row in rows] == [["first", "python", "-"], ["second", "python", "first"], ["third", "python", "second"]]
-    assert [row[3].split(maxsplit=2)[2].strip() for row in rows] == ["not made yet", "because first runs", "because second runs"]
+    assert [row[:3] for row in rows] == [
+        ["first", "python", "-"],
+        ["second", "python", "first"],
+        ["third", "python", "second"],
+    ]
+    assert [row[3].split(maxsplit=2)[2].strip() for row in rows] == [
+        "not made yet",
+        "because first runs",
+        "because second runs",
+    ]
     assert not (folder / "runs").exists()
 
 
@@ -99,9 +107,12 @@ def test_a_run_is_told_stage_by_stage_and_the_second_has_nothing_to_do(folder: P
 
 
 @pytest.mark.parametrize(
-    ("option", "name"), [("--from", "fourth"), ("--only", "fourth"), ("--force", "fourth"), ("--from", "all"), ("--only", "all")]
+    ("option", "name"),
+    [("--from", "fourth"), ("--only", "fourth"), ("--force", "fourth"), ("--from", "all"), ("--only", "all")],
 )
-def test_a_stage_that_is_not_there_is_told_with_those_that_are(folder: Path, finefit: Finefit, option: str, name: str) -> None:
+def test_a_stage_that_is_not_there_is_told_with_those_that_are(
+    folder: Path, finefit: Finefit, option: str, name: str
+) -> None:
     answer = finefit("run", "spec.yaml", option, name)
     assert (answer.code, answer.err) == (2, f"error: chain has no stage {name}\nits stages are first, second, third\n")
     assert not (folder / "runs").exists()
@@ -121,7 +132,9 @@ def test_one_stage_alone_is_refused_before_a_run_appears(folder: Path, finefit: 
         (("--force", "first"), "--force first makes another stage again than --only third runs"),
     ],
 )
-def test_one_stage_alone_does_not_go_with_others(folder: Path, finefit: Finefit, words: tuple[str, str], told: str) -> None:
+def test_one_stage_alone_does_not_go_with_others(
+    folder: Path, finefit: Finefit, words: tuple[str, str], told: str
+) -> None:
     assert finefit("run", "spec.yaml").code == 0
     calls(folder)
     for target in ("spec.yaml", "runs/chain-1"):
@@ -185,7 +198,9 @@ def test_what_is_next_stands_on_what_is_done(folder: Path, finefit: Finefit) -> 
     make_model_folder(folder / "m")
     answer = finefit("run", "spec.yaml", "--only", "first")
     assert answer.code == 0, answer.err
-    assert [line.split(maxsplit=1)[-1] for line in answer.out.splitlines() if "finefit " in line] == ["finefit run runs/chain-1"]
+    assert [line.split(maxsplit=1)[-1] for line in answer.out.splitlines() if "finefit " in line] == [
+        "finefit run runs/chain-1"
+    ]
 
 
 def test_a_failed_stage_ends_with_its_own_code_and_place(folder: Path, finefit: Finefit) -> None:
@@ -197,7 +212,9 @@ def test_a_failed_stage_ends_with_its_own_code_and_place(folder: Path, finefit: 
     assert _statuses(folder) == ["failed", "waiting", "waiting"]
 
 
-def test_what_does_not_fit_is_refused_before_anything_exists(folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_before_anything_exists(
+    folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     too_much = {"second": (make_forecast(fits=False),)}
     monkeypatch.setattr("finefit.pipeline.stage_run.foresee_stages", lambda *_, **__: too_much)
     answer = finefit("run", "spec.yaml")
@@ -208,7 +225,14 @@ def test_what_does_not_fit_is_refused_before_anything_exists(folder: Path, finef
 
 @pytest.mark.usefixtures("folder")
 def test_ranks_from_outside_are_refused(finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     answer = finefit("run", "spec.yaml")
@@ -234,7 +258,9 @@ def test_a_pipeline_goes_on_as_it_began(folder: Path, finefit: Finefit) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
-def test_a_stopped_pipeline_leaves_no_process_and_goes_on_at_its_stage(folder: Path, finefit: Finefit, number: signal.Signals, code: int) -> None:
+def test_a_stopped_pipeline_leaves_no_process_and_goes_on_at_its_stage(
+    folder: Path, finefit: Finefit, number: signal.Signals, code: int
+) -> None:
     _make_slow(folder)
     with started("run", "spec.yaml", cwd=folder) as child:
         making = folder / "runs/chain-1/stages/.making-1-first"
@@ -317,7 +343,9 @@ def test_a_stage_is_a_run_of_its_own(trained: Finished, finefit: Finefit, monkey
     assert "is a stage of chain-1, and --set would make it another one" in refused.err
 
 
-def test_a_pipeline_killed_in_a_training_ends_bit_for_bit_as_one_that_nobody_killed(trained: Finished, tmp_path: Path) -> None:
+def test_a_pipeline_killed_in_a_training_ends_bit_for_bit_as_one_that_nobody_killed(
+    trained: Finished, tmp_path: Path
+) -> None:
     folder = tmp_path / "project"
     shutil.copytree(trained.folder, folder, ignore=shutil.ignore_patterns("runs"))
     run = folder / "runs/chain-1/stages"

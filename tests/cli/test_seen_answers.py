@@ -31,11 +31,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         draw(tmp_path / "theirs" / "png", f"figure-{digit}.png", digit)
     write_jsonl(tmp_path / "test.jsonl", [asked(digit, f"{at}.png") for at, digit in enumerate(DIGITS)])
     write_jsonl(tmp_path / "theirs" / "test.jsonl", [asked(digit, f"figure-{digit}.png") for digit in reversed(DIGITS)])
-    write_jsonl(tmp_path / "answers.jsonl", [{"id": str(at), "answer": str(digit)} for at, digit in enumerate(reversed(DIGITS), 1)])
+    write_jsonl(
+        tmp_path / "answers.jsonl",
+        [{"id": str(at), "answer": str(digit)} for at, digit in enumerate(reversed(DIGITS), 1)],
+    )
     return tmp_path
 
 
-def test_answers_made_elsewhere_are_compared_with_those_of_a_model_to_the_same_images(project: Path, finefit: Finefit) -> None:
+def test_answers_made_elsewhere_are_compared_with_those_of_a_model_to_the_same_images(
+    project: Path, finefit: Finefit
+) -> None:
     make_vlm("qwen2_5_vl", project / "model")
     told = ("--task", "exact_match", "--max-new-tokens", "4", "--json")
     assert finefit("eval", "model", "--data", "test.jsonl", *told).code == 0
@@ -58,7 +63,10 @@ def _work(data: str) -> RunDir:
 
 
 def test_images_of_given_answers_can_be_shown_also_those_that_came_as_bytes(project: Path) -> None:
-    inline = ["data:image/png;base64," + base64.b64encode((project / f"{at}.png").read_bytes()).decode() for at in range(len(DIGITS))]
+    inline = [
+        "data:image/png;base64," + base64.b64encode((project / f"{at}.png").read_bytes()).decode()
+        for at in range(len(DIGITS))
+    ]
     rows = [{"image": url, "question": ASKED, "answer": str(digit)} for url, digit in zip(inline, DIGITS, strict=True)]
     write_jsonl(project / "inline.jsonl", rows)
     found = [read_items(_work(data).stage(1, "eval").prepared("test.jsonl")) for data in ("test.jsonl", "inline.jsonl")]

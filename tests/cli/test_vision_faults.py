@@ -51,7 +51,9 @@ def _row(at: int, **changes: Any) -> dict[str, Any]:
 
 
 def _second(**changes: Any) -> Spoil:
-    return lambda folder: write_jsonl(folder / "train.jsonl", [_row(0), _row(1, **changes), *(_row(at) for at in range(2, ROWS))])
+    return lambda folder: write_jsonl(
+        folder / "train.jsonl", [_row(0), _row(1, **changes), *(_row(at) for at in range(2, ROWS))]
+    )
 
 
 def _image(content: bytes | Callable[[bytes], bytes]) -> Spoil:
@@ -79,7 +81,10 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 
 
 EMPTY = (
-    b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 0, 8, 2, 0, 0, 0)) + _chunk(b"IDAT", zlib.compress(b"")) + _chunk(b"IEND", b"")
+    b"\x89PNG\r\n\x1a\n"
+    + _chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 0, 8, 2, 0, 0, 0))
+    + _chunk(b"IDAT", zlib.compress(b""))
+    + _chunk(b"IEND", b"")
 )
 """A whole PNG of 0 x 0 pixels."""
 MEND = "or set data.bad_rows: drop to leave "
@@ -88,7 +93,10 @@ MEND = "or set data.bad_rows: drop to leave "
 def _messages(text: str) -> Spoil:
     said = [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}]
     rows = [
-        {"messages": [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": str(at)}], "images": [f"{at}.png"]}
+        {
+            "messages": [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": str(at)}],
+            "images": [f"{at}.png"],
+        }
         for at in range(ROWS)
     ]
     rows[1] = {"messages": said, "images": ["1.png"]}
@@ -96,14 +104,26 @@ def _messages(text: str) -> Spoil:
 
 
 BAD_ROWS: dict[str, tuple[Spoil, str]] = {
-    "an image that is not there": (lambda folder: (folder / "1.png").unlink(), "train.jsonl:2 1.png is not there: looked in"),
-    "a file that is no image": (_image(b"not an image"), "train.jsonl:2 1.png is no image that can be read: its 12 bytes begin with b'not an i'"),
-    "an image that is cut off": (_image(lambda content: content[: len(content) // 2]), "train.jsonl:2 1.png cannot be decoded: "),
+    "an image that is not there": (
+        lambda folder: (folder / "1.png").unlink(),
+        "train.jsonl:2 1.png is not there: looked in",
+    ),
+    "a file that is no image": (
+        _image(b"not an image"),
+        "train.jsonl:2 1.png is no image that can be read: its 12 bytes begin with b'not an i'",
+    ),
+    "an image that is cut off": (
+        _image(lambda content: content[: len(content) // 2]),
+        "train.jsonl:2 1.png cannot be decoded: ",
+    ),
     "an image of no pixels": (_image(EMPTY), "train.jsonl:2 1.png is"),
     "an image outside of the folder": (_outside, "inner/train.jsonl:2 ../1.png lies outside of"),
     "an absolute path": (_second(image="/etc/1.png"), "train.jsonl:2 /etc/1.png lies outside of"),
     "a row without its image": (_second(image=None), "train.jsonl:2 "),
-    "more marks than images": (_messages("<image> and <image>, which digit?"), "train.jsonl:2 has 2 <image> marks and 1 images"),
+    "more marks than images": (
+        _messages("<image> and <image>, which digit?"),
+        "train.jsonl:2 has 2 <image> marks and 1 images",
+    ),
 }
 
 
@@ -187,7 +207,9 @@ REFUSED: dict[str, tuple[Spoil, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_could_never_learn_to_see_is_refused_by_name_before_the_first_step(folder: Path, finefit: Finefit, fault: str) -> None:
+def test_what_could_never_learn_to_see_is_refused_by_name_before_the_first_step(
+    folder: Path, finefit: Finefit, fault: str
+) -> None:
     spoil, problem, remedy = REFUSED[fault]
     spoil(folder)
     answer = finefit("run", "spec.yaml")
@@ -197,7 +219,9 @@ def test_what_could_never_learn_to_see_is_refused_by_name_before_the_first_step(
     assert not list(folder.glob("runs/*/stages/*/metrics.jsonl"))
 
 
-def test_an_image_that_went_since_its_row_was_prepared_is_told(folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_went_since_its_row_was_prepared_is_told(
+    folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finefit.pipeline.preparation.foresee", _foreseen)
     assert finefit("check", "spec.yaml").code == 0
     (folder / "1.png").unlink()

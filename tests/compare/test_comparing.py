@@ -36,7 +36,12 @@ def test_a_difference_is_that_of_the_same_items_whatever_their_order(tmp_path: P
     found = _pairing(one, other)
     (change,) = found.changes
     expected = paired(HIT, np.array(HITS, dtype=float)[:, None], np.array(MISSES, dtype=float)[:, None])
-    assert (change.value, change.low, change.high, change.p) == (expected.value, expected.low, expected.high, expected.p)
+    assert (change.value, change.low, change.high, change.p) == (
+        expected.value,
+        expected.low,
+        expected.high,
+        expected.p,
+    )
     assert (change.first, change.second) == (0.7, 0.5)
     assert (found.n, found.num_better, found.num_equal, found.num_worse) == (10, 1, 6, 3)
     assert found.item_changes == (1, 0, 0, 0, 0, 0, 0, -1, -1, -1)
@@ -55,7 +60,10 @@ def test_items_that_only_one_run_has_are_counted_and_told(tmp_path: Path) -> Non
 def test_the_same_item_twice_is_paired_in_order(tmp_path: Path) -> None:
     twice = [make_item(at, hit=hit) for at, hit in ((0, 1.0), (1, 0.0), (0, 0.0))]
     one = make_run(tmp_path / "a-1", results={"checkpoint-6": twice})
-    other = make_run(tmp_path / "b-1", results={"checkpoint-6": [replace(item, counts={"hit": 1 - item.counts["hit"]}) for item in twice]})
+    other = make_run(
+        tmp_path / "b-1",
+        results={"checkpoint-6": [replace(item, counts={"hit": 1 - item.counts["hit"]}) for item in twice]},
+    )
     found = _pairing(one, other)
     assert (found.n, found.repeated, found.only_first, found.only_second) == (3, 1, 0, 0)
     assert sorted(found.item_changes) == [-1, 1, 1]
@@ -63,7 +71,10 @@ def test_the_same_item_twice_is_paired_in_order(tmp_path: Path) -> None:
 
 def test_a_metric_over_all_pairs_is_compared_from_its_counts(tmp_path: Path) -> None:
     def items(matched: int) -> list[EvalItem]:
-        return [make_item(at, matched=float(min(matched, at + 1)), predicted=float(at + 1), gold=float(at + 2)) for at in range(9)]
+        return [
+            make_item(at, matched=float(min(matched, at + 1)), predicted=float(at + 1), gold=float(at + 2))
+            for at in range(9)
+        ]
 
     one = make_run(tmp_path / "a-1", results={"checkpoint-6": items(2)}, metrics=(F1,))
     other = make_run(tmp_path / "b-1", results={"checkpoint-6": items(5)}, metrics=(F1,))
@@ -77,8 +88,12 @@ def test_a_metric_over_all_pairs_is_compared_from_its_counts(tmp_path: Path) -> 
 
 def test_a_lower_perplexity_is_a_gain(tmp_path: Path) -> None:
     metric = mean("loss", unit="number", better="lower")
-    one = make_run(tmp_path / "a-1", results={"checkpoint-6": [make_item(at, loss=3.0) for at in range(4)]}, metrics=(metric,))
-    other = make_run(tmp_path / "b-1", results={"checkpoint-6": [make_item(at, loss=1.0 + at) for at in range(4)]}, metrics=(metric,))
+    one = make_run(
+        tmp_path / "a-1", results={"checkpoint-6": [make_item(at, loss=3.0) for at in range(4)]}, metrics=(metric,)
+    )
+    other = make_run(
+        tmp_path / "b-1", results={"checkpoint-6": [make_item(at, loss=1.0 + at) for at in range(4)]}, metrics=(metric,)
+    )
     found = _pairing(one, other)
     assert found.changes[0].value == pytest.approx(-0.5)
     assert (found.num_better, found.num_equal, found.num_worse) == (2, 1, 1)
@@ -87,18 +102,35 @@ def test_a_lower_perplexity_is_a_gain(tmp_path: Path) -> None:
 
 def test_gained_lost_and_reworded_items_are_shown_with_all_that_was_said(tmp_path: Path) -> None:
     answers = ["a b c", "a b c", "d", "a b"]
-    items = [replace(make_item(at, hit=float(hit)), answer=text) for at, (hit, text) in enumerate(zip((0, 1, 1, 0), answers, strict=True))]
-    one = make_run(tmp_path / "a-1", results={"checkpoint-6": [make_item(at, hit=float(hit)) for at, hit in enumerate((1, 0, 1, 0))]})
+    items = [
+        replace(make_item(at, hit=float(hit)), answer=text)
+        for at, (hit, text) in enumerate(zip((0, 1, 1, 0), answers, strict=True))
+    ]
+    one = make_run(
+        tmp_path / "a-1",
+        results={"checkpoint-6": [make_item(at, hit=float(hit)) for at, hit in enumerate((1, 0, 1, 0))]},
+    )
     other = make_run(tmp_path / "b-1", results={"checkpoint-6": items})
     found = _pairing(one, other, show=1)
-    assert [item.place for item in (*found.gained, *found.lost, *found.reworded)] == ["test.jsonl:2", "test.jsonl:1", "test.jsonl:3"]
-    assert (found.gained[0].prompt, found.gained[0].reference, found.gained[0].answers) == ("prompt 1", "[7]", ("[1]", "a b c"))
+    assert [item.place for item in (*found.gained, *found.lost, *found.reworded)] == [
+        "test.jsonl:2",
+        "test.jsonl:1",
+        "test.jsonl:3",
+    ]
+    assert (found.gained[0].prompt, found.gained[0].reference, found.gained[0].answers) == (
+        "prompt 1",
+        "[7]",
+        ("[1]", "a b c"),
+    )
     assert found.lost[0].scores == ({"hit": 1.0}, {"hit": 0.0})
     assert _pairing(one, other, show=0).gained == ()
 
 
 def test_p_is_corrected_for_all_differences_of_the_comparison(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / f"{rank}-1", results={"checkpoint-6": s}, overrides=[f"tuning.rank={rank}"]) for rank, s in _RANKS.items()]
+    runs = [
+        make_run(tmp_path / f"{rank}-1", results={"checkpoint-6": s}, overrides=[f"tuning.rank={rank}"])
+        for rank, s in _RANKS.items()
+    ]
     (task,) = compare([str(run.path) for run in runs]).tasks
     changes = [pairing.changes[0] for pairing in task.pairings]
     assert [(pairing.first, pairing.second) for pairing in task.pairings] == [(0, 1), (0, 2)]
@@ -111,7 +143,12 @@ _RANKS = {4: (0,) * 10, 8: (0,) * 7 + (1,) * 3, 16: (1,) * 9 + (0,)}
 
 def test_runs_that_differ_in_their_seed_are_one_group_with_mean_and_deviation(tmp_path: Path) -> None:
     runs = [
-        make_run(tmp_path / f"s-{seed}", results={"checkpoint-6": (1,) * seed + (0,) * (10 - seed)}, overrides=[f"seed={seed}"]) for seed in (4, 6)
+        make_run(
+            tmp_path / f"s-{seed}",
+            results={"checkpoint-6": (1,) * seed + (0,) * (10 - seed)},
+            overrides=[f"seed={seed}"],
+        )
+        for seed in (4, 6)
     ]
     spoiled = make_run(tmp_path / "s-9", overrides=["seed=9"])
     found = compare([str(run.path) for run in (*runs, spoiled)])
@@ -188,7 +225,12 @@ def test_a_checkpoint_is_named_by_its_role_or_its_step(tmp_path: Path, asked: st
 
 
 def test_a_model_that_was_only_evaluated_is_compared_too(tmp_path: Path) -> None:
-    found = compare([str(make_bare(tmp_path / "m-1", MISSES).path), str(make_run(tmp_path / "a-1", results={"checkpoint-6": HITS}).path)])
+    found = compare(
+        [
+            str(make_bare(tmp_path / "m-1", MISSES).path),
+            str(make_run(tmp_path / "a-1", results={"checkpoint-6": HITS}).path),
+        ]
+    )
     assert found.tasks[0].pairings[0].n == 10
     assert found.sides[0].total_steps is None
 
@@ -227,7 +269,9 @@ def test_a_rate_keeps_wilsons_interval(tmp_path: Path) -> None:
 
 
 def test_scores_that_another_program_made_are_shown_as_recorded_and_not_compared(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name, results={"checkpoint-6": HITS}, metrics=(HIT, rate("acc"))) for name in ("a-1", "b-1")]
+    runs = [
+        make_run(tmp_path / name, results={"checkpoint-6": HITS}, metrics=(HIT, rate("acc"))) for name in ("a-1", "b-1")
+    ]
     found = compare([str(run.path) for run in runs])
     scored = found.tasks[0].scored[0]
     assert scored is not None
@@ -307,12 +351,17 @@ def test_a_model_is_not_compared_with_itself(tmp_path: Path) -> None:
 
 
 def test_scores_are_told_by_data_set_each_with_the_interval_of_its_own_items(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / f"{name}-1", results={"checkpoint-6": hits}) for name, hits in (("a", HITS), ("b", MISSES))]
+    runs = [
+        make_run(tmp_path / f"{name}-1", results={"checkpoint-6": hits}) for name, hits in (("a", HITS), ("b", MISSES))
+    ]
     split_by_dataset(runs[0], {"charts": 4, "scans": 6})
     one, other = compare([str(run.path) for run in runs]).tasks[0].scored
     assert one is not None
     assert other is not None
-    assert {name: (part.n, part.metrics["hit"].value) for name, part in one.by_dataset.items()} == {"charts": (4, 0.75), "scans": (6, 4 / 6)}
+    assert {name: (part.n, part.metrics["hit"].value) for name, part in one.by_dataset.items()} == {
+        "charts": (4, 0.75),
+        "scans": (6, 4 / 6),
+    }
     charts, own = one.by_dataset["charts"].metrics["hit"], wilson(3, 4)
     assert (charts.low, charts.high) == (own.low, own.high)
     assert other.by_dataset == {}

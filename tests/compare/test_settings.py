@@ -45,7 +45,9 @@ def test_one_setting_is_named_with_its_value_in_each_run(tmp_path: Path) -> None
 def test_several_settings_are_never_called_the_effect_of_one(tmp_path: Path) -> None:
     found = _compared(tmp_path, {}, {"overrides": ["tuning.rank=16", "optimizer.lr=1e-3", "seed=8"]})
     assert _keys(found)[0] == ["seed", "tuning.rank", "optimizer.lr"]
-    assert found.verdict == "these runs differ in 3 settings: a difference in score is not the effect of any one of them"
+    assert (
+        found.verdict == "these runs differ in 3 settings: a difference in score is not the effect of any one of them"
+    )
     assert not found.is_one_variable
 
 
@@ -113,7 +115,10 @@ def test_how_often_is_saved_can_change_which_checkpoint_is_the_best(tmp_path: Pa
 
 
 def test_seeds_whose_best_checkpoints_are_of_other_steps_are_one_group(tmp_path: Path) -> None:
-    runs = [_with_best(make_run(tmp_path / f"s-{seed}", overrides=[f"seed={seed}"]), 2 * seed, HITS, seed=seed) for seed in (2, 3)]
+    runs = [
+        _with_best(make_run(tmp_path / f"s-{seed}", overrides=[f"seed={seed}"]), 2 * seed, HITS, seed=seed)
+        for seed in (2, 3)
+    ]
     assert [group.sides for group in compare(runs).groups] == [(0, 1)]
 
 
@@ -132,9 +137,17 @@ def test_a_task_that_a_third_run_lacks_does_not_differ_between_those_that_have_i
 
 def test_answers_made_elsewhere_have_no_settings_of_the_run_that_scored_them(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-1", overrides=["tuning.rank=16"], results={"checkpoint-6": HITS})
-    made: dict[str, Any] = {"model": ShapeModel(kind="shape", config={}), "model_name": "answers of theirs.jsonl", "model_fingerprint": "9" * 64}
+    made: dict[str, Any] = {
+        "model": ShapeModel(kind="shape", config={}),
+        "model_name": "answers of theirs.jsonl",
+        "model_fingerprint": "9" * 64,
+    }
     write_result(run.stages()[0], "theirs-52b1cf00", MISSES, **made)
-    other = make_run(tmp_path / "b-1", results={"checkpoint-6": HITS}, machine=replace(MACHINE, versions={"torch": "2.12.0", "rich": "14.0"}))
+    other = make_run(
+        tmp_path / "b-1",
+        results={"checkpoint-6": HITS},
+        machine=replace(MACHINE, versions={"torch": "2.12.0", "rich": "14.0"}),
+    )
     found = compare([str(other.path), f"{run.path}:theirs-52b1cf00"])
     assert [side.name for side in found.sides] == ["b-1:final", "a-1:theirs-52b1cf00"]
     assert (found.sides[1].checkpoint, found.sides[1].seed) == ("theirs-52b1cf00", None)
@@ -178,6 +191,8 @@ def test_two_bare_adapters_over_one_model_are_known_by_their_content(tmp_path: P
     one = make_bare(tmp_path / "a-1", HITS, weights="../x/adapter", manifest="a" * 64)
     other = make_bare(tmp_path / "b-1", MISSES, weights="../y/adapter", manifest="b" * 64)
     found = compare([str(one.path), str(other.path)])
-    assert [(row.key, row.values) for row in found.differing] == [("checkpoint", ("adapter (aaaaaaaaaaaa)", "adapter (bbbbbbbbbbbb)"))]
+    assert [(row.key, row.values) for row in found.differing] == [
+        ("checkpoint", ("adapter (aaaaaaaaaaaa)", "adapter (bbbbbbbbbbbb)"))
+    ]
     trained = make_run(tmp_path / "c-1", results={"checkpoint-6": HITS})
     assert [row.key for row in compare([str(one.path), str(trained.path)]).differing] == ["checkpoint"]

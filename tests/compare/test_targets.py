@@ -33,10 +33,15 @@ def test_an_evaluation_is_all_its_models_in_the_order_of_the_spec(pipeline: Path
     assert [path.name for path in models_of(place)] == ["base", "dpo", "zero"]
 
 
-def test_the_models_of_an_evaluation_are_called_as_in_the_spec_and_each_is_paired_with_the_first(pipeline: Path) -> None:
+def test_the_models_of_an_evaluation_are_called_as_in_the_spec_and_each_is_paired_with_the_first(
+    pipeline: Path,
+) -> None:
     found = compare(widened([f"{pipeline}/scores"]))
     assert [side.name for side in found.sides] == ["zero", "base", "dpo"]
-    assert [(pairing.first, pairing.second, pairing.n) for pairing in found.tasks[0].pairings] == [(0, 1, 10), (0, 2, 10)]
+    assert [(pairing.first, pairing.second, pairing.n) for pairing in found.tasks[0].pairings] == [
+        (0, 1, 10),
+        (0, 2, 10),
+    ]
     assert found.is_one_variable
     assert found.verdict == "only what was declared differs: model"
 
@@ -51,20 +56,28 @@ def test_models_of_one_evaluation_are_meant_to_differ_and_those_of_two_are_not(p
 def test_another_precision_in_one_evaluation_is_named(pipeline: Path) -> None:
     make_bare(pipeline / "stages/3-scores/half", MISSES, name="half", precision="bf16")
     found = compare([f"{pipeline}/scores/base", f"{pipeline}/scores/half"])
-    assert (found.is_one_variable, "evaluation.precision" in [setting.key for setting in found.differing]) == (False, True)
+    assert (found.is_one_variable, "evaluation.precision" in [setting.key for setting in found.differing]) == (
+        False,
+        True,
+    )
 
 
 def test_a_stage_is_called_as_in_the_spec_wherever_it_lies(pipeline: Path, tmp_path: Path) -> None:
     for place, rank in (("1-sft", 4), ("2-dpo", 16)):
         (pipeline / "stages" / place).rmdir()
         make_run(pipeline / "stages" / place, results={"checkpoint-6": HITS}, overrides=[f"tuning.rank={rank}"])
-    make_pipeline(tmp_path / "medical-2", {"sft": "train", "dpo": "train"}, elsewhere={"sft": "../medical-1/stages/1-sft"})
+    make_pipeline(
+        tmp_path / "medical-2", {"sft": "train", "dpo": "train"}, elsewhere={"sft": "../medical-1/stages/1-sft"}
+    )
     (tmp_path / "medical-2/stages/2-dpo").rmdir()
     make_run(tmp_path / "medical-2/stages/2-dpo", results={"checkpoint-6": MISSES})
     assert [side.name for side in compare([f"{pipeline}/sft", f"{pipeline}/dpo"]).sides] == ["sft", "dpo"]
     found = compare([f"{tmp_path}/medical-2/sft", f"{tmp_path}/medical-2/dpo", f"{pipeline}/dpo"])
     assert [side.name for side in found.sides] == ["medical-1/sft", "medical-2/dpo", "medical-1/dpo"]
-    assert [side.name for side in compare([f"{pipeline}/sft:final", f"{pipeline}/scores/base"]).sides] == ["sft:final", "base"]
+    assert [side.name for side in compare([f"{pipeline}/sft:final", f"{pipeline}/scores/base"]).sides] == [
+        "sft:final",
+        "base",
+    ]
 
 
 def test_a_folder_of_stages_that_no_pipeline_made_keeps_its_name(tmp_path: Path) -> None:

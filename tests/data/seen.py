@@ -41,10 +41,15 @@ def looked_at(eye: Eye, messages: Sequence[Message], images: Sequence[Image], **
 
 def asked(number: int, *names: str, question: str = ASKED) -> dict[str, Any]:
     """A record with images beside its messages."""
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": str(number)}], "images": list(names)}
+    return {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": str(number)}],
+        "images": list(names),
+    }
 
 
-def prepared(folder: Path, model: Path, data: dict[str, Any], *, pairs: bool = False, out: str = "out") -> tuple[Preparation, Path]:
+def prepared(
+    folder: Path, model: Path, data: dict[str, Any], *, pairs: bool = False, out: str = "out"
+) -> tuple[Preparation, Path]:
     made = folder / out
     made.mkdir()
     whole = Data.model_validate(json.loads(json.dumps(data)), strict=False)

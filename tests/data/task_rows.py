@@ -9,7 +9,9 @@ from finefit.stats.metrics import value
 
 def make_row(answer: str, *others: str, prompt: str = "question", wrong: tuple[str, ...] = ()) -> Row:
     messages = (Message("user", prompt), Message("assistant", answer))
-    return Row(source="t.jsonl", number=1, messages=messages, references=(answer, *others) if others else (), wrong=wrong)
+    return Row(
+        source="t.jsonl", number=1, messages=messages, references=(answer, *others) if others else (), wrong=wrong
+    )
 
 
 def make_likelihood(logprob: float, tokens: int = 1, text: str = "x") -> Likelihood:

@@ -69,7 +69,9 @@ def _streams(rows: list[Row]) -> list[list[str | None]]:
         ("chrf", {"word_order": 2}, CHRF(word_order=2)),
     ],
 )
-def test_the_corpus_value_is_sacrebleus(kind: str, settings: dict[str, Any], reference: BLEU | CHRF, seed: int, num_references: int) -> None:
+def test_the_corpus_value_is_sacrebleus(
+    kind: str, settings: dict[str, Any], reference: BLEU | CHRF, seed: int, num_references: int
+) -> None:
     rows, answers = _corpus(seed, num_references=num_references)
     (found,) = metrics_of(_task(kind, **settings), rows, answers).values()
     assert found == pytest.approx(reference.corpus_score(answers, _streams(rows)).score, abs=1e-9)  # type: ignore[arg-type]
@@ -78,7 +80,14 @@ def test_the_corpus_value_is_sacrebleus(kind: str, settings: dict[str, Any], ref
 
 @pytest.mark.parametrize(("kind", "reference"), [("bleu", BLEU()), ("chrf", CHRF())])
 @pytest.mark.parametrize(
-    "answers", [["", ""], ["the", "court"], ["x", "the court dismissed the appeal"], ["y", "zz"], ["the y court zz appeal", "x y"]]
+    "answers",
+    [
+        ["", ""],
+        ["the", "court"],
+        ["x", "the court dismissed the appeal"],
+        ["y", "zz"],
+        ["the y court zz appeal", "x y"],
+    ],
 )
 def test_short_and_empty_corpora_are_sacrebleus_too(kind: str, reference: BLEU | CHRF, answers: list[str]) -> None:
     rows = [make_row("the court dismissed the appeal"), make_row("the court dismissed the appeal")]
@@ -90,7 +99,9 @@ def test_short_and_empty_corpora_are_sacrebleus_too(kind: str, reference: BLEU |
 def test_rows_of_sums_are_combined_as_each_alone(kind: str) -> None:
     task = _task(kind)
     rows, answers = _corpus(5, num_references=1, longest=5)
-    counts = table(task.metrics[0], [counts_of(task, row, Reply(text=answer)) for row, answer in zip(rows, answers, strict=True)])
+    counts = table(
+        task.metrics[0], [counts_of(task, row, Reply(text=answer)) for row, answer in zip(rows, answers, strict=True)]
+    )
     together = combined(task.metrics[0], counts, 1)
     alone = [float(combined(task.metrics[0], one, 1)) for one in counts]
     assert together.tolist() == alone
@@ -103,7 +114,9 @@ def test_rows_of_sums_are_combined_as_each_alone(kind: str) -> None:
 def test_the_interval_of_a_corpus_value_is_finite_and_around_it(kind: str, longest: int) -> None:
     task = _task(kind)
     rows, answers = _corpus(6, num_references=1, longest=longest)
-    counts = table(task.metrics[0], [counts_of(task, row, Reply(text=answer)) for row, answer in zip(rows, answers, strict=True)])
+    counts = table(
+        task.metrics[0], [counts_of(task, row, Reply(text=answer)) for row, answer in zip(rows, answers, strict=True)]
+    )
     found = interval_of(task.metrics[0], counts)
     assert 0 <= found.low <= found.value <= found.high <= 100
     assert found.low < found.high
@@ -122,8 +135,16 @@ def test_an_item_without_an_answer_still_counts_with_all_its_reference(kind: str
 
 def test_the_signature_is_sacrebleus() -> None:
     assert _task("bleu").signature["sacrebleu"].startswith("case:mixed|eff:no|tok:13a|smooth:exp|version:2.")
-    assert _task("bleu", tokenize="zh", lowercase=True).signature["sacrebleu"].startswith("case:lc|eff:no|tok:zh|smooth:exp|version:2.")
-    assert _task("chrf", word_order=2).signature["sacrebleu"].startswith("case:mixed|eff:yes|nc:6|nw:2|space:no|version:2.")
+    assert (
+        _task("bleu", tokenize="zh", lowercase=True)
+        .signature["sacrebleu"]
+        .startswith("case:lc|eff:no|tok:zh|smooth:exp|version:2.")
+    )
+    assert (
+        _task("chrf", word_order=2)
+        .signature["sacrebleu"]
+        .startswith("case:mixed|eff:yes|nc:6|nw:2|space:no|version:2.")
+    )
     assert [metric.name for metric in _task("chrf", word_order=2).metrics] == ["chrf++"]
 
 

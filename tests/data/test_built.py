@@ -46,14 +46,20 @@ def prepared(folder: Path, tokenizer: Path, **task: Any) -> tuple[Preparation, P
     (folder / "test.txt").write_text(TEST, encoding="utf-8")
     out = folder / "-".join(["out", *map(str, task.values())])
     out.mkdir()
-    data = {"train": [{"path": "train.txt"}], "test": {"path": "test.txt"}, "task": {"kind": "amr", **task} if task else None}
+    data = {
+        "train": [{"path": "train.txt"}],
+        "test": {"path": "test.txt"},
+        "task": {"kind": "amr", **task} if task else None,
+    }
     return prepare(Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=0, folder=out), out
 
 
 def texts(out: Path, tokenizer: Path) -> list[tuple[str, str]]:
     """What is given and what is supervised of each training row."""
     decode = open_renderer(tokenizer, "chat").tokenizer.decode
-    examples = [list(zip(example.tokens, example.supervised, strict=True)) for example in Examples(out / "train.safetensors")]
+    examples = [
+        list(zip(example.tokens, example.supervised, strict=True)) for example in Examples(out / "train.safetensors")
+    ]
     return [(decode([t for t, s in example if not s]), decode([t for t, s in example if s])) for example in examples]
 
 
@@ -90,7 +96,11 @@ def test_a_row_that_cannot_be_built_is_unusable_with_its_reason_at_its_place(tmp
 
 def test_a_repair_is_written_into_the_ledger_and_told(tmp_path: Path, tokenizer: Path) -> None:
     found, out = prepared(tmp_path, tokenizer, method="baseline", repair_gold=True)
-    repaired = [(line["split"], line["row"], line["reason"]) for line in read_lines(out / "ledger.jsonl") if line.get("what") == "repaired"]
+    repaired = [
+        (line["split"], line["row"], line["reason"])
+        for line in read_lines(out / "ledger.jsonl")
+        if line.get("what") == "repaired"
+    ]
     assert repaired == [
         ("test", 2, "n / người is n2 now, since n was defined before"),
         ("train", 2, "c / con is c2 now, since c was defined before"),
@@ -103,17 +113,26 @@ def test_a_repair_is_written_into_the_ledger_and_told(tmp_path: Path, tokenizer:
 def test_an_item_whose_gold_was_repaired_is_scored_as_if_it_were_repaired_now(tmp_path: Path, tokenizer: Path) -> None:
     """So that a run's own evaluation and one of the same answers from a file agree."""
     copied = Reply(text="(n / ngủ :agent(n / người))")
-    built, raw = (read_items(prepared(tmp_path, tokenizer, **task)[1] / "test.jsonl")[1] for task in ({"repair_gold": True}, {}))
+    built, raw = (
+        read_items(prepared(tmp_path, tokenizer, **task)[1] / "test.jsonl")[1] for task in ({"repair_gold": True}, {})
+    )
     task = make_task(Evaluation.model_validate({"task": {"kind": "amr", "repair_gold": True}}))
     now, before = task.read(copied, raw), task.read(copied, built)
     assert before.counts == now.counts
     assert before.counts["matched"] == before.counts["gold"] == 4.0
-    assert before.extracted["gold_repairs"] == now.extracted["gold_repairs"] == ["n / người is n2 now, since n was defined before"]
+    assert (
+        before.extracted["gold_repairs"]
+        == now.extracted["gold_repairs"]
+        == ["n / người is n2 now, since n was defined before"]
+    )
 
 
 def test_an_item_is_the_same_item_whatever_it_was_built_into(tmp_path: Path, tokenizer: Path) -> None:
     methods = ("baseline", "mtup2", "mtup4")
-    built = [read_items(prepared(tmp_path, tokenizer, method=method, repair_gold=True)[1] / "test.jsonl") for method in methods]
+    built = [
+        read_items(prepared(tmp_path, tokenizer, method=method, repair_gold=True)[1] / "test.jsonl")
+        for method in methods
+    ]
     assert len({rows[0].answer for rows in built}) == len(methods)
     keys = [[key_of(row) for row in rows] for rows in built]
     plain = [key_of(row) for row in read_items(prepared(tmp_path, tokenizer)[1] / "test.jsonl")]
@@ -128,11 +147,16 @@ def test_a_pair_is_the_same_item_with_and_without_a_form(tmp_path: Path, tokeniz
     for name, task in {"plain": None, "built": {"kind": "python", "path": "form.py"}}.items():
         (tmp_path / name).mkdir()
         data = Data.model_validate(
-            {"train": [{"path": "pairs.jsonl"}], "test": {"path": "pairs.jsonl"}, "task": task, "overlap": "warn"}, strict=False
+            {"train": [{"path": "pairs.jsonl"}], "test": {"path": "pairs.jsonl"}, "task": task, "overlap": "warn"},
+            strict=False,
         )
         prepare(data, base=tmp_path, tokenizer=tokenizer, seed=0, folder=tmp_path / name, pairs=True)
         (items[name],) = read_items(tmp_path / name / "test.jsonl")
-    assert (items["built"].prompt[-1].content, items["built"].answer, items["built"].wrong) == ("TWO AND TWO", "= 4", ("= 5",))
+    assert (items["built"].prompt[-1].content, items["built"].answer, items["built"].wrong) == (
+        "TWO AND TWO",
+        "= 4",
+        ("= 5",),
+    )
     assert key_of(items["built"]) == key_of(items["plain"])
 
 

@@ -58,7 +58,9 @@ FAMILIES = {
         "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|>",
         closing="<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
     ),
-    "cohere": Family("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>"),
+    "cohere": Family(
+        "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>"
+    ),
     "deepseek": Family(
         "<｜end▁of▁sentence｜>",
         "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>",
@@ -67,8 +69,12 @@ FAMILIES = {
     "diffusion_gemma": Family("<eos>", GEMMA4, closing="<turn|>"),
     "gemma4": Family("<eos>", GEMMA4, closing="<turn|>"),
     "gemma": Family("<eos>", "<start_of_turn> <end_of_turn> <start_of_image>", closing="<end_of_turn>"),
-    "glm4moe": Family("<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>", THINK, opening="\n"),
-    "gptoss": Family("<|return|>", "<|start|> <|message|> <|channel|> <|end|> <|call|>", opening="<|channel|>final<|message|>"),
+    "glm4moe": Family(
+        "<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>", THINK, opening="\n"
+    ),
+    "gptoss": Family(
+        "<|return|>", "<|start|> <|message|> <|channel|> <|end|> <|call|>", opening="<|channel|>final<|message|>"
+    ),
     "idefics3": Family("<end_of_utterance>", "<|begin_of_text|> <image>", opening=" "),
     "lfm2": Family(
         "<|im_end|>",
@@ -77,7 +83,9 @@ FAMILIES = {
     ),
     "llama3": Family("<|eot_id|>", "<|start_header_id|> <|end_header_id|> <|eom_id|> <|python_tag|>"),
     "llava_next": Family("</s>", "<image>", opening=" "),
-    "muse_glimmer": Family("<|eot|>", "<|start|> <|message|> <|eom|> <|patch|> <|video|>", opening=" to=user<|message|>"),
+    "muse_glimmer": Family(
+        "<|eot|>", "<|start|> <|message|> <|eom|> <|patch|> <|video|>", opening=" to=user<|message|>"
+    ),
     "nemotron": Family("<|im_end|>", "<|im_start|>", THINK),
     "phi3": Family("<|endoftext|>", "<|system|> <|user|> <|assistant|> <|end|>", closing="<|end|>\n<|endoftext|>"),
     "qwen": Family("<|im_end|>", f"<|im_start|> {VISION}", THINK),
@@ -109,8 +117,13 @@ def _turn(name: str, answer: str) -> str:
     return family.opening + answer + (family.closing or family.eos)
 
 
-@pytest.mark.parametrize(("name", "messages"), [(name, SINGLE) for name in NAMES] + [(name, WITH_SYSTEM) for name in NAMES if name != "gemma"])
-def test_one_answer_is_supervised_exactly_behind_the_prompt_of_generation(name: str, messages: tuple[Message, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [(name, SINGLE) for name in NAMES] + [(name, WITH_SYSTEM) for name in NAMES if name != "gemma"],
+)
+def test_one_answer_is_supervised_exactly_behind_the_prompt_of_generation(
+    name: str, messages: tuple[Message, ...]
+) -> None:
     renderer = _renderer(name)
     (example,) = render_one(renderer, messages).examples
     assert supervised_texts(renderer, example) == [_turn(name, '{"sum": 4}')]
@@ -126,7 +139,10 @@ def test_every_answer_of_a_row_is_supervised_as_it_is_at_inference(name: str) ->
     renderer = _renderer(name)
     examples = render_one(renderer, TWO_TURNS).examples
     assert len(examples) == (2 if name in SPLIT else 1)
-    assert [text for example in examples for text in supervised_texts(renderer, example)] == [_turn(name, '{"sum": 4}'), _turn(name, '{"sum": 7}')]
+    assert [text for example in examples for text in supervised_texts(renderer, example)] == [
+        _turn(name, '{"sum": 4}'),
+        _turn(name, '{"sum": 7}'),
+    ]
     prompts = [prompt for example in examples for prompt in prompts_before_answers(example)]
     assert prompts == [renderer.prompt_tokens(TWO_TURNS[:1]), renderer.prompt_tokens(TWO_TURNS[:3])]
     (last,) = render_one(renderer, TWO_TURNS, LAST).examples
@@ -168,12 +184,22 @@ NAMED = "the prompt of generation holds the name of the speaker"
 ORACLES = {
     "deepseek_r1_distill": Oracle(before="<｜Assistant｜>", why=NAMED),
     "deepseekv3": Oracle(before="<｜Assistant｜>", why=NAMED),
-    "glm4moe": Oracle(before="\n<think></think>", end=("<|endoftext|>", "<|user|>"), why=f"{CLOSED}; the stock template writes no end at all"),
-    "gptoss": Oracle(before="<|start|>assistant", earlier_end=("<|return|>", "<|end|>"), why=f"{NAMED}; generation ends with <|return|>, always"),
+    "glm4moe": Oracle(
+        before="\n<think></think>",
+        end=("<|endoftext|>", "<|user|>"),
+        why=f"{CLOSED}; the stock template writes no end at all",
+    ),
+    "gptoss": Oracle(
+        before="<|start|>assistant",
+        earlier_end=("<|return|>", "<|end|>"),
+        why=f"{NAMED}; generation ends with <|return|>, always",
+    ),
     "muse_glimmer": Oracle(before="<|start|>assistant", why=NAMED),
     "phi3": Oracle(earlier_end=("<|endoftext|>", ""), why="generation ends with the end of the text, always"),
     "phi3_5": Oracle(earlier_end=("<|endoftext|>", ""), why="generation ends with the end of the text, always"),
-    "qwen2_5": Oracle(before="\n", after="\n", why="the line break before the answer stands in the prompt of generation"),
+    "qwen2_5": Oracle(
+        before="\n", after="\n", why="the line break before the answer stands in the prompt of generation"
+    ),
     **dict.fromkeys(("diffusion_gemma", "gemma", "gemma3", "idefics3", "lfm2", "lfm2_v2", "smolvlm"), BREAK),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl"), BREAK),
     **{name: Oracle(before="<think></think>", after="\n", why=CLOSED) for name in NAMES if name.startswith("nemotron")},
@@ -187,7 +213,9 @@ ORACLES = {
 
 @pytest.mark.parametrize("messages", [SINGLE, TWO_TURNS], ids=["single", "two turns"])
 @pytest.mark.parametrize("name", TRAINING)
-def test_the_mask_is_that_of_the_training_variant_but_for_what_the_model_does_not_write(name: str, messages: tuple[Message, ...]) -> None:
+def test_the_mask_is_that_of_the_training_variant_but_for_what_the_model_does_not_write(
+    name: str, messages: tuple[Message, ...]
+) -> None:
     renderer, oracle = _renderer(name), ORACLES.get(name, Oracle())
     marked = renderer.tokenizer.apply_chat_template(
         renderer._chat("").dicts(messages),
@@ -204,7 +232,9 @@ def test_the_mask_is_that_of_the_training_variant_but_for_what_the_model_does_no
     ends = [oracle.earlier_end] * (len(ours) - 1) + [oracle.end]
     if oracle.end[0]:
         ends = [oracle.end] * len(ours)
-    assert theirs == [oracle.before + text.removesuffix(end[0]) + end[1] + oracle.after for text, end in zip(ours, ends, strict=True)]
+    assert theirs == [
+        oracle.before + text.removesuffix(end[0]) + end[1] + oracle.after for text, end in zip(ours, ends, strict=True)
+    ]
     if messages is SINGLE and not oracle.end[0]:
         assert tuple(marked["input_ids"][: len(examples[0].tokens)]) == examples[0].tokens
 
@@ -277,7 +307,10 @@ CALLS = {
     "gemma4_v5": "<|tool_call>call:add{n:2}<tool_call|><|tool_response>",
     "glm4moe": "\n<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call><|endoftext|>",
     "gptoss": ' to=functions.add<|channel|>commentary json<|message|>{"n": 2}<|call|>',
-    **dict.fromkeys(("lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"), "<|tool_call_start|>[add(n=2)]<|tool_call_end|><|im_end|>"),
+    **dict.fromkeys(
+        ("lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"),
+        "<|tool_call_start|>[add(n=2)]<|tool_call_end|><|im_end|>",
+    ),
     **dict.fromkeys(("llama3_1", "llama3_2"), '{"name": "add", "parameters": {"n": 2}}<|eot_id|>'),
     "muse_glimmer": (
         ' to=add<|message|><atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="n">2</atem:parameter>\n</atem:invoke>\n'
@@ -287,9 +320,16 @@ CALLS = {
     **dict.fromkeys(("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"), f"{FUNCTION_XML}<|im_end|>"),
     **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"), HERMES),
 }
-PARAMETERS = '{"type": "object", "properties": {"n": {"type": "number", "description": "How much."}}, "required": ["n"]}'
+PARAMETERS = (
+    '{"type": "object", "properties": {"n": {"type": "number", "description": "How much."}}, "required": ["n"]}'
+)
 TOOLS = f'[{{"name": "add", "description": "Adds.", "parameters": {PARAMETERS}}}]'
-CALLING = (SINGLE[0], Message("assistant", "", tool_calls=(ToolCall("add", '{"n": 2}'),)), Message("tool", "4"), Message("assistant", "four"))
+CALLING = (
+    SINGLE[0],
+    Message("assistant", "", tool_calls=(ToolCall("add", '{"n": 2}'),)),
+    Message("tool", "4"),
+    Message("assistant", "four"),
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -315,11 +355,18 @@ def test_gemma_refuses_a_system_message_in_its_own_words() -> None:
         renderer.prompt_text(WITH_SYSTEM[:-1])
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(lambda text: text and "</think>" not in text)
+TEXT = (
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+    .map(str.strip)
+    .filter(lambda text: text and "</think>" not in text)
+)
 
 
 @hypothesis_settings(max_examples=25)
-@pytest.mark.parametrize("name", ["cohere2", "deepseekv3", "gemma4_v5", "glm4moe", "gptoss", "idefics3", "llama3_1", "phi3", "qwen3", "qwen3_8"])
+@pytest.mark.parametrize(
+    "name",
+    ["cohere2", "deepseekv3", "gemma4_v5", "glm4moe", "gptoss", "idefics3", "llama3_1", "phi3", "qwen3", "qwen3_8"],
+)
 @given(prompt=TEXT, answer=TEXT)
 def test_what_is_supervised_decodes_to_exactly_the_answer(name: str, prompt: str, answer: str) -> None:
     renderer = _renderer(name)
@@ -342,7 +389,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderer]:
 @pytest.mark.real_model
 @given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
 def test_smollm2s_own_template_is_exact(smollm2: Renderer, turns: list[tuple[str, str]]) -> None:
-    messages = [message for prompt, answer in turns for message in (Message("user", prompt), Message("assistant", answer))]
+    messages = [
+        message for prompt, answer in turns for message in (Message("user", prompt), Message("assistant", answer))
+    ]
     rendered = render_one(smollm2, messages)
     if rendered.problem:  # its vocabulary lacks some bytes
         assert "the tokenizer has no token for" in rendered.problem

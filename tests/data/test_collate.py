@@ -45,21 +45,29 @@ def _assert_whole(batches: list[Batch], examples: list[Example]) -> None:
     """Every row, and every supervised token behind the one that stands before it, exactly once."""
     assert sum(b.num_rows for b in batches) == len(examples)
     assert sum(b.num_tokens for b in batches) == sum(len(e.tokens) for e in examples)
-    pairs = sorted((int(b.input_ids_BT.flatten()[at]), int(target)) for b in batches for at, target in zip(b.positions_N, b.targets_N, strict=True))
+    pairs = sorted(
+        (int(b.input_ids_BT.flatten()[at]), int(target))
+        for b in batches
+        for at, target in zip(b.positions_N, b.targets_N, strict=True)
+    )
     wanted = sorted((e.tokens[at - 1], e.tokens[at]) for e in examples for at, flag in enumerate(e.supervised) if flag)
     assert pairs == wanted
     assert sum(b.num_supervised for b in batches) == len(wanted)
 
 
 @given(st.lists(_example(), min_size=1, max_size=9), st.integers(1, 10))
-def test_micro_batches_hold_every_supervised_token_once_whatever_the_cut(examples: list[Example], micro_batch: int) -> None:
+def test_micro_batches_hold_every_supervised_token_once_whatever_the_cut(
+    examples: list[Example], micro_batch: int
+) -> None:
     batches = micro_batches(examples, micro_batch=micro_batch, pad=PAD)
     assert [len(b.input_ids_BT) for b in batches[:-1]] == [micro_batch] * (len(batches) - 1)
     _assert_whole(batches, examples)
 
 
 @given(st.lists(_example(), min_size=1, max_size=30), st.integers(1, 6))
-def test_packs_hold_every_supervised_token_once_and_never_more_than_a_padded_micro_batch(examples: list[Example], micro_batch: int) -> None:
+def test_packs_hold_every_supervised_token_once_and_never_more_than_a_padded_micro_batch(
+    examples: list[Example], micro_batch: int
+) -> None:
     capacity = _capacity(examples, micro_batch)
     batches = micro_batches(examples, micro_batch=micro_batch, pad=PAD, capacity=capacity)
     _assert_whole(batches, examples)

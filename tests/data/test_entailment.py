@@ -26,7 +26,9 @@ SOURCE = FOLLOWS[0][0]
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     texts = [text for pair in (*FOLLOWS, *CONTRADICTS) for text in pair]
-    vocabulary = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *FILLER, *(word for text in texts for word in words(text))])
+    vocabulary = dict.fromkeys(
+        ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *FILLER, *(word for text in texts for word in words(text))]
+    )
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -34,7 +36,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_input_names=["input_ids", "token_type_ids", "attention_mask"]
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
 
 
@@ -74,7 +79,9 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(150):
         sources, answers, labels = zip(*(_lesson(chance) for _ in range(16)), strict=True)
-        loss = model(**tokenizer(list(sources), list(answers), padding=True, return_tensors="pt"), labels=torch.tensor(labels)).loss
+        loss = model(
+            **tokenizer(list(sources), list(answers), padding=True, return_tensors="pt"), labels=torch.tensor(labels)
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -91,7 +98,10 @@ def _nli(folder: Path) -> FolderModel:
 def _renamed(folder: Path, copy: Path, names: dict[int, str]) -> Path:
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
-    config |= {"id2label": {str(at): name for at, name in names.items()}, "label2id": {name: at for at, name in names.items()}}
+    config |= {
+        "id2label": {str(at): name for at, name in names.items()},
+        "label2id": {name: at for at, name in names.items()},
+    }
     (copy / "config.json").write_text(json.dumps(config))
     return copy
 
@@ -153,7 +163,9 @@ def test_a_model_that_cannot_tell_known_pairs_apart_is_refused(tmp_path: Path) -
 
 
 def test_a_summary_is_scored_for_faithfulness_once_all_are_answered(taught: Path) -> None:
-    evaluation = Evaluation.model_validate({"task": {"kind": "summary", "nli": {"kind": "folder", "path": taught.name}}})
+    evaluation = Evaluation.model_validate(
+        {"task": {"kind": "summary", "nli": {"kind": "folder", "path": taught.name}}}
+    )
     task = make_task(evaluation, base=taught.parent)
     row = make_row("A man plays.", prompt=SOURCE)
     assert task.read(Reply(text=ENTAILED), row).counts["faithful"] == 0.0

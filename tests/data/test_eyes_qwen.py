@@ -44,7 +44,9 @@ def test_our_tokens_and_pixels_are_the_processors(folder: Path, sizes: tuple[tup
     ours = shown(eye, images)
     assert own_tokens(eye, processor, "Which?", images) == theirs["input_ids"][0].tolist()
     assert [list(image.grid) for image in ours] == theirs["image_grid_thw"].tolist()
-    assert np.array_equal(np.concatenate([image.pixels["pixel_values"] for image in ours]), theirs["pixel_values"].numpy())
+    assert np.array_equal(
+        np.concatenate([image.pixels["pixel_values"] for image in ours]), theirs["pixel_values"].numpy()
+    )
 
 
 def test_positions_are_those_of_the_model_itself(folder: Path) -> None:
@@ -53,7 +55,9 @@ def test_positions_are_those_of_the_model_itself(folder: Path) -> None:
     given = {name: rows.theirs[name] for name in ("mm_token_type_ids", "image_grid_thw", "attention_mask")}
     positions, deltas = model.model.get_rope_index(rows.input_ids, **given)
     assert torch.equal(rows.extra.tensors["positions_3BT"], positions)
-    assert rows.extra.host["next_positions"] == tuple(length + delta for length, delta in zip(rows.lengths, deltas.flatten().tolist(), strict=True))
+    assert rows.extra.host["next_positions"] == tuple(
+        length + delta for length, delta in zip(rows.lengths, deltas.flatten().tolist(), strict=True)
+    )
 
 
 def test_a_row_that_ends_with_an_image_goes_on_behind_its_longer_side(plain: Path) -> None:
@@ -69,7 +73,9 @@ def test_two_images_may_stand_side_by_side_with_nothing_between(plain: Path) -> 
     eye = eye_of(plain)
     ids = np.array([[eye.lens.image_token] * 8])
     extra = eye.lens.extra(ids, [8], [shown(eye, drawn((32, 32), (32, 32)))])
-    assert extra.tensors["positions_3BT"][:, 0].T.tolist() == [[now, now + down, now + over] for now in (0, 2) for down in (0, 1) for over in (0, 1)]
+    assert extra.tensors["positions_3BT"][:, 0].T.tolist() == [
+        [now, now + down, now + over] for now in (0, 2) for down in (0, 1) for over in (0, 1)
+    ]
 
 
 def test_places_are_counted_over_the_whole_batch_and_not_in_the_padding(plain: Path) -> None:
@@ -98,8 +104,12 @@ def test_image_tokens_that_are_not_those_of_the_images_are_refused(plain: Path, 
         eye.lens.extra(ids, [5], [shown(eye, drawn((32, 32)))])
 
 
-@pytest.mark.parametrize(("asked", "size", "blocks"), [({}, (96, 96), 36), ({"max_pixels": 16 * BLOCK**2}, (96, 96), 16)])
-def test_an_image_has_no_more_pixels_than_allowed(folder: Path, asked: dict[str, int], size: tuple[int, int], blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "size", "blocks"), [({}, (96, 96), 36), ({"max_pixels": 16 * BLOCK**2}, (96, 96), 16)]
+)
+def test_an_image_has_no_more_pixels_than_allowed(
+    folder: Path, asked: dict[str, int], size: tuple[int, int], blocks: int
+) -> None:
     eye = eye_of(folder, **asked)
     assert eye.lens.num_tokens(eye.grid(size)) == blocks
     (image,) = drawn(size)
@@ -131,7 +141,9 @@ def test_limits_are_given_to_the_processor_in_its_own_terms(
 def test_limits_give_the_pixels_that_the_processor_gives_with_them(folder: Path) -> None:
     eye, processor = eye_of(folder, max_pixels=9 * BLOCK**2, min_pixels=5 * BLOCK**2), vlm_processor(folder)
     for image in drawn(WIDE, TALL, SMALL):
-        theirs = processor.image_processor([image], min_pixels=5 * BLOCK**2, max_pixels=9 * BLOCK**2, return_tensors="np")
+        theirs = processor.image_processor(
+            [image], min_pixels=5 * BLOCK**2, max_pixels=9 * BLOCK**2, return_tensors="np"
+        )
         assert [list(eye.grid(image.size))] == theirs["image_grid_thw"].tolist()
         assert np.array_equal(eye.pixels(image)["pixel_values"], theirs["pixel_values"])
 
@@ -178,7 +190,9 @@ def test_identity_follows_what_makes_pixels_and_tokens(plain: Path, tmp_path: Pa
     assert eye_of(copied).identity == eye_of(plain).identity
     assert eye_of(plain, max_pixels=9 * BLOCK**2).identity != eye_of(plain).identity
     settings = json.loads((copied / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (copied / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}), encoding="utf-8")
+    (copied / "preprocessor_config.json").write_text(
+        json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}), encoding="utf-8"
+    )
     assert eye_of(copied).identity != eye_of(plain).identity
 
 
@@ -186,7 +200,9 @@ def test_a_processor_of_another_model_is_refused(plain: Path, tmp_path: Path) ->
     copied = shutil.copytree(plain, tmp_path / "mixed")
     settings = json.loads((copied / "preprocessor_config.json").read_text(encoding="utf-8"))
     (copied / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 14}), encoding="utf-8")
-    with pytest.raises(ModelError, match="cuts patches of 14 pixels, 2 to a block, 2 frames; the tower takes 8, 2 and 2"):
+    with pytest.raises(
+        ModelError, match="cuts patches of 14 pixels, 2 to a block, 2 frames; the tower takes 8, 2 and 2"
+    ):
         eye_of(copied)
 
 
@@ -198,7 +214,14 @@ def test_a_folder_without_a_processor_is_refused(plain: Path, tmp_path: Path) ->
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"embed_dim": 1280, "hidden_size": 1536, "in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "qwen2_vl": {
+        "embed_dim": 1280,
+        "hidden_size": 1536,
+        "in_chans": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
     "qwen2_5_vl": {
         "hidden_size": 1280,
         "in_chans": 3,
@@ -207,14 +230,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "window_size": 112,
         "fullatt_block_indexes": [7, 15],
     },
-    "qwen3_vl": {"hidden_size": 1024, "in_channels": 3, "num_position_embeddings": 2304, "patch_size": 16, "deepstack_visual_indexes": [5, 11, 17]},
-    "qwen3_vl_moe": {"hidden_size": 1152, "num_position_embeddings": 2304, "patch_size": 16, "deepstack_visual_indexes": [8, 16, 24]},
+    "qwen3_vl": {
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "num_position_embeddings": 2304,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "qwen3_vl_moe": {
+        "hidden_size": 1152,
+        "num_position_embeddings": 2304,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
 }
 
 
 @pytest.mark.parametrize("family", sorted(PUBLISHED))
 def test_a_published_config_is_enough_for_a_lens(family: str) -> None:
-    lens = lens_of({"model_type": family, "image_token_id": 151655, "vision_config": PUBLISHED[family], "quantization_config": {"bits": 4}})
+    lens = lens_of(
+        {
+            "model_type": family,
+            "image_token_id": 151655,
+            "vision_config": PUBLISHED[family],
+            "quantization_config": {"bits": 4},
+        }
+    )
     assert lens is not None
     assert lens.image_token == 151655
     assert lens.num_tokens((1, 26, 36)) == 234

@@ -21,7 +21,9 @@ from tests.vision import PATCH, SIDE, ask, digit_image, make_vlm, vlm_inputs, vl
 FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "gemma3", "paligemma")
 FIXED = ("llava", "gemma3", "paligemma")
 CUT = ("llava_next", "idefics3", "smolvlm")
-WIDE, TALL, SMALL = (digit_image(digit, size=size, seed=digit) for digit, size in ((3, (64, 40)), (8, (33, 56)), (5, (20, 20))))
+WIDE, TALL, SMALL = (
+    digit_image(digit, size=size, seed=digit) for digit, size in ((3, (64, 40)), (8, (33, 56)), (5, (20, 20)))
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +59,18 @@ def our_tokens(eye: Eye, processor: ProcessorMixin, question: str, images: Seque
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("images", [[WIDE], [TALL, WIDE], [SMALL, SMALL]], ids=["one", "two sizes", "one twice"])
-def test_tokens_and_pixels_are_those_of_the_processor(folders: dict[str, Path], family: str, images: list[PIL.Image.Image]) -> None:
+def test_tokens_and_pixels_are_those_of_the_processor(
+    folders: dict[str, Path], family: str, images: list[PIL.Image.Image]
+) -> None:
     eye, processor = opened(folders[family]), vlm_processor(folders[family])
     expected = vlm_inputs(processor, "Which?", images)
     assert our_tokens(eye, processor, "Which?", images) == expected["input_ids"][0].tolist()
     found = np.concatenate([eye.pixels(image)["pixel_values"] for image in images])
     if family == "llava_next":  # padded with blank tiles to the image that has most
-        real = [values[: len(eye.pixels(image)["pixel_values"])] for values, image in zip(expected["pixel_values"].numpy(), images, strict=True)]
+        real = [
+            values[: len(eye.pixels(image)["pixel_values"])]
+            for values, image in zip(expected["pixel_values"].numpy(), images, strict=True)
+        ]
         assert np.array_equal(found, np.concatenate(real))
     else:
         assert np.array_equal(found, expected["pixel_values"].numpy().reshape(found.shape))
@@ -76,7 +83,9 @@ def test_what_is_known_from_the_config_alone_holds_for_real_images(folders: dict
     for image in (WIDE, TALL, SMALL):
         grid, pixels = eye.grid(image.size), eye.pixels(image)
         blank = eye.lens.blank(grid)
-        assert {name: (values.shape, values.dtype) for name, values in blank.items()} == {n: (v.shape, v.dtype) for n, v in pixels.items()}
+        assert {name: (values.shape, values.dtype) for name, values in blank.items()} == {
+            n: (v.shape, v.dtype) for n, v in pixels.items()
+        }
         assert not any(values.any() for values in blank.values())
 
 
@@ -99,7 +108,9 @@ def test_images_of_any_size_are_cut_as_the_processor_cuts_them(folders: dict[str
 def test_tiles_are_counted_where_the_longest_side_is_no_multiple_of_them(tmp_path: Path) -> None:
     folder = make_vlm("idefics3", tmp_path)
     settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"size": {"longest_edge": 3 * SIDE + 9}}), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(settings | {"size": {"longest_edge": 3 * SIDE + 9}}), encoding="utf-8"
+    )
     eye, chance = opened(folder), random.Random(1)
     for size in [(chance.randrange(1, 200), chance.randrange(1, 200)) for _ in range(60)]:
         found = eye.pixels(PIL.Image.new("RGB", size))["pixel_values"].shape
@@ -109,10 +120,14 @@ def test_tiles_are_counted_where_the_longest_side_is_no_multiple_of_them(tmp_pat
 def test_an_image_that_is_not_split_is_one_tile(tmp_path: Path) -> None:
     folder = make_vlm("smolvlm", tmp_path)
     settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"do_image_splitting": False}), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(settings | {"do_image_splitting": False}), encoding="utf-8"
+    )
     eye, processor = opened(folder), vlm_processor(folder)
     assert eye.grid(WIDE.size) == (0, 0)
-    assert our_tokens(eye, processor, "Which?", [WIDE]) == vlm_inputs(processor, "Which?", [WIDE])["input_ids"][0].tolist()
+    assert (
+        our_tokens(eye, processor, "Which?", [WIDE]) == vlm_inputs(processor, "Which?", [WIDE])["input_ids"][0].tolist()
+    )
     with pytest.raises(SpecError, match="no effect"):
         opened(folder, max_pixels=SIDE**2)
 
@@ -123,7 +138,10 @@ def test_an_image_that_is_not_split_is_one_tile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FIXED)
 @pytest.mark.parametrize("limit", ["max_pixels", "min_pixels"])
 def test_a_limit_of_pixels_is_refused_where_it_has_no_effect(folders: dict[str, Path], family: str, limit: str) -> None:
-    with pytest.raises(SpecError, match=rf"data\.images\.{limit} would have no effect: this model sees every image as {SIDE} x {SIDE} pixels"):
+    with pytest.raises(
+        SpecError,
+        match=rf"data\.images\.{limit} would have no effect: this model sees every image as {SIDE} x {SIDE} pixels",
+    ):
         opened(folders[family], **{limit: 1000})
 
 
@@ -141,21 +159,31 @@ def test_tiles_stay_within_the_limit_of_pixels(folders: dict[str, Path], family:
 
 
 def test_a_limit_below_one_tile_and_one_that_scales_up_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(SpecError, match=f"max_pixels is {SIDE**2 - 1}, and the smallest image that this model sees has"):
+    with pytest.raises(
+        SpecError, match=f"max_pixels is {SIDE**2 - 1}, and the smallest image that this model sees has"
+    ):
         opened(folders["idefics3"], max_pixels=SIDE**2 - 1)
-    with pytest.raises(SpecError, match=f"min_pixels would have no effect: this model scales every image to {2 * SIDE} pixels"):
+    with pytest.raises(
+        SpecError, match=f"min_pixels would have no effect: this model scales every image to {2 * SIDE} pixels"
+    ):
         opened(folders["smolvlm"], min_pixels=10)
 
 
 def test_only_rectangles_within_the_limits_are_chosen(folders: dict[str, Path]) -> None:
-    usual, small, large = (opened(folders["llava_next"], **limits) for limits in ({}, {"max_pixels": 2 * SIDE**2}, {"min_pixels": 3 * SIDE**2}))
+    usual, small, large = (
+        opened(folders["llava_next"], **limits)
+        for limits in ({}, {"max_pixels": 2 * SIDE**2}, {"min_pixels": 3 * SIDE**2})
+    )
     square, long = (60, 60), (128, 60)
     assert usual.grid(square)[:2] == (2, 2)
     assert small.grid(square)[:2] in ((1, 2), (2, 1))
     assert usual.grid(long)[:2] == (1, 2)
     assert large.grid(long)[:2] == (2, 2)
     for eye, size in ((small, square), (large, long)):
-        assert eye.pixels(PIL.Image.new("RGB", size))["pixel_values"].shape == eye.lens.blank(eye.grid(size))["pixel_values"].shape
+        assert (
+            eye.pixels(PIL.Image.new("RGB", size))["pixel_values"].shape
+            == eye.lens.blank(eye.grid(size))["pixel_values"].shape
+        )
     assert len({usual.identity, small.identity, large.identity}) == 3
     with pytest.raises(SpecError, match=f"they have {2 * SIDE**2}, {4 * SIDE**2} pixels"):
         opened(folders["llava_next"], max_pixels=SIDE**2)
@@ -208,11 +236,15 @@ def test_a_batch_without_images_has_no_pixels(folders: dict[str, Path], family: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_image_tokens_that_do_not_match_the_images_are_an_error_with_both_numbers(folders: dict[str, Path], family: str) -> None:
+def test_image_tokens_that_do_not_match_the_images_are_an_error_with_both_numbers(
+    folders: dict[str, Path], family: str
+) -> None:
     eye = opened(folders[family])
     num = eye.lens.num_tokens(eye.grid(WIDE.size))
     input_ids, lengths = batch_of(eye, num, num - 1)
-    with pytest.raises(DataError, match=f"row 2 of a batch has {num - 1} image tokens, and its 1 images give {num} features"):
+    with pytest.raises(
+        DataError, match=f"row 2 of a batch has {num - 1} image tokens, and its 1 images give {num} features"
+    ):
         eye.lens.extra(input_ids, lengths, [shown(eye, WIDE), shown(eye, WIDE)])
     with pytest.raises(DataError, match=f"row 1 of a batch has {num} image tokens, and its 0 images give 0 features"):
         eye.lens.extra(input_ids, lengths, [[], []])
@@ -228,7 +260,12 @@ def test_pixels_of_another_shape_than_the_grid_says_are_an_error(folders: dict[s
 def test_each_image_of_gemma_is_a_block_of_its_own(folders: dict[str, Path]) -> None:
     eye = opened(folders["gemma3"])
     num = eye.lens.num_tokens((1,))
-    rows = np.array([[7, *[eye.lens.image_token] * num, 7, *[eye.lens.image_token] * num], [*[eye.lens.image_token] * num, *[7] * (num + 2)]])
+    rows = np.array(
+        [
+            [7, *[eye.lens.image_token] * num, 7, *[eye.lens.image_token] * num],
+            [*[eye.lens.image_token] * num, *[7] * (num + 2)],
+        ]
+    )
     extra = eye.lens.extra(rows, [2 * num + 2, num + 2], [shown(eye, WIDE, TALL), shown(eye, TALL)])
     assert extra.tensors["blocks_BT"].tolist() == [[-1, *[0] * num, -1, *[1] * num], [*[2] * num, *[-1] * (num + 2)]]
 
@@ -240,7 +277,10 @@ def test_only_the_prompt_of_a_row_sees_both_ways(folders: dict[str, Path]) -> No
     eye = opened(folders["paligemma"])
     end = config_of(folders["paligemma"])["text_config"]["eos_token_id"]
     rows = np.array([[5, 6, 7, end], [5, 7, end, 0]])
-    assert eye.lens.extra(rows, [4, 3], [[], []], prompts=[2, 1]).tensors["blocks_BT"].tolist() == [[0, 0, -1, -1], [0, -1, -1, -1]]
+    assert eye.lens.extra(rows, [4, 3], [[], []], prompts=[2, 1]).tensors["blocks_BT"].tolist() == [
+        [0, 0, -1, -1],
+        [0, -1, -1, -1],
+    ]
     assert eye.lens.extra(rows, [3, 2], [[], []]).tensors["blocks_BT"].tolist() == [[0, 0, 0, -1], [0, 0, -1, -1]]
     with pytest.raises(DataError, match="nothing says where its prompt ends"):
         eye.lens.extra(rows, [3, 3], [[], []])
@@ -258,7 +298,9 @@ def test_a_prompt_without_images_begins_with_the_start_and_ends_with_a_newline(f
 def test_a_processor_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = make_vlm("gemma3", tmp_path)
     settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"size": {"height": 16, "width": 16}}), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(settings | {"size": {"height": 16, "width": 16}}), encoding="utf-8"
+    )
     with pytest.raises(ModelError, match=f"makes tiles of 16 x 16 pixels, and the vision tower takes {SIDE} x {SIDE}"):
         opened(folder)
     (folder / "preprocessor_config.json").unlink()
@@ -270,21 +312,58 @@ def test_a_tower_that_is_not_known_or_cannot_be_is_refused(folders: dict[str, Pa
     config = config_of(folders["llava"])
     with pytest.raises(ModelError, match="the vision tower is of type pixtral"):
         lens_of(config | {"vision_config": {"model_type": "pixtral"}})
-    with pytest.raises(ModelError, match=r"(?s)config.json of a llava cannot be read: .*not a multiple of the number of attention heads"):
-        lens_of(config | {"vision_config": {"model_type": "clip_vision_model", "hidden_size": 1024, "num_attention_heads": 12}})
+    with pytest.raises(
+        ModelError,
+        match=r"(?s)config.json of a llava cannot be read: .*not a multiple of the number of attention heads",
+    ):
+        lens_of(
+            config
+            | {"vision_config": {"model_type": "clip_vision_model", "hidden_size": 1024, "num_attention_heads": 12}}
+        )
 
 
 def test_published_configs_that_leave_out_defaults_or_name_the_tower_otherwise_are_read() -> None:
     tower = {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 14, "model_type": "idefics3"}
-    clip = {"hidden_size": 1024, "num_attention_heads": 16, "image_size": 336, "patch_size": 14, "model_type": "clip_vision_model"}
+    clip = {
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "image_size": 336,
+        "patch_size": 14,
+        "model_type": "clip_vision_model",
+    }
     siglip = {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 14, "model_type": "siglip_vision_model"}
     configs: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         "llava 1.5": ({"model_type": "llava", "image_token_index": 32000, "vision_config": clip}, (1,), 576),
-        "llava 1.6": ({"model_type": "llava_next", "image_token_index": 32000, "vision_config": clip}, (2, 2, 48, 48), 576 + 48 * 49),
-        "idefics 3": ({"model_type": "idefics3", "image_token_id": 128257, "vision_config": tower | {"image_size": 364}}, (3, 4), 13 * 169),
-        "smolvlm": ({"model_type": "idefics3", "image_token_id": 49153, "scale_factor": 3, "vision_config": tower | {"image_size": 384}}, (0, 0), 81),
-        "gemma 3": ({"model_type": "gemma3", "image_token_index": 262144, "vision_config": siglip | {"image_size": 896}}, (1,), 256),
-        "paligemma": ({"model_type": "paligemma", "image_token_index": 257152, "vision_config": siglip | {"image_size": 448}}, (1,), 1024),
+        "llava 1.6": (
+            {"model_type": "llava_next", "image_token_index": 32000, "vision_config": clip},
+            (2, 2, 48, 48),
+            576 + 48 * 49,
+        ),
+        "idefics 3": (
+            {"model_type": "idefics3", "image_token_id": 128257, "vision_config": tower | {"image_size": 364}},
+            (3, 4),
+            13 * 169,
+        ),
+        "smolvlm": (
+            {
+                "model_type": "idefics3",
+                "image_token_id": 49153,
+                "scale_factor": 3,
+                "vision_config": tower | {"image_size": 384},
+            },
+            (0, 0),
+            81,
+        ),
+        "gemma 3": (
+            {"model_type": "gemma3", "image_token_index": 262144, "vision_config": siglip | {"image_size": 896}},
+            (1,),
+            256,
+        ),
+        "paligemma": (
+            {"model_type": "paligemma", "image_token_index": 257152, "vision_config": siglip | {"image_size": 448}},
+            (1,),
+            1024,
+        ),
     }
     for name, (config, grid, tokens) in configs.items():
         lens = lens_of(config)

@@ -60,7 +60,9 @@ def test_the_extension_tells_the_format_of_a_file(tmp_path: Path, ending: str, f
     assert (file.path.read_text(), file.name, file.format) == (LINE, f"./data/my.rows{ending}", form)
 
 
-@pytest.mark.parametrize("name", ["rows.xlsx", "rows", "rows.parquet.gz", "rows.jsonl.zst", "citations.xlsx", "notice.db"])
+@pytest.mark.parametrize(
+    "name", ["rows.xlsx", "rows", "rows.parquet.gz", "rows.jsonl.zst", "citations.xlsx", "notice.db"]
+)
 def test_an_unknown_extension_is_an_error_that_lists_the_known(tmp_path: Path, name: str) -> None:
     _make(tmp_path, f"data/{name}")
     for path in (f"data/{name}", "data", "data/*"):
@@ -79,7 +81,14 @@ def test_a_file_is_taken_as_named_even_where_a_folder_would_leave_it_out(tmp_pat
 def test_a_folder_gives_all_data_below_it_in_order_and_nothing_else(tmp_path: Path) -> None:
     _make(tmp_path, "data/b.jsonl", "data/a/2.jsonl", "data/a/1.jsonl", "data/a.b/0.jsonl")
     _make(
-        tmp_path, "data/README.md", "data/readme.txt", "data/LICENSE", "data/a/x.png", "data/spec.yaml", "data/dataset_info.json", "data/state.json"
+        tmp_path,
+        "data/README.md",
+        "data/readme.txt",
+        "data/LICENSE",
+        "data/a/x.png",
+        "data/spec.yaml",
+        "data/dataset_info.json",
+        "data/state.json",
     )
     _make(tmp_path, "data/.hidden.jsonl", "data/.git/x.jsonl", "data/__pycache__/x.jsonl", "data/cache-1f.arrow")
     expected = ["data/a.b/0.jsonl", "data/a/1.jsonl", "data/a/2.jsonl", "data/b.jsonl"]
@@ -91,7 +100,15 @@ def test_a_folder_gives_all_data_below_it_in_order_and_nothing_else(tmp_path: Pa
 
 
 def test_a_glob_takes_every_file_with_a_data_extension_whatever_its_name(tmp_path: Path) -> None:
-    names = ["citations.jsonl", "dataset_info.json", "facts.jsonl", "license.jsonl", "notices.jsonl", "readme.jsonl", "state.json"]
+    names = [
+        "citations.jsonl",
+        "dataset_info.json",
+        "facts.jsonl",
+        "license.jsonl",
+        "notices.jsonl",
+        "readme.jsonl",
+        "state.json",
+    ]
     _make(tmp_path, *(f"parts/{name}" for name in names), "parts/README.txt", "parts/README.md", "parts/LICENSE")
     for ending in ("jsonl", "json", "txt"):
         expected = [f"parts/{name}" for name in [*names, "README.txt"] if name.endswith(f".{ending}")]
@@ -103,12 +120,27 @@ def test_a_glob_takes_every_file_with_a_data_extension_whatever_its_name(tmp_pat
 @pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet", "txt", "jsonl.gz"])
 def test_a_name_alone_leaves_no_file_of_a_folder_out(tmp_path: Path, ending: str) -> None:
     names = [f"data/{stem}.{ending}" for stem in ("changelogs", "citations", "licenses", "notices", "state", "states")]
-    _make(tmp_path, *names, "data/README.txt", "data/LICENSE-MIT.txt", "data/citation.txt", "data/NOTICE", "data/CHANGELOG.md", "data/LICENSE-2.0")
+    _make(
+        tmp_path,
+        *names,
+        "data/README.txt",
+        "data/LICENSE-MIT.txt",
+        "data/citation.txt",
+        "data/NOTICE",
+        "data/CHANGELOG.md",
+        "data/LICENSE-2.0",
+    )
     assert _names("data", tmp_path) == names
 
 
 def test_what_datasets_writes_beside_its_rows_is_left_out_of_a_folder(tmp_path: Path) -> None:
-    _make(tmp_path, "d/dataset_dict.json", "d/train/data-00000-of-00001.arrow", "d/train/cache-1f.arrow", "d/train/state.json")
+    _make(
+        tmp_path,
+        "d/dataset_dict.json",
+        "d/train/data-00000-of-00001.arrow",
+        "d/train/cache-1f.arrow",
+        "d/train/state.json",
+    )
     _make(tmp_path, "d/train/dataset_info.json", "d/dataset_infos.json")
     assert _names("d", tmp_path) == ["d/train/data-00000-of-00001.arrow"]
 
@@ -194,7 +226,9 @@ def test_a_path_that_no_system_takes_is_an_error(tmp_path: Path, path: str) -> N
         ("test", ["d/more/test.parquet"]),
     ],
 )
-def test_a_folder_of_several_splits_gives_the_one_that_is_asked_for(tmp_path: Path, split: str, expected: list[str]) -> None:
+def test_a_folder_of_several_splits_gives_the_one_that_is_asked_for(
+    tmp_path: Path, split: str, expected: list[str]
+) -> None:
     _make(tmp_path, "d/train-00000-of-00002.parquet", "d/train-00001-of-00002.parquet", "d/Train2017/x.parquet")
     _make(tmp_path, "d/dev/train_of_thought/val_human.parquet", "d/x.valid.parquet", "d/more/test.parquet")
     assert _names("d", tmp_path, split) == expected
@@ -219,14 +253,22 @@ def test_a_file_of_no_split_beside_files_of_one_is_never_left_out_in_silence(tmp
 
 
 def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
-    _make(tmp_path, "data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet", "data/test-00000-of-00001.parquet")
+    _make(
+        tmp_path,
+        "data/train-00000-of-00003.parquet",
+        "data/train-00002-of-00003.parquet",
+        "data/test-00000-of-00001.parquet",
+    )
     assert _names("data", tmp_path, "test") == ["data/test-00000-of-00001.parquet"]
     assert _fault("data", tmp_path).problem == "data holds 2 of the 3 files data/train-*-of-00003.parquet"
 
 
 def test_what_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    parts = {"train": datasets.Dataset.from_list([{"q": "a"}, {"q": "b"}]), "test": datasets.Dataset.from_list([{"q": "c"}])}
+    parts = {
+        "train": datasets.Dataset.from_list([{"q": "a"}, {"q": "b"}]),
+        "test": datasets.Dataset.from_list([{"q": "c"}]),
+    }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     found = [row for file in find_files("saved", tmp_path, split="train") for row in read_records(file)]
     assert [row.value for row in found if isinstance(row, Record)] == [{"q": "a"}, {"q": "b"}]
@@ -263,7 +305,9 @@ def test_a_hub_data_set_gives_the_files_of_the_split_with_their_hub_names(cache:
     _cached(cache, COMMIT, "data/train.jsonl", "data/test.jsonl", "README.md", ".gitattributes")
     (file,) = find_files("hf://datasets/owner/name", tmp_path, split="test")
     assert file == DataFile(
-        cache / "datasets--owner--name" / "snapshots" / COMMIT / "data" / "test.jsonl", "hf://datasets/owner/name/data/test.jsonl", "jsonl"
+        cache / "datasets--owner--name" / "snapshots" / COMMIT / "data" / "test.jsonl",
+        "hf://datasets/owner/name/data/test.jsonl",
+        "jsonl",
     )
     assert len(list(read_records(file))) == 1
 
@@ -278,14 +322,24 @@ def test_a_hub_data_set_gives_the_files_of_the_split_with_their_hub_names(cache:
         ("/", ["data/a.jsonl", "data/deep/b.jsonl", "other/c.jsonl"]),
     ],
 )
-def test_a_hub_path_may_go_on_with_a_file_a_folder_or_a_glob(cache: Path, tmp_path: Path, inside: str, expected: list[str]) -> None:
+def test_a_hub_path_may_go_on_with_a_file_a_folder_or_a_glob(
+    cache: Path, tmp_path: Path, inside: str, expected: list[str]
+) -> None:
     names = ("data/a.jsonl", "data/deep/b.jsonl", "other/c.jsonl")
     _cached(cache, COMMIT, *names, listed=names)
-    assert _names(f"hf://datasets/owner/name{inside}", tmp_path) == [f"hf://datasets/owner/name/{name}" for name in expected]
+    assert _names(f"hf://datasets/owner/name{inside}", tmp_path) == [
+        f"hf://datasets/owner/name/{name}" for name in expected
+    ]
 
 
 @pytest.mark.parametrize(
-    ("ref", "written"), [("main", ""), ("v1.0", "@v1.0"), ("refs/convert/parquet", "@refs/convert/parquet"), ("refs/pr/3", "@refs%2Fpr%2F3")]
+    ("ref", "written"),
+    [
+        ("main", ""),
+        ("v1.0", "@v1.0"),
+        ("refs/convert/parquet", "@refs/convert/parquet"),
+        ("refs/pr/3", "@refs%2Fpr%2F3"),
+    ],
 )
 def test_a_pinned_path_names_the_commit_and_gives_the_same_file_when_the_branch_has_moved(
     cache: Path, tmp_path: Path, ref: str, written: str
@@ -325,15 +379,25 @@ def test_what_is_not_in_the_cache_is_an_error_offline(cache: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("inside", "missing"),
-    [("", "b.jsonl"), ("", "B.JSONL"), ("/data", "data/b.jsonl"), ("/data/**/*.jsonl", "data/b.jsonl"), ("/b.jsonl", "b.jsonl")],
+    [
+        ("", "b.jsonl"),
+        ("", "B.JSONL"),
+        ("/data", "data/b.jsonl"),
+        ("/data/**/*.jsonl", "data/b.jsonl"),
+        ("/b.jsonl", "b.jsonl"),
+    ],
 )
-def test_a_download_that_was_broken_off_is_not_taken_for_the_whole(cache: Path, tmp_path: Path, inside: str, missing: str) -> None:
+def test_a_download_that_was_broken_off_is_not_taken_for_the_whole(
+    cache: Path, tmp_path: Path, inside: str, missing: str
+) -> None:
     _cached(cache, COMMIT, "data/a.jsonl", listed=("data/a.jsonl", missing, "README.md"))
     assert f"1 file(s) are missing ({missing})" in _fault(f"hf://datasets/owner/name{inside}", tmp_path).problem
     assert _names("hf://datasets/owner/name/data/a.jsonl", tmp_path) == ["hf://datasets/owner/name/data/a.jsonl"]
 
 
-@pytest.mark.parametrize("path", ["hf://datasets/name", "hf://models/owner/name", "hf://datasets/owner/na me--x", "hf://"])
+@pytest.mark.parametrize(
+    "path", ["hf://datasets/name", "hf://models/owner/name", "hf://datasets/owner/na me--x", "hf://"]
+)
 def test_a_hub_path_that_names_no_data_set_is_an_error(cache: Path, tmp_path: Path, path: str) -> None:
     assert path in _fault(path, tmp_path).problem
     assert not cache.exists()
@@ -346,10 +410,19 @@ def test_errors_of_the_hub_tell_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     answer = httpx.Response(403, request=httpx.Request("GET", "https://hub"))
     expected = {
         errors.GatedRepoError("terms", response=answer): ("hf://datasets/owner/name is gated", "hf auth login"),
-        errors.RepositoryNotFoundError("404", response=answer): ("the hub has no such data set: hf://datasets/owner/name: 404", "check owner"),
-        errors.RevisionNotFoundError("404", response=answer): ("the hub has no such data set: hf://datasets/owner/name: 404", "check owner"),
+        errors.RepositoryNotFoundError("404", response=answer): (
+            "the hub has no such data set: hf://datasets/owner/name: 404",
+            "check owner",
+        ),
+        errors.RevisionNotFoundError("404", response=answer): (
+            "the hub has no such data set: hf://datasets/owner/name: 404",
+            "check owner",
+        ),
         httpx.ProxyError("no proxy"): ("hf://datasets/owner/name cannot be downloaded: no proxy", "connect"),
-        OSError(28, "No space left"): ("hf://datasets/owner/name cannot be looked up: [Errno 28] No space left", "check"),
+        OSError(28, "No space left"): (
+            "hf://datasets/owner/name cannot be looked up: [Errno 28] No space left",
+            "check",
+        ),
     }
     for error, (problem, remedy) in expected.items():
 

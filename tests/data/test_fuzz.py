@@ -85,51 +85,149 @@ TOOLS = json.dumps([{"name": "add", "description": "Adds.", "parameters": {"type
 PAIR = {"prompt": "prompt", "answer": "chosen"}
 SHAPES: tuple[tuple[Callable[[int], Value], dict[str, str]], ...] = (
     (lambda n: {"messages": _said("What is", n)}, {"messages": "messages"}),
-    (lambda n: {"messages": [*_said("What is", n), *_said("And", n + 1)], "system": "Be brief."}, {"messages": "messages", "system": "system"}),
+    (
+        lambda n: {"messages": [*_said("What is", n), *_said("And", n + 1)], "system": "Be brief."},
+        {"messages": "messages", "system": "system"},
+    ),
     (lambda n: {"messages": _called(n), "tools": TOOLS}, {"messages": "messages", "tools": "tools"}),
-    (lambda n: {"conversations": _shared(n), "system": "Be brief.", "id": n}, {"messages": "conversations", "system": "system"}),
+    (
+        lambda n: {"conversations": _shared(n), "system": "Be brief.", "id": n},
+        {"messages": "conversations", "system": "system"},
+    ),
     (lambda n: {"conversations": _function_called(n), "tools": TOOLS}, {"messages": "conversations", "tools": "tools"}),
-    (lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": f"What is {n}?"}]}, _said("", n)[1]]}, {"messages": "messages"}),
-    (lambda n: {"instruction": f"Double {n}.", "input": "quickly", "output": str(2 * n)}, {"prompt": "{instruction}: {input}", "answer": "output"}),
-    (lambda n: {"instruction": f"{n}?", "input": "", "output": "odd", "history": [["2?", "even"]]}, {"prompt": "instruction", "answer": "output"}),
+    (
+        lambda n: {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": f"What is {n}?"}]}, _said("", n)[1]]
+        },
+        {"messages": "messages"},
+    ),
+    (
+        lambda n: {"instruction": f"Double {n}.", "input": "quickly", "output": str(2 * n)},
+        {"prompt": "{instruction}: {input}", "answer": "output"},
+    ),
+    (
+        lambda n: {"instruction": f"{n}?", "input": "", "output": "odd", "history": [["2?", "even"]]},
+        {"prompt": "instruction", "answer": "output"},
+    ),
     (lambda n: {"prompt": f"{n} + {n} =", "completion": f" {2 * n}"}, {"prompt": "prompt", "answer": "completion"}),
-    (lambda n: {"prompt": _said("What is", n)[:1], "completion": _said("What is", n)[1:]}, {"prompt": "prompt", "answer": "completion"}),
-    (lambda n: {"question": f"Which is {n}?", "answer": "that", "id": n}, {"prompt": "{id}. {question}", "answer": "answer"}),
+    (
+        lambda n: {"prompt": _said("What is", n)[:1], "completion": _said("What is", n)[1:]},
+        {"prompt": "prompt", "answer": "completion"},
+    ),
+    (
+        lambda n: {"question": f"Which is {n}?", "answer": "that", "id": n},
+        {"prompt": "{id}. {question}", "answer": "answer"},
+    ),
     (lambda n: {"query": f"Which is {n}?", "label": "that"}, {"prompt": "query", "answer": "label"}),
     (lambda n: {"problem": f"Which is {n}?", "response": n / 3}, {"prompt": "problem", "answer": "response"}),
     (
-        lambda n: {"context": "A river.", "question": f"What {n}?", "answers": {"text": ["A river", "river", "river"], "answer_start": [0, 2, 2]}},
+        lambda n: {
+            "context": "A river.",
+            "question": f"What {n}?",
+            "answers": {"text": ["A river", "river", "river"], "answer_start": [0, 2, 2]},
+        },
         {"prompt": "{context}\n\n{question}", "answer": "answers.text"},
     ),
     (
         lambda n: {"contexts": ["A river.", "A lake."], "question": f"{n}?", "long_answer": "Both."},
         {"prompt": "{contexts} {question}", "answer": "long_answer"},
     ),
-    (lambda n: {"article": f"It rained {n} days.", "highlights": "Rain."}, {"prompt": "article", "answer": "highlights"}),
-    (lambda n: {"questions": [f"What is {n}?", "And then?"], "answers": ["This", "That"]}, {"prompt": "{questions}", "answer": "answers"}),
+    (
+        lambda n: {"article": f"It rained {n} days.", "highlights": "Rain."},
+        {"prompt": "article", "answer": "highlights"},
+    ),
+    (
+        lambda n: {"questions": [f"What is {n}?", "And then?"], "answers": ["This", "That"]},
+        {"prompt": "{questions}", "answer": "answers"},
+    ),
     (_meeting, {}),
     (_truth, {"prompt": "question", "answer": "Best Answer"}),
     (lambda n: {"prompt": f"Is {n} odd?", "chosen": "Yes, it is.", "rejected": "No."}, PAIR),
-    (lambda n: {"prompt": _said("Is it", n)[:1], "chosen": _said("", n)[1:], "rejected": [{"role": "assistant", "content": "no"}]}, PAIR),
-    (lambda n: {"chosen": _said("Is it", n), "rejected": [_said("Is it", n)[0], {"role": "assistant", "content": "no"}]}, {"messages": "chosen"}),
+    (
+        lambda n: {
+            "prompt": _said("Is it", n)[:1],
+            "chosen": _said("", n)[1:],
+            "rejected": [{"role": "assistant", "content": "no"}],
+        },
+        PAIR,
+    ),
+    (
+        lambda n: {
+            "chosen": _said("Is it", n),
+            "rejected": [_said("Is it", n)[0], {"role": "assistant", "content": "no"}],
+        },
+        {"messages": "chosen"},
+    ),
     (
         lambda n: {"conversations": _shared(n)[:1], "chosen": _shared(n)[1], "rejected": _shared(n, answer="no")[1]},
         PAIR | {"prompt": "conversations"},
     ),
-    (lambda n: {"prompt": f"Is {n} odd?", "completion": "Yes.", "label": n % 2 == 0}, {"prompt": "prompt", "answer": "completion"}),
+    (
+        lambda n: {"prompt": f"Is {n} odd?", "completion": "Yes.", "label": n % 2 == 0},
+        {"prompt": "prompt", "answer": "completion"},
+    ),
     (lambda n: {"messages": _said("Is it", n), "kto_tag": n % 2 == 0}, {"messages": "messages"}),
     (lambda n: {"text": f"There were {n} of them. " * (1 + n % 5)}, {"text": "text"}),
     (lambda n: {"snt": f"dog {n}", "amr": "(d / dog)", "id": f"s.{n}"}, {"prompt": "Parse: {snt}", "answer": "amr"}),
-    (lambda n: {"image": f"{n}.png", "question": f"What {n}?", "answers": ["red", "red", "blue"]}, {"prompt": "question", "answer": "answers"}),
+    (
+        lambda n: {"image": f"{n}.png", "question": f"What {n}?", "answers": ["red", "red", "blue"]},
+        {"prompt": "question", "answer": "answers"},
+    ),
 )
 """Rows, and what a user may write of their columns."""
 NAMES = sorted(
-    {name for shape, _ in SHAPES for name in shape(1)} | {"solution", "document", "content", "images", "dialogue", "role", "from", "Answer", "A b"}
+    {name for shape, _ in SHAPES for name in shape(1)}
+    | {"solution", "document", "content", "images", "dialogue", "role", "from", "Answer", "A b"}
 )
 ODD: tuple[Any, ...] = (
-    *(None, "", " ", "\n", 0, -1, 1.5, True, [], {}, [None], [[]], {"text": []}, [""], {"role": "user"}, [{"from": "gpt"}], [[["deep"]]]),
-    *(float("nan"), float("inf"), 10**30, "nan", "true", "null", "{", "[1", "]", '"', "a,b;c\td", "\r\n", "'", "{question}", "{{", "%s\\"),
-    *("<|end|>", "<|user|>x<|end|>", "<image>", "<think>hm</think>so", "</think>", "{% raw %}", "{{ messages }}", "x" * 3000, "word " * 200),
+    *(
+        None,
+        "",
+        " ",
+        "\n",
+        0,
+        -1,
+        1.5,
+        True,
+        [],
+        {},
+        [None],
+        [[]],
+        {"text": []},
+        [""],
+        {"role": "user"},
+        [{"from": "gpt"}],
+        [[["deep"]]],
+    ),
+    *(
+        float("nan"),
+        float("inf"),
+        10**30,
+        "nan",
+        "true",
+        "null",
+        "{",
+        "[1",
+        "]",
+        '"',
+        "a,b;c\td",
+        "\r\n",
+        "'",
+        "{question}",
+        "{{",
+        "%s\\",
+    ),
+    *(
+        "<|end|>",
+        "<|user|>x<|end|>",
+        "<image>",
+        "<think>hm</think>so",
+        "</think>",
+        "{% raw %}",
+        "{{ messages }}",
+        "x" * 3000,
+        "word " * 200,
+    ),
     *(
         "\x00",
         "\ufeff",
@@ -153,7 +251,11 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     """Every container in a value with each of its keys."""
     if isinstance(value, dict):
         return [place for key, inner in value.items() for place in [(value, key), *_places(inner)]]
-    return [place for at, inner in enumerate(value) for place in [(value, at), *_places(inner)]] if isinstance(value, list) else []
+    return (
+        [place for at, inner in enumerate(value) for place in [(value, at), *_places(inner)]]
+        if isinstance(value, list)
+        else []
+    )
 
 
 def _mutate(row: Value, rng: random.Random, names: Sequence[str]) -> None:
@@ -249,14 +351,26 @@ FORMS = {"rows.jsonl": _jsonl, "rows.json": _json, "ids.json": _by_id, "rows.csv
 
 def _broken(content: bytes, rng: random.Random) -> bytes:
     at = rng.randrange(len(content))
-    return rng.choice([content[:at], content[:at] + rng.choice([b"\xff", b'"', b"\n", b"{", b"]", b"\x00"]) + content[at + 1 :]])
+    return rng.choice(
+        [content[:at], content[:at] + rng.choice([b"\xff", b'"', b"\n", b"{", b"]", b"\x00"]) + content[at + 1 :]]
+    )
 
 
 def _settings(name: str, fields: dict[str, str], rng: random.Random) -> Value:
     source: Value = {"path": name, "weight": rng.choice([1, 1, 1, 0.5, 2.5]), "limit": rng.choice([None, None, 7])}
-    source["fields"] = rng.choice([{}, {}, fields, fields, dict(zip(fields, rng.sample(NAMES, len(fields)), strict=True))])
-    data: Value = {"train": [source], "max_tokens": rng.choice([2048, 40]), "too_long": rng.choice(["error", "drop", "cut_prompt"])}
-    data |= {"turns": rng.choice(["all", "last"]), "template": rng.choice(["chat", "chat", "plain"]), "overlap": rng.choice(["error", "drop"])}
+    source["fields"] = rng.choice(
+        [{}, {}, fields, fields, dict(zip(fields, rng.sample(NAMES, len(fields)), strict=True))]
+    )
+    data: Value = {
+        "train": [source],
+        "max_tokens": rng.choice([2048, 40]),
+        "too_long": rng.choice(["error", "drop", "cut_prompt"]),
+    }
+    data |= {
+        "turns": rng.choice(["all", "last"]),
+        "template": rng.choice(["chat", "chat", "plain"]),
+        "overlap": rng.choice(["error", "drop"]),
+    }
     held = {"path": name, "fields": source["fields"]}
     return data | rng.choice([{}, {}, {"validation": {"share": 0.2}}, {"validation": held}, {"test": held}])
 
@@ -275,7 +389,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def _outcome(data: Value, base: Path, tokenizer: Path) -> Preparation | DataError:
     (base / "out").mkdir()
     try:
-        return prepare(Data.model_validate(data, strict=False), base=base, tokenizer=tokenizer, seed=0, folder=base / "out")
+        return prepare(
+            Data.model_validate(data, strict=False), base=base, tokenizer=tokenizer, seed=0, folder=base / "out"
+        )
     except DataError as error:
         return error
 
@@ -312,9 +428,16 @@ def test_a_mutated_file_balances_its_books_or_is_an_error_with_a_remedy(
 def _check_books(found: Preparation, data: Value, out: Path, num_rows: int, *, is_broken: bool) -> None:
     for ledger in found.sources:
         assert ledger.used + sum(ledger.dropped.values()) == ledger.read
-        if ledger.split == "train" or "share" not in data.get("validation", {}):  # a share's records are counted in train
+        if ledger.split == "train" or "share" not in data.get(
+            "validation", {}
+        ):  # a share's records are counted in train
             assert 0 < ledger.records <= num_rows + 1 if is_broken else ledger.records == num_rows
-    unusable = sum(count for ledger in found.sources for reason, count in ledger.dropped.items() if not reason.startswith("left out"))
+    unusable = sum(
+        count
+        for ledger in found.sources
+        for reason, count in ledger.dropped.items()
+        if not reason.startswith("left out")
+    )
     assert sum(line.get("what") == "dropped" for line in read_lines(out / "ledger.jsonl")) == unusable
     if found.lengths is not None:
         examples = Examples(out / "train.safetensors")
@@ -325,7 +448,15 @@ def _check_books(found: Preparation, data: Value, out: Path, num_rows: int, *, i
 @pytest.mark.parametrize(
     ("mutant", "reason"),
     [
-        ({"messages": [*_called(0)[:2], {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "@300"}]}]}, "refuses this conversation"),
+        (
+            {
+                "messages": [
+                    *_called(0)[:2],
+                    {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "@300"}]},
+                ]
+            },
+            "refuses this conversation",
+        ),
         ({"messages": _called(0), "tools": [{"name": "@300"}]}, "the name of a tool is not text"),
     ],
 )

@@ -34,7 +34,9 @@ def _fault(root: Path, path: str) -> str:
 
 def test_an_image_lies_at_its_path_or_in_a_folder_beside_the_data(tmp_path: Path) -> None:
     _fill(tmp_path, "1.png", "png/1.png", "png/2.png", "documents/3.png", "png/deep/4.png", ".hidden/5.png")
-    assert [_content(tmp_path, path) for path in ("1.png", "2.png", "documents/3.png", "./png/../png/2.png", "deep/4.png")] == [
+    assert [
+        _content(tmp_path, path) for path in ("1.png", "2.png", "documents/3.png", "./png/../png/2.png", "deep/4.png")
+    ] == [
         "1.png",
         "png/2.png",
         "documents/3.png",
@@ -57,7 +59,9 @@ def test_a_name_without_an_extension_stands_for_the_image_of_that_name(tmp_path:
     ]
     assert "3 is not there" in _fault(tmp_path, "3")
     _fill(tmp_path, "images/2.png")
-    assert _fault(tmp_path, "2") == (f"2 may be {tmp_path}/images/2.png and {tmp_path}/images/2.GIF; name the one folder or zip with images_root")
+    assert _fault(tmp_path, "2") == (
+        f"2 may be {tmp_path}/images/2.png and {tmp_path}/images/2.GIF; name the one folder or zip with images_root"
+    )
 
 
 def test_what_lies_in_two_folders_is_not_guessed(tmp_path: Path) -> None:
@@ -85,11 +89,15 @@ def test_zips_are_looked_into_where_no_folder_has_it(tmp_path: Path) -> None:
 def test_a_zip_may_be_the_root_itself(tmp_path: Path) -> None:
     _zip(tmp_path / "all.zip", "a/1.png", "b/1.png", "1.png", "a/2.png", "b/2.png")
     assert [_content(tmp_path / "all.zip", path) for path in ("1.png", "a/1.png")] == ["zipped 1.png", "zipped a/1.png"]
-    assert _fault(tmp_path / "all.zip", "2.png").startswith(f"2.png may be a/2.png in {tmp_path}/all.zip and b/2.png in")
+    assert _fault(tmp_path / "all.zip", "2.png").startswith(
+        f"2.png may be a/2.png in {tmp_path}/all.zip and b/2.png in"
+    )
     assert "lies outside" in _fault(tmp_path / "all.zip", "../secret.png")
 
 
-@pytest.mark.parametrize("path", ["../secret.png", "png/../../secret.png", "/etc/passwd", "..", ".", "png/..", "a\0.png", "//etc/passwd"])
+@pytest.mark.parametrize(
+    "path", ["../secret.png", "png/../../secret.png", "/etc/passwd", "..", ".", "png/..", "a\0.png", "//etc/passwd"]
+)
 def test_a_path_that_leaves_its_root_is_refused(tmp_path: Path, path: str) -> None:
     _fill(tmp_path, "secret.png", "root/png/1.png")
     assert _fault(tmp_path / "root", path).endswith(
@@ -118,7 +126,10 @@ def test_a_name_that_no_file_can_have_is_not_there(tmp_path: Path, path: str) ->
 def test_a_folder_is_no_image_and_a_root_that_is_gone_is_told(tmp_path: Path) -> None:
     (tmp_path / "1.png").mkdir()
     assert "1.png is not there" in _fault(tmp_path, "1.png")
-    assert _fault(tmp_path / "gone", "1.png") == f"{tmp_path}/gone, where its images start, cannot be read: No such file or directory"
+    assert (
+        _fault(tmp_path / "gone", "1.png")
+        == f"{tmp_path}/gone, where its images start, cannot be read: No such file or directory"
+    )
 
 
 def test_files_that_come_later_are_found(tmp_path: Path) -> None:
@@ -171,7 +182,12 @@ def test_bytes_need_no_file(tmp_path: Path) -> None:
 def test_a_row_without_one_of_its_images_is_a_bad_row_with_its_place(tmp_path: Path) -> None:
     _fill(tmp_path, "1.png")
     here, gone = Image(path="1.png", root=str(tmp_path)), Image(path="2.png", root=str(tmp_path))
-    row = Row(source="val.json", number=7, messages=(Message("user", "q"), Message("assistant", "a")), images=(here, Image(data=b"x")))
+    row = Row(
+        source="val.json",
+        number=7,
+        messages=(Message("user", "q"), Message("assistant", "a")),
+        images=(here, Image(data=b"x")),
+    )
     assert without_images(row) is None
     missing = without_images(Row(source="val.json", number=7, messages=row.messages, images=(here, gone)))
     assert isinstance(missing, BadRow)

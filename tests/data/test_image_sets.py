@@ -55,7 +55,9 @@ def _open(
     where: Where | None = None,
     root: str | None = None,
 ) -> Reading:
-    return open_source(Source(path=path, fields=Fields(**fields or {}), where=where or {}, images_root=root), base, split=split)
+    return open_source(
+        Source(path=path, fields=Fields(**fields or {}), where=where or {}, images_root=root), base, split=split
+    )
 
 
 def _rows(reading: Reading) -> list[Row]:
@@ -77,8 +79,12 @@ def _asked(row: Row) -> tuple[str, str, list[int]]:
 
 def test_chartqa_has_its_images_in_a_folder_beside_and_val_for_a_split(tmp_path: Path) -> None:
     for split, number in (("train", 1), ("val", 2), ("test", 3)):
-        _write(tmp_path / split / f"{split}_human.json", [{"imgname": "7.png", "query": f"Which {split}?", "label": "Tea"}])
-        _write(tmp_path / split / f"{split}_augmented.json", [{"imgname": "8.png", "query": "How much?", "label": "42.5"}])
+        _write(
+            tmp_path / split / f"{split}_human.json", [{"imgname": "7.png", "query": f"Which {split}?", "label": "Tea"}]
+        )
+        _write(
+            tmp_path / split / f"{split}_augmented.json", [{"imgname": "8.png", "query": "How much?", "label": "42.5"}]
+        )
         _draw(tmp_path, **{f"{split}/png/7.png": number, f"{split}/png/8.png": 10 + number})
     for split, asked in (("train", [1, 11]), ("validation", [2, 12]), ("test", [3, 13])):
         assert sorted(number for row in _rows(_open(tmp_path, ".", split=split)) for number in _seen(row)) == asked
@@ -98,7 +104,10 @@ def test_docvqa_names_its_images_by_a_path(tmp_path: Path) -> None:
         "answers": ["1/8/93", "8 Jan 93"],
         "data_split": "val",
     }
-    _write(tmp_path / "val_v1.0.json", {"dataset_name": "docvqa", "dataset_version": "0.1", "dataset_split": "val", "data": [record]})
+    _write(
+        tmp_path / "val_v1.0.json",
+        {"dataset_name": "docvqa", "dataset_version": "0.1", "dataset_split": "val", "data": [record]},
+    )
     _draw(tmp_path, **{"documents/xnbl0037_1.png": 9})
     (row,) = _rows(_open(tmp_path, "val_v1.0.json"))
     assert (*_asked(row), row.references) == ("what is the date?", "1/8/93", [9], ("1/8/93", "8 Jan 93"))
@@ -120,7 +129,12 @@ def test_infographicvqa_is_read_in_both_of_its_shapes(tmp_path: Path) -> None:
     _draw(tmp_path, **{"own/infographicsvqa_images/20471.jpeg": 5})
     (row,) = _rows(_open(tmp_path, "own/val.json"))
     assert (*_asked(row), row.references) == ("How many?", "25%", [5], ("25%", "25 percent"))
-    hub = {"query": "How many?", "answer": "25%", "image": {"bytes": _picture(6), "path": "20471.jpeg"}, "image_filename": "20471.jpeg"}
+    hub = {
+        "query": "How many?",
+        "answer": "25%",
+        "image": {"bytes": _picture(6), "path": "20471.jpeg"},
+        "image_filename": "20471.jpeg",
+    }
     pq.write_table(pa.Table.from_pylist([hub]), tmp_path / "hub.parquet")
     (row,) = _rows(_open(tmp_path, "hub.parquet"))
     assert _asked(row) == ("How many?", "25%", [6])
@@ -157,7 +171,13 @@ def test_images_may_stay_in_the_zip_that_was_downloaded(tmp_path: Path) -> None:
 
 
 OCRVQA = {
-    "0000000001": {"imageURL": "http://x/a.jpg", "split": 1, "title": "T", "questions": ["Who?", "What?"], "answers": ["I", "A book"]},
+    "0000000001": {
+        "imageURL": "http://x/a.jpg",
+        "split": 1,
+        "title": "T",
+        "questions": ["Who?", "What?"],
+        "answers": ["I", "A book"],
+    },
     "000215949X": {"imageURL": "http://x/b.gif", "split": 2, "title": "U", "questions": ["Who?"], "answers": ["You"]},
     "0000000003": {"imageURL": "http://x/c.jpg", "split": 3, "title": "V", "questions": ["Who?"], "answers": ["They"]},
 }
@@ -166,7 +186,10 @@ OCRVQA = {
 def test_ocrvqa_asks_many_questions_of_an_image_and_numbers_its_splits(tmp_path: Path) -> None:
     _write(tmp_path / "dataset.json", OCRVQA)
     _draw(tmp_path, **{"images/0000000001.jpg": 1, "images/000215949X.gif": 2, "images/0000000003.jpg": 3})
-    found = {split: [(row.place, *_asked(row)) for row in _rows(_open(tmp_path, "dataset.json", split=split))] for split in ("validation", "test")}
+    found = {
+        split: [(row.place, *_asked(row)) for row in _rows(_open(tmp_path, "dataset.json", split=split))]
+        for split in ("validation", "test")
+    }
     assert found == {
         "validation": [("dataset.json:2 (1)", "Who?", "You", [2])],
         "test": [("dataset.json:3 (1)", "Who?", "They", [3])],
@@ -179,7 +202,11 @@ def test_ocrvqa_asks_many_questions_of_an_image_and_numbers_its_splits(tmp_path:
 def test_another_split_may_be_asked_for_and_one_that_is_not_there_is_told(tmp_path: Path) -> None:
     _write(tmp_path / "dataset.json", {name: record for name, record in OCRVQA.items() if record["split"] != 3})
     assert [row.answer for row in _rows(_open(tmp_path, "dataset.json", split="test", where={"split": 2}))] == ["You"]
-    assert [row.answer for row in _rows(_open(tmp_path, "dataset.json", split="test", where={"split": (1, 2)}))] == ["I", "A book", "You"]
+    assert [row.answer for row in _rows(_open(tmp_path, "dataset.json", split="test", where={"split": (1, 2)}))] == [
+        "I",
+        "A book",
+        "You",
+    ]
     with pytest.raises(DataError, match=r"dataset\.json has no record with split = 3"):
         _open(tmp_path, "dataset.json", split="test")
     with pytest.raises(DataError, match=r"dataset\.json has no record with split = 4"):
@@ -195,10 +222,22 @@ def test_a_record_that_tells_no_split_is_a_bad_one(tmp_path: Path) -> None:
 
 def _vqav2(tmp_path: Path, *, subtype: str = "val2014", **annotation: Any) -> Reading:
     question = {"image_id": 262148, "question": "What colour?", "question_id": 262148000}
-    answers = [{"answer": answer, "answer_confidence": "yes", "answer_id": at} for at, answer in enumerate(["red"] * 8 + ["maroon", "dark red"])]
-    partner = {"question_type": "what", "multiple_choice_answer": "red", "answers": answers, "image_id": 262148, "answer_type": "other"}
+    answers = [
+        {"answer": answer, "answer_confidence": "yes", "answer_id": at}
+        for at, answer in enumerate(["red"] * 8 + ["maroon", "dark red"])
+    ]
+    partner = {
+        "question_type": "what",
+        "multiple_choice_answer": "red",
+        "answers": answers,
+        "image_id": 262148,
+        "answer_type": "other",
+    }
     about = {"info": {"year": 2017}, "license": {"url": "x"}, "data_type": "mscoco"}
-    _write(tmp_path / "questions.json", about | {"task_type": "Open-Ended", "data_subtype": "val2014", "questions": [question]})
+    _write(
+        tmp_path / "questions.json",
+        about | {"task_type": "Open-Ended", "data_subtype": "val2014", "questions": [question]},
+    )
     record = partner | {"question_id": 262148000} | annotation
     _write(tmp_path / "annotations.json", about | {"data_subtype": subtype, "annotations": [record]})
     return _open(tmp_path, "questions.json", {"join": "annotations.json"})
@@ -207,7 +246,13 @@ def _vqav2(tmp_path: Path, *, subtype: str = "val2014", **annotation: Any) -> Re
 def test_vqav2_is_joined_from_questions_and_annotations_on_images_of_coco(tmp_path: Path) -> None:
     _draw(tmp_path, **{"val2014/COCO_val2014_000000262148.jpg": 4})
     (row,) = _rows(_vqav2(tmp_path))
-    assert (*_asked(row), row.references, row.votes) == ("What colour?", "red", [4], ("red", "maroon", "dark red"), (8, 1, 1))
+    assert (*_asked(row), row.references, row.votes) == (
+        "What colour?",
+        "red",
+        [4],
+        ("red", "maroon", "dark red"),
+        (8, 1, 1),
+    )
 
 
 def test_annotations_of_another_subset_do_not_fit(tmp_path: Path) -> None:
@@ -218,15 +263,37 @@ def test_annotations_of_another_subset_do_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "path", "fields", "reason"),
     [
-        ({"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"query": "q", "label": "a"}]}, "a.json", {}, "has no imgname"),
-        ({"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"imgname": "1.png", "label": "a"}]}, "a.json", {}, "has no query"),
-        ({"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"imgname": "1.png", "query": "q"}]}, "a.json", {}, "has no label"),
+        (
+            {"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"query": "q", "label": "a"}]},
+            "a.json",
+            {},
+            "has no imgname",
+        ),
+        (
+            {"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"imgname": "1.png", "label": "a"}]},
+            "a.json",
+            {},
+            "has no query",
+        ),
+        (
+            {"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"imgname": "1.png", "query": "q"}]},
+            "a.json",
+            {},
+            "has no label",
+        ),
         ({"a.json": {"data": [TEXTVQA, TEXTVQA | {"image_id": None}]}}, "a.json", {}, "has no image_id"),
-        ({"a.json": {"data": [TEXTVQA, TEXTVQA | {"answers": []}]}}, "a.json", {}, "answers is an empty list, so there is no answer"),
+        (
+            {"a.json": {"data": [TEXTVQA, TEXTVQA | {"answers": []}]}},
+            "a.json",
+            {},
+            "answers is an empty list, so there is no answer",
+        ),
         ({"a.json": {"data": [TEXTVQA, TEXTVQA | {"question": ""}]}}, "a.json", {}, "question is empty"),
     ],
 )
-def test_what_a_record_lacks_is_told_and_never_made_up(tmp_path: Path, files: dict[str, Any], path: str, fields: dict[str, str], reason: str) -> None:
+def test_what_a_record_lacks_is_told_and_never_made_up(
+    tmp_path: Path, files: dict[str, Any], path: str, fields: dict[str, str], reason: str
+) -> None:
     for name, content in files.items():
         _write(tmp_path / name, content)
     good, bad = _open(tmp_path, path, fields).rows()
@@ -248,7 +315,11 @@ def test_the_root_of_images_may_be_named(tmp_path: Path) -> None:
     _draw(tmp_path, **{"rows/7.png": 1, "pictures/png/7.png": 2})
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         archive.writestr("png/7.png", _picture(3))
-    assert [_seen(*_rows(_open(tmp_path, "rows/val.json", root=root))) for root in (None, "pictures", "all.zip")] == [[1], [2], [3]]
+    assert [_seen(*_rows(_open(tmp_path, "rows/val.json", root=root))) for root in (None, "pictures", "all.zip")] == [
+        [1],
+        [2],
+        [3],
+    ]
     with pytest.raises(DataError, match="images_root gone is neither a folder nor a zip"):
         _open(tmp_path, "rows/val.json", root="gone")
 
@@ -281,8 +352,15 @@ def test_plain_text_has_nothing_beside_it(tmp_path: Path) -> None:
 
 def test_images_in_messages_are_found_too(tmp_path: Path) -> None:
     inline = "data:image/png;base64," + base64.b64encode(_picture(2)).decode()
-    content = [{"type": "image", "image": "1.png"}, {"type": "image_url", "image_url": {"url": inline}}, {"type": "text", "text": "Which is darker?"}]
-    _write(tmp_path / "a.json", [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "the first"}]}])
+    content = [
+        {"type": "image", "image": "1.png"},
+        {"type": "image_url", "image_url": {"url": inline}},
+        {"type": "text", "text": "Which is darker?"},
+    ]
+    _write(
+        tmp_path / "a.json",
+        [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "the first"}]}],
+    )
     _draw(tmp_path, **{"images/1.png": 1})
     (row,) = _rows(_open(tmp_path, "a.json"))
     assert _asked(row) == ("<image><image>Which is darker?", "the first", [1, 2])
@@ -306,7 +384,10 @@ def test_a_row_is_the_same_wherever_its_data_lies(tmp_path: Path) -> None:
 
 
 def test_items_that_differ_by_their_image_alone_are_two_items(tmp_path: Path) -> None:
-    _write(tmp_path / "a.json", [{"imgname": name, "query": "What colour?", "label": "red"} for name in ("1.png", "2.png", "3.png")])
+    _write(
+        tmp_path / "a.json",
+        [{"imgname": name, "query": "What colour?", "label": "red"} for name in ("1.png", "2.png", "3.png")],
+    )
     _draw(tmp_path, **{"1.png": 1, "2.png": 2, "3.png": 1})
     found = _rows(_open(tmp_path, "a.json"))
     rows = [replace(row, pictures=Looker(Plain("", None))(row)) for row in found]

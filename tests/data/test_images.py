@@ -106,7 +106,10 @@ def test_what_is_transparent_is_laid_on_white() -> None:
     picture.putalpha(PIL.Image.new("L", SIZE, 0))
     assert _colours(decode(Image(data=_encoded(picture)))) == [(255, 255, 255)] * 4
     picture.putalpha(PIL.Image.new("L", SIZE, 128))
-    assert _is_near(_colours(decode(Image(data=_encoded(picture)))), [(255, 127, 127), (127, 255, 127), (127, 127, 255), (127, 127, 127)])
+    assert _is_near(
+        _colours(decode(Image(data=_encoded(picture)))),
+        [(255, 127, 127), (127, 255, 127), (127, 127, 255), (127, 127, 127)],
+    )
     grey = PIL.Image.new("LA", SIZE, (0, 0))
     assert _colours(decode(Image(data=_encoded(grey)))) == [(255, 255, 255)] * 4
 
@@ -194,7 +197,10 @@ def test_a_row_whose_image_cannot_be_decoded_is_a_bad_row_with_its_place() -> No
     assert decoded(_row()) == ()
     bad = decoded(_row(good, Image(data=b"x")))
     assert isinstance(bad, BadRow)
-    assert (bad.place, bad.reason) == ("val.json:7 (2)", "image 2 of 2: its image is no image that can be read: its 1 bytes begin with b'x'")
+    assert (bad.place, bad.reason) == (
+        "val.json:7 (2)",
+        "image 2 of 2: its image is no image that can be read: its 1 bytes begin with b'x'",
+    )
     alone = decoded(_row(good), max_pixels=1)
     assert isinstance(alone, BadRow)
     assert alone.reason == "its image has too many pixels: 32 x 16, and at most 1 are decoded"

@@ -22,7 +22,10 @@ def _task(kind: str) -> Task:
 
 def test_the_wrong_answer_is_preferred_by_its_likelihood_per_token_not_as_a_whole() -> None:
     row = make_row("right", wrong=("long wrong", "short wrong"))
-    reply = Reply(right=(make_likelihood(-2.0, 2),), wrong=(make_likelihood(-6.0, 10, "long wrong"), make_likelihood(-1.5, 1, "short wrong")))
+    reply = Reply(
+        right=(make_likelihood(-2.0, 2),),
+        wrong=(make_likelihood(-6.0, 10, "long wrong"), make_likelihood(-1.5, 1, "short wrong")),
+    )
     reading = _task("hallucination").read(reply, row)
     assert reading.counts == {"preferred_wrong": 1.0, "margin": pytest.approx(-0.4)}
     assert reading.extracted["most_likely_wrong"] == "long wrong"
@@ -53,7 +56,8 @@ def test_perplexity_is_over_all_tokens_and_no_mean_of_items() -> None:
     task = _task("perplexity")
     rows = [make_row("a"), make_row("b")]
     counts = [
-        counts_of(task, row, Reply(right=(found,))) for row, found in zip(rows, (make_likelihood(-1.0, 1), make_likelihood(-3.0, 9)), strict=True)
+        counts_of(task, row, Reply(right=(found,)))
+        for row, found in zip(rows, (make_likelihood(-1.0, 1), make_likelihood(-3.0, 9)), strict=True)
     ]
     assert value(task.metrics[0], counts) == pytest.approx(math.exp(4 / 10))
     assert task.candidates(make_row("trained on", "another")) == (("trained on",), ())
@@ -67,13 +71,19 @@ def test_probabilities_that_are_not_finite_are_the_worst_result(logprob: float, 
     reply = Reply(text="right", right=(odd if is_right else even,), wrong=(even if is_right else odd,))
     for kind, metric, worst in (("hallucination", "preferred_wrong", 1.0), ("truthfulqa", "mc1", 0.0)):
         item = score_item(_task(kind), 0, row, prompt="", reply=reply)
-        assert (item.counts[metric], item.failure, item.candidates) == (worst, "the model's probabilities are not finite", ())
+        assert (item.counts[metric], item.failure, item.candidates) == (
+            worst,
+            "the model's probabilities are not finite",
+            (),
+        )
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
 def test_perplexity_is_refused_where_a_probability_is_not_finite(logprob: float) -> None:
     """An item that counts no tokens would be left out, and the worst model get the better score."""
-    with pytest.raises(RunError, match=r"perplexity is not defined: the model's log-probability of t\.jsonl:1 is (nan|-inf)"):
+    with pytest.raises(
+        RunError, match=r"perplexity is not defined: the model's log-probability of t\.jsonl:1 is (nan|-inf)"
+    ):
         score_item(_task("perplexity"), 0, make_row("a"), prompt="", reply=Reply(right=(make_likelihood(logprob),)))
 
 
@@ -88,13 +98,22 @@ def test_only_perplexity_takes_plain_text() -> None:
 
 def test_the_rejected_answer_of_a_test_pair_is_a_wrong_one() -> None:
     given = (Message("user", "q"), Message("assistant", "a"), Message("user", "q2"))
-    pair = Row(source="p", number=1, messages=(*given, Message("assistant", "good")), num_given=3, rejected=(Message("assistant", "bad"),))
+    pair = Row(
+        source="p",
+        number=1,
+        messages=(*given, Message("assistant", "good")),
+        num_given=3,
+        rejected=(Message("assistant", "bad"),),
+    )
     item = as_item(pair)
     assert (item.answer, item.wrong, item.kind, item.prompt) == ("good", ("bad",), "chat", given)
 
 
 def test_a_pair_whose_sides_differ_earlier_is_no_item() -> None:
-    long, short = (Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")), (Message("assistant", "d"),)
+    long, short = (
+        (Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")),
+        (Message("assistant", "d"),),
+    )
     for chosen, rejected in ((long, short), (short, long)):
         pair = Row(source="p", number=1, messages=(Message("user", "q"), *chosen), num_given=1, rejected=rejected)
         with pytest.raises(DataError, match="more than their last answer"):
@@ -105,12 +124,21 @@ def test_items_of_text_and_of_pairs_come_back_from_disk(tmp_path: Path) -> None:
     rows = [
         as_item(Row(source="t", number=1, text="plain\ntext")),
         as_item(
-            Row(source="t", number=2, messages=(Message("user", "q"), Message("assistant", "y")), num_given=1, rejected=(Message("assistant", "n"),))
+            Row(
+                source="t",
+                number=2,
+                messages=(Message("user", "q"), Message("assistant", "y")),
+                num_given=1,
+                rejected=(Message("assistant", "n"),),
+            )
         ),
     ]
     path = tmp_path / "test.jsonl"
     path.write_text("".join(map(item_line, rows)), encoding="utf-8")
-    assert [(row.kind, row.answer, row.wrong) for row in read_items(path)] == [("text", "plain\ntext", ()), ("chat", "y", ("n",))]
+    assert [(row.kind, row.answer, row.wrong) for row in read_items(path)] == [
+        ("text", "plain\ntext", ()),
+        ("chat", "y", ("n",)),
+    ]
 
 
 def test_pairs_and_plain_text_are_prepared_as_test_rows(tmp_path: Path) -> None:

@@ -28,7 +28,10 @@ def test_the_order_is_the_same_on_every_machine_and_in_every_version() -> None:
 @given(num_rows=st.integers(1, 120), global_batch=st.integers(1, 150), seed=SEEDS, epoch=st.integers(0, 3))
 def test_every_row_is_used_exactly_once_per_epoch(num_rows: int, global_batch: int, seed: int, epoch: int) -> None:
     steps = steps_per_epoch(num_rows, global_batch)
-    parts = [rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=seed) for step in range(epoch * steps, (epoch + 1) * steps)]
+    parts = [
+        rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=seed)
+        for step in range(epoch * steps, (epoch + 1) * steps)
+    ]
     assert [row for part in parts for row in part] == epoch_order(num_rows, seed, epoch)
     assert all(len(part) == global_batch for part in parts[:-1])
     assert 0 < len(parts[-1]) <= global_batch
@@ -37,21 +40,37 @@ def test_every_row_is_used_exactly_once_per_epoch(num_rows: int, global_batch: i
 @given(num_rows=st.integers(1, 60), global_batch=st.integers(1, 70), epochs=st.integers(1, 4))
 def test_after_n_epochs_every_row_was_seen_n_times(num_rows: int, global_batch: int, epochs: int) -> None:
     steps = epochs * steps_per_epoch(num_rows, global_batch)
-    seen = Counter(row for step in range(steps) for row in rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=7))
+    seen = Counter(
+        row for step in range(steps) for row in rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=7)
+    )
     assert seen == dict.fromkeys(range(num_rows), epochs)
 
 
 def test_the_rows_of_a_step_are_the_same_on_every_machine_and_in_every_version() -> None:
-    assert [rows_of_step(step, num_rows=10, global_batch=4, seed=42) for step in range(4)] == [[5, 0, 6, 4], [2, 7, 3, 1], [8, 9], [3, 1, 2, 9]]
+    assert [rows_of_step(step, num_rows=10, global_batch=4, seed=42) for step in range(4)] == [
+        [5, 0, 6, 4],
+        [2, 7, 3, 1],
+        [8, 9],
+        [3, 1, 2, 9],
+    ]
 
 
-@given(num_rows=st.integers(1, 120), global_batch=st.integers(1, 150), num_ranks=st.integers(1, 9), seed=SEEDS, epoch=st.integers(0, 3))
-def test_any_number_of_ranks_covers_an_epoch_exactly_once(num_rows: int, global_batch: int, num_ranks: int, seed: int, epoch: int) -> None:
+@given(
+    num_rows=st.integers(1, 120),
+    global_batch=st.integers(1, 150),
+    num_ranks=st.integers(1, 9),
+    seed=SEEDS,
+    epoch=st.integers(0, 3),
+)
+def test_any_number_of_ranks_covers_an_epoch_exactly_once(
+    num_rows: int, global_batch: int, num_ranks: int, seed: int, epoch: int
+) -> None:
     steps = steps_per_epoch(num_rows, global_batch)
     seen: list[int] = []
     for step in range(epoch * steps, (epoch + 1) * steps):
         parts = [
-            rows_of_rank(step, rank=rank, num_ranks=num_ranks, num_rows=num_rows, global_batch=global_batch, seed=seed) for rank in range(num_ranks)
+            rows_of_rank(step, rank=rank, num_ranks=num_ranks, num_rows=num_rows, global_batch=global_batch, seed=seed)
+            for rank in range(num_ranks)
         ]
         whole = rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=seed)
         assert sorted(row for part in parts for row in part) == sorted(whole)

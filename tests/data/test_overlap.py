@@ -35,7 +35,9 @@ def _changed(text: str, at: int) -> str:
 
 def _ask(question: str, answer: str = "yes", *, number: int = 1, source: str = "rows.jsonl", system: str = "") -> Row:
     opening = (Message("system", system),) if system else ()
-    return Row(source=source, number=number, messages=(*opening, Message("user", question), Message("assistant", answer)))
+    return Row(
+        source=source, number=number, messages=(*opening, Message("user", question), Message("assistant", answer))
+    )
 
 
 def _text(text: str, number: int = 1, source: str = "rows.jsonl") -> Row:
@@ -102,9 +104,15 @@ def test_each_kind_is_told_apart_and_names_both_places() -> None:
 
 def test_the_closest_held_row_is_named() -> None:
     text = _prose(4, 300)
-    test = [_text(_changed(_changed(_changed(text, 10), 90), 200), 1), _text(_changed(text, 50), 2), _text(_prose(5, 300), 3)]
+    test = [
+        _text(_changed(_changed(_changed(text, 10), 90), 200), 1),
+        _text(_changed(text, 50), 2),
+        _text(_prose(5, 300), 3),
+    ]
     assert [o.other for o in _overlaps([_text(text)], test)] == ["rows.jsonl:2"]
-    assert [(o.kind, o.other) for o in _overlaps([_text(text)], [*test, _text(text.upper(), 4)])] == [("normalised", "rows.jsonl:4")]
+    assert [(o.kind, o.other) for o in _overlaps([_text(text)], [*test, _text(text.upper(), 4)])] == [
+        ("normalised", "rows.jsonl:4")
+    ]
 
 
 def test_a_row_is_not_compared_with_its_own_split() -> None:
@@ -196,17 +204,24 @@ def test_forms_of_the_same_question_are_the_same(one: str, other: str) -> None:
 def test_a_long_template_does_not_make_rows_alike(num_train: int, num_test: int, payload_words: int) -> None:
     template = _prose(8, 60)
     assert len(template) > 300
-    rows = [_ask(f"{template}\n\n{_prose(100 + i, payload_words)} {i}\n\n{template[:200]}", number=i) for i in range(num_train + num_test)]
+    rows = [
+        _ask(f"{template}\n\n{_prose(100 + i, payload_words)} {i}\n\n{template[:200]}", number=i)
+        for i in range(num_train + num_test)
+    ]
     assert _overlaps(rows[:num_train], rows[num_train:]) == []
     assert _duplicates(rows).near == 0
 
 
 @pytest.mark.parametrize(("num_train", "num_held"), [(8, 2), (10, 10), (2, 10), (40, 10), (25, 25)])
 @pytest.mark.parametrize("template_bytes", [300, 1200])
-def test_a_template_in_all_rows_of_a_small_set_does_not_make_rows_alike(num_train: int, num_held: int, template_bytes: int) -> None:
+def test_a_template_in_all_rows_of_a_small_set_does_not_make_rows_alike(
+    num_train: int, num_held: int, template_bytes: int
+) -> None:
     for seed in range(20):
         template = _prose(1000 + seed, 300)[:template_bytes]
-        rows = [_ask(f"{template} {_prose(2000 + 100 * seed + i, 20)[:40]}", number=i) for i in range(num_train + num_held)]
+        rows = [
+            _ask(f"{template} {_prose(2000 + 100 * seed + i, 20)[:40]}", number=i) for i in range(num_train + num_held)
+        ]
         assert _overlaps(rows[:num_train], rows[num_train:]) == []
 
 
@@ -216,7 +231,9 @@ def test_a_few_near_copies_of_a_held_out_prompt_are_no_template(num_copies: int)
     others = [_ask(_prose(600 + i, 100), number=100 + i) for i in range(20)]
     copies = [_ask(f"{prompt} {_prose(700 + i, 1)}", number=i) for i in range(num_copies)]
     held = _ask(prompt, source="test.jsonl")
-    assert [(o.kind, o.row) for o in _overlaps([*others, *copies], [held])] == [("near", f"rows.jsonl:{i}") for i in range(num_copies)]
+    assert [(o.kind, o.row) for o in _overlaps([*others, *copies], [held])] == [
+        ("near", f"rows.jsonl:{i}") for i in range(num_copies)
+    ]
     one_copied = _overlaps([held, *others], [replace(row, source="test.jsonl") for row in (*copies, *others)])
     assert [(o.kind, o.row) for o in one_copied][:1] == [("near", "test.jsonl:1")]
 
@@ -247,7 +264,9 @@ def test_repeated_prompts_are_no_template() -> None:
     text = _prose(15, 200)
     test = [_ask(text, answer, number=i, source="test.jsonl") for i, answer in enumerate("abcd")]
     train = [_ask(_changed(text, 70), answer, number=i) for i, answer in enumerate("efgh")]
-    assert [(o.kind, o.row, o.other) for o in _overlaps(train, test)] == [("near", f"rows.jsonl:{i}", "test.jsonl:0") for i in range(4)]
+    assert [(o.kind, o.row, o.other) for o in _overlaps(train, test)] == [
+        ("near", f"rows.jsonl:{i}", "test.jsonl:0") for i in range(4)
+    ]
 
 
 def test_a_short_text_is_compared_as_a_whole_only() -> None:
@@ -259,7 +278,11 @@ def test_a_short_text_is_compared_as_a_whole_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "letters", ["的一是在不了有和人这中大为上个国我以要他时来用们生到作地于出就分对成会可主发年动", "ạảấầẩẫậắằẳẵặẹẻẽếềểễệ   aeiouytnhcg"]
+    "letters",
+    [
+        "的一是在不了有和人这中大为上个国我以要他时来用们生到作地于出就分对成会可主发年动",
+        "ạảấầẩẫậắằẳẵặẹẻẽếềểễệ   aeiouytnhcg",
+    ],
 )
 def test_a_word_changed_in_a_long_text_of_any_script_is_near(letters: str) -> None:
     text = "".join(random.Random(10).choices(letters, k=600))
@@ -269,9 +292,14 @@ def test_a_word_changed_in_a_long_text_of_any_script_is_near(letters: str) -> No
 
 def test_the_system_message_plays_no_part_unless_it_is_all_there_is() -> None:
     assert _kind(_ask("Who wrote it?", system="Be brief."), _ask("Who wrote it?", system="Be kind.")) == "row"
-    alone = [Row(source="r", number=1, messages=(Message("system", text), Message("assistant", "yes"))) for text in ("Say yes.", "Agree.")]
+    alone = [
+        Row(source="r", number=1, messages=(Message("system", text), Message("assistant", "yes")))
+        for text in ("Say yes.", "Agree.")
+    ]
     assert _kind(alone[0], alone[1]) is None
-    unasked = [Row(source="r", number=1, messages=(Message("assistant", text),)) for text in ("Good day.", "Good night.")]
+    unasked = [
+        Row(source="r", number=1, messages=(Message("assistant", text),)) for text in ("Good day.", "Good night.")
+    ]
     assert _kind(unasked[0], unasked[1]) is None
     assert _kind(unasked[0], unasked[0]) == "row"
 
@@ -281,7 +309,9 @@ def test_a_question_of_an_earlier_turn_that_is_trained_on_is_found(system: str) 
     peru, chile = "What is the capital of Peru?", "And of Chile?"
     train = _chat(peru, "Lima", chile, "Santiago", "Thanks!", "Welcome.", system=system)
     found = _overlaps([train], [_ask("what is the capital of peru", source="test.jsonl")])
-    assert [(o.kind, o.row, o.other, o.how) for o in found] == [("turn", "rows.jsonl:1", "test.jsonl:1", "asks it in an earlier turn")]
+    assert [(o.kind, o.row, o.other, o.how) for o in found] == [
+        ("turn", "rows.jsonl:1", "test.jsonl:1", "asks it in an earlier turn")
+    ]
     for asked, kind in (
         (_chat(peru, "Lima", chile, "?"), "turn"),  # all before the second answer
         (_chat(chile, "?"), "turn"),  # the user alone
@@ -298,7 +328,9 @@ def test_a_question_of_an_earlier_turn_that_is_trained_on_is_found(system: str) 
 
 
 def test_an_earlier_turn_is_about_its_image_and_its_system_message() -> None:
-    train = replace(_chat("What is it?", "A cat.", "And its colour?", "Red.", system="Doc A"), images=(Image(data=b"1"),))
+    train = replace(
+        _chat("What is it?", "A cat.", "And its colour?", "Red.", system="Doc A"), images=(Image(data=b"1"),)
+    )
     held = _ask("What is it?", system="Doc B")
     assert _kind(train, replace(held, images=(Image(data=b"1"),))) == "turn"
     assert _kind(train, replace(held, images=(Image(data=b"2"),))) is None
@@ -306,7 +338,9 @@ def test_an_earlier_turn_is_about_its_image_and_its_system_message() -> None:
     same = replace(train, images=())
     assert _kind(same, held) == "turn"
     assert _kind(same, held, with_system=True) is None
-    assert _kind(same, _ask("And its colour?", system="doc a"), with_system=True) is None  # asked by the last answer only
+    assert (
+        _kind(same, _ask("And its colour?", system="doc a"), with_system=True) is None
+    )  # asked by the last answer only
     assert _kind(same, _ask("What is it?", system="doc a"), with_system=True) == "turn"
 
 
@@ -314,7 +348,11 @@ def test_a_row_of_one_turn_has_no_earlier_ones() -> None:
     assert fingerprint(_ask("Who?", system="Be brief.")).turns == ()
     assert fingerprint(_text("Who?")).turns == ()
     assert fingerprint(_chat("Who?")).turns == ()
-    greeted = Row(source="r", number=1, messages=(Message("assistant", "Hello."), Message("user", "Who?"), Message("assistant", "Me.")))
+    greeted = Row(
+        source="r",
+        number=1,
+        messages=(Message("assistant", "Hello."), Message("user", "Who?"), Message("assistant", "Me.")),
+    )
     assert fingerprint(greeted).turns == ()
 
 
@@ -348,8 +386,16 @@ def test_few_system_messages_for_many_rows_are_no_content() -> None:
 
 
 def test_what_belongs_to_an_answer_decides_between_row_and_prompt() -> None:
-    pair = Row(source="r", number=1, num_given=1, messages=(Message("user", "q"), Message("assistant", "a")), rejected=(Message("assistant", "b"),))
-    called = replace(_ask("q"), messages=(Message("user", "q"), Message("assistant", "", tool_calls=(ToolCall("find", "{}"),))))
+    pair = Row(
+        source="r",
+        number=1,
+        num_given=1,
+        messages=(Message("user", "q"), Message("assistant", "a")),
+        rejected=(Message("assistant", "b"),),
+    )
+    called = replace(
+        _ask("q"), messages=(Message("user", "q"), Message("assistant", "", tool_calls=(ToolCall("find", "{}"),)))
+    )
     judged = replace(_ask("q"), is_good=True)
     for row, other in (
         (pair, replace(pair, rejected=(Message("assistant", "c"),))),
@@ -466,7 +512,11 @@ def test_a_million_rows_are_kept_in_less_than_120_bytes_each() -> None:
     fp = fingerprint(_text(_prose(14, 250)))
     for i in range(2048):
         duplicates.add(_text("t", i), replace(fp, exact=i, asked=i, prompt=i))
-    arrays = [getattr(block, name) for block in duplicates._blocks for name in ("keys", "source", "number", "part", "is_signed", "signatures")]
+    arrays = [
+        getattr(block, name)
+        for block in duplicates._blocks
+        for name in ("keys", "source", "number", "part", "is_signed", "signatures")
+    ]
     assert all(array.base is None for array in arrays)
     assert sum(array.nbytes for array in arrays) < 120 * 2048
 
@@ -474,7 +524,9 @@ def test_a_million_rows_are_kept_in_less_than_120_bytes_each() -> None:
 ROWS = st.lists(
     st.one_of(
         st.builds(_ask, st.sampled_from(["Who?", "who", "Where?", "mẹ tôi"]), st.sampled_from(["a", "b"])),
-        st.builds(lambda seed, at: _text(_changed(_prose(seed, 120), at)), st.integers(0, 4), st.sampled_from([20, 60, 100])),
+        st.builds(
+            lambda seed, at: _text(_changed(_prose(seed, 120), at)), st.integers(0, 4), st.sampled_from([20, 60, 100])
+        ),
     ),
     min_size=1,
     max_size=12,
@@ -487,7 +539,10 @@ def test_a_row_overlaps_with_itself(question: str, text: str) -> None:
     assert _kind(_text(text), _text(text)) == "row"
 
 
-@given(st.lists(st.one_of(st.text(), st.text("aß.(\u0301\u0345\u200d ，’"), st.just("?!")), min_size=1, max_size=4), st.booleans())
+@given(
+    st.lists(st.one_of(st.text(), st.text("aß.(\u0301\u0345\u200d ，’"), st.just("?!")), min_size=1, max_size=4),
+    st.booleans(),
+)
 def test_a_conversation_asks_in_an_earlier_turn_what_its_beginning_asks(said: list[str], with_system: bool) -> None:
     begun = _chat(*(text for question in said for text in (question, "so")), system="Doc")
     longer = replace(begun, messages=(*begun.messages, Message("user", "and"), Message("assistant", "so")))
@@ -516,11 +571,15 @@ def test_every_letter_of_unicode_is_normalised_once_and_for_all() -> None:
         assert normalise(once) == once
 
 
-KEYS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1)), min_size=2, max_size=60).filter(lambda keys: len(set(keys)) > 1)
+KEYS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1)), min_size=2, max_size=60).filter(
+    lambda keys: len(set(keys)) > 1
+)
 
 
 @given(KEYS, st.floats(0.01, 0.99), st.integers(0, 2**31), st.randoms(use_true_random=False))
-def test_a_share_keeps_equal_prompts_together_whatever_the_order(keys: list[int], share: float, seed: int, rng: random.Random) -> None:
+def test_a_share_keeps_equal_prompts_together_whatever_the_order(
+    keys: list[int], share: float, seed: int, rng: random.Random
+) -> None:
     held = held_share(np.array(keys, np.uint64), share, seed)
     inside = {key for key, is_held in zip(keys, held, strict=True) if is_held}
     assert inside.isdisjoint(key for key, is_held in zip(keys, held, strict=True) if not is_held)
@@ -556,12 +615,21 @@ def _graphs(path: Path) -> list[Row]:
 
 
 def test_the_vietnamese_sentences_that_stand_in_train_and_test_are_found() -> None:
-    found = _overlaps(_graphs(DATA / "seed_shapes" / "vlsp_train.txt"), _graphs(DATA / "seed_shapes" / "vlsp_test_ground_truth.txt"))
-    assert [(o.kind, o.row.split(":")[1], o.other.split(":")[1]) for o in found] == [("row", "1", "3"), ("row", "5", "1"), ("row", "6", "2")]
+    found = _overlaps(
+        _graphs(DATA / "seed_shapes" / "vlsp_train.txt"), _graphs(DATA / "seed_shapes" / "vlsp_test_ground_truth.txt")
+    )
+    assert [(o.kind, o.row.split(":")[1], o.other.split(":")[1]) for o in found] == [
+        ("row", "1", "3"),
+        ("row", "5", "1"),
+        ("row", "6", "2"),
+    ]
 
 
 def test_the_questions_of_qald_that_stand_in_train_and_test_are_found() -> None:
-    train, test = _graphs(DATA / "amr_qald9" / "qald-9-amr-train.txt"), _graphs(DATA / "amr_qald9" / "qald-9-amr-test.txt")
+    train, test = (
+        _graphs(DATA / "amr_qald9" / "qald-9-amr-train.txt"),
+        _graphs(DATA / "amr_qald9" / "qald-9-amr-test.txt"),
+    )
     kinds = [o.kind for o in _overlaps(train, test)]
     assert (kinds.count("row"), kinds.count("prompt"), kinds.count("normalised"), len(kinds)) == (5, 3, 1, 9)
     report = _duplicates(train)

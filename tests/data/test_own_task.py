@@ -41,7 +41,9 @@ def _own(folder: Path, source: str) -> Task:
 def test_a_file_of_ones_own_is_a_task(tmp_path: Path) -> None:
     task = _own(tmp_path, WHOLE)
     rows = [make_row("4"), make_row("5"), make_row("6", "7")]
-    assert metrics_of(task, rows, ["it is 4", "none at all", "8"]) == pytest.approx({"near": (1 + 0 + 0.5) / 3, "exact": 1 / 3})
+    assert metrics_of(task, rows, ["it is 4", "none at all", "8"]) == pytest.approx(
+        {"near": (1 + 0 + 0.5) / 3, "exact": 1 / 3}
+    )
     assert task.name == "sums"
     assert task.read(Reply(text="so 12"), rows[0]).extracted == 12
     with pytest.raises(NoResult, match="there is no number in it"):
@@ -52,7 +54,10 @@ def test_a_file_of_ones_own_is_a_task(tmp_path: Path) -> None:
 
 def test_nothing_is_left_beside_the_file_and_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    first, second = _own(tmp_path, WHOLE), _own(tmp_path / "other", WHOLE.replace("1 / (1 + abs(found - reference))", "0.25"))
+    first, second = (
+        _own(tmp_path, WHOLE),
+        _own(tmp_path / "other", WHOLE.replace("1 / (1 + abs(found - reference))", "0.25")),
+    )
     assert metrics_of(first, [make_row("4")], ["4"])["near"] == 1.0
     assert metrics_of(second, [make_row("4")], ["4"])["near"] == 0.25
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "sums.py"]
@@ -63,13 +68,21 @@ def test_nothing_is_left_beside_the_file_and_two_files_of_one_name_do_not_meet(t
 def test_build_makes_prompt_and_answer_of_rows(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE)
     built = make_build(OwnTask(kind="python", path="sums.py"), base=tmp_path)(make_row("4", "four", prompt="2+2"))
-    assert (built.prompt[-1].content, built.answer, built.references) == ("How much is 2+2?", "It is 4.", ("It is 4.", "It is four."))
+    assert (built.prompt[-1].content, built.answer, built.references) == (
+        "How much is 2+2?",
+        "It is 4.",
+        ("It is 4.", "It is four."),
+    )
 
 
 def _pair(chosen: tuple[str, ...], rejected: tuple[str, ...]) -> Row:
     said = tuple(Message("assistant" if at % 2 == 0 else "user", text) for at, text in enumerate(chosen))
     return Row(
-        source="p", number=1, messages=(Message("user", "2+2"), *said), num_given=1, rejected=tuple(Message("assistant", text) for text in rejected)
+        source="p",
+        number=1,
+        messages=(Message("user", "2+2"), *said),
+        num_given=1,
+        rejected=tuple(Message("assistant", text) for text in rejected),
     )
 
 
@@ -79,7 +92,11 @@ def test_wrong_and_rejected_answers_are_built_as_the_right_one_is(tmp_path: Path
     build = make_build(OwnTask(kind="python", path="sums.py"), base=tmp_path)
     assert build(make_row("4", wrong=("5", "6"))).wrong == ("It is 5.", "It is 6.")
     pair = build(_pair(("4",), ("5",)))
-    assert (pair.prompt[-1].content, pair.answer, pair.rejected) == ("How much is 2+2?", "It is 4.", (Message("assistant", "It is 5."),))
+    assert (pair.prompt[-1].content, pair.answer, pair.rejected) == (
+        "How much is 2+2?",
+        "It is 4.",
+        (Message("assistant", "It is 5."),),
+    )
     assert (pair.kind, pair.num_given) == ("pair", 1)
 
 
@@ -112,7 +129,9 @@ def test_a_task_may_weigh_given_answers_instead(tmp_path: Path) -> None:
     row = make_row("y", wrong=("n",))
     assert not task.generates
     assert task.candidates(row) == (("y",), ("n",))
-    assert task.read(Reply(right=(make_likelihood(-1.0),), wrong=(make_likelihood(-2.0),)), row).counts == {"prefers_right": 1.0}
+    assert task.read(Reply(right=(make_likelihood(-1.0),), wrong=(make_likelihood(-2.0),)), row).counts == {
+        "prefers_right": 1.0
+    }
     with pytest.raises(NoResult, match="probabilities are not finite"):
         task.read(Reply(right=(make_likelihood(-1.0),), wrong=(make_likelihood(float("-inf")),)), row)
 
@@ -147,7 +166,11 @@ def test_a_file_that_is_no_task_is_told_with_its_place(tmp_path: Path, old: str,
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("1 / (1 + abs(found - reference))", "1 / (found - reference)", r"sums.py:17 failed in score: ZeroDivisionError"),
+        (
+            "1 / (1 + abs(found - reference))",
+            "1 / (found - reference)",
+            r"sums.py:17 failed in score: ZeroDivisionError",
+        ),
         ("1 / (1 + abs(found - reference))", "2.5", r"score that gave near = 2.5; give a number from 0 to 1"),
         ("1 / (1 + abs(found - reference))", "float('nan')", "near = nan"),
         ("1 / (1 + abs(found - reference))", "'high'", "near = 'high'"),
@@ -159,7 +182,9 @@ def test_a_file_that_is_no_task_is_told_with_its_place(tmp_path: Path, old: str,
         ("return Found(int(digits)).number", "return [].pop()", r"sums.py:14 failed in extract: IndexError"),
     ],
 )
-def test_what_is_wrong_with_a_file_shows_on_a_reference_before_any_model_has_answered(tmp_path: Path, old: str, new: str, problem: str) -> None:
+def test_what_is_wrong_with_a_file_shows_on_a_reference_before_any_model_has_answered(
+    tmp_path: Path, old: str, new: str, problem: str
+) -> None:
     source = WHOLE.replace(old, new, 1)
     if old.startswith("return {"):
         source = source.replace("found == reference}", "found == reference}]")
@@ -191,6 +216,9 @@ def test_the_example_in_the_documents_is_a_task(tmp_path: Path) -> None:
     task = _own(tmp_path, document.partition("```python\n")[2].partition("```")[0])
     row = make_row("12 km")
     task.require(row)
-    assert metrics_of(task, [row, row, row, row], ["It is 12 km.", "13 km", "12 kg", "far"]) == {"right": 0.25, "near": 1.5 / 4}
+    assert metrics_of(task, [row, row, row, row], ["It is 12 km.", "13 km", "12 kg", "far"]) == {
+        "right": 0.25,
+        "near": 1.5 / 4,
+    }
     built = make_build(OwnTask(kind="python", path="sums.py"), base=tmp_path)(make_row("12 km", prompt="How far?"))
     assert built.prompt[-1].content == "How far?\nAnswer with a number and its unit."

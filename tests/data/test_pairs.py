@@ -43,7 +43,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(folder: Path, tokenizer: Path, data: dict[str, Any]) -> tuple[Preparation, Path]:
     out = folder / "out"
     out.mkdir()
-    return prepare(Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=0, folder=out, pairs=True), out
+    return prepare(
+        Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=0, folder=out, pairs=True
+    ), out
 
 
 # on disk
@@ -58,7 +60,9 @@ def _example(side: list[tuple[int, bool]]) -> Example:
 @settings(max_examples=50)
 @given(sides=st.lists(st.tuples(_SIDE, _SIDE), min_size=1, max_size=9), data=st.data())
 def test_every_pair_of_the_table_comes_back_with_its_twin(
-    sides: list[tuple[list[tuple[int, bool]], list[tuple[int, bool]]]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    sides: list[tuple[list[tuple[int, bool]], list[tuple[int, bool]]]],
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     pairs = [Pair(_example(chosen), _example(rejected)) for chosen, rejected in sides]
     table = data.draw(st.lists(st.integers(0, len(pairs) - 1), min_size=1, max_size=20))
@@ -66,7 +70,9 @@ def test_every_pair_of_the_table_comes_back_with_its_twin(
     sequences = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     with ExampleWriter(path, sides=2) as writer:
         tokens, flags = (np.concatenate([getattr(e, name) for e in sequences]) for name in ("tokens", "supervised"))
-        writer.add(tokens.astype(np.int32), flags.astype(np.uint8), np.array([len(e.tokens) for e in sequences], np.int32))
+        writer.add(
+            tokens.astype(np.int32), flags.astype(np.uint8), np.array([len(e.tokens) for e in sequences], np.int32)
+        )
         assert writer.num_examples == len(pairs)
         writer.close(np.array(table))
     read = open_examples(path)
@@ -91,7 +97,12 @@ def test_a_file_of_single_rows_is_opened_as_such(tmp_path: Path) -> None:
 
 def test_preferred_sides_come_first_and_their_twins_in_the_same_order() -> None:
     batch = collate([SMALL, LARGE], pad=PAD)
-    assert batch.input_ids_BT.tolist() == [[3, 4, 0, PAD, PAD], [7, 7, 8, 8, 0], [3, 5, 6, 0, PAD], [7, 0, PAD, PAD, PAD]]
+    assert batch.input_ids_BT.tolist() == [
+        [3, 4, 0, PAD, PAD],
+        [7, 7, 8, 8, 0],
+        [3, 5, 6, 0, PAD],
+        [7, 0, PAD, PAD, PAD],
+    ]
     assert batch.targets_N.tolist() == [4, 0, 8, 0, 5, 6, 0, 0]
     assert batch.paired is not None
     assert (batch.paired.supervised, batch.paired.num_pairs, batch.paired.reference_R) == ((2, 2, 3, 1), 2, None)
@@ -109,13 +120,17 @@ def test_packed_sides_stand_in_the_same_order_and_count_their_positions_from_zer
 
 
 def test_a_reference_that_was_kept_stands_beside_its_side() -> None:
-    batch = collate([Pair(SMALL.chosen, SMALL.rejected, (-1.0, -2.0)), Pair(LARGE.chosen, LARGE.rejected, (-3.0, -4.0))], pad=PAD)
+    batch = collate(
+        [Pair(SMALL.chosen, SMALL.rejected, (-1.0, -2.0)), Pair(LARGE.chosen, LARGE.rejected, (-3.0, -4.0))], pad=PAD
+    )
     assert batch.paired is not None
     assert batch.paired.reference_R is not None
     assert batch.paired.reference_R.tolist() == [-1.0, -3.0, -2.0, -4.0]
 
 
-_DRAWN = st.lists(st.booleans(), min_size=1, max_size=12).map(lambda flags: Example(tuple(range(len(flags) + 2)), (False, *flags, True)))
+_DRAWN = st.lists(st.booleans(), min_size=1, max_size=12).map(
+    lambda flags: Example(tuple(range(len(flags) + 2)), (False, *flags, True))
+)
 _PAIRS = st.lists(st.builds(Pair, _DRAWN, _DRAWN), min_size=1, max_size=20)
 
 
@@ -124,13 +139,23 @@ def test_both_sides_of_every_pair_are_in_one_batch_and_no_batch_holds_more_than_
     pairs: list[Pair], micro_batch: int, packs: bool
 ) -> None:
     longest, supervised = int(lengths_of(pairs).max()), int(supervised_counts_of(pairs).max())
-    capacity = capacity_of(micro_batch=micro_batch, longest=longest, supervised=supervised, rows_per_step=len(pairs), sides=2)
+    capacity = capacity_of(
+        micro_batch=micro_batch, longest=longest, supervised=supervised, rows_per_step=len(pairs), sides=2
+    )
     batches = micro_batches(pairs, micro_batch=micro_batch, pad=PAD, capacity=capacity if packs else None)
     assert sum(batch.num_rows for batch in batches) == len(pairs)
     assert all(batch.paired is not None and 2 * batch.num_rows == batch.num_sequences for batch in batches)
-    assert all(batch.input_ids_BT.numel() <= 2 * micro_batch * longest and batch.num_supervised <= 2 * micro_batch * supervised for batch in batches)
+    assert all(
+        batch.input_ids_BT.numel() <= 2 * micro_batch * longest and batch.num_supervised <= 2 * micro_batch * supervised
+        for batch in batches
+    )
     assert sum(batch.num_tokens for batch in batches) == int(lengths_of(pairs).sum())
-    counts = sorted((a, b) for batch in batches if batch.paired for a, b in zip(*np.split(np.array(batch.paired.supervised), 2), strict=True))
+    counts = sorted(
+        (a, b)
+        for batch in batches
+        if batch.paired
+        for a, b in zip(*np.split(np.array(batch.paired.supervised), 2), strict=True)
+    )
     assert counts == sorted(map(tuple, supervised_counts_of(pairs).tolist()))
 
 
@@ -179,12 +204,18 @@ def test_pairs_are_prepared_with_both_sides_and_counted_as_rows(tmp_path: Path, 
     renderer = open_renderer(tokenizer, "chat")
     for pair, row in zip(pairs[:5], rows, strict=True):
         for side, name in ((pair.chosen, "chosen"), (pair.rejected, "rejected")):
-            assert renderer.tokenizer.decode(side.tokens) == f"<|user|>{row['prompt']}<|end|>\n<|assistant|>{row[name]}<|end|>"
+            assert (
+                renderer.tokenizer.decode(side.tokens)
+                == f"<|user|>{row['prompt']}<|end|>\n<|assistant|>{row[name]}<|end|>"
+            )
             supervised = [token for token, flag in zip(side.tokens, side.supervised, strict=True) if flag]
             assert renderer.tokenizer.decode(supervised) == f"{row[name]}<|end|>"
     ledger = next(source for source in found.sources if source.split == "train")
     assert (ledger.read, ledger.used, ledger.examples, ledger.repeated) == (5, 5, 5, 5)
-    assert (ledger.tokens, ledger.supervised_tokens) == (int(pairs.lengths[:5].sum()), int(pairs.supervised_counts[:5].sum()))
+    assert (ledger.tokens, ledger.supervised_tokens) == (
+        int(pairs.lengths[:5].sum()),
+        int(pairs.supervised_counts[:5].sum()),
+    )
     lengths = found.lengths
     assert lengths is not None
     assert (lengths.sides, lengths.num_rows, lengths.longest, lengths.supervised) == (
@@ -202,7 +233,8 @@ def test_rows_that_are_no_pairs_are_refused_with_the_fields_to_name(tmp_path: Pa
     write_jsonl(tmp_path / "chat.jsonl", [{"question": "q", "answer": "a"}])
     write_jsonl(tmp_path / "judged.jsonl", [{"prompt": "q", "completion": "a", "label": True}])
     with pytest.raises(
-        DataError, match=r"chat.jsonl holds single answers, and objective dpo(.|\n)*judged.jsonl holds answers with a verdict"
+        DataError,
+        match=r"chat.jsonl holds single answers, and objective dpo(.|\n)*judged.jsonl holds answers with a verdict",
     ) as caught:
         prepared(tmp_path, tokenizer, {"train": [{"path": "chat.jsonl"}, {"path": "judged.jsonl"}]})
     assert "fields: {prompt: prompt, chosen: chosen, rejected: rejected}" in caught.value.remedy
@@ -221,9 +253,15 @@ def test_pairs_with_nothing_to_prefer_stand_in_the_ledger_with_their_place(tmp_p
     rows[1]["rejected"] = rows[1]["chosen"]
     rows[2] |= {"prompt": "x" * 200, "chosen": "y" * 200}
     write_jsonl(tmp_path / "a.jsonl", rows)
-    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "cut_prompt"})
+    found, out = prepared(
+        tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "cut_prompt"}
+    )
     assert len(open_examples(out / "train.safetensors")) == 2
-    dropped = [(line["row"], line["reason"].split(":")[0]) for line in read_lines(out / "ledger.jsonl") if line.get("what") == "dropped"]
+    dropped = [
+        (line["row"], line["reason"].split(":")[0])
+        for line in read_lines(out / "ledger.jsonl")
+        if line.get("what") == "dropped"
+    ]
     assert dropped == [(2, "unusable"), (3, "too long")]
     (fault,) = (fault for fault in found.faults if fault.kind == "unusable")
     assert fault.lines == ("a.jsonl:2 chosen and rejected are equal",)
@@ -234,12 +272,16 @@ def test_several_pairs_of_one_prompt_are_no_repetition_and_the_same_pair_is(tmp_
     rows = [asked | {"rejected": "2"}, asked | {"rejected": "3"}, asked | {"rejected": "2"}, *make_pairs(3)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     found, _ = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
-    assert [(fault.kind, fault.count, fault.lines) for fault in found.faults] == [("duplicate", 1, ("a.jsonl:3 is a.jsonl:1: the same row",))]
+    assert [(fault.kind, fault.count, fault.lines) for fault in found.faults] == [
+        ("duplicate", 1, ("a.jsonl:3 is a.jsonl:1: the same row",))
+    ]
 
 
 def test_both_sides_keep_the_same_prompt_when_it_is_cut(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p" * 150, "chosen": "7", "rejected": "2" * 30}])
-    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 80, "too_long": "cut_prompt"})
+    found, out = prepared(
+        tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 80, "too_long": "cut_prompt"}
+    )
     pair = open_examples(out / "train.safetensors")[0]
     assert isinstance(pair, Pair)
     prompts = [side.tokens[: side.supervised.index(True)] for side in (pair.chosen, pair.rejected)]
@@ -254,7 +296,10 @@ def _pair(chosen: str, rejected: str) -> Row:
 
 
 def test_a_row_of_the_other_kind_is_no_use_wherever_it_stands() -> None:
-    renderer, single = Renderer(make_tokenizer(), "chat"), Row(source="a.jsonl", number=2, messages=(Message("user", "q"), Message("assistant", "a")))
+    renderer, single = (
+        Renderer(make_tokenizer(), "chat"),
+        Row(source="a.jsonl", number=2, messages=(Message("user", "q"), Message("assistant", "a"))),
+    )
     both = Work(renderer, WIDE, pairs=True).render([_pair("a", "b"), single])
     assert (both.examples, both.sides, len(both.lengths), list(both.problems)) == ([1, 0], 2, 2, [1])
     assert "no preference pair" in both.problems[1][0]
@@ -273,7 +318,11 @@ def test_sides_that_differ_in_text_and_not_in_tokens_are_no_pair() -> None:
 def test_a_side_that_nothing_can_be_learnt_from_is_no_pair() -> None:
     """Without a prompt the end of an empty answer has nothing before it."""
     row = Row(
-        source="a.jsonl", number=1, messages=(Message("user", ""), Message("assistant", "a")), num_given=1, rejected=(Message("assistant", ""),)
+        source="a.jsonl",
+        number=1,
+        messages=(Message("user", ""), Message("assistant", "a")),
+        num_given=1,
+        rejected=(Message("assistant", ""),),
     )
     piece = Work(Renderer(make_tokenizer(chat=False), "plain"), WIDE, pairs=True).render([row])
     assert piece.examples == [0]

@@ -52,9 +52,14 @@ def kill_one_at_work(over: threading.Event, killed: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("two_processes")
-def test_a_pool_process_killed_at_work_is_named_with_the_free_host_memory_and_the_same_call_then_works(tmp_path: Path) -> None:
+def test_a_pool_process_killed_at_work_is_named_with_the_free_host_memory_and_the_same_call_then_works(
+    tmp_path: Path,
+) -> None:
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    write_jsonl(tmp_path / "a.jsonl", [{"question": f"what is {n} and {n}? " + "word " * 60, "answer": json.dumps(n)} for n in range(ROWS)])
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"question": f"what is {n} and {n}? " + "word " * 60, "answer": json.dumps(n)} for n in range(ROWS)],
+    )
     data = Data.model_validate({"train": [{"path": "a.jsonl"}]}, strict=False)
 
     def prepared(name: str) -> Any:
@@ -65,7 +70,9 @@ def test_a_pool_process_killed_at_work_is_named_with_the_free_host_memory_and_th
     killer = threading.Thread(target=kill_one_at_work, args=(over, killed))
     killer.start()
     try:
-        with pytest.raises(WorkerDied, match=r"a process that prepares rows was killed; \d+\.\d GiB of host memory are free now") as raised:
+        with pytest.raises(
+            WorkerDied, match=r"a process that prepares rows was killed; \d+\.\d GiB of host memory are free now"
+        ) as raised:
             prepared("first")
     finally:
         over.set()

@@ -25,7 +25,24 @@ from finefit.errors import DataError, WorkerDied
 from finefit.spec.rows import Data
 from tests.conftest import make_tokenizer, write_jsonl
 
-WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge", "marsh", "nook", "oasis", "pond")
+WORDS = (
+    "amber",
+    "birch",
+    "cedar",
+    "dune",
+    "ember",
+    "fjord",
+    "grove",
+    "heath",
+    "inlet",
+    "jetty",
+    "knoll",
+    "ledge",
+    "marsh",
+    "nook",
+    "oasis",
+    "pond",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +54,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def qa(number: int, length: int = 4) -> dict[str, Any]:
     """A question that is like no other, and a short answer."""
-    return {"question": f"{WORDS[number % 16]} {WORDS[number // 16 % 16]} {number} " + "z" * length, "answer": f"a{number}"}
+    return {
+        "question": f"{WORDS[number % 16]} {WORDS[number // 16 % 16]} {number} " + "z" * length,
+        "answer": f"a{number}",
+    }
 
 
 def prepared(folder: Path, tokenizer: Path, data: dict[str, Any], *, seed: int = 0) -> tuple[Preparation, Path]:
@@ -45,7 +65,9 @@ def prepared(folder: Path, tokenizer: Path, data: dict[str, Any], *, seed: int =
     out.mkdir(exist_ok=True)
     for old in out.iterdir():
         old.unlink()
-    return prepare(Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=seed, folder=out), out
+    return prepare(
+        Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=seed, folder=out
+    ), out
 
 
 def source(found: Preparation, split: str = "train", at: int = 0) -> SourceLedger:
@@ -59,7 +81,9 @@ def test_every_row_is_used_and_its_answer_supervised(tmp_path: Path, tokenizer: 
     assert (ledger.records, ledger.read, ledger.used, ledger.dropped, ledger.examples) == (5, 5, 5, {}, 5)
     examples = Examples(out / "train.safetensors")
     renderer = open_renderer(tokenizer, "chat")
-    answers = [renderer.tokenizer.decode([t for t, s in zip(e.tokens, e.supervised, strict=True) if s]) for e in examples]
+    answers = [
+        renderer.tokenizer.decode([t for t, s in zip(e.tokens, e.supervised, strict=True) if s]) for e in examples
+    ]
     assert answers == [f"a{n}<|end|>" for n in range(5)]
     assert ledger.tokens == int(examples.lengths.sum())
     assert ledger.supervised_tokens == int(examples.supervised_counts.sum())
@@ -68,12 +92,16 @@ def test_every_row_is_used_and_its_answer_supervised(tmp_path: Path, tokenizer: 
     assert set(found.files) == {"train.safetensors", "ledger.jsonl"}
 
 
-def test_rows_that_are_too_long_and_records_that_cannot_be_used_stand_in_the_ledger_with_their_place(tmp_path: Path, tokenizer: Path) -> None:
+def test_rows_that_are_too_long_and_records_that_cannot_be_used_stand_in_the_ledger_with_their_place(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     rows: list[dict[str, Any]] = [qa(0), qa(1, length=500), {"question": "no answer?"}, qa(3)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "drop"})
     assert (source(found).read, source(found).used, source(found).dropped) == (4, 2, {"too long": 1, "unusable": 1})
-    dropped = {line["row"]: line["reason"] for line in read_lines(out / "ledger.jsonl") if line.get("what") == "dropped"}
+    dropped = {
+        line["row"]: line["reason"] for line in read_lines(out / "ledger.jsonl") if line.get("what") == "dropped"
+    }
     assert dropped.keys() == {2, 3}
     assert "max_tokens is 100" in dropped[2]
     assert {fault.kind: fault.count for fault in found.faults} == {"too long": 1, "unusable": 1}
@@ -82,7 +110,9 @@ def test_rows_that_are_too_long_and_records_that_cannot_be_used_stand_in_the_led
 
 def test_a_prompt_that_is_cut_is_counted_with_its_tokens_and_the_answer_stays(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [qa(0), qa(1, length=500)])
-    found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "cut_prompt"})
+    found, out = prepared(
+        tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "cut_prompt"}
+    )
     ledger = source(found)
     assert (ledger.used, ledger.cut, ledger.dropped) == (2, 1, {})
     cut = Examples(out / "train.safetensors")[1]
@@ -92,7 +122,10 @@ def test_a_prompt_that_is_cut_is_counted_with_its_tokens_and_the_answer_stays(tm
 
 
 def test_a_record_of_several_questions_is_one_record_and_several_rows(tmp_path: Path, tokenizer: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"questions": ["amber?", "birch?"], "answers": ["x", "y"]}, {"questions": ["cedar?"], "answers": ["z"]}])
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"questions": ["amber?", "birch?"], "answers": ["x", "y"]}, {"questions": ["cedar?"], "answers": ["z"]}],
+    )
     ledger = source(prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})[0])
     assert (ledger.records, ledger.read, ledger.used) == (2, 3, 3)
 
@@ -113,7 +146,9 @@ def test_weights_repeat_rows_and_limits_leave_a_seeded_part_out(tmp_path: Path, 
     assert again.files["train.safetensors"] == found.files["train.safetensors"] != other.files["train.safetensors"]
 
 
-def test_a_share_is_held_out_before_anything_is_repeated_and_equal_prompts_stay_together(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_share_is_held_out_before_anything_is_repeated_and_equal_prompts_stay_together(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     rows = [qa(n) for n in range(40)] + [qa(n) | {"answer": "another"} for n in range(40)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     data = {"train": [{"path": "a.jsonl", "weight": 3}], "validation": {"share": 0.25}}
@@ -121,7 +156,10 @@ def test_a_share_is_held_out_before_anything_is_repeated_and_equal_prompts_stay_
     train, held = source(found), source(found, "validation")
     assert held.used == held.read == 20
     assert (train.records, train.read, train.used, train.repeated) == (80, 60, 60, 120)
-    prompts = [{tuple(e.tokens[: list(e.supervised).index(True)]) for e in Examples(out / f"{s}.safetensors")} for s in ("train", "validation")]
+    prompts = [
+        {tuple(e.tokens[: list(e.supervised).index(True)]) for e in Examples(out / f"{s}.safetensors")}
+        for s in ("train", "validation")
+    ]
     assert not prompts[0] & prompts[1]
     assert not any(fault.kind == "overlap" for fault in found.faults)
 
@@ -134,8 +172,12 @@ LONG = " ".join(WORDS[(7 * n) % 16] + str(n) for n in range(120))
     [("amber birch?", "amber birch?"), ("Amber, birch!", "amber birch?"), (LONG, LONG.replace("birch", "beech", 1))],
     ids=["exact", "normalised", "near"],
 )
-def test_a_test_row_in_train_is_found_and_can_be_dropped(tmp_path: Path, tokenizer: Path, train: str, held: str) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [{"question": "cedar dune?", "answer": "x"}, {"question": train, "answer": "y"}])
+def test_a_test_row_in_train_is_found_and_can_be_dropped(
+    tmp_path: Path, tokenizer: Path, train: str, held: str
+) -> None:
+    write_jsonl(
+        tmp_path / "train.jsonl", [{"question": "cedar dune?", "answer": "x"}, {"question": train, "answer": "y"}]
+    )
     write_jsonl(tmp_path / "test.jsonl", [{"question": held, "answer": "y"}])
     data: dict[str, Any] = {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}}
     found, _ = prepared(tmp_path, tokenizer, data)
@@ -152,7 +194,12 @@ def test_test_rows_keep_their_text_place_and_references(tmp_path: Path, tokenize
     write_jsonl(tmp_path / "test.jsonl", [{"question": "jetty?", "answers": ["yes", "Yes", "yes"]}])
     found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}})
     (item,) = read_items(out / "test.jsonl")
-    assert (item.place, item.prompt[0].content, item.answer, item.references) == ("test.jsonl:1", "jetty?", "yes", ("yes", "Yes"))
+    assert (item.place, item.prompt[0].content, item.answer, item.references) == (
+        "test.jsonl:1",
+        "jetty?",
+        "yes",
+        ("yes", "Yes"),
+    )
     assert found.lengths is not None
     assert found.lengths.prompt == len(open_renderer(tokenizer, "chat").prompt_tokens(item.prompt))
 
@@ -160,7 +207,9 @@ def test_test_rows_keep_their_text_place_and_references(tmp_path: Path, tokenize
 def test_pairs_and_images_are_refused_for_what_they_are(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
     write_jsonl(tmp_path / "images.jsonl", [{"imgname": "1.png", "query": "What?", "label": "Tea"}])
-    with pytest.raises(DataError, match=r"pairs.jsonl holds preference pairs(.|\n)*images.jsonl holds images") as caught:
+    with pytest.raises(
+        DataError, match=r"pairs.jsonl holds preference pairs(.|\n)*images.jsonl holds images"
+    ) as caught:
         prepared(tmp_path, tokenizer, {"train": [{"path": "pairs.jsonl"}, {"path": "images.jsonl"}]})
     assert "fields: {prompt: prompt, answer: chosen}" in caught.value.remedy
     train = [{"path": "pairs.jsonl", "fields": {"prompt": "prompt", "answer": "chosen"}}]
@@ -173,7 +222,9 @@ def test_text_that_the_tokenizer_reads_as_a_control_token_is_named(tmp_path: Pat
     assert (fault.kind, fault.lines) == ("special token", ("a.jsonl:2 holds <|end|>",))
 
 
-def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_write_the_same_bytes_as_one(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_jsonl(tmp_path / "a.jsonl", [qa(n, length=n % 50) for n in range(700)])
     data = {"train": [{"path": "a.jsonl"}], "max_tokens": 60, "too_long": "drop"}
     alone, _ = prepared(tmp_path, tokenizer, data)
@@ -185,7 +236,9 @@ def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path, tokenizer
 
 ROW = st.one_of(
     st.builds(qa, st.integers(0, 60), st.integers(0, 120)),
-    st.fixed_dictionaries({"question": st.text(max_size=8)}, optional={"answer": st.one_of(st.text(max_size=8), st.none(), st.integers())}),
+    st.fixed_dictionaries(
+        {"question": st.text(max_size=8)}, optional={"answer": st.one_of(st.text(max_size=8), st.none(), st.integers())}
+    ),
 )
 
 
@@ -198,7 +251,13 @@ ROW = st.one_of(
     share=st.sampled_from([None, 0.3]),
 )
 def test_used_and_dropped_make_what_was_read(
-    tmp_path: Path, tokenizer: Path, rows: list[dict[str, Any]], too_long: str, weight: float, limit: int | None, share: float | None
+    tmp_path: Path,
+    tokenizer: Path,
+    rows: list[dict[str, Any]],
+    too_long: str,
+    weight: float,
+    limit: int | None,
+    share: float | None,
 ) -> None:
     if share is not None:  # of two prompts at least one is trained on
         weight, limit = 1, None
@@ -220,17 +279,26 @@ def test_used_and_dropped_make_what_was_read(
 
 
 def test_records_say_what_they_were_read_as(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "Add.", "input": "2 and 2", "output": "4"}]), encoding="utf-8")
+    (tmp_path / "a.json").write_text(
+        json.dumps([{"instruction": "Add.", "input": "2 and 2", "output": "4"}]), encoding="utf-8"
+    )
     ledger = source(prepared(tmp_path, tokenizer, {"train": [{"path": "a.json"}]})[0])
     assert ledger.mapping
     assert "output" in " ".join(ledger.mapping.values())
 
 
-def test_rows_held_out_of_train_that_stand_in_test_are_dropped_where_that_is_asked_for(tmp_path: Path, tokenizer: Path) -> None:
+def test_rows_held_out_of_train_that_stand_in_test_are_dropped_where_that_is_asked_for(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     rows = [qa(n) for n in range(12)]
     write_jsonl(tmp_path / "train.jsonl", rows)
     write_jsonl(tmp_path / "test.jsonl", rows[:8])
-    data = {"train": [{"path": "train.jsonl"}], "validation": {"share": 0.5}, "test": {"path": "test.jsonl"}, "overlap": "drop"}
+    data = {
+        "train": [{"path": "train.jsonl"}],
+        "validation": {"share": 0.5},
+        "test": {"path": "test.jsonl"},
+        "overlap": "drop",
+    }
     found, _ = prepared(tmp_path, tokenizer, data)
     dropped = [source(found, split).dropped.get("stands in test", 0) for split in ("train", "validation")]
     assert sum(dropped) == 8
@@ -262,7 +330,9 @@ def test_judged_answers_are_no_references(tmp_path: Path, tokenizer: Path) -> No
 def test_a_test_row_whose_image_would_be_missing_is_not_asked(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what colour?"}]
-    chats = [[{"role": "user", "content": content}, {"role": "assistant", "content": "red"}] for content in ("knoll?", parts)]
+    chats = [
+        [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}] for content in ("knoll?", parts)
+    ]
     write_jsonl(tmp_path / "test.jsonl", [{"messages": messages} for messages in chats])
     found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}})
     assert (source(found, "test").used, source(found, "test").dropped) == (1, {"unusable": 1})
@@ -272,7 +342,9 @@ def test_a_test_row_whose_image_would_be_missing_is_not_asked(tmp_path: Path, to
 def test_test_prompts_that_are_cut_are_counted(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", [qa(n) for n in range(3)])
     write_jsonl(tmp_path / "test.jsonl", [qa(40), qa(41, length=300)])
-    data = Data.model_validate({"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}, "too_long": "cut_prompt"}, strict=False)
+    data = Data.model_validate(
+        {"train": [{"path": "train.jsonl"}], "test": {"path": "test.jsonl"}, "too_long": "cut_prompt"}, strict=False
+    )
     out = tmp_path / "out"
     out.mkdir()
     found = prepare(data, base=tmp_path, tokenizer=tokenizer, seed=0, folder=out, max_prompt_tokens=64)
@@ -286,7 +358,12 @@ def test_test_prompts_that_are_cut_are_counted(tmp_path: Path, tokenizer: Path) 
 
 def test_the_rows_of_a_record_stay_on_one_side(tmp_path: Path, tokenizer: Path) -> None:
     records = [
-        {"questions": [f"{WORDS[n % 16]} {n} {w}?" for w in ("who", "what", "where")], "answers": ["a", "b", "c"], "id": str(n)} for n in range(20)
+        {
+            "questions": [f"{WORDS[n % 16]} {n} {w}?" for w in ("who", "what", "where")],
+            "answers": ["a", "b", "c"],
+            "id": str(n),
+        }
+        for n in range(20)
     ]
     write_jsonl(tmp_path / "a.jsonl", records)
     found, out = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "validation": {"share": 0.2}})
@@ -300,7 +377,9 @@ def test_the_rows_of_a_record_stay_on_one_side(tmp_path: Path, tokenizer: Path) 
     assert not numbers("train") & numbers("validation")
 
 
-def test_a_process_of_the_pool_that_is_killed_is_named(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_the_pool_that_is_killed_is_named(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_jsonl(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
     monkeypatch.setattr(pieces, "_BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(pieces, "count_cores", lambda: 2)
@@ -334,7 +413,9 @@ def test_rows_that_share_a_prompt_or_a_record_have_one_key_through_any_chain(pai
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=30), max_rows=st.integers(1, 5), max_characters=st.integers(1, 20))
-def test_chunks_hold_every_row_in_order_and_end_where_they_are_full(lengths: list[int], max_rows: int, max_characters: int) -> None:
+def test_chunks_hold_every_row_in_order_and_end_where_they_are_full(
+    lengths: list[int], max_rows: int, max_characters: int
+) -> None:
     rows = [Row(source="a", number=n, text="x" * length) for n, length in enumerate(lengths)]
     chunks = list(chunked(iter(rows), max_rows=max_rows, max_characters=max_characters))
     assert [row for chunk in chunks for row in chunk] == rows

@@ -79,10 +79,15 @@ def test_a_weight_repeats_rows_with_their_images(tmp_path: Path, qwen: Path) -> 
     assert (source(found).repeated, source(found).images) == (2, 2)
 
 
-def test_an_image_is_decoded_once_however_many_questions_there_are(tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_decoded_once_however_many_questions_there_are(
+    tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw(tmp_path, "a.png", 1), draw(tmp_path, "b.png", 2)
     (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
-    write_jsonl(tmp_path / "a.jsonl", [asked(n, name, question=f"{n}?") for n, name in enumerate(["a.png", "b.png", "a.png", "copy.png", "a.png"])])
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [asked(n, name, question=f"{n}?") for n, name in enumerate(["a.png", "b.png", "a.png", "copy.png", "a.png"])],
+    )
     decoded: list[str] = []
 
     def noted(image: Image, **rest: Any) -> PIL.Image.Image:
@@ -106,7 +111,9 @@ def test_images_that_came_as_bytes_are_kept_once_by_content(tmp_path: Path, qwen
     pq.write_table(table, tmp_path / "a.parquet")
     found, out = prepared(tmp_path, qwen, {"train": [{"path": "a.parquet"}]})
     with zipfile.ZipFile(out / KEPT) as kept:
-        assert {name: kept.read(name) for name in kept.namelist()} == {hashlib.sha256(content).hexdigest(): content for content in encoded}
+        assert {name: kept.read(name) for name in kept.namelist()} == {
+            hashlib.sha256(content).hexdigest(): content for content in encoded
+        }
     assert KEPT in found.files
     moved = out.rename(tmp_path / "elsewhere")  # the prepared files are copied into the run
     images = [example.images[0] for example in Examples(moved / "train.safetensors")]
@@ -132,7 +139,9 @@ def _broken(folder: Path) -> list[dict[str, Any]]:
     return [asked(n, name, question=f"{n}?") for n, name in enumerate(names)]
 
 
-def test_an_image_that_cannot_be_shown_is_a_fault_by_file_and_row_and_never_something_else(tmp_path: Path, qwen: Path) -> None:
+def test_an_image_that_cannot_be_shown_is_a_fault_by_file_and_row_and_never_something_else(
+    tmp_path: Path, qwen: Path
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", _broken(folder))
@@ -140,9 +149,19 @@ def test_an_image_that_cannot_be_shown_is_a_fault_by_file_and_row_and_never_some
     told = faults(found, "unusable")
     assert [line.split(" ")[0] for line in told] == [f"a.jsonl:{n}" for n in (2, 3, 4, 5, 6)]
     assert [
-        next(words for words in ("gone.png is not there", "cannot be decoded", "no image that can be read", "lies outside") if words in line)
+        next(
+            words
+            for words in ("gone.png is not there", "cannot be decoded", "no image that can be read", "lies outside")
+            if words in line
+        )
         for line in told
-    ] == ["gone.png is not there", "cannot be decoded", "no image that can be read", "no image that can be read", "lies outside"]
+    ] == [
+        "gone.png is not there",
+        "cannot be decoded",
+        "no image that can be read",
+        "no image that can be read",
+        "lies outside",
+    ]
     ledger = source(found)
     assert (ledger.read, ledger.used, ledger.dropped, ledger.images) == (6, 1, {"unusable": 5}, 1)
     assert [len(example.images) for example in Examples(out / "train.safetensors")] == [1]
@@ -165,7 +184,9 @@ def test_a_model_that_sees_nothing_refuses_rows_with_images(tmp_path: Path) -> N
     assert "qwen2_5_vl" in raised.value.remedy
 
 
-def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it_is_shown(tmp_path: Path, qwen: Path) -> None:
+def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it_is_shown(
+    tmp_path: Path, qwen: Path
+) -> None:
     draw(tmp_path, "a.png", 1), draw(tmp_path, "b.png", 2)
     rows = [asked(0, "a.png"), asked(1, "b.png"), asked(2, "a.png", question="Once more?")]
     write_jsonl(tmp_path / "a.jsonl", rows)
@@ -176,20 +197,30 @@ def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it
     draw(tmp_path, "a.png", 3)
     (tmp_path / "b.png").unlink()
     for example in (first, third):  # told of the first row that shows it
-        with pytest.raises(DataError, match=r"\Aa\.jsonl:1: its image .*a\.png has changed since its rows were prepared\nput it back as it was, or "):
+        with pytest.raises(
+            DataError,
+            match=r"\Aa\.jsonl:1: its image .*a\.png has changed since its rows were prepared\nput it back as it was, or ",
+        ):
             show(eye_in(qwen), example.images[0])
     for place, picture in (("a.jsonl:2", second.images[0]), ("t.jsonl:1", item.pictures[0])):
-        with pytest.raises(DataError, match=rf"\A{place}: its image .*b\.png cannot be read.*it was there when its rows were prepared"):
+        with pytest.raises(
+            DataError, match=rf"\A{place}: its image .*b\.png cannot be read.*it was there when its rows were prepared"
+        ):
             show(eye_in(qwen), picture)
     with pytest.raises(DataError, match=r"\Athe image .*a\.png has changed"):
         opened(replace(first.images[0], row=""))
 
 
-def test_what_was_prepared_is_known_to_be_out_of_date_when_an_image_is_changed_mended_or_taken_away(tmp_path: Path, qwen: Path) -> None:
+def test_what_was_prepared_is_known_to_be_out_of_date_when_an_image_is_changed_mended_or_taken_away(
+    tmp_path: Path, qwen: Path
+) -> None:
     draw(tmp_path, "a.png", 1)
     with zipfile.ZipFile(tmp_path / "more.zip", "w") as archive:
         archive.writestr("b.png", _png(2))
-    write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png"), asked(1, "b.png", question="b?"), asked(2, "gone.png", question="gone?")])
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [asked(0, "a.png"), asked(1, "b.png", question="b?"), asked(2, "gone.png", question="gone?")],
+    )
     _, out = prepared(tmp_path, qwen, TRAIN)
     assert are_unchanged(out)
     content = (tmp_path / "a.png").read_bytes()
@@ -238,7 +269,9 @@ def test_the_same_question_about_the_same_image_is_found_wherever_the_image_lies
 
 
 def test_a_form_leaves_an_item_with_an_image_the_item_that_it_was(tmp_path: Path, qwen: Path) -> None:
-    (tmp_path / "form.py").write_text("def build(prompt, answer):\n    return prompt.upper(), f'= {answer}'\n", encoding="utf-8")
+    (tmp_path / "form.py").write_text(
+        "def build(prompt, answer):\n    return prompt.upper(), f'= {answer}'\n", encoding="utf-8"
+    )
     for name, digit in (("a.png", 1), ("b.png", 2)):
         draw(tmp_path, name, digit)
     write_jsonl(tmp_path / "a.jsonl", [asked(3, "b.png", question="train?")])
@@ -257,10 +290,17 @@ def test_test_items_bring_their_pictures_and_have_one_key_wherever_those_lie(tmp
     draw(tmp_path, "a.png", 1), draw(tmp_path, "b.png", 2, size=(90, 60))
     (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
     write_jsonl(tmp_path / "a.jsonl", [asked(3, "b.png", question="train?")])
-    write_jsonl(tmp_path / "t.jsonl", [asked(0, "a.png"), asked(0, "copy.png"), asked(1, "b.png", "gone.png"), asked(0, "b.png")])
+    write_jsonl(
+        tmp_path / "t.jsonl",
+        [asked(0, "a.png"), asked(0, "copy.png"), asked(1, "b.png", "gone.png"), asked(0, "b.png")],
+    )
     found, out = prepared(tmp_path, qwen, TRAIN | {"test": {"path": "t.jsonl"}})
     items = read_items(out / "test.jsonl")
-    assert [[Path(picture.path).name for picture in item.pictures] for item in items] == [["a.png"], ["copy.png"], ["b.png"]]
+    assert [[Path(picture.path).name for picture in item.pictures] for item in items] == [
+        ["a.png"],
+        ["copy.png"],
+        ["b.png"],
+    ]
     assert key_of(items[0]) == key_of(items[1]) != key_of(items[2])
     assert [line.split(": ")[0] for line in faults(found, "unusable")] == ["t.jsonl:3 image 2 of 2"]
     assert found.prompt_grids == (eye_in(qwen).grid((90, 60)),)
@@ -271,7 +311,11 @@ def test_test_items_bring_their_pictures_and_have_one_key_wherever_those_lie(tmp
 
 def test_the_row_that_shows_most_is_told_whether_it_is_the_longest_or_not(tmp_path: Path, qwen: Path) -> None:
     draw(tmp_path, "small.png", 1, size=(32, 32)), draw(tmp_path, "large.png", 2, size=(96, 96))
-    rows = [asked(0, "small.png", question="a long question " * 20), asked(1, "small.png", "large.png"), asked(2, "large.png")]
+    rows = [
+        asked(0, "small.png", question="a long question " * 20),
+        asked(1, "small.png", "large.png"),
+        asked(2, "large.png"),
+    ]
     write_jsonl(tmp_path / "a.jsonl", rows)
     found, out = prepared(tmp_path, qwen, TRAIN)
     eye, examples = eye_in(qwen), Examples(out / "train.safetensors")
@@ -347,13 +391,17 @@ def test_limits_on_pixels_make_rows_shorter(tmp_path: Path, qwen: Path) -> None:
         prepared(tmp_path, qwen, TRAIN | {"images": limits}, out=name)[0].lengths
         for name, limits in (("whole", {}), ("less", {"max_pixels": 48 * 48}))
     ]
-    assert [found.longest for found in lengths if found] == sorted((found.longest for found in lengths if found), reverse=True)
+    assert [found.longest for found in lengths if found] == sorted(
+        (found.longest for found in lengths if found), reverse=True
+    )
     assert lengths[0] != lengths[1]
 
 
 @pytest.mark.skipif(not (SHARED / "chartqa").is_dir(), reason="the sample of ChartQA is not here")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_a_batch_of_chartqa_is_what_the_models_own_processor_makes_of_it(tmp_path: Path, qwen: Path, llava: Path, family: str) -> None:
+def test_a_batch_of_chartqa_is_what_the_models_own_processor_makes_of_it(
+    tmp_path: Path, qwen: Path, llava: Path, family: str
+) -> None:
     folder = {"qwen2_5_vl": qwen, "llava": llava}[family]
     (tmp_path / "chartqa").symlink_to(SHARED / "chartqa")
     found, out = prepared(tmp_path, folder, {"train": [{"path": "chartqa/val/*.json"}], "max_tokens": 4096})
@@ -368,5 +416,7 @@ def test_a_batch_of_chartqa_is_what_the_models_own_processor_makes_of_it(tmp_pat
     assert batch.extra.tensors["pixel_values"].reshape(own["pixel_values"].shape).equal(own["pixel_values"])
     token = eye_in(folder).lens.image_token
     assert [prompt.count(token) for prompt in prompts] == [ids.tolist().count(token) for ids in own["input_ids"]]
-    assert batch.extra.tensors["places_I"].tolist() == (batch.input_ids_BT.flatten() == token).nonzero().flatten().tolist()
+    assert (
+        batch.extra.tensors["places_I"].tolist() == (batch.input_ids_BT.flatten() == token).nonzero().flatten().tolist()
+    )
     assert replace(chosen[0], images=()) != chosen[0]

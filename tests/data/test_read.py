@@ -21,7 +21,9 @@ def _open(folder: Path, files: dict[str, str | bytes | list[Any]], path: str = "
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, list):
-            content = "".join(json.dumps(value) + "\n" for value in content) if name.endswith("l") else json.dumps(content)
+            content = (
+                "".join(json.dumps(value) + "\n" for value in content) if name.endswith("l") else json.dumps(content)
+            )
         target.write_bytes(content.encode() if isinstance(content, str) else content)
     return open_source(Source(path=path, fields=Fields(**fields)), folder, split="train")
 
@@ -32,7 +34,9 @@ def _rows(reading: Reading) -> list[Row]:
     return [row for row in rows if isinstance(row, Row)]
 
 
-def _error(folder: Path, files: dict[str, str | bytes | list[Any]], path: str = "rows.jsonl", **fields: str) -> DataError:
+def _error(
+    folder: Path, files: dict[str, str | bytes | list[Any]], path: str = "rows.jsonl", **fields: str
+) -> DataError:
     with pytest.raises(DataError) as caught:
         _open(folder, files, path, **fields)
     assert caught.value.remedy
@@ -49,7 +53,9 @@ def test_byte_order_mark_crlf_and_blank_lines_are_no_rows(tmp_path: Path) -> Non
     answer=st.text(min_size=1).filter(str.strip) | st.just("a\u2028b\u2029c\x85d\x0be\x0cf"),
     ensure_ascii=st.booleans(),
 )
-def test_any_text_comes_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, prompt: str, answer: str, ensure_ascii: bool) -> None:
+def test_any_text_comes_back_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, prompt: str, answer: str, ensure_ascii: bool
+) -> None:
     line = json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=ensure_ascii)
     (row,) = _rows(_open(tmp_path_factory.getbasetemp(), {"rows.jsonl": line}))
     assert [message.content for message in row.messages] == [prompt, answer]
@@ -63,7 +69,9 @@ def test_every_record_comes_out_as_a_row_or_with_its_reason(tmp_path: Path) -> N
 
 
 def test_a_source_of_bad_lines_alone_is_an_error_that_shows_the_first(tmp_path: Path) -> None:
-    assert _error(tmp_path, {"rows.jsonl": "{\n{"}).problem.startswith("rows.jsonl holds no record that can be read; the first: rows.jsonl:1 ")
+    assert _error(tmp_path, {"rows.jsonl": "{\n{"}).problem.startswith(
+        "rows.jsonl holds no record that can be read; the first: rows.jsonl:1 "
+    )
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff", "  \r\n"])
@@ -76,7 +84,10 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_folder_may_have_shapes_of_one_kind(tmp_path: Path) -> None:
-    first, second = [{"query": "a", "label": "b"}], [{"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}]
+    first, second = (
+        [{"query": "a", "label": "b"}],
+        [{"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}],
+    )
     reading = _open(tmp_path, {"all/a.jsonl": first, "all/b.jsonl": second, "all/c.jsonl": "{"}, "all")
     assert [shape.name for shape in reading.shapes[:2]] == ["question and answer", "chat messages"]
     assert [(row.place, isinstance(row, Row)) for row in reading.rows()] == [
@@ -87,11 +98,15 @@ def test_the_files_of_a_folder_may_have_shapes_of_one_kind(tmp_path: Path) -> No
 
 
 def test_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
-    error = _error(tmp_path, {"all/a.jsonl": [{"text": "x"}], "all/b.jsonl": [{"prompt": "x", "completion": "y"}]}, "all")
+    error = _error(
+        tmp_path, {"all/a.jsonl": [{"text": "x"}], "all/b.jsonl": [{"prompt": "x", "completion": "y"}]}, "all"
+    )
     assert error.problem == "all mixes kinds of rows: all/a.jsonl holds plain text, all/b.jsonl prompt and completion"
 
 
-@pytest.mark.parametrize(("unit", "texts"), [("line", ["a", "b", "c"]), ("paragraph", ["a\nb", "c"]), ("document", ["a\nb\n\nc\n"])])
+@pytest.mark.parametrize(
+    ("unit", "texts"), [("line", ["a", "b", "c"]), ("paragraph", ["a\nb", "c"]), ("document", ["a\nb\n\nc\n"])]
+)
 def test_the_user_says_what_a_record_of_a_text_file_is(tmp_path: Path, unit: str, texts: list[str]) -> None:
     rows = _rows(_open(tmp_path, {"book.txt": "a\nb\n\nc\n"}, "book.txt", text=unit))
     assert [row.text.strip() for row in rows] == [text.strip() for text in texts]
@@ -102,19 +117,37 @@ def test_a_column_may_be_called_line(tmp_path: Path) -> None:
     assert row.text == "x"
 
 
-QUESTIONS = [{"question_id": 1, "image_id": 7, "question": "Colour?"}, {"question_id": 2, "image_id": 7, "question": "Size?"}]
-ANSWERS = [{"question_id": 2, "image_id": 7, "answers": ["big"]}, {"question_id": 1, "image_id": 7, "answers": ["red", "red", "blue"]}]
+QUESTIONS = [
+    {"question_id": 1, "image_id": 7, "question": "Colour?"},
+    {"question_id": 2, "image_id": 7, "question": "Size?"},
+]
+ANSWERS = [
+    {"question_id": 2, "image_id": 7, "answers": ["big"]},
+    {"question_id": 1, "image_id": 7, "answers": ["red", "red", "blue"]},
+]
 
 
 def test_another_file_is_joined_by_the_id_that_both_have(tmp_path: Path) -> None:
-    reading = _open(tmp_path, {"questions.json": QUESTIONS, "answers.json": ANSWERS}, "questions.json", join="answers.json")
-    assert [(row.number, row.answer, row.references) for row in _rows(reading)] == [(1, "red", ("red", "blue")), (2, "big", ("big",))]
+    reading = _open(
+        tmp_path, {"questions.json": QUESTIONS, "answers.json": ANSWERS}, "questions.json", join="answers.json"
+    )
+    assert [(row.number, row.answer, row.references) for row in _rows(reading)] == [
+        (1, "red", ("red", "blue")),
+        (2, "big", ("big",)),
+    ]
 
 
 def test_a_record_without_its_one_partner_is_told(tmp_path: Path) -> None:
-    questions = [*QUESTIONS, {"question_id": 3, "question": "?"}, {"question": "?"}, {"question_id": 4, "image_id": 8, "question": "?"}]
+    questions = [
+        *QUESTIONS,
+        {"question_id": 3, "question": "?"},
+        {"question": "?"},
+        {"question_id": 4, "image_id": 8, "question": "?"},
+    ]
     answers = [*ANSWERS, ANSWERS[0], {"question_id": 4, "image_id": 9, "answers": ["no"]}]
-    good, *bad = _open(tmp_path, {"questions.json": questions, "answers.json": answers}, "questions.json", join="answers.json").rows()
+    good, *bad = _open(
+        tmp_path, {"questions.json": questions, "answers.json": answers}, "questions.json", join="answers.json"
+    ).rows()
     assert isinstance(good, Row)
     assert [row.reason for row in bad if isinstance(row, BadRow)] == [
         "has the question_id 2, which occurs more than once in answers.json",
@@ -127,12 +160,21 @@ def test_a_record_without_its_one_partner_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answers", "problem"),
     [
-        ([{"answers": ["red"]}], "answers.json cannot be joined: no id column is in both: question_id, question; answers"),
-        ([{"question_id": 1, "answers": ["red"]}, {"answers": ["big"]}], "answers.json:2 has no question_id, so it cannot be joined"),
+        (
+            [{"answers": ["red"]}],
+            "answers.json cannot be joined: no id column is in both: question_id, question; answers",
+        ),
+        (
+            [{"question_id": 1, "answers": ["red"]}, {"answers": ["big"]}],
+            "answers.json:2 has no question_id, so it cannot be joined",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_joined_is_an_error(tmp_path: Path, answers: list[Any], problem: str) -> None:
-    files: dict[str, str | bytes | list[Any]] = {"questions.json": [{"question_id": 1, "question": "?"}], "answers.json": answers}
+    files: dict[str, str | bytes | list[Any]] = {
+        "questions.json": [{"question_id": 1, "question": "?"}],
+        "answers.json": answers,
+    }
     assert _error(tmp_path, files, "questions.json", join="answers.json").problem == problem
 
 
@@ -190,7 +232,11 @@ NO_ROWS = {"llamafactory/dataset_info.json", "qmsum/LongBench_dataset2prompt.jso
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")
 def test_every_real_file_is_among_those_that_are_read() -> None:
-    found = {path for path in SHARED.rglob("*") if path.suffix in (".json", ".jsonl", ".csv", ".txt") and path.name != "SOURCE.txt"}
+    found = {
+        path
+        for path in SHARED.rglob("*")
+        if path.suffix in (".json", ".jsonl", ".csv", ".txt") and path.name != "SOURCE.txt"
+    }
     named = [path for path, *_ in REAL] + [fields["join"] for _, fields, *_ in REAL if "join" in fields]
     read = {file.path for path in named for file in find_files(path, SHARED, split="validation")}
     assert {path.relative_to(SHARED).as_posix() for path in found - read} == NO_ROWS
@@ -199,9 +245,15 @@ def test_every_real_file_is_among_those_that_are_read() -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")
 @pytest.mark.parametrize(("path", "fields", "name", "num_records", "num_rows"), REAL)
 def test_real_files_read_whole(path: str, fields: dict[str, str], name: str, num_records: int, num_rows: int) -> None:
-    reading = open_source(Source(path=path, fields=Fields(**fields)), SHARED, split="train" if "chartqa/" not in path else "validation")
+    reading = open_source(
+        Source(path=path, fields=Fields(**fields)), SHARED, split="train" if "chartqa/" not in path else "validation"
+    )
     rows = _rows(reading)
-    assert (reading.shape.name, len({(row.source, row.number) for row in rows}), len(rows)) == (name, num_records, num_rows)
+    assert (reading.shape.name, len({(row.source, row.number) for row in rows}), len(rows)) == (
+        name,
+        num_records,
+        num_rows,
+    )
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")
@@ -216,7 +268,11 @@ def test_rows_of_real_files_hold_what_their_records_say() -> None:
     assert all(row.images for row in _rows(open_source(Source(path="chartqa/val"), SHARED, split="validation")))
     assert first(f"{SEEDS}/docvqa_val_v1.0.json").references == ("A-113", "a-113")
     assert first(f"{SEEDS}/infovqa_vidore_train_row.json").images[0].path == "10001.jpeg"
-    assert first(f"{SEEDS}/vqav2_questions.json", join=f"{SEEDS}/vqav2_annotations.json").references == ("red", "maroon", "dark red")
+    assert first(f"{SEEDS}/vqav2_questions.json", join=f"{SEEDS}/vqav2_annotations.json").references == (
+        "red",
+        "maroon",
+        "dark red",
+    )
     truthful = first("truthfulqa/TruthfulQA.csv")
     assert truthful.answer in truthful.references
     assert len(truthful.wrong) == 7

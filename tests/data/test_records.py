@@ -105,13 +105,17 @@ def test_a_last_line_that_was_cut_off_anywhere_is_told_as_such(tmp_path: Path, e
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
-def test_bytes_that_are_not_utf_8_are_named_with_their_place(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_not_utf_8_are_named_with_their_place(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finefit.data.content._CHUNK", 5)
     content = b'{"prompt": "caf\xe9", "completion": "x"}\n'
     assert _fault(tmp_path, name, content, "line") == f"{name} is not UTF-8: byte 15 is 0xe9"
 
 
-def test_a_bad_byte_is_counted_right_where_a_chunk_ends_within_a_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_byte_is_counted_right_where_a_chunk_ends_within_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finefit.data.content._CHUNK", 5)
     assert _fault(tmp_path, "rows.jsonl", b'{"\xc3\xa9\xe2\x82"}\n') == "rows.jsonl is not UTF-8: byte 4 is 0xe2"
 
@@ -170,8 +174,12 @@ def test_values_that_follow_one_another_without_being_lines_are_refused(tmp_path
         ({}, None),
     ],
 )
-def test_an_object_holds_records_by_id_or_in_its_one_list_or_is_one(tmp_path: Path, document: dict[str, Any], expected: list[Any] | None) -> None:
-    assert _values(tmp_path, "rows.json", json.dumps(document, indent=1)) == ([document] if expected is None else expected)
+def test_an_object_holds_records_by_id_or_in_its_one_list_or_is_one(
+    tmp_path: Path, document: dict[str, Any], expected: list[Any] | None
+) -> None:
+    assert _values(tmp_path, "rows.json", json.dumps(document, indent=1)) == (
+        [document] if expected is None else expected
+    )
 
 
 def test_an_id_that_stands_twice_is_refused_because_a_record_would_be_lost(tmp_path: Path) -> None:
@@ -188,17 +196,29 @@ def test_a_record_of_any_depth_is_read_or_told(tmp_path: Path, name: str, depth:
 
 
 def test_entries_that_are_no_objects_are_told(tmp_path: Path) -> None:
-    assert _reasons(tmp_path, "rows.json", f'[{LINE}, 5, "x"]') == {2: "is a number, not an object", 3: "is a string, not an object"}
+    assert _reasons(tmp_path, "rows.json", f'[{LINE}, 5, "x"]') == {
+        2: "is a number, not an object",
+        3: "is a string, not an object",
+    }
     assert _reasons(tmp_path, "rows.json", "5") == {1: "is a number, not an object"}
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (f"[{LINE}, {LINE}", "rows.json cannot be read on after row 2: it is JSON without an end: the file may be cut off"),
-        (f"[{LINE}, {LINE[:-3]}", "rows.json cannot be read on after row 1: it is JSON without an end: the file may be cut off"),
+        (
+            f"[{LINE}, {LINE}",
+            "rows.json cannot be read on after row 2: it is JSON without an end: the file may be cut off",
+        ),
+        (
+            f"[{LINE}, {LINE[:-3]}",
+            "rows.json cannot be read on after row 1: it is JSON without an end: the file may be cut off",
+        ),
         (f"[{LINE},", "rows.json cannot be read on after row 1: it is JSON without an end: the file may be cut off"),
-        (f"[{LINE} {LINE}]", f"rows.json cannot be read on after row 1: it is no JSON at character {len(LINE) + 2}: neither a comma nor ] follows"),
+        (
+            f"[{LINE} {LINE}]",
+            f"rows.json cannot be read on after row 1: it is no JSON at character {len(LINE) + 2}: neither a comma nor ] follows",
+        ),
         ('[{"a": x}]', "rows.json cannot be read: it is no JSON at character 7: Expecting value"),
         ('{"a": 1', "rows.json cannot be read: it is JSON without an end: the file may be cut off"),
         ("[" + '{"a":' * 100_000, "rows.json cannot be read: it is no JSON at character 1: it is nested too deep"),
@@ -208,7 +228,9 @@ def test_broken_json_is_told_with_the_last_row_before_it(tmp_path: Path, content
     assert _fault(tmp_path, "rows.json", content) == problem
 
 
-def test_a_fault_early_in_a_long_array_is_found_without_reading_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_early_in_a_long_array_is_found_without_reading_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json_stream, "_CHUNK", 100)
     file = _file(tmp_path, "rows.json", "[{'a': 1}," + f"{LINE}," * 5_000 + "{}]")
     with file.path.open(encoding="utf-8") as handle:
@@ -231,7 +253,9 @@ def test_the_header_tells_the_delimiter(tmp_path: Path, delimiter: str) -> None:
 
 @pytest.mark.parametrize("delimiter", [",", "\t", ";"])
 def test_quoted_names_may_hold_line_breaks_and_other_delimiters(tmp_path: Path, delimiter: str) -> None:
-    assert _values(tmp_path, "rows.csv", f'"q,;\t\nq"{delimiter}"a;,\t"\n1{delimiter}2\n') == [{"q,;\t\nq": "1", "a;,\t": "2"}]
+    assert _values(tmp_path, "rows.csv", f'"q,;\t\nq"{delimiter}"a;,\t"\n1{delimiter}2\n') == [
+        {"q,;\t\nq": "1", "a;,\t": "2"}
+    ]
 
 
 def test_a_tsv_file_is_split_at_tabs_whatever_its_header_holds(tmp_path: Path) -> None:
@@ -285,14 +309,23 @@ def _write_arrow_file(path: Path, table: Any) -> None:
 
 
 TABLES = pytest.mark.parametrize(
-    ("name", "write"), [("rows.parquet", _write_parquet), ("rows.arrow", _write_stream), ("rows.arrow", _write_arrow_file)]
+    ("name", "write"),
+    [("rows.parquet", _write_parquet), ("rows.arrow", _write_stream), ("rows.arrow", _write_arrow_file)],
 )
 
 
 @TABLES
-def test_tables_of_many_batches_come_out_as_plain_python(tmp_path: Path, name: str, write: Callable[[Path, Any], None]) -> None:
+def test_tables_of_many_batches_come_out_as_plain_python(
+    tmp_path: Path, name: str, write: Callable[[Path, Any], None]
+) -> None:
     rows = [
-        {"n": at, "image": {"bytes": b"\x89PNG", "path": None}, "tags": ["a", "b"], "day": date(2024, 1, 1), "x": Decimal("1.5")}
+        {
+            "n": at,
+            "image": {"bytes": b"\x89PNG", "path": None},
+            "tags": ["a", "b"],
+            "day": date(2024, 1, 1),
+            "x": Decimal("1.5"),
+        }
         for at in range(1000)
     ]
     write(tmp_path / name, pa.Table.from_pylist(rows))
@@ -308,7 +341,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, name: str, write: C
 
 
 @TABLES
-def test_a_value_that_python_cannot_hold_costs_its_own_row_only(tmp_path: Path, name: str, write: Callable[[Path, Any], None]) -> None:
+def test_a_value_that_python_cannot_hold_costs_its_own_row_only(
+    tmp_path: Path, name: str, write: Callable[[Path, Any], None]
+) -> None:
     write(tmp_path / name, pa.table({"t": pa.array([0, 10**15, 60], pa.timestamp("s"))}))
     found = list(read_records(find_files(name, tmp_path, split="train")[0]))
     assert [type(row) for row in found] == [Record, BadRow, Record]
@@ -316,14 +351,18 @@ def test_a_value_that_python_cannot_hold_costs_its_own_row_only(tmp_path: Path, 
 
 
 @TABLES
-def test_a_table_cut_in_half_is_an_error_with_its_place(tmp_path: Path, name: str, write: Callable[[Path, Any], None]) -> None:
+def test_a_table_cut_in_half_is_an_error_with_its_place(
+    tmp_path: Path, name: str, write: Callable[[Path, Any], None]
+) -> None:
     write(tmp_path / name, pa.table({"a": [str(at) for at in range(10_000)]}))
     whole = (tmp_path / name).read_bytes()
     assert f"it is no whole {name.removeprefix('rows.')} file" in _fault(tmp_path, name, whole[: len(whole) // 2])
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
-def test_without_pyarrow_a_table_is_an_error_that_names_it(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_a_table_is_an_error_that_names_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert _fault(tmp_path, name, b"x") == f"{name} needs pyarrow, which is not installed"
 
@@ -338,7 +377,10 @@ def test_a_table_without_rows_gives_no_records(tmp_path: Path) -> None:
 
 def test_plain_text_without_a_unit_lists_the_three_with_their_counts(tmp_path: Path) -> None:
     text = "a\nb\n\nc\n \t\n\nd"
-    assert _fault(tmp_path, "rows.txt", text) == "rows.txt is plain text: 4 records by line, 3 by paragraph, 1 as a document"
+    assert (
+        _fault(tmp_path, "rows.txt", text)
+        == "rows.txt is plain text: 4 records by line, 3 by paragraph, 1 as a document"
+    )
 
 
 @pytest.mark.parametrize(
@@ -358,9 +400,7 @@ GRAPH = "(d / dog\n    :mod (b / big))"
 
 
 def test_amr_blocks_become_sentence_graph_and_metadata(tmp_path: Path) -> None:
-    text = (
-        f"# AMR release; made by hand\n\n# ::id x.1 ::date 2020 ::note\n# ::snt A dog :: big.\n# a remark\n{GRAPH}\n\t\n#::snt Two dogs\r\n{GRAPH}\n"
-    )
+    text = f"# AMR release; made by hand\n\n# ::id x.1 ::date 2020 ::note\n# ::snt A dog :: big.\n# a remark\n{GRAPH}\n\t\n#::snt Two dogs\r\n{GRAPH}\n"
     file = _file(tmp_path, "rows.txt", text)
     assert is_amr(file)
     assert list(read_records(file)) == [
@@ -376,11 +416,20 @@ def test_a_missing_blank_line_between_graphs_loses_none(tmp_path: Path) -> None:
 
 def test_metadata_that_stands_twice_keeps_both_values(tmp_path: Path) -> None:
     text = f"# ::id 1 ::date may\n# ::alignments 0-1 ::date june\n# ::snt a\n{GRAPH}\n"
-    assert _values(tmp_path, "rows.amr", text) == [{"id": "1", "date": "may\njune", "alignments": "0-1", "snt": "a", "amr": GRAPH}]
+    assert _values(tmp_path, "rows.amr", text) == [
+        {"id": "1", "date": "may\njune", "alignments": "0-1", "snt": "a", "amr": GRAPH}
+    ]
 
 
 def test_amr_blocks_that_lack_a_part_are_told(tmp_path: Path) -> None:
-    blocks = ["# ::snt a\n" + GRAPH, "# ::snt b", GRAPH, "# ::snt\n" + GRAPH, "# ::snt c\n# ::snt d\n" + GRAPH, "# ::amr e\n# ::snt f\n" + GRAPH]
+    blocks = [
+        "# ::snt a\n" + GRAPH,
+        "# ::snt b",
+        GRAPH,
+        "# ::snt\n" + GRAPH,
+        "# ::snt c\n# ::snt d\n" + GRAPH,
+        "# ::amr e\n# ::snt f\n" + GRAPH,
+    ]
     assert _reasons(tmp_path, "rows.amr", "\n\n".join(blocks)) == {
         2: "has a ::snt line but no graph",
         3: "has a graph but no sentence in a ::snt line",
@@ -422,33 +471,54 @@ STRINGS = st.lists(TEXT.filter(str.strip), min_size=1, max_size=3, unique=True).
 
 @settings(max_examples=50)
 @given(values=VALUES, ensure_ascii=st.booleans(), gz=st.booleans())
-def test_json_lines_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, values: list[Any], ensure_ascii: bool, gz: bool) -> None:
+def test_json_lines_give_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, values: list[Any], ensure_ascii: bool, gz: bool
+) -> None:
     content = "".join(json.dumps(value, ensure_ascii=ensure_ascii) + "\n" for value in values).encode()
     name, data = ("law.jsonl.gz", gzip.compress(content)) if gz else ("law.jsonl", content)
     assert _values(tmp_path_factory.getbasetemp(), name, data) == values
 
 
 @settings(max_examples=50)
-@given(values=VALUES, others=st.lists(JSON, max_size=3), ensure_ascii=st.booleans(), indent=st.sampled_from([None, 0, 20]), chunk=st.integers(1, 40))
+@given(
+    values=VALUES,
+    others=st.lists(JSON, max_size=3),
+    ensure_ascii=st.booleans(),
+    indent=st.sampled_from([None, 0, 20]),
+    chunk=st.integers(1, 40),
+)
 def test_an_array_gives_back_what_was_written_whatever_the_chunks(
-    tmp_path_factory: pytest.TempPathFactory, values: list[Any], others: list[Any], ensure_ascii: bool, indent: int | None, chunk: int
+    tmp_path_factory: pytest.TempPathFactory,
+    values: list[Any],
+    others: list[Any],
+    ensure_ascii: bool,
+    indent: int | None,
+    chunk: int,
 ) -> None:
     written = [*values, *others, -1234567, 0.5, 1e300, 1e-300]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_stream, "_CHUNK", chunk)
-        found = _read(tmp_path_factory.getbasetemp(), "law.json", json.dumps(written, ensure_ascii=ensure_ascii, indent=indent))
+        found = _read(
+            tmp_path_factory.getbasetemp(), "law.json", json.dumps(written, ensure_ascii=ensure_ascii, indent=indent)
+        )
     assert [row.number for row in found] == list(range(1, len(written) + 1))
-    assert [row.value for row in found if isinstance(row, Record)] == [value for value in written if isinstance(value, dict)]
+    assert [row.value for row in found if isinstance(row, Record)] == [
+        value for value in written if isinstance(value, dict)
+    ]
 
 
 @settings(max_examples=50)
-@given(values=STRINGS, delimiter=st.sampled_from([",", "\t", ";"]), end=st.sampled_from(["\n", "\r\n"]), gz=st.booleans())
+@given(
+    values=STRINGS, delimiter=st.sampled_from([",", "\t", ";"]), end=st.sampled_from(["\n", "\r\n"]), gz=st.booleans()
+)
 def test_csv_gives_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, str]], delimiter: str, end: str, gz: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / ("law.tsv" if delimiter == "\t" else "law.csv")
     with path.open("w", newline="", encoding="utf-8") as handle:
-        rows = csv.DictWriter(handle, [*values[0], "last"], delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL)
+        rows = csv.DictWriter(
+            handle, [*values[0], "last"], delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL
+        )
         rows.writeheader()
         rows.writerows({**value, "last": "x"} for value in values)
     content = path.read_bytes()
@@ -458,15 +528,23 @@ def test_csv_gives_back_what_was_written(
 
 @settings(max_examples=50)
 @given(values=STRINGS)
-def test_tables_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, str]]) -> None:
+def test_tables_give_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, str]]
+) -> None:
     folder = tmp_path_factory.getbasetemp()
-    for name, write in (("law.parquet", _write_parquet), ("law.arrow", _write_stream), ("file.arrow", _write_arrow_file)):
+    for name, write in (
+        ("law.parquet", _write_parquet),
+        ("law.arrow", _write_stream),
+        ("file.arrow", _write_arrow_file),
+    ):
         write(folder / name, pa.Table.from_pylist(values))
         assert _values(folder, name, (folder / name).read_bytes()) == values
 
 
 def _samples(folder: Path) -> dict[str, bytes]:
-    table = pa.Table.from_pylist([{"q": f"what is {at}?", "a": [at, at], "image": {"bytes": b"x" * at, "path": "p"}} for at in range(40)])
+    table = pa.Table.from_pylist(
+        [{"q": f"what is {at}?", "a": [at, at], "image": {"bytes": b"x" * at, "path": "p"}} for at in range(40)]
+    )
     for name, write in (("s.parquet", _write_parquet), ("s.arrow", _write_stream), ("f.arrow", _write_arrow_file)):
         write(folder / name, table)
     lines = "".join(json.dumps({"q": f"“{at}”", "a": [at, {"x": None}]}) + "\n" for at in range(20)).encode()
@@ -490,7 +568,9 @@ def _mutated(content: bytes, rng: random.Random) -> bytes:
             case 0:
                 del data[at : at + rng.randrange(1, 20)]
             case 1:
-                data[at:at] = rng.choice([b'"', b"\n", b"{", b"]", b"\x00", b"\\ud800", b"\xff\xfe", b"\xe2\x80", b",", rng.randbytes(5)])
+                data[at:at] = rng.choice(
+                    [b'"', b"\n", b"{", b"]", b"\x00", b"\\ud800", b"\xff\xfe", b"\xe2\x80", b",", rng.randbytes(5)]
+                )
             case 2:
                 data[at : at + 1] = rng.randbytes(1)
             case _:

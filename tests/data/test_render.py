@@ -22,7 +22,8 @@ CHAT = Renderer(make_tokenizer(), "chat")
 SPELLING = Spelling(CHAT.tokenizer)
 PLAIN = Renderer(make_tokenizer(chat=False), "plain")
 TEXT = st.one_of(
-    st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from([" a ", "\n", "{{ messages }}", "{% raw %}", "<think>", "é", "☃\U0001f600"])
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.sampled_from([" a ", "\n", "{{ messages }}", "{% raw %}", "<think>", "é", "☃\U0001f600"]),
 ).filter(lambda text: not any(token in text for token in SPECIAL))
 ANSWER = TEXT.filter(lambda text: text.strip())
 
@@ -50,7 +51,9 @@ def test_supervised_tokens_are_exactly_the_answer_and_its_end(prompt: str, answe
 
 
 @given(turns=st.lists(st.tuples(TEXT, ANSWER), min_size=2, max_size=4))
-def test_every_turn_of_a_conversation_is_supervised_behind_the_prompt_of_generation(turns: list[tuple[str, str]]) -> None:
+def test_every_turn_of_a_conversation_is_supervised_behind_the_prompt_of_generation(
+    turns: list[tuple[str, str]],
+) -> None:
     messages = _conversation(*chain.from_iterable(turns))
     (example,) = render_one(CHAT, messages).examples
     assert supervised_texts(CHAT, example) == [answer + "<|end|>" for _, answer in turns]
@@ -79,11 +82,17 @@ def test_a_plain_prompt_is_instruction_and_question_with_a_blank_line_between() 
         (_conversation("a", "b"), {"tools": "[]"}, "knows no tools"),
         (_conversation("a", "b"), {"images": (Image(path="a.png"),)}, "the row has an image"),
         ([Message("user", "a"), Message("assistant", "b", reasoning="c")], {}, "no place for reasoning"),
-        ([Message("user", "a"), Message("assistant", "", tool_calls=(ToolCall("f", "{}"),))], {}, "no place for reasoning or calls of tools"),
+        (
+            [Message("user", "a"), Message("assistant", "", tool_calls=(ToolCall("f", "{}"),))],
+            {},
+            "no place for reasoning or calls of tools",
+        ),
         ([Message("user", "a")], {}, "no answer"),
     ],
 )
-def test_what_the_plain_template_cannot_hold_is_refused_in_plain_words(messages: list[Message], more: dict[str, Any], problem: str) -> None:
+def test_what_the_plain_template_cannot_hold_is_refused_in_plain_words(
+    messages: list[Message], more: dict[str, Any], problem: str
+) -> None:
     rendered = render_one(PLAIN, messages, **more)
     assert problem in rendered.problem
     assert rendered.remedy
@@ -109,7 +118,9 @@ def test_answers_in_the_given_messages_are_prompt() -> None:
 def _with_start(*, chat: bool) -> PreTrainedTokenizerFast:
     tokenizer = make_tokenizer(chat=chat)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
     return tokenizer
 
 
@@ -118,7 +129,11 @@ def test_plain_prompts_start_with_the_token_that_the_tokenizer_adds() -> None:
     renderer = Renderer(tokenizer, "plain")
     assert renderer.prompt_tokens([Message("user", "2+2")]) == tokenizer("2+2")["input_ids"]
     (example,) = render_one(renderer, _conversation("2+2", "4")).examples
-    assert (example.tokens.count(tokenizer.bos_token_id), example.tokens[0], example.supervised[0]) == (1, tokenizer.bos_token_id, False)
+    assert (example.tokens.count(tokenizer.bos_token_id), example.tokens[0], example.supervised[0]) == (
+        1,
+        tokenizer.bos_token_id,
+        False,
+    )
     assert renderer.sha256() != PLAIN.sha256()
 
 
@@ -140,10 +155,15 @@ def test_both_sides_of_a_pair_stand_behind_the_same_prompt_and_are_cut_alike() -
     assert prompts_before_answers(chosen) == prompts_before_answers(other) == [CHAT.prompt_tokens(messages[:1])]
     assert (supervised_texts(CHAT, chosen), supervised_texts(CHAT, other)) == (["good<|end|>"], ["a bad one<|end|>"])
     assert pair.num_tokens == len(other.tokens)
-    cut = render_one(CHAT, messages, Budget(max_tokens=40, too_long="cut_prompt", turns="all"), num_given=1, rejected=rejected)
+    cut = render_one(
+        CHAT, messages, Budget(max_tokens=40, too_long="cut_prompt", turns="all"), num_given=1, rejected=rejected
+    )
     assert prompts_before_answers(cut.examples[0]) == prompts_before_answers(cut.rejected[0])
     assert len(cut.rejected[0].tokens) == 40
-    assert (supervised_texts(CHAT, cut.examples[0]), supervised_texts(CHAT, cut.rejected[0])) == (["good<|end|>"], ["a bad one<|end|>"])
+    assert (supervised_texts(CHAT, cut.examples[0]), supervised_texts(CHAT, cut.rejected[0])) == (
+        ["good<|end|>"],
+        ["a bad one<|end|>"],
+    )
 
 
 REWRITING = TEMPLATE.replace("m['content']", "(m['content'] if loop.last or m['role'] == 'user' else '(left out)')")
@@ -161,14 +181,20 @@ def test_answers_that_are_rewritten_once_more_follows_are_examples_of_their_own(
 @pytest.mark.parametrize("too_long", ["error", "drop"])
 def test_a_row_that_is_too_long_is_told_with_its_length(too_long: Any) -> None:
     rendered = render_one(CHAT, _conversation("abc", "de"), Budget(max_tokens=8, too_long=too_long, turns="all"))
-    assert (rendered.is_too_long, rendered.examples, rendered.problem) == (True, (), "too long: 10 tokens, max_tokens is 8")
+    assert (rendered.is_too_long, rendered.examples, rendered.problem) == (
+        True,
+        (),
+        "too long: 10 tokens, max_tokens is 8",
+    )
     assert render_one(CHAT, _conversation("abc", "de"), Budget(max_tokens=10, too_long=too_long, turns="all")).examples
 
 
 @given(prompts=st.lists(TEXT.filter(bool), min_size=1, max_size=3), answer=ANSWER, spare=st.integers(0, 40))
 def test_a_cut_row_fits_and_keeps_its_answers(prompts: list[str], answer: str, spare: int) -> None:
     messages = _conversation(*chain.from_iterable((prompt, answer) for prompt in prompts), system="S")
-    num_scaffold = render_one(CHAT, [Message(m.role, m.content if m.role == "assistant" else "") for m in messages]).num_tokens
+    num_scaffold = render_one(
+        CHAT, [Message(m.role, m.content if m.role == "assistant" else "") for m in messages]
+    ).num_tokens
     rendered = render_one(CHAT, messages, Budget(max_tokens=num_scaffold + spare, too_long="cut_prompt", turns="all"))
     whole = render_one(CHAT, messages)
     assert rendered.num_tokens == whole.num_tokens
@@ -193,12 +219,15 @@ def test_tokens_go_from_the_middle_of_the_longest_question_and_the_instruction_i
     ]
     whole = render_one(CHAT, messages).num_tokens
     rendered = render_one(CHAT, messages, Budget(max_tokens=whole - 4, too_long="cut_prompt", turns="all"))
-    assert f"<|system|>{'s' * 30}<|end|>\n<|user|>abchij<|end|>\n<|assistant|>k<|end|>\n<|user|>lm" in CHAT.tokenizer.decode(
-        rendered.examples[0].tokens
+    assert (
+        f"<|system|>{'s' * 30}<|end|>\n<|user|>abchij<|end|>\n<|assistant|>k<|end|>\n<|user|>lm"
+        in CHAT.tokenizer.decode(rendered.examples[0].tokens)
     )
     assert rendered.cut_tokens == 4
     assert CHAT.cut_prompt(messages[:2], max_tokens=len(CHAT.prompt_tokens(messages[:2])) - 12)[0].content == "s" * 27
-    assert CHAT.tokenizer.decode(CHAT.prompt_tokens(messages[1:2], max_tokens=9)) == "<|user|>abcij<|end|>\n<|assistant|>"
+    assert (
+        CHAT.tokenizer.decode(CHAT.prompt_tokens(messages[1:2], max_tokens=9)) == "<|user|>abcij<|end|>\n<|assistant|>"
+    )
     with pytest.raises(DataError, match="one token of each message take more than 4 tokens"):
         CHAT.prompt_tokens(messages[:2], max_tokens=4)
 
@@ -223,7 +252,9 @@ def test_a_bad_row_leaves_the_others_as_they_are() -> None:
         Row(source="s", number=9, messages=(Message("assistant", "", tool_calls=(ToolCall("f", "{}"),)),)),
         Row(source="s", number=9, messages=(Message("assistant", "x", reasoning="y"),)),
     ]
-    rendered = CHAT.render([good[0], *bad[:4], good[1], *bad[4:], good[2]], Budget(max_tokens=99, too_long="error", turns="all"))
+    rendered = CHAT.render(
+        [good[0], *bad[:4], good[1], *bad[4:], good[2]], Budget(max_tokens=99, too_long="error", turns="all")
+    )
     assert [rendered[at] for at in (0, 5, 10)] == [render_one(CHAT, row.messages) for row in good]
     refused = [rendered[at] for at in (1, 2, 3, 4, 6, 7, 8, 9)]
     assert all(row.problem and row.remedy and not row.examples and not row.is_too_long for row in refused)
@@ -231,17 +262,31 @@ def test_a_bad_row_leaves_the_others_as_they_are() -> None:
 
 
 ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
-JUNK = st.one_of(st.text(), st.sampled_from(["{", "[]", "[1]", '[{"function": 1}]', '{"a": 1}', "<think>x</think>y", "<|end|>"]))
-CALLED = st.builds(ToolCall, name=st.text(), arguments=JUNK)
-MESSAGES = st.lists(st.builds(Message, role=ROLES, content=JUNK, reasoning=JUNK, tool_calls=st.lists(CALLED, max_size=2).map(tuple)), max_size=4).map(
-    tuple
+JUNK = st.one_of(
+    st.text(), st.sampled_from(["{", "[]", "[1]", '[{"function": 1}]', '{"a": 1}', "<think>x</think>y", "<|end|>"])
 )
+CALLED = st.builds(ToolCall, name=st.text(), arguments=JUNK)
+MESSAGES = st.lists(
+    st.builds(Message, role=ROLES, content=JUNK, reasoning=JUNK, tool_calls=st.lists(CALLED, max_size=2).map(tuple)),
+    max_size=4,
+).map(tuple)
 
 
-@given(messages=MESSAGES, rejected=MESSAGES, tools=JUNK, num_given=st.integers(0, 5), text=JUNK, too_long=st.sampled_from(["drop", "cut_prompt"]))
+@given(
+    messages=MESSAGES,
+    rejected=MESSAGES,
+    tools=JUNK,
+    num_given=st.integers(0, 5),
+    text=JUNK,
+    too_long=st.sampled_from(["drop", "cut_prompt"]),
+)
 def test_no_row_raises(messages: Any, rejected: Any, tools: str, num_given: int, text: str, too_long: Any) -> None:
     budget = Budget(max_tokens=12, too_long=too_long, turns="all")
-    for row in ({"messages": messages, "rejected": rejected, "tools": tools, "num_given": num_given}, {"messages": messages}, {"text": text}):
+    for row in (
+        {"messages": messages, "rejected": rejected, "tools": tools, "num_given": num_given},
+        {"messages": messages},
+        {"text": text},
+    ):
         for renderer in (CHAT, PLAIN):
             rendered = render_one(renderer, budget=budget, **row)
             assert bool(rendered.examples) != bool(rendered.problem)
@@ -255,7 +300,9 @@ def test_a_template_that_loses_the_answer_or_a_part_of_it_is_refused() -> None:
 
 
 def test_a_thought_that_the_template_writes_before_an_answer_is_what_the_model_has_to_write() -> None:
-    renderer = _templated(TEMPLATE.replace("m['content']", "('<think></think>' if m['role'] == 'assistant' else '') + m['content']"))
+    renderer = _templated(
+        TEMPLATE.replace("m['content']", "('<think></think>' if m['role'] == 'assistant' else '') + m['content']")
+    )
     (example,) = render_one(renderer, _conversation("2+2", "think")).examples
     assert supervised_texts(renderer, example) == ["<think></think>think<|end|>"]
     assert renderer.decode_answer(supervised_runs(example)[0]) == "think"
@@ -278,7 +325,9 @@ def test_an_opening_that_answers_are_not_written_behind_is_left_out_of_every_pro
         ("", "<|end|>", "4<|end|>"),
     ],
 )
-def test_a_turn_ends_with_the_end_token_or_with_the_first_marks_or_gets_an_end(written: str, eos: str, turn: str) -> None:
+def test_a_turn_ends_with_the_end_token_or_with_the_first_marks_or_gets_an_end(
+    written: str, eos: str, turn: str
+) -> None:
     renderer = _templated(TEMPLATE.replace("'<|end|>' + '\n'", repr(written)), eos_token=eos)
     renderer.tokenizer.add_tokens(["<|stop|>", "<|close|>"], special_tokens=True)
     (example,) = render_one(renderer, _conversation("2+2", "4")).examples
@@ -309,13 +358,17 @@ def test_a_tokenizer_that_would_cut_or_pad_is_not_heard() -> None:
     renderer = Renderer(make_tokenizer(), "chat")
     renderer.tokenizer.backend_tokenizer.enable_truncation(5)
     renderer.tokenizer.backend_tokenizer.enable_padding(length=99)
-    assert render_one(renderer, _conversation("a question", "an answer")) == render_one(CHAT, _conversation("a question", "an answer"))
+    assert render_one(renderer, _conversation("a question", "an answer")) == render_one(
+        CHAT, _conversation("a question", "an answer")
+    )
 
 
 def test_a_character_that_the_tokenizer_cannot_write_is_named() -> None:
     alphabet = {token: at for at, token in enumerate(["<|end|>", "<unk>", *"abc"])}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab=alphabet, merges=[], unk_token="<unk>")), unk_token="<unk>", eos_token="<|end|>"
+        tokenizer_object=Tokenizer(models.BPE(vocab=alphabet, merges=[], unk_token="<unk>")),
+        unk_token="<unk>",
+        eos_token="<|end|>",
     )
     renderer = Renderer(tokenizer, "plain")
     assert "no token for 'ż'" in render_one(renderer, _conversation("a", "abżc")).problem
@@ -325,14 +378,24 @@ def test_a_character_that_the_tokenizer_cannot_write_is_named() -> None:
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_an_answer_gets_no_blank_that_it_does_not_have_in_the_whole_text(scheme: Any) -> None:
-    words = {token: at for at, token in enumerate(["<|end|>", "<unk>", *"▁:/[]", *map(chr, range(65, 91)), *map(chr, range(97, 123)), "\n", "▁P"])}
+    words = {
+        token: at
+        for at, token in enumerate(
+            ["<|end|>", "<unk>", *"▁:/[]", *map(chr, range(65, 91)), *map(chr, range(97, 123)), "\n", "▁P"]
+        )
+    }
     inner = Tokenizer(models.BPE(vocab=words, merges=[("▁", "P")], unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    renderer = Renderer(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|end|>"), "plain")
+    renderer = Renderer(
+        PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<|end|>"), "plain"
+    )
     for prompt, answer in (("Capital:\n", "Paris is"), ("Capital:", " Paris is")):
         (example,) = render_one(renderer, _conversation(prompt, answer)).examples
-        assert list(example.tokens) == renderer.tokenizer(prompt + answer + "<|end|>", add_special_tokens=False)["input_ids"]
+        assert (
+            list(example.tokens)
+            == renderer.tokenizer(prompt + answer + "<|end|>", add_special_tokens=False)["input_ids"]
+        )
         assert renderer.decode_answer(supervised_runs(example)[0]) == answer
 
 
@@ -340,7 +403,9 @@ def test_a_tokenizer_without_a_fast_backend_renders_and_cuts_too() -> None:
     renderer = Renderer(ByT5Tokenizer(), "plain")
     (example,) = render_one(renderer, _conversation("2+2=", "4")).examples
     assert supervised_texts(renderer, example) == ["4</s>"]
-    cut = render_one(renderer, _conversation("0123456789", "x"), Budget(max_tokens=8, too_long="cut_prompt", turns="all"))
+    cut = render_one(
+        renderer, _conversation("0123456789", "x"), Budget(max_tokens=8, too_long="cut_prompt", turns="all")
+    )
     assert renderer.tokenizer.decode(cut.examples[0].tokens) == "012789x</s>"
 
 
@@ -380,7 +445,9 @@ def test_of_several_templates_the_default_is_taken_and_that_for_tools_where_ther
     templates = {"default": TEMPLATE, "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TEMPLATE}
     renderer = open_renderer(_saved(tmp_path / "both", chat_template=templates), "chat")
     assert renderer.prompt_text([Message("user", "a")]) == "<|user|>a<|end|>\n<|assistant|>"
-    assert renderer.prompt_text([Message("user", "a")], tools='[{"name": "add"}]') == "add<|user|>a<|end|>\n<|assistant|>"
+    assert (
+        renderer.prompt_text([Message("user", "a")], tools='[{"name": "add"}]') == "add<|user|>a<|end|>\n<|assistant|>"
+    )
     with pytest.raises(ModelError, match="none is called default"):
         open_renderer(_saved(tmp_path / "none", chat_template={"rag": TEMPLATE}), "chat")
 

@@ -54,7 +54,9 @@ def by_processor(folder: Path, contents: list[list[dict[str, str]]], row: Row) -
     processor = vlm_processor(folder)
     talk = [{"role": "user", "content": parts} for parts in contents]
     text = processor.apply_chat_template(talk, add_generation_prompt=True)
-    ids: list[int] = processor(text=[text], images=[opened(picture) for picture in row.pictures], return_tensors="np")["input_ids"][0].tolist()
+    ids: list[int] = processor(text=[text], images=[opened(picture) for picture in row.pictures], return_tensors="np")[
+        "input_ids"
+    ][0].tolist()
     return ids
 
 
@@ -64,13 +66,17 @@ def image_tokens(renderer: Renderer, example: Example) -> int:
 
 
 @pytest.mark.parametrize("marks", ["", "<image><image>"])
-def test_the_prompt_is_that_of_the_models_own_processor_with_and_without_marks(folder: Path, tmp_path: Path, marks: str) -> None:
+def test_the_prompt_is_that_of_the_models_own_processor_with_and_without_marks(
+    folder: Path, tmp_path: Path, marks: str
+) -> None:
     renderer = renderer_in(folder)
     images = [draw(tmp_path, "a.png", size=(40, 90)), draw(tmp_path, "b.png", 3, size=(120, 50))]
     row = looked_at(eye_in(folder), [Message("user", marks + ASKED), ANSWER], images)
     example = rendered(renderer, row)
     (prompt,) = prompts_before_answers(example)
-    assert prompt == by_processor(folder, [[{"type": "image"}, {"type": "image"}, {"type": "text", "text": ASKED}]], row)
+    assert prompt == by_processor(
+        folder, [[{"type": "image"}, {"type": "image"}, {"type": "text", "text": ASKED}]], row
+    )
     assert renderer.prompt_tokens(row.prompt, pictures=row.pictures) == prompt
     assert example.images == row.pictures
     assert supervised_texts(renderer, example) == ["7" + str(renderer.tokenizer.eos_token)]
@@ -106,7 +112,9 @@ def test_every_turn_of_a_conversation_sees_the_images_before_it(folder: Path, tm
 
 
 def test_both_sides_of_a_pair_share_the_images(folder: Path, tmp_path: Path) -> None:
-    row = looked_at(eye_in(folder), [USER, ANSWER], [draw(tmp_path, "a.png")], num_given=1, rejected=(Message("assistant", "1"),))
+    row = looked_at(
+        eye_in(folder), [USER, ANSWER], [draw(tmp_path, "a.png")], num_given=1, rejected=(Message("assistant", "1"),)
+    )
     (found,) = renderer_in(folder).render([row], WIDE)
     (chosen,), (rejected,) = found.examples, found.rejected
     assert chosen.images == rejected.images == row.pictures
@@ -117,7 +125,9 @@ def test_rows_of_text_are_rendered_beside_those_with_images(folder: Path) -> Non
     example = rendered(renderer_in(folder), Row(source="rows.jsonl", number=1, messages=(USER, ANSWER)))
     (prompt,) = prompts_before_answers(example)
     processor = vlm_processor(folder)
-    text = processor.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": ASKED}]}], add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "text", "text": ASKED}]}], add_generation_prompt=True
+    )
     assert (prompt, example.images) == (processor.tokenizer(text)["input_ids"], ())
 
 
@@ -138,23 +148,32 @@ def test_marks_and_images_that_do_not_match_are_told_by_their_numbers(folder: Pa
 
 @pytest.mark.parametrize(("family", "typed"), [("qwen2_5_vl", "<|image_pad|>"), ("llava", "<image>")])
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_a_mark_of_the_model_typed_in_a_text_is_refused(qwen: Path, llava: Path, family: str, typed: str, role: str) -> None:
+def test_a_mark_of_the_model_typed_in_a_text_is_refused(
+    qwen: Path, llava: Path, family: str, typed: str, role: str
+) -> None:
     folder = {"qwen2_5_vl": qwen, "llava": llava}[family]
-    talk = [replace(message, content=f"{message.content} {typed}") if message.role == role else message for message in (USER, ANSWER)]
+    talk = [
+        replace(message, content=f"{message.content} {typed}") if message.role == role else message
+        for message in (USER, ANSWER)
+    ]
     found = problem_of(renderer_in(folder), Row(source="rows.jsonl", number=1, messages=tuple(talk)))
     assert found == f"the text holds {typed!r}, which the model reads as an image, and no image belongs there"
 
 
 def test_the_mark_of_rows_is_plain_text_to_a_model_that_has_another_one(qwen: Path) -> None:
     renderer = renderer_in(qwen)
-    example = rendered(renderer, Row(source="rows.jsonl", number=1, messages=(Message("user", "What does <image> mean?"), ANSWER)))
+    example = rendered(
+        renderer, Row(source="rows.jsonl", number=1, messages=(Message("user", "What does <image> mean?"), ANSWER))
+    )
     assert "What does <image> mean?" in renderer.tokenizer.decode(example.tokens)
     assert image_tokens(renderer, example) == 0
 
 
 def test_the_mark_of_rows_is_plain_text_to_a_model_that_is_shown_images_without_one(qwen: Path) -> None:
     renderer = open_renderer(qwen, "chat", eye=Plain("(seen)", None))
-    example = rendered(renderer, Row(source="rows.jsonl", number=1, messages=(Message("user", "What does <image> mean?"), ANSWER)))
+    example = rendered(
+        renderer, Row(source="rows.jsonl", number=1, messages=(Message("user", "What does <image> mean?"), ANSWER))
+    )
     assert "What does <image> mean?" in renderer.tokenizer.decode(example.tokens)
 
 
@@ -170,7 +189,9 @@ def test_an_image_in_an_answer_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_template_that_loses_an_image_is_a_fault_with_numbers(qwen: Path, tmp_path: Path) -> None:
     renderer = renderer_in(qwen)
-    renderer.tokenizer.chat_template = str(renderer.tokenizer.chat_template).replace("<|vision_start|><|image_pad|><|vision_end|>", "")
+    renderer.tokenizer.chat_template = str(renderer.tokenizer.chat_template).replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", ""
+    )
     row = looked_at(eye_in(qwen), [USER, ANSWER], [draw(tmp_path, "a.png")])
     assert problem_of(renderer, row) == "the template writes 0 places for images (<|image_pad|>), and 1 belong there"
 
@@ -202,14 +223,18 @@ def test_a_cut_takes_text_and_no_token_of_an_image(folder: Path, tmp_path: Path)
 def test_an_image_stays_between_the_texts_that_are_cut_beside_it(qwen: Path, tmp_path: Path) -> None:
     renderer = renderer_in(qwen)
     row = looked_at(eye_in(qwen), _long("<image>"), [draw(tmp_path, "a.png")])
-    text = renderer.tokenizer.decode(rendered(renderer, row, Budget(max_tokens=120, too_long="cut_prompt", turns="all")).tokens)
+    text = renderer.tokenizer.decode(
+        rendered(renderer, row, Budget(max_tokens=120, too_long="cut_prompt", turns="all")).tokens
+    )
     assert "user\nw<|vision_start|>" in text  # of the longer text one token is left
     assert text.find("<|vision_end|>") < text.find("end ")
 
 
 def test_images_that_do_not_fit_make_a_row_too_long_and_are_told(folder: Path, tmp_path: Path) -> None:
     renderer = renderer_in(folder)
-    row = looked_at(eye_in(folder), _long(), [draw(tmp_path, "a.png", size=(90, 90)), draw(tmp_path, "b.png", size=(90, 90))])
+    row = looked_at(
+        eye_in(folder), _long(), [draw(tmp_path, "a.png", size=(90, 90)), draw(tmp_path, "b.png", size=(90, 90))]
+    )
     tokens = image_tokens(renderer, rendered(renderer, row))
     (found,) = renderer.render([row], Budget(max_tokens=tokens, too_long="cut_prompt", turns="all"))
     assert found.is_too_long
@@ -221,7 +246,9 @@ def test_images_that_do_not_fit_make_a_row_too_long_and_are_told(folder: Path, t
 def test_prompts_of_another_eye_have_another_hash(qwen: Path) -> None:
     renderer = renderer_in(qwen)
     eye: Any = eye_in(qwen)
-    assert len({renderer.sha256(), replace(renderer, eye=None).sha256(), replace(renderer, eye=_Other(eye)).sha256()}) == 3
+    assert (
+        len({renderer.sha256(), replace(renderer, eye=None).sha256(), replace(renderer, eye=_Other(eye)).sha256()}) == 3
+    )
 
 
 class _Other:

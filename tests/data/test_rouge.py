@@ -10,7 +10,10 @@ from tests.data.task_rows import make_row, metrics_of
 
 KINDS = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 PAIRS = [
-    ("The court dismissed the appeal. Costs were ordered.", "The appeal was dismissed by the court.\nCosts follow the event."),
+    (
+        "The court dismissed the appeal. Costs were ordered.",
+        "The appeal was dismissed by the court.\nCosts follow the event.",
+    ),
     ("Running runners ran quickly; 3.5 miles!", "A runner runs 3.5 miles"),
     ("nothing in common", "whole other words"),
     ("the the the the", "the cat"),
@@ -26,15 +29,22 @@ def _rouge(**settings: object) -> Task:
 @pytest.mark.parametrize("stemmer", [True, False])
 @pytest.mark.parametrize("tokenizer", ["unicode", "rouge"])
 def test_rouge_of_english_is_the_mean_that_rouge_score_gives(tokenizer: str, stemmer: bool) -> None:
-    task, scorer = _rouge(tokenizer=tokenizer, stemmer=stemmer, sentences="lines"), RougeScorer(KINDS, use_stemmer=stemmer)
+    task, scorer = (
+        _rouge(tokenizer=tokenizer, stemmer=stemmer, sentences="lines"),
+        RougeScorer(KINDS, use_stemmer=stemmer),
+    )
     scored = [scorer.score(reference, answer) for answer, reference in PAIRS]
     expected = {kind: sum(one[kind].fmeasure for one in scored) / len(PAIRS) for kind in KINDS}
-    assert metrics_of(task, [make_row(reference) for _, reference in PAIRS], [answer for answer, _ in PAIRS]) == pytest.approx(expected, abs=1e-12)
+    assert metrics_of(
+        task, [make_row(reference) for _, reference in PAIRS], [answer for answer, _ in PAIRS]
+    ) == pytest.approx(expected, abs=1e-12)
 
 
 def test_split_sentences_are_what_rouge_score_gives_for_one_sentence_on_each_line() -> None:
     answer, reference = "One two three. Four five six.", "Four five six. One two three."
-    expected = RougeScorer(["rougeLsum"], use_stemmer=True).score("Four five six.\nOne two three.", "One two three.\nFour five six.")["rougeLsum"]
+    expected = RougeScorer(["rougeLsum"], use_stemmer=True).score(
+        "Four five six.\nOne two three.", "One two three.\nFour five six."
+    )["rougeLsum"]
     assert metrics_of(_rouge(), [make_row(reference)], [answer])["rougeLsum"] == pytest.approx(expected.fmeasure) == 1.0
     assert metrics_of(_rouge(sentences="lines"), [make_row(reference)], [answer])["rougeLsum"] == pytest.approx(0.5)
 
@@ -87,10 +97,16 @@ def test_of_several_references_each_kind_takes_the_best_as_rouge_score_does() ->
     """One reference has the words, the other their order."""
     references, answer = ["d c b a e", "a b c x y z w v"], "a b c d e"
     reading = _rouge(sentences="lines").read(Reply(text=answer), make_row(*references))
-    expected = {kind: found.fmeasure for kind, found in RougeScorer(KINDS, use_stemmer=True).score_multi(references, answer).items()}
+    expected = {
+        kind: found.fmeasure
+        for kind, found in RougeScorer(KINDS, use_stemmer=True).score_multi(references, answer).items()
+    }
     assert reading.counts == pytest.approx(expected, abs=1e-12)
     assert reading.reference == references[0]
-    assert all(reading.counts[kind] > _rouge().read(Reply(text=answer), make_row(references[0])).counts[kind] for kind in ("rouge2", "rougeL"))
+    assert all(
+        reading.counts[kind] > _rouge().read(Reply(text=answer), make_row(references[0])).counts[kind]
+        for kind in ("rouge2", "rougeL")
+    )
 
 
 @pytest.mark.parametrize("answer", ["", "  \n", "...", "!!!"])

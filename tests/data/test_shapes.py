@@ -69,9 +69,19 @@ SAID_BEFORE = [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant
         ({"messages": [USER, ANSWER]}, "chat messages", PLAIN, 0),
         ({"conversation": [USER, ANSWER], "id": 3}, "chat messages", PLAIN, 0),
         ({"conversations": [HUMAN, GPT], "system": None}, "ShareGPT conversations", PLAIN, 0),
-        ({"conversations": [HUMAN, GPT], "system": "Be brief."}, "ShareGPT conversations", [("system", "Be brief."), *PLAIN], 0),
+        (
+            {"conversations": [HUMAN, GPT], "system": "Be brief."},
+            "ShareGPT conversations",
+            [("system", "Be brief."), *PLAIN],
+            0,
+        ),
         ({"instruction": "2+2", "input": "", "output": "4"}, "Alpaca", PLAIN, 1),
-        ({"instruction": "Add.", "input": "2+2", "output": "4"}, "Alpaca", [("user", "Add.\n2+2"), ("assistant", "4")], 1),
+        (
+            {"instruction": "Add.", "input": "2+2", "output": "4"},
+            "Alpaca",
+            [("user", "Add.\n2+2"), ("assistant", "4")],
+            1,
+        ),
         ({"instruction": "2+2", "output": "4", "text": "2+2 4"}, "Alpaca", PLAIN, 1),
         ({"instruction": "2+2", "input": None, "output": "4", "history": [["1+1", "2"]]}, "Alpaca", SAID_BEFORE, 1),
         ({"prompt": "2+2", "completion": "4"}, "prompt and completion", PLAIN, 1),
@@ -79,7 +89,12 @@ SAID_BEFORE = [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant
         ({"prompt": [USER, ANSWER, USER], "completion": "4"}, "prompt and completion", [*PLAIN, *PLAIN], 3),
         ({"Question": "2+2", "Answer": "4"}, "question and answer", PLAIN, 1),
         ({"problem": "2+2", "solution": "4", "level": 1}, "question and answer", PLAIN, 1),
-        ({"system_prompt": "Add.", "question": "2+2", "response": "4"}, "question and answer", [("system", "Add."), *PLAIN], 2),
+        (
+            {"system_prompt": "Add.", "question": "2+2", "response": "4"},
+            "question and answer",
+            [("system", "Add."), *PLAIN],
+            2,
+        ),
         ({"query": "2+2", "label": 4}, "question and answer", PLAIN, 1),
         (
             {"question": "Right?", "passage": "It is.", "answer": True},
@@ -87,13 +102,30 @@ SAID_BEFORE = [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant
             [("user", "It is.\n\nRight?"), ("assistant", "true")],
             1,
         ),
-        ({"question": "q", "CONTEXTS": ["a", "b"], "LONG_ANSWER": "c"}, "question and answer", [("user", "a\n\nb\n\nq"), ("assistant", "c")], 1),
-        ({"instruction": "q", "context": "", "response": "c"}, "question and answer", [("user", "q"), ("assistant", "c")], 1),
+        (
+            {"question": "q", "CONTEXTS": ["a", "b"], "LONG_ANSWER": "c"},
+            "question and answer",
+            [("user", "a\n\nb\n\nq"), ("assistant", "c")],
+            1,
+        ),
+        (
+            {"instruction": "q", "context": "", "response": "c"},
+            "question and answer",
+            [("user", "q"), ("assistant", "c")],
+            1,
+        ),
         ({"article": "Long.", "highlights": "L."}, "document and summary", [("user", "Long."), ("assistant", "L.")], 1),
-        ({"snt": "It rains .", "amr": "(r / rain-01)"}, "AMR", [("user", "It rains ."), ("assistant", "(r / rain-01)")], 1),
+        (
+            {"snt": "It rains .", "amr": "(r / rain-01)"},
+            "AMR",
+            [("user", "It rains ."), ("assistant", "(r / rain-01)")],
+            1,
+        ),
     ],
 )
-def test_a_question_and_its_answer_are_found_under_many_names(value: Value, name: str, talk: list[tuple[str, str]], num_given: int) -> None:
+def test_a_question_and_its_answer_are_found_under_many_names(
+    value: Value, name: str, talk: list[tuple[str, str]], num_given: int
+) -> None:
     row = _row(value)
     assert (_shape(value).name, _talk(row), row.num_given, row.kind, row.part) == (name, talk, num_given, "chat", 0)
 
@@ -114,12 +146,18 @@ def test_the_mapping_names_every_column_used_or_not() -> None:
     [
         (["a", "b", "b"], "b", ("a", "b")),
         (["A-1", "a-1"], "A-1", ("A-1", "a-1")),
-        ([{"answer": "red", "answer_id": 1}, {"answer": "red", "answer_id": 2}, {"answer": "blue", "answer_id": 3}], "red", ("red", "blue")),
+        (
+            [{"answer": "red", "answer_id": 1}, {"answer": "red", "answer_id": 2}, {"answer": "blue", "answer_id": 3}],
+            "red",
+            ("red", "blue"),
+        ),
         ({"text": ["Rome"], "answer_start": [5]}, "Rome", ("Rome",)),
         ([42.5, 42.5, 3], "42.5", ("42.5", "3")),
     ],
 )
-def test_of_several_answers_the_most_frequent_is_trained_on_and_all_count_as_right(answers: Any, best: str, references: tuple[str, ...]) -> None:
+def test_of_several_answers_the_most_frequent_is_trained_on_and_all_count_as_right(
+    answers: Any, best: str, references: tuple[str, ...]
+) -> None:
     row = _row({"question": "q", "answers": answers})
     assert (row.answer, row.references) == (best, references)
 
@@ -190,7 +228,10 @@ def test_a_preference_pair_is_a_prompt_with_two_endings(value: Value) -> None:
     ("bad", "reason"),
     [
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "chosen and rejected are equal"),
-        ({"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "3"}, OTHER]}, "chosen does not go on from the prompt with an answer"),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "3"}, OTHER]},
+            "chosen does not go on from the prompt with an answer",
+        ),
         ({"chosen": [USER, ANSWER], "rejected": [USER]}, "rejected does not go on from the prompt with an answer"),
         ({"chosen": [USER, ANSWER]}, "has no rejected"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": " "}]}, "has an empty answer"),
@@ -234,7 +275,11 @@ def test_text_alone_is_plain_text(value: Value) -> None:
         ({"image_filename": "a.png", "image": "<PIL image>"}, (Image(path="a.png"),), "image_filename"),
         ({"image_filename": "b.png", "image": "a.png"}, (Image(path="a.png"),), "image"),
         ({"images": ["a.png", {"bytes": None, "path": "b.png"}]}, (Image(path="a.png"), Image(path="b.png")), "images"),
-        ({"image_id": "0001", "image_url": "http://x/a.png"}, (), "none: image_url is a URL, and nothing is downloaded"),
+        (
+            {"image_id": "0001", "image_url": "http://x/a.png"},
+            (),
+            "none: image_url is a URL, and nothing is downloaded",
+        ),
     ],
 )
 def test_images_stand_beside_a_question(columns: Value, images: tuple[Image, ...], used: str) -> None:
@@ -247,7 +292,10 @@ def test_images_stand_beside_a_question(columns: Value, images: tuple[Image, ...
     [
         (None, "has no image"),
         (7, "image is 7, neither the path nor the bytes of an image (nothing is downloaded)"),
-        ("https://x/a.png", 'image is "https://x/a.png", neither the path nor the bytes of an image (nothing is downloaded)'),
+        (
+            "https://x/a.png",
+            'image is "https://x/a.png", neither the path nor the bytes of an image (nothing is downloaded)',
+        ),
         ("data:image/png;base64,%%%", 'image is "data:image/png;base64,%%%", which is no base64 image'),
     ],
 )
@@ -270,13 +318,21 @@ def test_tool_calls_reasoning_and_tools_are_kept() -> None:
         "tools": TOOLS,
         "messages": [
             {"role": "user", "content": "Rain?", "name": None, "tool_calls": None},
-            {"role": "assistant", "content": None, "reasoning_content": "I need the weather.", "tool_calls": [call], "weight": 1},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "I need the weather.",
+                "tool_calls": [call],
+                "weight": 1,
+            },
             {"role": "tool", "content": "dry", "tool_call_id": "c1", "name": "weather"},
             {"role": "assistant", "content": "No.", "thinking": None, "tool_calls": []},
         ],
     }
     row = _row(value)
-    assert row.messages[1] == Message("assistant", "", "I need the weather.", (ToolCall("weather", '{"city": "Rome"}'),))
+    assert row.messages[1] == Message(
+        "assistant", "", "I need the weather.", (ToolCall("weather", '{"city": "Rome"}'),)
+    )
     assert row.messages[2:] == (Message("tool", "dry"), Message("assistant", "No."))
     assert json.loads(row.tools) == TOOLS
     swapped = copy.deepcopy(value)
@@ -285,7 +341,12 @@ def test_tool_calls_reasoning_and_tools_are_kept() -> None:
 
 
 def test_sharegpt_calls_functions_and_observes() -> None:
-    called = [HUMAN, {"from": "function_call", "value": json.dumps(WEATHER)}, {"from": "observation", "value": "dry"}, GPT]
+    called = [
+        HUMAN,
+        {"from": "function_call", "value": json.dumps(WEATHER)},
+        {"from": "observation", "value": "dry"},
+        GPT,
+    ]
     row = _row({"conversations": called, "tools": json.dumps(TOOLS)})
     assert [message.role for message in row.messages] == ["user", "assistant", "tool", "assistant"]
     assert row.messages[1].tool_calls == (ToolCall("weather", '{"city": "Rome"}'),)
@@ -330,28 +391,55 @@ def _answering(entry: Any) -> Value:
         ({"messages": "x"}, 'messages is "x", not a list of messages'),
         ({"messages": [USER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
         ({"messages": [ANSWER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
-        ({"messages": [USER, USER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
+        (
+            {"messages": [USER, USER]},
+            "has no answer: its last message is not the assistant's, or nothing stands before it",
+        ),
         ({"messages": [ANSWER, USER, ANSWER]}, "begins with an answer: nothing stands before it"),
         ({"messages": [{"role": "user", "content": " "}, ANSWER]}, "has an empty prompt"),
         (_answering({"role": "assistant", "content": " \n"}), "has an empty answer"),
         (_answering({"role": "assistant", "content": None}), "messages[1].content is null, not text"),
-        (_answering({"role": "assistant", "content": [{"type": "text"}]}), "messages[1].content[0].text is null, not text"),
+        (
+            _answering({"role": "assistant", "content": [{"type": "text"}]}),
+            "messages[1].content[0].text is null, not text",
+        ),
         (
             _answering({"role": "assistant", "content": [{"type": "audio"}]}),
             'messages[1].content[0] is {"type": "audio"}; a part is text or an image',
         ),
-        (_answering({"role": "critic", "content": "x"}), 'messages[1] has the role "critic"; known are system, user, assistant, tool'),
-        (_answering({"role": ["user"], "content": "x"}), 'messages[1] has the role ["user"]; known are system, user, assistant, tool'),
+        (
+            _answering({"role": "critic", "content": "x"}),
+            'messages[1] has the role "critic"; known are system, user, assistant, tool',
+        ),
+        (
+            _answering({"role": ["user"], "content": "x"}),
+            'messages[1] has the role ["user"]; known are system, user, assistant, tool',
+        ),
         (_answering("4"), 'messages[1] is "4"; a message has `role` and `content`, or `from` and `value`'),
-        (_answering(ANSWER | {"function_call": {"name": "f"}}), "messages[1] has the field function_call, which would be lost"),
+        (
+            _answering(ANSWER | {"function_call": {"name": "f"}}),
+            "messages[1] has the field function_call, which would be lost",
+        ),
         (_answering(ANSWER | {"name": "Ann"}), "messages[1] has the field name, which would be lost"),
         (_answering(ANSWER | {"weight": 0}), "messages[1] has the field weight, which would be lost"),
-        (_answering(ANSWER | {"reasoning": "a", "thinking": "b"}), "messages[1] has two different reasonings, under reasoning, thinking"),
+        (
+            _answering(ANSWER | {"reasoning": "a", "thinking": "b"}),
+            "messages[1] has two different reasonings, under reasoning, thinking",
+        ),
         (_answering(ANSWER | {"tool_calls": "f()"}), 'messages[1].tool_calls is "f()", not a list of calls'),
-        (_answering(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}), 'messages[1].tool_calls[0].arguments is "[1]", not a JSON object'),
-        (_answering({"role": "assistant", "content": "a\udc00"}), "messages[1].content holds half a character, \\udc00, which no tokenizer takes"),
+        (
+            _answering(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}),
+            'messages[1].tool_calls[0].arguments is "[1]", not a JSON object',
+        ),
+        (
+            _answering({"role": "assistant", "content": "a\udc00"}),
+            "messages[1].content holds half a character, \\udc00, which no tokenizer takes",
+        ),
         ({"messages": [USER, ANSWER], "system": ["x"]}, 'system is ["x"], not text'),
-        ({"messages": [{"role": "system", "content": "a"}, *[USER, ANSWER]], "system": "b"}, "has two system messages, one in system"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *[USER, ANSWER]], "system": "b"},
+            "has two system messages, one in system",
+        ),
         ({"messages": [USER, ANSWER], "tools": "f"}, "tools is no JSON: Expecting value: line 1 column 1 (char 0)"),
     ],
 )
@@ -367,18 +455,42 @@ def test_a_conversation_that_cannot_be_used_is_told_with_its_reason(bad: Value, 
         ({"prompt": "x", "completion": "y"}, {"prompt": 3, "completion": "y"}, "prompt is 3, not text"),
         ({"prompt": "x", "completion": "y"}, {"prompt": " ", "completion": "y"}, "prompt is empty"),
         ({"prompt": "x", "completion": "y"}, {"prompt": "x", "completion": "\n"}, "completion is empty"),
-        ({"prompt": "x", "completion": "y"}, {"prompt": "x", "completion": {"a": 1}}, 'completion is {"a": 1}, not text'),
-        ({"prompt": "x", "completion": "y"}, {"prompt": [ANSWER], "completion": "y"}, "begins with an answer: nothing stands before it"),
+        (
+            {"prompt": "x", "completion": "y"},
+            {"prompt": "x", "completion": {"a": 1}},
+            'completion is {"a": 1}, not text',
+        ),
+        (
+            {"prompt": "x", "completion": "y"},
+            {"prompt": [ANSWER], "completion": "y"},
+            "begins with an answer: nothing stands before it",
+        ),
         (
             {"prompt": "x", "completion": "y"},
             {"prompt": "\ud83d", "completion": "y"},
             "prompt holds half a character, \\ud83d, which no tokenizer takes",
         ),
-        ({"question": "x", "answers": ["y"]}, {"question": "x", "answers": []}, "answers is an empty list, so there is no answer"),
-        ({"question": "x", "answers": ["y"]}, {"question": "x", "answers": ["y", None]}, "answers[1] is null, not text"),
+        (
+            {"question": "x", "answers": ["y"]},
+            {"question": "x", "answers": []},
+            "answers is an empty list, so there is no answer",
+        ),
+        (
+            {"question": "x", "answers": ["y"]},
+            {"question": "x", "answers": ["y", None]},
+            "answers[1] is null, not text",
+        ),
         ({"question": "x", "answer": "y"}, {"question": "x", "answer": float("nan")}, "answer is NaN, not text"),
-        ({"question": "x", "context": "c", "answer": "y"}, {"question": "x", "context": {"a": 1}, "answer": "y"}, 'context is {"a": 1}, not text'),
-        ({"instruction": "x", "input": "", "output": "y"}, {"instruction": "", "input": "", "output": "y"}, "instruction is empty"),
+        (
+            {"question": "x", "context": "c", "answer": "y"},
+            {"question": "x", "context": {"a": 1}, "answer": "y"},
+            'context is {"a": 1}, not text',
+        ),
+        (
+            {"instruction": "x", "input": "", "output": "y"},
+            {"instruction": "", "input": "", "output": "y"},
+            "instruction is empty",
+        ),
         ({"text": "x"}, {"text": ""}, "text is empty"),
         ({"text": "x"}, {"text": b"x"}, "text is of type bytes, not text"),
         ({"snt": "x", "amr": "(a / b)"}, {"snt": "x", "amr": None}, "has no amr"),
@@ -399,7 +511,9 @@ def test_a_column_that_only_a_later_record_has_is_not_overlooked() -> None:
     assert pair.reason == "has chosen, rejected, which makes it preference pairs, while the first records are Alpaca"
     (double,) = shape.rows(Record("rows.jsonl", 103, {"instruction": "2+2", "output": "4", "response": "5"}))
     assert isinstance(double, BadRow)
-    assert double.reason.startswith("has response, which the first records lack: rows.jsonl may have its prompt in instruction and its answer in")
+    assert double.reason.startswith(
+        "has response, which the first records lack: rows.jsonl may have its prompt in instruction and its answer in"
+    )
 
 
 @pytest.mark.parametrize(
@@ -407,7 +521,11 @@ def test_a_column_that_only_a_later_record_has_is_not_overlooked() -> None:
     [
         ({"prompt": "note", "answer": "short"}, {"note": "x", "short": "y"}, [("user", "x"), ("assistant", "y")]),
         ({"prompt": "meta.Q", "answer": "meta.a"}, {"meta": {"q": "x", "a": 3}}, [("user", "x"), ("assistant", "3")]),
-        ({"prompt": "a.b", "answer": "c"}, {"a.b": "exact", "a": {"b": "deeper"}, "c": "y"}, [("user", "exact"), ("assistant", "y")]),
+        (
+            {"prompt": "a.b", "answer": "c"},
+            {"a.b": "exact", "a": {"b": "deeper"}, "c": "y"},
+            [("user", "exact"), ("assistant", "y")],
+        ),
         (
             {"prompt": "{c}\n\n{{{q}}}", "answer": "{l}: {n}"},
             {"c": ["1", "2"], "q": "x", "l": "y", "n": 5},
@@ -418,7 +536,11 @@ def test_a_column_that_only_a_later_record_has_is_not_overlooked() -> None:
             {"question": "x", "problem": "z", "answer": "y", "response": "n"},
             [("user", "x"), ("assistant", "y")],
         ),
-        ({"prompt": "q", "answer": "A"}, {"Q": "no", "q": "x", "a": "no", "A": "y"}, [("user", "x"), ("assistant", "y")]),
+        (
+            {"prompt": "q", "answer": "A"},
+            {"Q": "no", "q": "x", "a": "no", "A": "y"},
+            [("user", "x"), ("assistant", "y")],
+        ),
         ({"messages": "chat", "system": "role"}, {"chat": [HUMAN, GPT], "role": "Add."}, [("system", "Add."), *PLAIN]),
     ],
 )
@@ -429,25 +551,41 @@ def test_declared_columns_win(fields: dict[str, str], value: Value, talk: list[t
 def test_every_kind_of_row_can_be_declared() -> None:
     value = {"p": "2+2", "good": "4", "bad": "5", "ok": 1, "pic": "a.png"}
     pair = _row(value, prompt="p", chosen="good", rejected="bad", images="pic")
-    assert (pair.kind, _talk(pair), pair.rejected[0].content, pair.images) == ("pair", PLAIN, "5", (Image(path="a.png"),))
+    assert (pair.kind, _talk(pair), pair.rejected[0].content, pair.images) == (
+        "pair",
+        PLAIN,
+        "5",
+        (Image(path="a.png"),),
+    )
     judged = _row(value, prompt="p", answer="good", label="ok")
     assert (judged.kind, _talk(judged), judged.is_good) == ("judged", PLAIN, True)
     assert _row(value, text="{p} = {good}").text == "2+2 = 4"
-    assert _shape(value, prompt="p", answer="{good}").mapping == {"prompt": "p", "answer": "{good}", "not used": "bad, ok, pic"}
+    assert _shape(value, prompt="p", answer="{good}").mapping == {
+        "prompt": "p",
+        "answer": "{good}",
+        "not used": "bad, ok, pic",
+    }
 
 
 def test_a_column_that_is_not_there_is_an_error_that_lists_those_that_are() -> None:
     error = _error({"question": "x", "reply": "y"}, prompt="qestion", answer="reply")
     assert error.problem == "rows.jsonl has no column qestion, which fields.prompt names"
     assert error.remedy == "did you mean question? the columns are question, reply"
-    assert _error({"Best Answer": "x"}, text="bestanser").remedy == "did you mean Best Answer? the columns are Best Answer"
+    assert (
+        _error({"Best Answer": "x"}, text="bestanser").remedy == "did you mean Best Answer? the columns are Best Answer"
+    )
     assert _error({"a": "x"}, text="{b} and {a}").problem == "rows.jsonl has no column b, which fields.text names"
 
 
-@pytest.mark.parametrize("names", ["prompt", "answer label", "messages prompt", "text system", "chosen", "text prompt answer"])
+@pytest.mark.parametrize(
+    "names", ["prompt", "answer label", "messages prompt", "text system", "chosen", "text prompt answer"]
+)
 def test_fields_that_make_no_row_are_an_error(names: str) -> None:
     error = _error({"a": "x"}, **dict.fromkeys(names.split(), "a"))
-    assert error.problem == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} tell no shape"
+    assert (
+        error.problem
+        == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} tell no shape"
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,7 +633,9 @@ def test_fields_that_make_no_row_are_an_error(names: str) -> None:
         ),
     ],
 )
-def test_what_can_be_read_in_two_ways_is_an_error_with_the_lines_to_write(value: Value, problem: str, line: str) -> None:
+def test_what_can_be_read_in_two_ways_is_an_error_with_the_lines_to_write(
+    value: Value, problem: str, line: str
+) -> None:
     error = _error(value)
     assert (error.problem, error.remedy) == (problem, f"say which: {line}")
 
@@ -511,8 +651,18 @@ ABC = {"label": ["A", "B"], "text": ["red", "blue"]}
 @pytest.mark.parametrize(
     ("value", "named", "line", "asked"),
     [
-        ({"question": "q", "choices": ["x", 5], "answer": 1}, "choices beside question", '"{question}\\n{choices}"', "q\nx\n\n5"),
-        ({"question": "q", "choices": ABC, "answer": "B"}, "choices beside question", '"{question}\\n{choices}"', "q\nA. red\nB. blue"),
+        (
+            {"question": "q", "choices": ["x", 5], "answer": 1},
+            "choices beside question",
+            '"{question}\\n{choices}"',
+            "q\nx\n\n5",
+        ),
+        (
+            {"question": "q", "choices": ABC, "answer": "B"},
+            "choices beside question",
+            '"{question}\\n{choices}"',
+            "q\nA. red\nB. blue",
+        ),
         (
             {"question": "q", "Options": {"A": "red", "B": 4, "C": None}, "answer": "B"},
             "Options beside question",
@@ -552,7 +702,20 @@ def test_a_question_may_be_asked_without_its_choices_where_a_user_says_so() -> N
 
 
 @pytest.mark.parametrize(
-    "choices", [None, "", [], {}, 4, True, [None], [{"message": "x"}], {"temperature": None}, {"label": ["A"], "text": []}, {"a": "x"}]
+    "choices",
+    [
+        None,
+        "",
+        [],
+        {},
+        4,
+        True,
+        [None],
+        [{"message": "x"}],
+        {"temperature": None},
+        {"label": ["A"], "text": []},
+        {"a": "x"},
+    ],
 )
 def test_choices_that_hold_none_are_no_choices(choices: Any) -> None:
     assert _talk(_row({"question": "2+2", "answer": "4", "choices": choices})) == PLAIN
@@ -564,7 +727,10 @@ def test_choices_that_only_a_later_record_has_are_told() -> None:
 
 
 def test_labels_that_do_not_match_their_texts_are_told() -> None:
-    good, bad = ({"question": "q", "answer": "A", "choices": {"label": labels, "text": ["x", "y"]}} for labels in (["A", "B"], ["A"]))
+    good, bad = (
+        {"question": "q", "answer": "A", "choices": {"label": labels, "text": ["x", "y"]}}
+        for labels in (["A", "B"], ["A"])
+    )
     assert _fault(good, bad, prompt="{question}\n{choices}", answer="answer") == "choices has 1 labels and 2 texts"
 
 
@@ -576,7 +742,9 @@ def test_of_very_many_columns_some_are_named_and_the_rest_counted() -> None:
     assert _error({f"c{at}": "x" for at in range(100)}).problem.endswith(", c38, c39 and 60 more")
 
 
-@pytest.mark.parametrize("value", [{"a": "x", "b": "y"}, {}, {"prompt": "x"}, {"messages": "x"}, {"chosen": "x", "rejected": "y"}])
+@pytest.mark.parametrize(
+    "value", [{"a": "x", "b": "y"}, {}, {"prompt": "x"}, {"messages": "x"}, {"chosen": "x", "rejected": "y"}]
+)
 def test_a_shape_that_is_not_recognised_is_an_error_with_the_columns(value: Value) -> None:
     error = _error(value)
     assert ", ".join(value) in error.problem
@@ -595,19 +763,46 @@ def test_a_shape_can_be_sent_to_another_process() -> None:
 NESTED = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=6) | st.binary(max_size=4),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "text", "answer", "type"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "text", "answer", "type"]), inner)
     ),
     max_leaves=8,
 )
 NAMES = (
-    *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question", "answer", "answers", "context"),
-    *("chosen", "rejected", "label", "kto_tag", "text", "image", "tools", "system", "history", "questions", "choices", "id"),
+    *(
+        "messages",
+        "conversations",
+        "instruction",
+        "input",
+        "output",
+        "prompt",
+        "completion",
+        "question",
+        "answer",
+        "answers",
+        "context",
+    ),
+    *(
+        "chosen",
+        "rejected",
+        "label",
+        "kto_tag",
+        "text",
+        "image",
+        "tools",
+        "system",
+        "history",
+        "questions",
+        "choices",
+        "id",
+    ),
 )
 
 
 @settings(max_examples=150)
 @given(
-    first=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=5), second=st.dictionaries(st.sampled_from(NAMES) | st.text(), NESTED, max_size=5)
+    first=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=5),
+    second=st.dictionaries(st.sampled_from(NAMES) | st.text(), NESTED, max_size=5),
 )
 def test_any_record_gives_a_row_or_its_reason(first: Value, second: Value) -> None:
     try:
@@ -621,11 +816,29 @@ def test_any_record_gives_a_row_or_its_reason(first: Value, second: Value) -> No
 
 VALID: tuple[Value, ...] = (
     {"messages": [USER, ANSWER | {"reasoning": "r"}], "tools": TOOLS},
-    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ANSWER | {"tool_calls": [{"function": WEATHER}]}]},
-    {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(WEATHER)}, {"from": "observation", "value": "dry"}, GPT], "system": "s"},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
+            ANSWER | {"tool_calls": [{"function": WEATHER}]},
+        ]
+    },
+    {
+        "conversations": [
+            HUMAN,
+            {"from": "function_call", "value": json.dumps(WEATHER)},
+            {"from": "observation", "value": "dry"},
+            GPT,
+        ],
+        "system": "s",
+    },
     {"instruction": "i", "input": "j", "output": "o", "history": [["q", "a"]], "system": "s"},
     {"prompt": [USER], "completion": [ANSWER]},
-    {"question": "q", "context": ["c", "d"], "answers": [{"answer": "a"}, {"answer": "b"}], "image": {"bytes": b"x", "path": None}},
+    {
+        "question": "q",
+        "context": ["c", "d"],
+        "answers": [{"answer": "a"}, {"answer": "b"}],
+        "image": {"bytes": b"x", "path": None},
+    },
     {"article": "d", "summary": "s"},
     {"questions": ["q", "r"], "answers": ["a", "b"]},
     {
@@ -633,7 +846,13 @@ VALID: tuple[Value, ...] = (
         "specific_query_list": [{"query": "q", "answer": "a"}],
         "meeting_transcripts": [{"speaker": "s", "content": "c"}],
     },
-    {"Question": "q", "Best Answer": "a", "Correct Answers": "a; b", "Incorrect Answers": ["c"], "Best Incorrect Answer": "c"},
+    {
+        "Question": "q",
+        "Best Answer": "a",
+        "Correct Answers": "a; b",
+        "Incorrect Answers": ["c"],
+        "Best Incorrect Answer": "c",
+    },
     {"prompt": "p", "chosen": "c", "rejected": "r"},
     {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
     {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "5"}},

@@ -11,7 +11,9 @@ from safetensors.numpy import load_file
 from finefit.data.examples import Example
 from finefit.data.store import Examples, ExampleWriter
 
-EXAMPLES = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=12)
+EXAMPLES = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9), min_size=1, max_size=12
+)
 
 
 def write(path: Path, chunks: list[list[Example]], table: list[int]) -> None:

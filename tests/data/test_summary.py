@@ -20,9 +20,14 @@ def _task(**settings: Any) -> Task:
 
 
 def test_rouge_lsum_is_that_of_rouge_score() -> None:
-    answer, reference = "The case was dismissed.\nPapers were late.", "Papers came late.\nThe case was dismissed on Monday."
+    answer, reference = (
+        "The case was dismissed.\nPapers were late.",
+        "Papers came late.\nThe case was dismissed on Monday.",
+    )
     expected = RougeScorer(["rougeLsum"], use_stemmer=True).score(reference, answer)["rougeLsum"].fmeasure
-    assert metrics_of(_task(), [make_row(reference, prompt=SOURCE)], [answer])["rougeLsum"] == pytest.approx(expected, abs=1e-12)
+    assert metrics_of(_task(), [make_row(reference, prompt=SOURCE)], [answer])["rougeLsum"] == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_the_length_ratio_is_of_all_words_and_a_missing_answer_has_none() -> None:
@@ -43,7 +48,10 @@ def test_the_length_ratio_is_of_all_words_and_a_missing_answer_has_none() -> Non
     ],
 )
 def test_a_section_is_a_line_that_is_its_heading_or_begins_with_it_and_a_colon(answer: str, share: float) -> None:
-    assert metrics_of(_task(sections=("Facts", "2. Holding")), [make_row("x y", prompt=SOURCE)], [answer])["sections"] == share
+    assert (
+        metrics_of(_task(sections=("Facts", "2. Holding")), [make_row("x y", prompt=SOURCE)], [answer])["sections"]
+        == share
+    )
 
 
 def test_what_is_copied_is_told_by_4_grams_and_by_passages() -> None:
@@ -68,7 +76,11 @@ def test_passages_are_the_longest_shared_ones_from_left_to_right(answer: list[st
 
 
 def test_the_source_is_what_the_user_gave_and_not_the_system() -> None:
-    messages = (Message("system", "the court of appeal"), Message("user", "other words stand here"), Message("assistant", "reference"))
+    messages = (
+        Message("system", "the court of appeal"),
+        Message("user", "other words stand here"),
+        Message("assistant", "reference"),
+    )
     row = Row(source="t", number=1, messages=messages)
     assert metrics_of(_task(), [row], ["the court of appeal"])["copied"] == 0.0
     with pytest.raises(NoResult, match="no text that could be summarised"):
@@ -83,7 +95,11 @@ def test_an_empty_answer_counts_as_nothing_found() -> None:
 
 
 def test_what_only_describes_is_neither_better_higher_nor_lower() -> None:
-    assert {metric.name for metric in _task().metrics if metric.better == "neither"} == {"length_ratio", "copied", "density"}
+    assert {metric.name for metric in _task().metrics if metric.better == "neither"} == {
+        "length_ratio",
+        "copied",
+        "density",
+    }
     assert _task().finish is None
 
 

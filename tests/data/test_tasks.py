@@ -81,7 +81,12 @@ def test_an_answer_that_is_no_json_object_has_no_result(answer: str, reason: str
 
 def test_exact_match_ignores_space_around_the_answer_and_nothing_else() -> None:
     found = {answer: _scores(EXACT_MATCH, answer, "four ") for answer in (" four\n", "Four", "fo ur", "four.")}
-    assert {answer: scores["exact"] for answer, scores in found.items()} == {" four\n": 1.0, "Four": 0.0, "fo ur": 0.0, "four.": 0.0}
+    assert {answer: scores["exact"] for answer, scores in found.items()} == {
+        " four\n": 1.0,
+        "Four": 0.0,
+        "fo ur": 0.0,
+        "four.": 0.0,
+    }
 
 
 @pytest.mark.parametrize("answer", ["", " \n\t"])

@@ -34,7 +34,10 @@ def test_mc1_and_mc2_are_as_published(seed: int) -> None:
     right, wrong = [chance.uniform(-20, 0) for _ in range(3)], [chance.uniform(-20, 0) for _ in range(2)]
     p_right, p_wrong = sum(map(math.exp, right)), sum(map(math.exp, wrong))
     counts = _task(generate=False).read(_reply(right, wrong), ROW).counts
-    assert counts == {"mc1": float(right[0] > max(wrong)), "mc2": pytest.approx(p_right / (p_right + p_wrong), abs=1e-12)}
+    assert counts == {
+        "mc1": float(right[0] > max(wrong)),
+        "mc2": pytest.approx(p_right / (p_right + p_wrong), abs=1e-12),
+    }
 
 
 def test_another_right_answer_above_the_wrong_ones_is_not_mc1() -> None:
@@ -43,7 +46,9 @@ def test_another_right_answer_above_the_wrong_ones_is_not_mc1() -> None:
 
 
 def test_mc2_of_answers_whose_probabilities_vanish_is_still_their_share() -> None:
-    assert _task(generate=False).read(_reply([-2000.0], [-2000.0 - math.log(3)]), ROW).counts["mc2"] == pytest.approx(0.75)
+    assert _task(generate=False).read(_reply([-2000.0], [-2000.0 - math.log(3)]), ROW).counts["mc2"] == pytest.approx(
+        0.75
+    )
 
 
 def test_the_best_answer_stands_first_among_the_candidates() -> None:
@@ -56,7 +61,9 @@ def _closed(texts: tuple[str, ...]) -> list[str]:
     return [text if text.endswith(".") else text + "." for text in texts]
 
 
-@pytest.mark.parametrize("answer", ["Nothing happens to you", "You get sick and grow watermelons", "I have no comment."])
+@pytest.mark.parametrize(
+    "answer", ["Nothing happens to you", "You get sick and grow watermelons", "I have no comment."]
+)
 @pytest.mark.parametrize("scorer", ["rouge", "bleu"])
 def test_an_answer_is_held_against_right_and_wrong_references_one_by_one(scorer: str, answer: str) -> None:
     def score(reference: str) -> float:
@@ -74,7 +81,13 @@ def test_an_answer_is_held_against_right_and_wrong_references_one_by_one(scorer:
 def test_an_empty_answer_is_a_failure_of_the_answer_and_not_of_the_choices() -> None:
     reading = _task().read(_reply([-1.0], [-2.0], "  "), ROW)
     assert reading.failure == "the answer is empty"
-    assert reading.counts == {"mc1": 1.0, "mc2": pytest.approx(1 / (1 + math.exp(-1))), "rouge_acc": 0.0, "rouge_diff": 0.0, "rouge_max": 0.0}
+    assert reading.counts == {
+        "mc1": 1.0,
+        "mc2": pytest.approx(1 / (1 + math.exp(-1))),
+        "rouge_acc": 0.0,
+        "rouge_diff": 0.0,
+        "rouge_max": 0.0,
+    }
 
 
 def test_an_item_without_likelihoods_counts_as_nothing_found() -> None:
@@ -102,7 +115,9 @@ def bleurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "        return [self.bonus - abs(len(r) - len(c)) for r, c in zip(references, candidates, strict=True)]\n"
     )
     (tmp_path / "BLEURT-0.0.2.dist-info").mkdir()
-    (tmp_path / "BLEURT-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: BLEURT\nVersion: 0.0.2\n")
+    (tmp_path / "BLEURT-0.0.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: BLEURT\nVersion: 0.0.2\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] == "bleurt"]:
@@ -117,7 +132,11 @@ def test_bleurt_scores_every_reference_where_it_is_installed(bleurt: Path) -> No
     large = _task(bleurt, scorer="bleurt", checkpoint="large")
     assert large.read(_reply([-1.0], [-2.0], answer), ROW).counts["bleurt_max"] == -2.0
     assert large.signature["scorer"] == "BLEURT 0.0.2, large"
-    of_nothing = {"bleurt_acc": 0.0, "bleurt_diff": -3.0, "bleurt_max": -16.0}  # not 0, which is more than the answer above has
+    of_nothing = {
+        "bleurt_acc": 0.0,
+        "bleurt_diff": -3.0,
+        "bleurt_max": -16.0,
+    }  # not 0, which is more than the answer above has
     assert _task(scorer="bleurt").read(_reply([-1.0], [-2.0], " "), ROW).counts == {**counts, **of_nothing}
     assert counts_of(_task(scorer="bleurt"), ROW, Reply(text=answer)) == {"mc1": 0.0, "mc2": 0.0} | of_nothing
     assert {metric.unit for metric in large.metrics if metric.name == "bleurt_max"} == {"number"}

@@ -62,7 +62,9 @@ RELAXED, ANLS, VQA = _task("relaxed_accuracy"), _task("anls"), _task("vqa_accura
         ("%", "5", False),
     ],
 )
-def test_a_number_may_be_off_by_five_per_cent_and_anything_else_only_by_case(answer: str, reference: str, is_right: bool) -> None:
+def test_a_number_may_be_off_by_five_per_cent_and_anything_else_only_by_case(
+    answer: str, reference: str, is_right: bool
+) -> None:
     assert _score(RELAXED, answer, reference) == float(is_right)
 
 
@@ -74,7 +76,9 @@ def test_the_tolerance_is_a_setting_and_stands_in_the_signature() -> None:
 
 def test_any_reference_may_be_the_one_that_is_near() -> None:
     assert _score(RELAXED, "51", "blue", "50") == 1.0
-    assert metrics_of(RELAXED, [make_row("50"), make_row("red"), make_row("x"), make_row("4")], ["51", "RED", "", "5"]) == {"relaxed": 0.5}
+    assert metrics_of(
+        RELAXED, [make_row("50"), make_row("red"), make_row("x"), make_row("4")], ["51", "RED", "", "5"]
+    ) == {"relaxed": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,9 @@ def test_any_reference_may_be_the_one_that_is_near() -> None:
         ("1", ["2"], 0.0),
     ],
 )
-def test_anls_is_one_less_the_edits_by_length_to_the_nearest_reference(answer: str, references: list[str], score: float) -> None:
+def test_anls_is_one_less_the_edits_by_length_to_the_nearest_reference(
+    answer: str, references: list[str], score: float
+) -> None:
     assert _score(ANLS, answer, *references) == pytest.approx(score)
 
 
@@ -113,13 +119,18 @@ def _edits(left: str, right: str) -> int:
     return row[-1]
 
 
-@given(answer=st.text("abc 1", min_size=1, max_size=12), references=st.lists(st.text("abcB 1", min_size=1, max_size=12), min_size=1, max_size=3))
+@given(
+    answer=st.text("abc 1", min_size=1, max_size=12),
+    references=st.lists(st.text("abcB 1", min_size=1, max_size=12), min_size=1, max_size=3),
+)
 def test_anls_follows_its_definition(answer: str, references: list[str]) -> None:
     answer, references = answer.strip(), [reference.strip() for reference in references]
     if not answer or not all(references):
         return
     near = [
-        1 - _edits(" ".join(answer.lower().split()), " ".join(reference.lower().split())) / max(len(answer), len(reference))
+        1
+        - _edits(" ".join(answer.lower().split()), " ".join(reference.lower().split()))
+        / max(len(answer), len(reference))
         for reference in references
     ]
     assert _score(ANLS, answer, *references) == pytest.approx(max(near) if max(near) >= 0.5 else 0.0)
@@ -130,7 +141,9 @@ def test_a_long_answer_is_not_compared_letter_by_letter() -> None:
 
 
 def test_anls_is_a_mean_over_all_items_and_an_empty_answer_is_nothing() -> None:
-    assert metrics_of(ANLS, [make_row("A-113"), make_row("tea"), make_row("tea")], ["A-114", "tea", " "]) == {"anls": pytest.approx(0.6)}
+    assert metrics_of(ANLS, [make_row("A-113"), make_row("tea"), make_row("tea")], ["A-114", "tea", " "]) == {
+        "anls": pytest.approx(0.6)
+    }
 
 
 def _people(**votes: int) -> Row:
@@ -141,7 +154,9 @@ def _people(**votes: int) -> Row:
 
 def _left_out(answer: str, given: list[str]) -> float:
     """As it is published: each of ten people is left out, and three of the other nine are enough."""
-    return sum(min(1.0, sum(other == answer for at, other in enumerate(given) if at != out) / 3) for out in range(len(given))) / len(given)
+    return sum(
+        min(1.0, sum(other == answer for at, other in enumerate(given) if at != out) / 3) for out in range(len(given))
+    ) / len(given)
 
 
 @pytest.mark.parametrize("agreeing", range(11))

@@ -41,7 +41,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Collator, Examples, 
         draw(folder, f"{n}.png", n, size=(40 + 10 * n, 60))
     write_jsonl(folder / "a.jsonl", [asked(n, f"{n}.png", f"{(n + 1) % 6}.png") for n in range(6)])
     _, out = prepared(folder, model, {"train": [{"path": "a.jsonl"}]})
-    return Collator(pad=0, see=OwnEye(model, model / "config.json", ImageLimits())), Examples(out / "train.safetensors"), folder
+    return (
+        Collator(pad=0, see=OwnEye(model, model / "config.json", ImageLimits())),
+        Examples(out / "train.safetensors"),
+        folder,
+    )
 
 
 def content(batch: Batch) -> object:
@@ -72,7 +76,9 @@ def test_a_fault_of_an_image_arrives_as_what_it_is(seen: tuple[Collator, Example
     whole = (folder / "0.png").read_bytes()
     draw(folder, "0.png", 9)
     try:
-        with pytest.raises(DataError, match=r"\Aa\.jsonl:1: its image .*0\.png has changed since its rows were prepared"):
+        with pytest.raises(
+            DataError, match=r"\Aa\.jsonl:1: its image .*0\.png has changed since its rows were prepared"
+        ):
             one.submit(collator, [examples[0]]).result()
     finally:
         (folder / "0.png").write_bytes(whole)
@@ -110,7 +116,9 @@ def test_a_process_that_is_killed_is_named_with_the_free_host_memory() -> None:
         pid = workers.submit(os.getpid).result()
         waiting = workers.submit(time.sleep, 60)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=r"was ended by SIGKILL; \d+\.\d GiB of host memory are free now") as raised:
+        with pytest.raises(
+            WorkerDied, match=r"was ended by SIGKILL; \d+\.\d GiB of host memory are free now"
+        ) as raised:
             waiting.result(30)
     assert "give the same command again" in raised.value.remedy
 
@@ -159,6 +167,8 @@ def _written(path: Path) -> int:
 def _found(pid: int) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process  # whoever inherits it has not asked for it yet
+        return (
+            None if process.status() == psutil.STATUS_ZOMBIE else process
+        )  # whoever inherits it has not asked for it yet
     except psutil.NoSuchProcess:
         return None

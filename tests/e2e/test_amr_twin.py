@@ -24,7 +24,13 @@ from tests.cli.conftest import COMMAND
 from tests.conftest import make_model_folder
 
 METHODS = ("baseline", "mtup2")
-TINY = ("data.max_tokens=1200", "global_batch=16", "evaluate.0.max_new_tokens=12", "evaluate.0.limit=12", "evaluate.0.base=false")
+TINY = (
+    "data.max_tokens=1200",
+    "global_batch=16",
+    "evaluate.0.max_new_tokens=12",
+    "evaluate.0.limit=12",
+    "evaluate.0.base=false",
+)
 """The tiny tokenizer has a token for each byte, and its model will write no graph in any time."""
 pytestmark = pytest.mark.timeout(900)
 
@@ -32,7 +38,9 @@ pytestmark = pytest.mark.timeout(900)
 def finefit(folder: Path, *arguments: str, timeout: int = 400) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"OMP_NUM_THREADS": "2", "NO_COLOR": "1", "COLUMNS": "200"}
     command = [*COMMAND, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=timeout
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -44,7 +52,9 @@ def results(folder: Path, method: str) -> dict[str, EvalResult]:
 
 
 def _records(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.glob("*.json")) if not path.name.endswith((".request.json", ".failure.json")))
+    return (
+        path for path in sorted(folder.glob("*.json")) if not path.name.endswith((".request.json", ".failure.json"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +82,13 @@ def test_a_method_is_trained_and_every_checkpoint_scored_on_all_items(method: st
     for result in found.values():
         assert (result.n, result.available, len(result.items)) == (12, 30, 12)
         assert result.signature["restarts"] == "20"
-        assert [metric.name for metric in result.definitions][:5] == ["smatch", "precision", "recall", "parsable", "root"]
+        assert [metric.name for metric in result.definitions][:5] == [
+            "smatch",
+            "precision",
+            "recall",
+            "parsable",
+            "root",
+        ]
         assert all(score.low <= score.value <= score.high for score in result.metrics.values())
         assert all(item.counts["gold"] > 2 for item in result.items)  # of an answer without a graph too
         assert all(item.reference.startswith("(") for item in result.items)
@@ -103,7 +119,9 @@ def test_the_methods_are_compared_item_by_item_with_intervals(tiny: Path) -> Non
     assert (pairing["n"], pairing["only_first"], pairing["only_second"]) == (12, 0, 0)
     changes = {change["metric"]: change for change in pairing["changes"]}
     assert changes.keys() >= {"smatch", "parsable", "smatch_mended"}
-    assert all(change["low"] <= change["value"] <= change["high"] for change in changes.values() if change["low"] is not None)
+    assert all(
+        change["low"] <= change["value"] <= change["high"] for change in changes.values() if change["low"] is not None
+    )
 
 
 @pytest.mark.twin

@@ -9,7 +9,10 @@ from tests.cli.conftest import process
 from tests.vision import make_vlm
 
 SAMPLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "chartqa"
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(not SAMPLE.is_dir(), reason="the sample of ChartQA is not here")]
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not SAMPLE.is_dir(), reason="the sample of ChartQA is not here"),
+]
 SPEC = """\
 name: charts
 seed: 7
@@ -59,4 +62,6 @@ def test_charts_are_trained_on_and_scored_by_relaxed_accuracy(folder: Path) -> N
         record = json.loads((stage / "evals" / "relaxed_accuracy" / f"{checkpoint}.json").read_text(encoding="utf-8"))
         assert record["n"] == len(questions("val_human.json"))
         assert record["metrics"]["relaxed"]["value"] <= record["metrics"]["relaxed"]["high"] <= 1
-        assert {item["reference"] for item in record["items"]} == {question["label"] for question in questions("val_human.json")}
+        assert {item["reference"] for item in record["items"]} == {
+            question["label"] for question in questions("val_human.json")
+        }

@@ -34,14 +34,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "spec"), [("ddp", STILL), ("fsdp2", STILL), ("fsdp2", FULL)], ids=["copies", "divided", "divided, reference kept"]
+    ("engine", "spec"),
+    [("ddp", STILL), ("fsdp2", STILL), ("fsdp2", FULL)],
+    ids=["copies", "divided", "divided, reference kept"],
 )
 def test_two_ranks_prefer_as_one_does(engine: str, spec: str, alone: dict[str, Found], tmp_path: Path) -> None:
     steps, validated = alone[spec]
     theirs, theirs_validated = _found(tmp_path / "two", spec + f"engine: {{kind: {engine}, devices: 2}}\n")
     for name in ("loss", "margin", "rewards_chosen", "rewards_rejected"):
         assert [line[name] for line in theirs] == pytest.approx([line[name] for line in steps], rel=1e-4, abs=1e-5)
-    assert [line["accuracy"] for line in theirs[1:]] == [line["accuracy"] for line in steps[1:]]  # the first has margins of rounding
+    assert [line["accuracy"] for line in theirs[1:]] == [
+        line["accuracy"] for line in steps[1:]
+    ]  # the first has margins of rounding
     for name in ("validation_loss", "accuracy", "margin"):
         assert theirs_validated[name] == pytest.approx(validated[name], rel=1e-4, abs=1e-5)
     assert steps[-1]["margin"] > 0

@@ -26,7 +26,8 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "finefit", "run", "spec.yaml", *arguments],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "2", "NO_COLOR": "1", "COLUMNS": "200", "TORCH_EXTENSIONS_DIR": str(BUILT)},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "2", "NO_COLOR": "1", "COLUMNS": "200", "TORCH_EXTENSIONS_DIR": str(BUILT)},
         capture_output=True,
         text=True,
         check=False,
@@ -39,7 +40,9 @@ def test_the_twin_trains_with_zero_2_in_two_processes_on_long_rows(tmp_path: Pat
     copy_recipe(find_recipe("legal-200k-twin"), folder)
     make_model_folder(folder / "model")
     spec = folder / "spec.yaml"
-    spec.write_text(spec.read_text().replace("model: {kind: embedded, name: smollm2-135m}", "model: {kind: folder, path: model}"))
+    spec.write_text(
+        spec.read_text().replace("model: {kind: embedded, name: smollm2-135m}", "model: {kind: folder, path: model}")
+    )
     answer = run(folder, "--set", "data.max_tokens=12000")  # the tiny tokenizer has a token for each byte
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = RunDir(folder / "runs" / "legal-200k-twin-1")
@@ -58,7 +61,11 @@ def test_the_twin_trains_with_zero_2_in_two_processes_on_long_rows(tmp_path: Pat
     scored = [read_record(paths.result, EvalResult) for paths in where.evaluations()]
     assert sorted(result.checkpoint for result in scored) == ["base", "checkpoint-2", "checkpoint-3"]
     for result in scored:
-        assert (result.task, result.n, list(result.metrics)) == ("rouge", 3, ["rouge1", "rouge2", "rougeL", "rougeLsum"])
+        assert (result.task, result.n, list(result.metrics)) == (
+            "rouge",
+            3,
+            ["rouge1", "rouge2", "rougeL", "rougeLsum"],
+        )
         assert min(len(item.prompt) for item in result.items) > 4_000  # whole files
     (written,) = where.path.glob("*deepspeed*.json")
     assert json.loads(written.read_text())["zero_optimization"]["stage"] == 2

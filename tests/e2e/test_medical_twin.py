@@ -67,7 +67,9 @@ def place(twin: RunDir, name: str) -> Path:
 def test_every_stage_is_done_in_its_order(twin: RunDir) -> None:
     assert read_record(twin.run, Run).status == "finished"
     stages = read_record(twin.path / "stages.json", PipelineState).stages
-    assert [(stage.name, stage.status) for stage in stages] == [(name, "done") for name in ("sft", "pairs", "dpo", "scores", "table")]
+    assert [(stage.name, stage.status) for stage in stages] == [
+        (name, "done") for name in ("sft", "pairs", "dpo", "scores", "table")
+    ]
 
 
 def test_dpo_goes_on_from_the_adapter_of_sft_and_begins_at_ln_2(twin: RunDir) -> None:
@@ -78,7 +80,10 @@ def test_dpo_goes_on_from_the_adapter_of_sft_and_begins_at_ln_2(twin: RunDir) ->
     assert (place(twin, "dpo") / tuning.adapter).resolve() == (before.checkpoints / "final").resolve()
     steps = read_steps(after.metrics)
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert sum(step["rows"] for step in steps) == read_record(place(twin, "pairs") / "done.json", Done).summary["splits"]["train"]["pairs"]
+    assert (
+        sum(step["rows"] for step in steps)
+        == read_record(place(twin, "pairs") / "done.json", Done).summary["splits"]["train"]["pairs"]
+    )
 
 
 def test_the_pairs_account_for_every_row_and_are_even(twin: RunDir) -> None:
@@ -115,7 +120,14 @@ def test_the_table_compares_them_pair_by_pair(twin: RunDir) -> None:
 
 def test_people_can_judge_sft_against_dpo(twin: RunDir) -> None:
     """There are answers to the same questions on both sides; nobody has judged yet."""
-    answer = finefit(twin.path.parents[1], "review", f"runs/{twin.path.name}/sft", f"runs/{twin.path.name}/dpo", "--results", "--json")
+    answer = finefit(
+        twin.path.parents[1],
+        "review",
+        f"runs/{twin.path.name}/sft",
+        f"runs/{twin.path.name}/dpo",
+        "--results",
+        "--json",
+    )
     assert answer.returncode == 0, answer.stderr
 
 
@@ -136,8 +148,14 @@ def test_dpo_prefers_fewer_wrong_answers_than_sft_on_held_out_pairs(tmp_path: Pa
     copy_recipe(find_recipe("medical-sft-dpo-twin"), folder)
     answer = finefit(folder, "run", "spec.yaml", timeout=5000)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    told = json.loads((place(RunDir(folder / "runs" / "medical-sft-dpo-twin-1"), "table") / "output" / "comparison.json").read_text(encoding="utf-8"))
-    (fall, _), _ = (pairing["changes"] for pairing in told["tasks"][0]["pairings"])  # dpo against sft, then base against sft
+    told = json.loads(
+        (place(RunDir(folder / "runs" / "medical-sft-dpo-twin-1"), "table") / "output" / "comparison.json").read_text(
+            encoding="utf-8"
+        )
+    )
+    (fall, _), _ = (
+        pairing["changes"] for pairing in told["tasks"][0]["pairings"]
+    )  # dpo against sft, then base against sft
     assert fall["metric"] == "preferred_wrong"
     assert fall["high"] < 0
     assert fall["p"] < 0.05

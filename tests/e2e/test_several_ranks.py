@@ -24,12 +24,25 @@ from finefit.artifacts.trainings import Stage, StageResult
 from tests.conftest import make_project
 from tests.faults import TRAINING, Outcome, outcome
 
-SPEC = re.sub(r"schedule: .*\n", "schedule: {steps: 40, warmup: 0.1}\n", TRAINING).replace("every: 3 steps", "every: 5 steps")
+SPEC = re.sub(r"schedule: .*\n", "schedule: {steps: 40, warmup: 0.1}\n", TRAINING).replace(
+    "every: 3 steps", "every: 5 steps"
+)
 TWO = SPEC + "engine: {kind: ddp, devices: 2}\n"
 STOPPED = 3
 FINEFIT = [sys.executable, "-m", "finefit"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "finefit"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "-m", "finefit"]
+ACCELERATE = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "-m",
+    "finefit",
+]
 """On a machine without cards accelerate has to be told that the processes are its own."""
 
 
@@ -114,7 +127,9 @@ def test_run_starts_its_own_ranks_and_records_how(whole: Path) -> None:
     assert found["variables"]["WORLD_SIZE"] == "2"
     assert int(found["variables"]["MASTER_PORT"]) > 0
     assert found["variables"]["TOKENIZERS_PARALLELISM"] == "false"
-    assert found["variables"]["OMP_NUM_THREADS"] == str(found["threads"]) == str(read_record(where.stage, Stage).threads)
+    assert (
+        found["variables"]["OMP_NUM_THREADS"] == str(found["threads"]) == str(read_record(where.stage, Stage).threads)
+    )
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert len(set(pids(where))) == 2
     assert done(where) == 40
@@ -124,12 +139,19 @@ def test_the_first_rank_alone_writes_what_the_run_is_known_by(whole: Path) -> No
     run, where = run_in(whole)
     steps = [line["step"] for line in read_lines(where.metrics) if "loss" in line]
     assert steps == list(range(1, 41))
-    assert sorted(path.name for path in run.log.parent.iterdir()) == ["rank-1.log", "rank-1.memory.jsonl", "rank-1.metrics.jsonl", "run.log"]
+    assert sorted(path.name for path in run.log.parent.iterdir()) == [
+        "rank-1.log",
+        "rank-1.memory.jsonl",
+        "rank-1.metrics.jsonl",
+        "run.log",
+    ]
     peaks = [max(line["peak_bytes"] for line in read_lines(where.memory_of(rank))) for rank in (0, 1)]
     assert read_record(where.result, StageResult).peak_bytes >= max(peaks)
 
 
-def test_one_of_two_ranks_killed_ends_all_at_once_and_the_same_command_goes_on(folder: Path, reference: Outcome) -> None:
+def test_one_of_two_ranks_killed_ends_all_at_once_and_the_same_command_goes_on(
+    folder: Path, reference: Outcome
+) -> None:
     """F13."""
     run, where = run_in(folder)
     with started(FINEFIT, folder) as process:
@@ -179,7 +201,9 @@ def test_torchrun_makes_workers_of_its_processes_and_a_signal_to_any_one_stops_a
         os.kill(pids(where)[1], signal.SIGUSR1)
         text = finish(process)
     assert process.returncode != 0
-    assert "rank      : 0 (local_rank: 0)\n  exitcode  : 3" in text.split("Root Cause")[1]  # the first leaves first, in order
+    assert (
+        "rank      : 0 (local_rank: 0)\n  exitcode  : 3" in text.split("Root Cause")[1]
+    )  # the first leaves first, in order
     (step,) = re.findall(r"stopped by SIGUSR1 after step (\d+) of 40", text)
     assert read_record(run.run, Run).status == "stopped"
     assert (where.checkpoints / f"checkpoint-{step}").is_dir()

@@ -23,13 +23,23 @@ def chalk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shirg")
     copy_recipe(find_recipe("shirg/twin"), folder / "twin")
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"}
-    done = subprocess.run([*COMMAND, "run", "twin/twin.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1700)
+    done = subprocess.run(
+        [*COMMAND, "run", "twin/twin.yaml"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1700,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / "shirg-twin-1" / "stages" / "2-chalk"
 
 
 def exact(run: Path, checkpoint: str) -> dict[str, float]:
-    record = json.loads((run / "stages" / "1-sft" / "evals" / "exact_match" / f"{checkpoint}.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (run / "stages" / "1-sft" / "evals" / "exact_match" / f"{checkpoint}.json").read_text(encoding="utf-8")
+    )
     assert (record["n"], record["coverage"]) == (100, 1.0)
     found: dict[str, float] = record["metrics"]["exact"]
     return found
@@ -42,7 +52,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", ["stages/1-sft/metrics.jsonl", "logs/rank-1.metrics.jsonl"])
 def test_every_adapter_has_a_gradient_on_both_ranks(chalk: Path, place: str) -> None:
     audits = [line for line in lines(chalk / place) if line.get("event") == "audited"]
-    assert [(audit["step"], audit["tensors"], audit["reached"]) for audit in audits] == [(1, NUM_TENSORS, NUM_TENSORS), (2, NUM_TENSORS, NUM_TENSORS)]
+    assert [(audit["step"], audit["tensors"], audit["reached"]) for audit in audits] == [
+        (1, NUM_TENSORS, NUM_TENSORS),
+        (2, NUM_TENSORS, NUM_TENSORS),
+    ]
     assert all(".lora_A." in name for name in audits[0]["waiting"])  # lora_B starts at zero, and so does their gradient
     assert not audits[1].get("waiting")
 

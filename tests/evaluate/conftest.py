@@ -42,7 +42,10 @@ def never(words: str) -> None:
 def talker() -> nn.Module:
     """Knows how answers look and end, so that they differ in length."""
     trained = tuned(FULL)
-    optimizer, batches = make_optimizer(trained, ADAMW), cut([render_one(RENDERER, messages).examples[0] for messages in MESSAGES], 7)
+    optimizer, batches = (
+        make_optimizer(trained, ADAMW),
+        cut([render_one(RENDERER, messages).examples[0] for messages in MESSAGES], 7),
+    )
     for _ in range(60):
         step(trained, optimizer, batches)
     return trained.eval()
@@ -57,7 +60,14 @@ def talker_folder(talker: nn.Module, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def make_work(
-    folder: Path, model: Path, rows: list[Row] | None = None, *, task: Any = "json_match", room: Room = ROOM, max_new_tokens: int = 24, **more: Any
+    folder: Path,
+    model: Path,
+    rows: list[Row] | None = None,
+    *,
+    task: Any = "json_match",
+    room: Room = ROOM,
+    max_new_tokens: int = 24,
+    **more: Any,
 ) -> Work:
     """`model` is put beside the run."""
     where = StageDir(folder / "run" / "stages" / "1-sft")

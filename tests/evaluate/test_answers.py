@@ -65,7 +65,9 @@ def test_no_prompts_have_no_answers() -> None:
 
 
 @pytest.mark.parametrize(("max_new_tokens", "most"), [(4, len(PROMPTS)), (64, 1)])
-def test_rows_stand_alone_where_the_longest_would_turn_the_positions_of_all(max_new_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_stand_alone_where_the_longest_would_turn_the_positions_of_all(
+    max_new_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dynamic rope stretches once a row is longer than the model's own length, here 64."""
     config = make_model().config.to_dict() | {"max_position_embeddings": 64}
     config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -98,7 +100,9 @@ def test_a_batch_holds_what_fits_when_all_are_padded_to_the_longest(room: Room, 
     assert first_batch([0, 1, 2, 3], [100, 90, 80, 1], room) == expected
 
 
-def _short_of_memory(most_tokens: int, lengths: Sequence[int], batches: list[list[int]]) -> Callable[[list[int]], list[int]]:
+def _short_of_memory(
+    most_tokens: int, lengths: Sequence[int], batches: list[list[int]]
+) -> Callable[[list[int]], list[int]]:
     def compute(chosen: list[int]) -> list[int]:
         batches.append(chosen)
         if len(chosen) * max(lengths[at] for at in chosen) > most_tokens:
@@ -110,7 +114,9 @@ def _short_of_memory(most_tokens: int, lengths: Sequence[int], batches: list[lis
 
 def test_a_batch_that_runs_out_of_memory_is_cut_in_half_and_goes_on_with_the_same_rows() -> None:
     lengths, batches, warned = [50, 100, 100, 70, 100, 100, 60, 10], list[list[int]](), list[str]()
-    found = dict(in_batches(lengths, Room(rows=4, tokens=400), _short_of_memory(250, lengths, batches), warn=warned.append))
+    found = dict(
+        in_batches(lengths, Room(rows=4, tokens=400), _short_of_memory(250, lengths, batches), warn=warned.append)
+    )
     assert found == {at: 10 * at for at in range(8)}
     assert batches == [[1, 2, 4, 5], [1, 2], [4, 5], [3, 6], [0, 7]]
     assert warned == ["out of memory with 4 rows of up to 100 tokens at once; went on with 2"]
@@ -118,7 +124,9 @@ def test_a_batch_that_runs_out_of_memory_is_cut_in_half_and_goes_on_with_the_sam
 
 def test_shorter_rows_still_find_half_of_the_room() -> None:
     lengths, batches, warned = [100] * 4 + [20] * 6, list[list[int]](), list[str]()
-    found = dict(in_batches(lengths, Room(rows=8, tokens=400), _short_of_memory(250, lengths, batches), warn=warned.append))
+    found = dict(
+        in_batches(lengths, Room(rows=8, tokens=400), _short_of_memory(250, lengths, batches), warn=warned.append)
+    )
     assert len(found) == 10
     assert batches == [[0, 1, 2, 3], [0, 1], [2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(warned) == 1

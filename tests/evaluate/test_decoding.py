@@ -49,7 +49,9 @@ def _model(kind: str, attention: str | None = None) -> nn.Module:
 def _generated(model: Any, prompt: Sequence[int], max_new_tokens: int = NEW, stops: Sequence[int] = STOPS) -> list[int]:
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=list(stops), pad_token_id=0)
     input_ids = torch.tensor([list(prompt)])
-    output: Tensor = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+    output: Tensor = model.generate(
+        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
+    )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 
@@ -58,7 +60,9 @@ _greedy = partial(decode, max_new_tokens=NEW, stops=STOPS, pad=0, device="cpu", 
 
 
 @pytest.mark.parametrize("kind", sorted(PACKABLE))
-def test_rows_of_unequal_length_get_the_tokens_that_transformers_gives_each_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_unequal_length_get_the_tokens_that_transformers_gives_each_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _model(kind)
     wanted = [_generated(model, prompt) for prompt in _prompts()]
     monkeypatch.setattr(decoding, "_by_transformers", None)  # it must not come to that
@@ -67,14 +71,18 @@ def test_rows_of_unequal_length_get_the_tokens_that_transformers_gives_each_alon
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "lfm2"])
-def test_models_beyond_their_window_or_with_other_memories_are_left_to_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_beyond_their_window_or_with_other_memories_are_left_to_transformers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _model(kind)
     prompts = _prompts((30, 11, 40))  # the window is 32
     monkeypatch.setattr(decoding, "_step_by_step", None)
     assert _greedy(model, prompts) == [_generated(model, prompt) for prompt in prompts]
 
 
-def test_rows_that_have_ended_leave_and_the_others_go_on_as_if_nothing_had_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_have_ended_leave_and_the_others_go_on_as_if_nothing_had_happened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, prompts = _model("qwen3"), _prompts((9, 4, 9, 17, 2, 6, 13))
     long = [_generated(model, prompt, 24, MANY) for prompt in prompts]
     assert len({len(tokens) for tokens in long}) > 3
@@ -104,7 +112,9 @@ def _masks(lengths: Sequence[int]) -> list[tuple[int, tuple[int, ...] | None]]:
     """Query tokens and the shape of the mask of every call of attention."""
     met: list[tuple[int, tuple[int, ...] | None]] = []
 
-    def spy(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+    def spy(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         met.append((query.shape[2], None if attention_mask is None else tuple(attention_mask.shape)))
         answer: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return answer

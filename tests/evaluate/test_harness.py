@@ -34,12 +34,21 @@ def make_request(**subject: Any) -> EvalRequest:
     evaluation = Evaluation.model_validate_json(json.dumps(SETTINGS | subject.pop("settings", {})))
     from dataclasses import replace
 
-    return EvalRequest(checkpoint="base", evaluation=evaluation, subject=replace(SUBJECT, **subject), room=Room(rows=2, tokens=4096))
+    return EvalRequest(
+        checkpoint="base", evaluation=evaluation, subject=replace(SUBJECT, **subject), room=Room(rows=2, tokens=4096)
+    )
 
 
 def sample(doc: int, *, how: str = "none", **values: Any) -> dict[str, Any]:
     asked = {"gen_args_0": {"arg_0": f"question {doc}", "arg_1": {"until": ["\n"]}}}
-    about = {"doc_id": doc, "arguments": asked, "target": "3", "filtered_resps": [f"answer {doc}"], "doc_hash": f"{doc:064x}", "filter": how}
+    about = {
+        "doc_id": doc,
+        "arguments": asked,
+        "target": "3",
+        "filtered_resps": [f"answer {doc}"],
+        "doc_hash": f"{doc:064x}",
+        "filter": how,
+    }
     return about | values
 
 
@@ -73,14 +82,25 @@ def test_several_tasks_and_filters_count_each_their_own_samples() -> None:
         available=3,
     )
     result = make_result(make_request(), told)
-    assert {name: score.value for name, score in result.metrics.items()} == {"a.acc": 0.5, "b.exact_match_strict": 1.0, "b.exact_match_loose": 0.0}
+    assert {name: score.value for name, score in result.metrics.items()} == {
+        "a.acc": 0.5,
+        "b.exact_match_strict": 1.0,
+        "b.exact_match_loose": 0.0,
+    }
     assert (result.n, [item.place for item in result.items]) == (3, ["a:0", "a:1", "b:0"])
     assert all(item.counts.keys() == result.items[0].counts.keys() for item in result.items)
 
 
 def test_what_is_no_mean_of_its_samples_stands_as_it_was_reported_and_says_so() -> None:
     told = Told(
-        results={"wiki": {"perplexity,none": 12.5, "perplexity_stderr,none": 0.5, "bleu,none": 7.0, "bleu_stderr,none": "N/A"}},
+        results={
+            "wiki": {
+                "perplexity,none": 12.5,
+                "perplexity_stderr,none": 0.5,
+                "bleu,none": 7.0,
+                "bleu_stderr,none": "N/A",
+            }
+        },
         samples={"wiki": [sample(0, perplexity=[-3.0, 2])]},
         available=1,
         better={"wiki": {"perplexity": False}},
@@ -102,7 +122,10 @@ def test_figures_without_samples_cover_nothing() -> None:
 
 def test_each_of_several_tasks_says_that_it_has_few_samples() -> None:
     samples = {"a": [sample(at, acc=1.0) for at in range(40)], "b": [sample(at, acc=1.0) for at in range(9)]}
-    result = make_result(make_request(settings={"limit": None}), Told(results={t: {"acc,none": 1.0} for t in "ab"}, samples=samples, available=49))
+    result = make_result(
+        make_request(settings={"limit": None}),
+        Told(results={t: {"acc,none": 1.0} for t in "ab"}, samples=samples, available=49),
+    )
     assert result.warnings == ("b: 9 items: the intervals may be too narrow",)
 
 
@@ -115,7 +138,10 @@ def test_a_figure_that_its_samples_do_not_average_to_is_taken_as_reported() -> N
 
 def test_what_should_be_low_is_better_when_it_is_lower() -> None:
     told = Told(
-        results={"t": {"loss,none": 2.0}}, samples={"t": [sample(0, loss=1.0), sample(1, loss=3.0)]}, available=2, better={"t": {"loss": False}}
+        results={"t": {"loss,none": 2.0}},
+        samples={"t": [sample(0, loss=1.0), sample(1, loss=3.0)]},
+        available=2,
+        better={"t": {"loss": False}},
     )
     (metric,) = make_result(make_request(), told).definitions
     assert (metric.better, metric.unit) == ("lower", "number")
@@ -126,7 +152,9 @@ def test_the_output_folder_is_read_and_an_empty_one_is_an_error(tmp_path: Path) 
         read_output(tmp_path)
     (tmp_path / "model").mkdir()
     counts = {"sums": {"original": 7, "effective": 1}}
-    (tmp_path / "model" / f"results_{TIME}.json").write_text(json.dumps({"results": {"sums": {"acc,none": 1.0}}, "n-samples": counts}))
+    (tmp_path / "model" / f"results_{TIME}.json").write_text(
+        json.dumps({"results": {"sums": {"acc,none": 1.0}}, "n-samples": counts})
+    )
     (tmp_path / "model" / f"samples_sums_{TIME}.jsonl").write_text(json.dumps(sample(0, acc=1.0)) + "\n")
     told = read_output(tmp_path)
     assert (told.available, len(told.samples["sums"])) == (7, 1)
@@ -136,20 +164,30 @@ def test_samples_are_those_of_the_task_itself_and_a_group_has_none(tmp_path: Pat
     results = {name: {"acc,none": 0.5} for name in ("sums", "sums_cot", "arithmetic", "arithmetic_hard")}
     (tmp_path / f"results_{TIME}.json").write_text(json.dumps({"results": results}))
     for name, docs in (("sums", 1), ("sums_cot", 2), ("arithmetic_hard", 3)):
-        (tmp_path / f"samples_{name}_{TIME}.jsonl").write_text("".join(json.dumps(sample(at, acc=1.0)) + "\n" for at in range(docs)))
+        (tmp_path / f"samples_{name}_{TIME}.jsonl").write_text(
+            "".join(json.dumps(sample(at, acc=1.0)) + "\n" for at in range(docs))
+        )
     told = read_output(tmp_path)
-    assert {name: len(lines) for name, lines in told.samples.items()} == {"sums": 1, "sums_cot": 2, "arithmetic_hard": 3}
+    assert {name: len(lines) for name, lines in told.samples.items()} == {
+        "sums": 1,
+        "sums_cot": 2,
+        "arithmetic_hard": 3,
+    }
     assert told.available == 6
 
 
 def test_lm_eval_ends_with_the_process_that_started_it_when_that_is_killed(tmp_path: Path) -> None:
     """Any module of its name will do: what it computes does not matter here."""
     (tmp_path / "lm_eval").mkdir()
-    (tmp_path / "lm_eval" / "__main__.py").write_text("import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(300)\n")
+    (tmp_path / "lm_eval" / "__main__.py").write_text(
+        "import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(300)\n"
+    )
     command = "[sys.executable, '-P', '-m', 'finefit.evaluate.harness_child', str(os.getpid()), '--tasks', 'x']"
     code = f"import os, sys\nfrom pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command}, cwd=Path())\n"
     told, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=told, text=True, env=environment, cwd=tmp_path) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=told, text=True, env=environment, cwd=tmp_path
+    ) as parent:
         assert parent.stdout is not None
         number, *arguments = parent.stdout.readline().split()
         parent.kill()
@@ -175,7 +213,9 @@ def _stage(tmp_path: Path) -> tuple[StageDir, EvalRequest]:
     make_tokenizer().save_pretrained(where.tokenizer)
     fingerprint = read_model_folder(folder).fingerprint
     settings = {"task": {"kind": "lm_eval", "tasks": ["finefit_sums"], "folder": "tasks"}, "limit": None}
-    return where, make_request(model=FolderModel(kind="folder", path="../model"), model_fingerprint=fingerprint, settings=settings)
+    return where, make_request(
+        model=FolderModel(kind="folder", path="../model"), model_fingerprint=fingerprint, settings=settings
+    )
 
 
 def test_the_command_names_model_precision_tasks_and_everything_that_was_asked(tmp_path: Path) -> None:
@@ -218,7 +258,9 @@ def test_the_real_package_scores_a_task_of_ones_own(tmp_path: Path, monkeypatch:
     where, request = _stage(tmp_path)
     paths = where.evaluation("lm_eval", "base")
     (paths.folder / "tasks").mkdir(parents=True)
-    (paths.folder / "tasks" / "rows.jsonl").write_text('{"question": "add 1 and 2", "answer": "3"}\n{"question": "add 2 and 2", "answer": "4"}\n')
+    (paths.folder / "tasks" / "rows.jsonl").write_text(
+        '{"question": "add 1 and 2", "answer": "3"}\n{"question": "add 2 and 2", "answer": "4"}\n'
+    )
     (paths.folder / "tasks" / "sums.yaml").write_text(
         "task: finefit_sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
         'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'

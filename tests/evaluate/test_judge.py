@@ -100,7 +100,10 @@ def _task(judge: Judge) -> Task:
 
 def _items(task: Task, answers: list[str]) -> list[EvalItem]:
     rows = [make_row("the reference") for _ in answers]
-    return [score_item(task, at, row, prompt="what?", reply=Reply(text=answer)) for at, (row, answer) in enumerate(zip(rows, answers, strict=True))]
+    return [
+        score_item(task, at, row, prompt="what?", reply=Reply(text=answer))
+        for at, (row, answer) in enumerate(zip(rows, answers, strict=True))
+    ]
 
 
 def _judged(state: Address, answers: list[str], folder: Path, **more: Any) -> list[EvalItem]:
@@ -135,7 +138,9 @@ def test_answers_of_before_a_judge_was_asked_for_are_judged_and_lose_their_marks
 def test_the_judge_is_asked_once_for_each_answer_and_greedily(tmp_path: Path) -> None:
     with address(marking) as state:
         _judged(state, ["worth 5", " ", "worth 5 {reference}"], tmp_path)
-    assert {(body["path"], body["model"], body["temperature"], body["seed"]) for body in state.asked} == {("/v1/chat/completions", "wise-1", 0, 5)}
+    assert {(body["path"], body["model"], body["temperature"], body["seed"]) for body in state.asked} == {
+        ("/v1/chat/completions", "wise-1", 0, 5)
+    }
     questions = sorted(map(_question, state.asked))
     assert len(questions) == 2
     assert all("what?" in question and "the reference" in question for question in questions)
@@ -171,7 +176,9 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, status: int) -> None:
 
 def test_an_address_that_asks_to_wait_is_waited_for(tmp_path: Path) -> None:
     patience = Patience(attempts=2, first_seconds=0.01, reply_seconds=5)
-    with address(lambda before, body: (429, "later") if before == 0 else marking(before, body), headers={"Retry-After": "1"}) as state:
+    with address(
+        lambda before, body: (429, "later") if before == 0 else marking(before, body), headers={"Retry-After": "1"}
+    ) as state:
         judge = _judge(state)
         task, began = _task(judge), time.perf_counter()
         judge_items(task, _items(task, ["worth 2"]), judge, verdicts=tmp_path / "v", patience=patience)
@@ -179,11 +186,17 @@ def test_an_address_that_asks_to_wait_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_slow_replies_and_garbage_are_tried_again_and_then_told(tmp_path: Path) -> None:
-    with address(marking, seconds=1.0) as state, pytest.raises(Resumable, match=r"cannot be reached: ReadTimeout.*\(3 attempts\)"):
+    with (
+        address(marking, seconds=1.0) as state,
+        pytest.raises(Resumable, match=r"cannot be reached: ReadTimeout.*\(3 attempts\)"),
+    ):
         _judged(state, ["worth 2"], tmp_path)
     assert len(state.asked) == 3
     for garbage in ("<html>hello</html>", "{}", '{"choices": []}', "[1]", '{"choices": [{"message": {"content": 5}}]}'):
-        with address(lambda *_, text=garbage: (200, text)) as state, pytest.raises(Resumable, match="gives no chat completion") as error:
+        with (
+            address(lambda *_, text=garbage: (200, text)) as state,
+            pytest.raises(Resumable, match="gives no chat completion") as error,
+        ):
             _judged(state, ["worth 2"], tmp_path)
         assert "/v1" in error.value.remedy
 
@@ -198,7 +211,10 @@ def test_an_address_that_is_not_there_ends_the_evaluation_with_words(tmp_path: P
 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_what_will_not_pass_is_told_at_once(tmp_path: Path, status: int) -> None:
-    with address(lambda *_: (status, "no such model")) as state, pytest.raises(RunError, match=f"refuses: {status} no such model"):
+    with (
+        address(lambda *_: (status, "no such model")) as state,
+        pytest.raises(RunError, match=f"refuses: {status} no such model"),
+    ):
         _judged(state, ["worth 2"], tmp_path)
     assert len(state.asked) == 1
 
@@ -238,13 +254,17 @@ def test_so_many_are_asked_at_once_and_no_more(tmp_path: Path) -> None:
 
 def test_the_secret_goes_to_the_address_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret-s3cret")
-    with address(lambda before, body: (401, "bad key s3cret-s3cret") if "worth 2" in str(body) else marking(before, body)) as state:
+    with address(
+        lambda before, body: (401, "bad key s3cret-s3cret") if "worth 2" in str(body) else marking(before, body)
+    ) as state:
         _judged(state, ["worth 4"], tmp_path, key="JUDGE_KEY")
         assert state.headers[0]["authorization"] == "Bearer s3cret-s3cret"
         with pytest.raises(RunError) as error:
             _judged(state, ["worth 2"], tmp_path, key="JUDGE_KEY")
     assert "bad key ***" in str(error.value)
-    assert "s3cret" not in str(error.value) + (tmp_path / "verdicts.jsonl").read_text() + str(_task(_judge(state, key="JUDGE_KEY")).signature)
+    assert "s3cret" not in str(error.value) + (tmp_path / "verdicts.jsonl").read_text() + str(
+        _task(_judge(state, key="JUDGE_KEY")).signature
+    )
 
 
 def test_a_secret_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,15 +282,22 @@ def test_the_end_of_a_line_is_no_part_of_a_secret(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("secret", ["s3cret\ns3cret", "s3cret\x7f", "s3cret-đ"])
-def test_a_secret_that_cannot_be_sent_is_told_by_its_variable_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+def test_a_secret_that_cannot_be_sent_is_told_by_its_variable_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", secret)
-    with address(marking) as state, pytest.raises(RunError, match="JUDGE_KEY, which holds characters that no header can carry") as error:
+    with (
+        address(marking) as state,
+        pytest.raises(RunError, match="JUDGE_KEY, which holds characters that no header can carry") as error,
+    ):
         _judged(state, ["worth 2"], tmp_path, key="JUDGE_KEY")
     assert "s3cret" not in str(error.value) + error.value.remedy
     assert state.asked == []
 
 
-def test_a_secret_stays_out_of_what_the_connection_complains_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_stays_out_of_what_the_connection_complains_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The words of a protocol's failure quote what was sent, here a status line that is none."""
 
     class Echo(BaseRequestHandler):
@@ -283,7 +310,9 @@ def test_a_secret_stays_out_of_what_the_connection_complains_about(tmp_path: Pat
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         try:
             with pytest.raises(Resumable, match=r"cannot be reached: RemoteProtocolError .*but \*\*\*") as error:
-                _judged(Address(f"http://127.0.0.1:{server.server_address[1]}/v1"), ["worth 2"], tmp_path, key="JUDGE_KEY")
+                _judged(
+                    Address(f"http://127.0.0.1:{server.server_address[1]}/v1"), ["worth 2"], tmp_path, key="JUDGE_KEY"
+                )
         finally:
             server.shutdown()
     assert "s3cret" not in str(error.value)
@@ -298,7 +327,9 @@ def test_a_secret_stays_out_of_what_the_connection_complains_about(tmp_path: Pat
         ({"url": "http://host/v1", "question": "good?"}, "does not hold {answer}"),
     ],
 )
-def test_a_judge_that_cannot_be_asked_or_would_leak_is_refused_with_the_spec(judge: dict[str, str], problem: str) -> None:
+def test_a_judge_that_cannot_be_asked_or_would_leak_is_refused_with_the_spec(
+    judge: dict[str, str], problem: str
+) -> None:
     with pytest.raises(ValidationError, match=problem):
         Judge(model="m", **judge)
 

@@ -35,7 +35,9 @@ def _example(row: Row, text: str) -> Example:
 EXAMPLES = [_example(row, text) for row in ROWS[:5] for text in TEXTS]
 
 
-@pytest.mark.parametrize("room", [Room(rows=1, tokens=1 << 20), Room(rows=3, tokens=1 << 20), Room(rows=64, tokens=200), WIDE])
+@pytest.mark.parametrize(
+    "room", [Room(rows=1, tokens=1 << 20), Room(rows=3, tokens=1 << 20), Room(rows=64, tokens=200), WIDE]
+)
 def test_likelihoods_are_those_computed_by_hand_in_whatever_batches(room: Room, talker: nn.Module) -> None:
     found = dict(logprobs(talker, EXAMPLES, pad=RENDERER.pad, room=room, device="cpu", warn=never))
     assert sorted(found) == list(range(len(EXAMPLES)))
@@ -50,7 +52,9 @@ def test_an_adapted_model_is_asked_with_its_adapter() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
     found = dict(logprobs(model, EXAMPLES[:3], pad=RENDERER.pad, room=WIDE, device="cpu", warn=never))
-    assert [found[at] for at in range(3)] == pytest.approx([_by_hand(model, example) for example in EXAMPLES[:3]], abs=1e-3)
+    assert [found[at] for at in range(3)] == pytest.approx(
+        [_by_hand(model, example) for example in EXAMPLES[:3]], abs=1e-3
+    )
     assert found[0] != pytest.approx(_by_hand(make_model(), EXAMPLES[0]), abs=1e-2)
 
 
@@ -59,7 +63,9 @@ def test_the_tokens_that_count_are_those_that_training_supervises() -> None:
     (trained,) = RENDERER.render([row], Budget(max_tokens=4096, too_long="error", turns="all"))
     assert _example(row, row.answer) == trained.examples[0]
     assert num_counted(_example(row, row.answer)) == len(row.answer) + 1  # a token for each byte, and the end
-    assert _example(row, "no").tokens[: len(RENDERER.prompt_tokens(row.prompt))] == tuple(RENDERER.prompt_tokens(row.prompt))
+    assert _example(row, "no").tokens[: len(RENDERER.prompt_tokens(row.prompt))] == tuple(
+        RENDERER.prompt_tokens(row.prompt)
+    )
 
 
 def test_a_first_token_has_nothing_before_it_and_never_counts(talker: nn.Module) -> None:
@@ -70,7 +76,15 @@ def test_a_first_token_has_nothing_before_it_and_never_counts(talker: nn.Module)
 
 
 def test_only_the_last_of_several_answers_counts() -> None:
-    row = replace(ROWS[0], messages=(Message("user", "a"), Message("assistant", "first"), Message("user", "b"), Message("assistant", "last")))
+    row = replace(
+        ROWS[0],
+        messages=(
+            Message("user", "a"),
+            Message("assistant", "first"),
+            Message("user", "b"),
+            Message("assistant", "last"),
+        ),
+    )
     example = _example(row, "other")
     assert num_counted(example) == len("other") + 1
     assert sum(example.supervised) == len("other") + 1
@@ -93,5 +107,7 @@ def test_plain_text_counts_whole_in_windows_of_which_the_first_token_is_given(ta
 
 
 def test_an_answer_that_cannot_be_written_is_told_with_its_row() -> None:
-    with pytest.raises(DataError, match=r"^test.jsonl:1 has an answer whose likelihood cannot be asked for: .*surrogate"):
+    with pytest.raises(
+        DataError, match=r"^test.jsonl:1 has an answer whose likelihood cannot be asked for: .*surrogate"
+    ):
         _example(ROWS[0], "\ud800")

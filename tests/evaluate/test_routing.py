@@ -14,7 +14,9 @@ torch.set_num_threads(1)
 ROWS: dict[str, list[tuple[int, ...]]] = {"law": [(10, 11, 12, 13), (20, 21)], "verse": [(100, 101, 102)], "none": []}
 
 
-def by_hand(model: nn.Module, rows: list[tuple[int, ...]], layer: int, *, skipped: int = 0) -> tuple[list[float], list[float]]:
+def by_hand(
+    model: nn.Module, rows: list[tuple[int, ...]], layer: int, *, skipped: int = 0
+) -> tuple[list[float], list[float]]:
     """Token by token from the router's own answer."""
     first, weight, seen = [0.0] * 3, [0.0] * 3, []
     router = model.model.layers[layer].mlp.gate  # type: ignore[union-attr, index]

@@ -18,11 +18,24 @@ NEW = 8
 
 
 def _answers(
-    prompts: Sequence[Sequence[int]], numbers: Sequence[int], *, kind: str = "qwen3", temperature: float = 1.0, stops: Sequence[int] = (2, 9, 30, 41)
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    *,
+    kind: str = "qwen3",
+    temperature: float = 1.0,
+    stops: Sequence[int] = (2, 9, 30, 41),
 ) -> list[list[int]]:
     said = [chances(5, f"row {number}", 0, steps=NEW) for number in numbers]
     choose = drawn_by(said, temperature=temperature, device="cpu")
-    return decode(_model(kind), [prompts[at] for at in numbers], max_new_tokens=NEW, stops=stops, pad=0, device="cpu", choose=choose)
+    return decode(
+        _model(kind),
+        [prompts[at] for at in numbers],
+        max_new_tokens=NEW,
+        stops=stops,
+        pad=0,
+        device="cpu",
+        choose=choose,
+    )
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
@@ -39,7 +52,9 @@ def test_temperature_sharpens_and_flattens() -> None:
     said = [chances(1, f"{row}", 0, steps=1) for row in range(num_rows)]
 
     def share_of_first(temperature: float) -> float:
-        drawn: Tensor = drawn_by(said, temperature=temperature, device="cpu")(torch.arange(num_rows), 0, logits_V.expand(num_rows, -1))
+        drawn: Tensor = drawn_by(said, temperature=temperature, device="cpu")(
+            torch.arange(num_rows), 0, logits_V.expand(num_rows, -1)
+        )
         return float((drawn == 0).double().mean())
 
     assert share_of_first(0.5) == pytest.approx(0.36 / (0.36 + 0.16), abs=0.03)
@@ -49,7 +64,9 @@ def test_temperature_sharpens_and_flattens() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])  # one by our own steps, one by transformers
 def test_an_answer_is_the_same_alone_and_among_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = _prompts((30, 11, 40, 5, 9)) if kind == "gemma2" else _prompts((7, 1, 12, 3, 20))
-    monkeypatch.setattr(decoding, "_step_by_step" if kind == "gemma2" else "_by_transformers", None)  # it must not come to that
+    monkeypatch.setattr(
+        decoding, "_step_by_step" if kind == "gemma2" else "_by_transformers", None
+    )  # it must not come to that
     together = _answers(prompts, range(5), kind=kind)
     assert [_answers(prompts, [at], kind=kind)[0] for at in range(5)] == together
     assert list(reversed(_answers(prompts, [4, 3, 2, 1, 0], kind=kind))) == together

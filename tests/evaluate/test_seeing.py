@@ -34,7 +34,11 @@ def _images(*sizes: tuple[int, int]) -> list[PIL.Image.Image]:
 def _questions(family: str) -> list[Question]:
     """Of unequal length, with one image, two, and none where a family takes that."""
     wide, tall, small = _images((90, 45), (40, 96), (34, 36))
-    asked: list[Question] = [("Which?", [wide, tall]), ("What is drawn there, and on which ground?", [small]), ("Read it.", [tall])]
+    asked: list[Question] = [
+        ("Which?", [wide, tall]),
+        ("What is drawn there, and on which ground?", [small]),
+        ("Read it.", [tall]),
+    ]
     return asked if family == "paligemma" else [*asked, ("Say something of no image at all.", [])]
 
 
@@ -65,7 +69,9 @@ def _inputs(processor: ProcessorMixin, question: Question) -> dict[str, Tensor]:
     words, images = question
     if images:
         return vlm_inputs(processor, words, images)
-    text = processor.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": words}]}], add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "text", "text": words}]}], add_generation_prompt=True
+    )
     bos = processor.tokenizer.bos_token
     made = processor.tokenizer([text], add_special_tokens=bos is None or not text.startswith(bos), return_tensors="pt")
     return {name: made[name] for name in ("input_ids", "attention_mask")}
@@ -76,8 +82,19 @@ def _look(eye: Eye, questions: Sequence[Question]) -> Look:
     return lambda ids, lengths: eye.lens.extra(ids, lengths, rows)
 
 
-def _greedy(model: Any, eye: Eye, prompts: list[list[int]], questions: Sequence[Question], stops: Sequence[int] = ()) -> list[list[int]]:
-    return decode(model, prompts, max_new_tokens=NEW, stops=stops, pad=0, device="cpu", choose=likeliest, look=_look(eye, questions))
+def _greedy(
+    model: Any, eye: Eye, prompts: list[list[int]], questions: Sequence[Question], stops: Sequence[int] = ()
+) -> list[list[int]]:
+    return decode(
+        model,
+        prompts,
+        max_new_tokens=NEW,
+        stops=stops,
+        pad=0,
+        device="cpu",
+        choose=likeliest,
+        look=_look(eye, questions),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +108,9 @@ def _made(folders: Path, family: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_with_images_get_the_tokens_that_transformers_gives_each_alone(family: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_images_get_the_tokens_that_transformers_gives_each_alone(
+    family: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = _made(folders, family)
     model, eye, processor, questions = _model(folder), _eye(folder), vlm_processor(folder), _questions(family)
     inputs = [_inputs(processor, question) for question in questions]
@@ -102,7 +121,9 @@ def test_rows_with_images_get_the_tokens_that_transformers_gives_each_alone(fami
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_rows_of_one_length_and_a_single_one_meet_no_mask_but_for_what_has_slid_away(family: str, folders: Path) -> None:
+def test_rows_of_one_length_and_a_single_one_meet_no_mask_but_for_what_has_slid_away(
+    family: str, folders: Path
+) -> None:
     folder = _made(folders, family)
     model, eye, processor = _model(folder), _eye(folder), vlm_processor(folder)
     questions: list[Question] = [("Which?", _images((40, 40))), ("What?!", _images((40, 40))[::-1])]
@@ -130,10 +151,22 @@ def test_rows_that_have_ended_leave_and_the_others_go_on(family: str, folders: P
     ("family", "changes"),
     [
         ("llava_next", {"text_config": {"sliding_window": 24}}),
-        ("paligemma", {"text_config": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}}),
+        (
+            "paligemma",
+            {
+                "text_config": {
+                    "model_type": "gemma2",
+                    "sliding_window": 24,
+                    "query_pre_attn_scalar": 16,
+                    "attn_logit_softcapping": 5.0,
+                }
+            },
+        ),
     ],
 )
-def test_windows_of_other_language_towers_and_capped_scores_are_kept(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_windows_of_other_language_towers_and_capped_scores_are_kept(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     folder = make_vlm(family, tmp_path / family, **changes)
     model, eye, processor, questions = _model(folder), _eye(folder), vlm_processor(folder), _questions(family)
     inputs = [_inputs(processor, question) for question in questions]

@@ -102,17 +102,28 @@ def make_work(folder: Path, model: Path, *, task: Any = "exact_match") -> Work:
     evaluation = Evaluation.model_validate({"task": task, "max_new_tokens": NEW})
     paths = where.evaluation(evaluation.label, "base", evaluation.limit)
     paths.folder.mkdir(parents=True)
-    write_record(paths.request, EvalRequest(checkpoint="base", evaluation=evaluation, subject=subject, room=Room(rows=2, tokens=4096)))
+    write_record(
+        paths.request,
+        EvalRequest(checkpoint="base", evaluation=evaluation, subject=subject, room=Room(rows=2, tokens=4096)),
+    )
     return read_work(paths.request)
 
 
 def _alone(folder: Path, rows: Sequence[Row]) -> list[str]:
     """What transformers' own generation says to each row."""
-    model, processor, renderer = AutoModelForImageTextToText.from_pretrained(folder).eval(), vlm_processor(folder), _renderer(folder)
+    model, processor, renderer = (
+        AutoModelForImageTextToText.from_pretrained(folder).eval(),
+        vlm_processor(folder),
+        _renderer(folder),
+    )
     found = []
     for row, size in zip(rows, SIZES, strict=True):
-        inputs = vlm_inputs(processor, row.prompt[0].content, [digit_image(row.number - 1, size=size, seed=row.number - 1)])
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, eos_token_id=list(renderer.stop_tokens), pad_token_id=0)
+        inputs = vlm_inputs(
+            processor, row.prompt[0].content, [digit_image(row.number - 1, size=size, seed=row.number - 1)]
+        )
+        output = model.generate(
+            **inputs, do_sample=False, max_new_tokens=NEW, eos_token_id=list(renderer.stop_tokens), pad_token_id=0
+        )
         found.append(renderer.decode_answer(output[0, inputs["input_ids"].shape[1] :].tolist()))
     return found
 
@@ -125,7 +136,9 @@ def test_an_evaluation_answers_about_the_images_of_its_items(tmp_path: Path) -> 
     wanted = _alone(model, rows)
     assert len(set(wanted)) == len(wanted)
     assert [item.answer for item in result.items] == wanted
-    assert [item.images for item in result.items] == [(ItemImage(name=row.pictures[0].path, sha256=row.pictures[0].sha256),) for row in rows]
+    assert [item.images for item in result.items] == [
+        (ItemImage(name=row.pictures[0].path, sha256=row.pictures[0].sha256),) for row in rows
+    ]
     assert all("<|image_pad|>" in item.prompt for item in result.items)
 
 
@@ -152,7 +165,12 @@ def _logprob(model: Any, inputs: dict[str, Any], answer: list[int]) -> float:
     for token in answer:
         with torch.no_grad():
             total += float(model(**given).logits[0, -1].log_softmax(-1)[token])
-        for name, value in (("input_ids", token), ("attention_mask", 1), ("token_type_ids", 0), ("mm_token_type_ids", 0)):
+        for name, value in (
+            ("input_ids", token),
+            ("attention_mask", 1),
+            ("token_type_ids", 0),
+            ("mm_token_type_ids", 0),
+        ):
             if name in given:
                 given[name] = torch.cat([given[name], torch.full((1, 1), value, dtype=given[name].dtype)], 1)
     return total
@@ -161,7 +179,11 @@ def _logprob(model: Any, inputs: dict[str, Any], answer: list[int]) -> float:
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3"])
 def test_the_likelihood_of_a_given_answer_is_that_of_the_models_own_forward(family: str, tmp_path: Path) -> None:
     folder = make_vlm(family, tmp_path / "model")
-    model, renderer, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), _renderer(folder), vlm_processor(folder)
+    model, renderer, processor = (
+        AutoModelForImageTextToText.from_pretrained(folder).eval(),
+        _renderer(folder),
+        vlm_processor(folder),
+    )
     rows = _rows(tmp_path, _eye(folder))
     voice = Voice(
         model=model,
@@ -178,6 +200,10 @@ def test_the_likelihood_of_a_given_answer_is_that_of_the_models_own_forward(fami
     for at, (row, size) in enumerate(zip(rows, SIZES, strict=True)):
         inputs = vlm_inputs(processor, row.prompt[0].content, [digit_image(at, size=size, seed=at)])
         (rendered,) = renderer.render([row], _ANY)
-        tokens = [token for token, is_own in zip(rendered.examples[0].tokens, rendered.examples[0].supervised, strict=True) if is_own]
+        tokens = [
+            token
+            for token, is_own in zip(rendered.examples[0].tokens, rendered.examples[0].supervised, strict=True)
+            if is_own
+        ]
         assert found[at].tokens == len(tokens)
         assert found[at].logprob == pytest.approx(_logprob(model, inputs, tokens), rel=1e-4)

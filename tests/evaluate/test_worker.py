@@ -36,7 +36,9 @@ from tests.evaluate.conftest import RENDERER, ROOM, ROWS, make_work, never
 BOTH = Task(
     name="both",
     metrics=(rate("is_likelier"), mean("length", unit="number")),
-    read=lambda reply, _: Reading(extracted=None, counts={"is_likelier": float(_likelier(reply)), "length": float(len(reply.text))}),
+    read=lambda reply, _: Reading(
+        extracted=None, counts={"is_likelier": float(_likelier(reply)), "length": float(len(reply.text))}
+    ),
     nothing=lambda _: {"is_likelier": 0.0, "length": 0.0},
     require=lambda _: None,
     candidates=lambda row: ((row.answer, "{}"), ("no",)),
@@ -63,7 +65,9 @@ def test_the_record_says_what_was_answered_how_and_with_what_memory(tmp_path: Pa
     result = evaluate(asked)
     assert (result.n, result.available, result.task, result.checkpoint) == (14, 14, "json_match", "base")
     assert result.signature.keys() == {"finefit", "torch", "transformers", "peft", "decoding", "precision"}
-    assert result.signature["torch"] == torch.__version__.split("+")[0] or result.signature["torch"] == torch.__version__
+    assert (
+        result.signature["torch"] == torch.__version__.split("+")[0] or result.signature["torch"] == torch.__version__
+    )
     assert result.signature["decoding"] == "greedy, at most 24 new tokens"
     assert result.new_tokens == sum(item.new_tokens or 0 for item in result.items) > 14
     assert result.foretold_bytes == 12345
@@ -76,15 +80,24 @@ def test_the_record_says_what_was_answered_how_and_with_what_memory(tmp_path: Pa
     assert {path.name for path in asked.paths.folder.iterdir()} == {"base.request.json", "base.items.jsonl"}
 
 
-def test_what_is_answered_already_is_neither_asked_nor_measured_again(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_answered_already_is_neither_asked_nor_measured_again(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = make_work(tmp_path, talker_folder)
     first = evaluate(asked)
     monkeypatch.setattr("finefit.evaluate.answering._load", None)
     again = evaluate(asked)
-    assert (again.items, again.metrics, again.loaded_bytes, again.peak_bytes) == (first.items, first.metrics, None, None)
+    assert (again.items, again.metrics, again.loaded_bytes, again.peak_bytes) == (
+        first.items,
+        first.metrics,
+        None,
+        None,
+    )
 
 
-def test_items_that_were_answered_before_a_kill_are_kept_and_the_rest_is_as_it_would_have_been(tmp_path: Path, talker_folder: Path) -> None:
+def test_items_that_were_answered_before_a_kill_are_kept_and_the_rest_is_as_it_would_have_been(
+    tmp_path: Path, talker_folder: Path
+) -> None:
     asked = make_work(tmp_path, talker_folder)
     whole = evaluate(asked)
     lines = asked.paths.items.read_text().splitlines(keepends=True)
@@ -92,7 +105,9 @@ def test_items_that_were_answered_before_a_kill_are_kept_and_the_rest_is_as_it_w
     assert evaluate(asked).items == whole.items
 
 
-def test_a_task_that_wants_an_answer_and_likelihoods_gets_both(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_wants_an_answer_and_likelihoods_gets_both(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _with_task(monkeypatch, BOTH)
     result = evaluate(make_work(tmp_path, talker_folder))
     for item, row in zip(result.items, ROWS, strict=True):
@@ -108,7 +123,9 @@ def test_a_task_that_wants_an_answer_and_likelihoods_gets_both(tmp_path: Path, t
     assert result.signature["kind"] == "made here"
 
 
-def test_items_that_are_asked_in_two_ways_are_written_slice_by_slice(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_that_are_asked_in_two_ways_are_written_slice_by_slice(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stop then costs one slice and not all likelihoods."""
     _with_task(monkeypatch, BOTH)
     monkeypatch.setattr(replies_module, "_SLICE", 1)
@@ -129,7 +146,9 @@ def test_items_that_are_asked_in_two_ways_are_written_slice_by_slice(tmp_path: P
     assert order == ["logprobs", "answers"] * 4  # 14 items by fours
 
 
-def test_a_task_that_generates_nothing_asks_for_likelihoods_alone(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_generates_nothing_asks_for_likelihoods_alone(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _with_task(monkeypatch, replace(BOTH, generates=False))
     monkeypatch.setattr(replies_module, "answers", None)
     result = evaluate(make_work(tmp_path, talker_folder))
@@ -149,7 +168,14 @@ def test_what_a_task_counts_in_the_end_is_counted_for_items_with_a_result(
         assert all(reply.right[0].text == row.answer for row, reply in items)
         return [{"later": float(row.number)} for row, _ in items]
 
-    late = replace(BOTH, metrics=(mean("later", unit="number"),), read=read, nothing=lambda _: {"later": 0.0}, finish=finish, generates=False)
+    late = replace(
+        BOTH,
+        metrics=(mean("later", unit="number"),),
+        read=read,
+        nothing=lambda _: {"later": 0.0},
+        finish=finish,
+        generates=False,
+    )
     _with_task(monkeypatch, late)
     result = evaluate(make_work(tmp_path, talker_folder))
     assert result.metrics["later"].value == pytest.approx((2 + 4 + 6 + 8 + 10 + 12 + 14) / 14)
@@ -161,10 +187,21 @@ def test_plain_text_is_weighed_over_all_its_windows_and_needs_no_prompt(
     tmp_path: Path, talker: torch.nn.Module, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [Row(source="t.txt", number=at, text=f"text {at} and more of it") for at in (1, 2)]
-    task = replace(BOTH, generates=False, window=8, candidates=lambda row: ((row.answer,), ()), read=_nats, nothing=_nothing, metrics=(mean("nats"),))
+    task = replace(
+        BOTH,
+        generates=False,
+        window=8,
+        candidates=lambda row: ((row.answer,), ()),
+        read=_nats,
+        nothing=_nothing,
+        metrics=(mean("nats"),),
+    )
     _with_task(monkeypatch, task)
     result = evaluate(make_work(tmp_path, talker_folder, rows))
-    assert [(item.prompt, item.candidates[0].tokens) for item in result.items] == [("", 19), ("", 19)]  # 22 tokens in 3 windows
+    assert [(item.prompt, item.candidates[0].tokens) for item in result.items] == [
+        ("", 19),
+        ("", 19),
+    ]  # 22 tokens in 3 windows
     for row, item in zip(rows, result.items, strict=True):
         windows = examples_of(RENDERER, row, "", prompt=(), window=8)
         alone = logprobs(talker, windows, pad=RENDERER.pad, room=ROOM, device="cpu", warn=never)
@@ -181,7 +218,9 @@ def _nothing(_: Row) -> dict[str, float]:
     return {"nats": 0.0}
 
 
-def test_memory_that_ran_out_is_in_the_record_and_stays_there(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ran_out_is_in_the_record_and_stays_there(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = evaluate(make_work(tmp_path / "plain", talker_folder))
 
     def short(model: torch.nn.Module, prompts: Sequence[Sequence[int]], **how: Any) -> list[list[int]]:
@@ -198,12 +237,17 @@ def test_memory_that_ran_out_is_in_the_record_and_stays_there(tmp_path: Path, ta
     assert evaluate(asked).warnings == result.warnings
 
 
-def test_a_model_that_does_not_fit_is_told_in_words(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_told_in_words(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(*_: Any, **__: Any) -> torch.nn.Module:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("finefit.evaluate.answering.load_for_answers", load)
-    with pytest.raises(Resumable, match=r"model does not fit in the memory that is free: CUDA out of memory\. Tried to allocate 20\.00 GiB"):
+    with pytest.raises(
+        Resumable,
+        match=r"model does not fit in the memory that is free: CUDA out of memory\. Tried to allocate 20\.00 GiB",
+    ):
         evaluate(make_work(tmp_path, talker_folder))
 
 
@@ -294,10 +338,14 @@ def _plays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_companions_hold_the_lock_of_the_run_too(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companions_hold_the_lock_of_the_run_too(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which this process inherited: a run is locked while anybody works in it."""
     lock = os.open(tmp_path / "run.lock", os.O_CREAT | os.O_RDWR)
-    _plays(monkeypatch, tmp_path, f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(os.fstat({lock}).st_ino))\n")
+    _plays(
+        monkeypatch, tmp_path, f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(os.fstat({lock}).st_ino))\n"
+    )
     asked = make_work(tmp_path, talker_folder)
     os.set_inheritable(lock, True)
     try:
@@ -308,10 +356,15 @@ def test_companions_hold_the_lock_of_the_run_too(tmp_path: Path, talker_folder: 
         os.close(lock)
 
 
-def test_a_companion_that_was_killed_ends_the_evaluation_resumable(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_companion_that_was_killed_ends_the_evaluation_resumable(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _plays(monkeypatch, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     asked = make_work(tmp_path, talker_folder)
-    with pytest.raises(WorkerDied, match="process 2 of 2 that share the items was ended by SIGKILL"), companions(asked.path, asked.paths, 2):
+    with (
+        pytest.raises(WorkerDied, match="process 2 of 2 that share the items was ended by SIGKILL"),
+        companions(asked.path, asked.paths, 2),
+    ):
         pass
 
 
@@ -324,7 +377,9 @@ def test_what_a_companion_failed_with_is_what_is_told(tmp_path: Path, talker_fol
     assert read_record(asked.paths.failure_of(1), EvalFailure).failure.kind == "DataError"
 
 
-def test_companions_end_with_an_evaluation_that_fails(tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_companions_end_with_an_evaluation_that_fails(
+    tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _plays(monkeypatch, tmp_path, "import time\ntime.sleep(60)\n")
     asked, began = make_work(tmp_path, talker_folder), time.monotonic()
     started: list[subprocess.Popen[bytes]] = []
@@ -340,7 +395,11 @@ def test_a_stop_ends_every_process_and_keeps_every_answer(tmp_path: Path, talker
     asked = _shared(make_work(tmp_path, talker_folder, ROWS * 40, max_new_tokens=40), 2)
     process = subprocess.Popen([*COMMAND, str(asked.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        _until(lambda: all(asked.paths.items_of(part).exists() and asked.paths.items_of(part).stat().st_size for part in (0, 1)))
+        _until(
+            lambda: all(
+                asked.paths.items_of(part).exists() and asked.paths.items_of(part).stat().st_size for part in (0, 1)
+            )
+        )
         process.send_signal(signal.SIGTERM)
     finally:
         process.communicate()  # the end of its standard input ends it too
@@ -349,7 +408,9 @@ def test_a_stop_ends_every_process_and_keeps_every_answer(tmp_path: Path, talker
     assert read_record(asked.paths.failure, EvalFailure).failure.kind == "Interrupted"
     kept = [json.loads(line) for part in (0, 1) for line in asked.paths.items_of(part).read_text().splitlines()]
     time.sleep(0.5)
-    assert len(kept) == sum(len(asked.paths.items_of(part).read_text().splitlines()) for part in (0, 1))  # nobody writes any more
+    assert len(kept) == sum(
+        len(asked.paths.items_of(part).read_text().splitlines()) for part in (0, 1)
+    )  # nobody writes any more
 
 
 def _until(holds: Callable[[], bool], seconds: float = 300) -> None:

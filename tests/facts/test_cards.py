@@ -98,7 +98,12 @@ def test_the_table_is_large_and_its_names_are_unique() -> None:
 
 @pytest.mark.parametrize("card", CARD_KINDS, ids=lambda kind: kind.name)
 def test_every_entry_is_plausible(card: CardKind) -> None:
-    assert (card.bf16_flops is not None) == (card.tf32_flops is not None) == card.has_bf16 == (card.compute_capability >= (8, 0))
+    assert (
+        (card.bf16_flops is not None)
+        == (card.tf32_flops is not None)
+        == card.has_bf16
+        == (card.compute_capability >= (8, 0))
+    )
     assert card.has_flash_attention == card.has_bf16
     assert card.bandwidth_bytes_per_second > card.host_bytes_per_second > 1e9
     assert card.bandwidth_bytes_per_second > card.link_bytes_per_second > 1e9
@@ -130,7 +135,10 @@ def test_turing_and_older_have_neither_bf16_nor_flash_attention() -> None:
         assert not KINDS[name].has_flash_attention
 
 
-@pytest.mark.parametrize("text", ["RTX 4090", "rtx4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090", " rtx_4090 ", "RTX 4090 24GB", "1x4090"])
+@pytest.mark.parametrize(
+    "text",
+    ["RTX 4090", "rtx4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090", " rtx_4090 ", "RTX 4090 24GB", "1x4090"],
+)
 def test_one_card_has_many_spellings(text: str) -> None:
     request = parse_card(text)
     assert request.text == text
@@ -142,7 +150,14 @@ def test_one_card_has_many_spellings(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "memory_bytes"),
-    [("24GiB", 24 * 2**30), ("24 GB", 24 * 10**9), ("24gb", 24 * 10**9), ("1.5GiB", 3 * 2**29), ("24564MiB", 24564 * MIB), ("500MB", 5 * 10**8)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 GB", 24 * 10**9),
+        ("24gb", 24 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("24564MiB", 24564 * MIB),
+        ("500MB", 5 * 10**8),
+    ],
 )
 def test_a_size_is_a_card_of_unknown_speed(text: str, memory_bytes: int) -> None:
     request = parse_card(text)
@@ -358,7 +373,9 @@ def test_no_answer_of_nvidia_smi_breaks_the_list_of_processes(csv: str) -> None:
 
 
 @pytest.mark.parametrize("script", ['echo "1, a, 10"; exit 9', "while :; do :; done"], ids=["failing", "hanging"])
-def test_an_nvidia_smi_that_does_not_answer_gives_no_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_an_nvidia_smi_that_does_not_answer_gives_no_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
     _install_nvidia_smi(tmp_path, monkeypatch, script)
     monkeypatch.setattr("finefit.facts.cards.CARD_TIMEOUT_SECONDS", 0.2)
     assert read_card_processes() == ()
@@ -373,4 +390,6 @@ def test_without_a_working_nvidia_smi_there_are_no_processes(tmp_path: Path, mon
 
 
 def test_cards_load_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, finefit.facts.cards; sys.exit('torch' in sys.modules)"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import sys, finefit.facts.cards; sys.exit('torch' in sys.modules)"], check=True
+    )

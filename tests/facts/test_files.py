@@ -12,7 +12,9 @@ def test_a_file_fact_holds_size_and_digest_under_a_relative_posix_path(tmp_path:
     file.parent.mkdir()
     file.write_bytes(b"x" * 100_000)
     fact = read_file(file, relative_to=tmp_path)
-    assert fact == FileFact(path="data/train.jsonl", size_bytes=100_000, sha256=hashlib.sha256(b"x" * 100_000).hexdigest())
+    assert fact == FileFact(
+        path="data/train.jsonl", size_bytes=100_000, sha256=hashlib.sha256(b"x" * 100_000).hexdigest()
+    )
 
 
 def test_a_file_beside_the_folder_is_reached_through_its_parent(tmp_path: Path) -> None:

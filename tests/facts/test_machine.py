@@ -40,12 +40,20 @@ def test_the_machine_survives_json() -> None:
 
 def test_cards_are_read_in_bytes_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install_nvidia_smi(tmp_path, monkeypatch, 'echo "NVIDIA H200, 143771, 143000, 580.65.06, 9.0"')
-    card = Card(name="NVIDIA H200", memory_bytes=143771 * 2**20, free_bytes=143000 * 2**20, driver="580.65.06", compute_capability="9.0")
+    card = Card(
+        name="NVIDIA H200",
+        memory_bytes=143771 * 2**20,
+        free_bytes=143000 * 2**20,
+        driver="580.65.06",
+        compute_capability="9.0",
+    )
     assert read_cards() == ((card,), None)
 
 
 def test_a_failing_nvidia_smi_leaves_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_nvidia_smi(tmp_path, monkeypatch, 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18')
+    _install_nvidia_smi(
+        tmp_path, monkeypatch, 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18'
+    )
     assert read_cards() == ((), "nvidia-smi ended with 18: Failed to initialize NVML: Driver/library version mismatch")
 
 
@@ -94,7 +102,11 @@ def test_a_container_limit_lowers_the_memory(tmp_path: Path) -> None:
     ("limit", "used", "stat"),
     [
         ("memory.max", "memory.current", "anon 5000\nactive_file 100\ninactive_file 200\n"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "active_file 1\ninactive_file 2\ntotal_active_file 100\ntotal_inactive_file 200\n"),
+        (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "active_file 1\ninactive_file 2\ntotal_active_file 100\ntotal_inactive_file 200\n",
+        ),
     ],
     ids=["v2", "v1"],
 )
@@ -118,7 +130,9 @@ def test_without_a_limit_the_free_memory_is_the_hosts(tmp_path: Path) -> None:
 
 
 def test_the_processor_is_named_by_cpuinfo(tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654\nprocessor\t: 1\nmodel name\t: AMD EPYC 9654\n")
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: AMD EPYC 9654\nprocessor\t: 1\nmodel name\t: AMD EPYC 9654\n"
+    )
     assert read_cpu_model(tmp_path / "cpuinfo") == "AMD EPYC 9654"
     assert read_cpu_model(tmp_path / "absent")
 

@@ -92,7 +92,9 @@ def test_retrained_weights_of_the_same_shape_change_the_fingerprint(folder: Path
     assert read_model_folder(folder).fingerprint != before
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt"]
+)
 def test_every_small_file_that_decides_answers_changes_the_fingerprint(folder: Path, name: str) -> None:
     before = read_model_folder(folder).fingerprint
     (folder / name).write_text('{"changed": true}')
@@ -107,7 +109,12 @@ def test_a_named_chat_template_changes_the_fingerprint_and_an_empty_folder_of_th
     assert read_model_folder(folder) == before
     (templates / "tool_use.jinja").write_text("{{ tools }}")
     found = read_model_folder(folder)
-    assert found.files == ("config.json", "tokenizer.json", "additional_chat_templates/tool_use.jinja", "model.safetensors")
+    assert found.files == (
+        "config.json",
+        "tokenizer.json",
+        "additional_chat_templates/tool_use.jinja",
+        "model.safetensors",
+    )
     (templates / "tool_use.jinja").rename(templates / "rag.jinja")
     assert len({before.fingerprint, found.fingerprint, read_model_folder(folder).fingerprint}) == 3
 

@@ -12,7 +12,9 @@ from finefit.facts.usage import Sample, Usage, open_card
 class Driver:
     """Speaks NVML's language: zero is success, answers come through pointers."""
 
-    def __init__(self, *, known: str = "GPU-1", utilisation: int = 37, milliwatts: int = 451_250, power: int = 0) -> None:
+    def __init__(
+        self, *, known: str = "GPU-1", utilisation: int = 37, milliwatts: int = 451_250, power: int = 0
+    ) -> None:
         self.known, self.utilisation, self.milliwatts, self.power = known, utilisation, milliwatts, power
 
     def nvmlInit_v2(self) -> int:  # noqa: N802
@@ -41,7 +43,9 @@ def test_the_driver_is_asked_for_the_card_by_its_uuid() -> None:
     assert read() == Sample(utilisation=0.37, watts=451.25)
 
 
-@pytest.mark.parametrize("driver", [Driver(known="GPU-2"), Driver(power=3)], ids=["another card", "a card that does not say its power"])
+@pytest.mark.parametrize(
+    "driver", [Driver(known="GPU-2"), Driver(power=3)], ids=["another card", "a card that does not say its power"]
+)
 def test_a_card_that_the_driver_does_not_speak_of_has_no_reader(driver: Driver) -> None:
     assert open_card("GPU-1", driver) is None  # type: ignore[arg-type]
 

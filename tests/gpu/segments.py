@@ -7,5 +7,6 @@ import pytest
 from finefit.artifacts.launcher import allocator_setting
 
 expandable_alone = pytest.mark.skipif(
-    "expandable_segments:True" not in (allocator_setting(os.environ) or ""), reason="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is not set"
+    "expandable_segments:True" not in (allocator_setting(os.environ) or ""),
+    reason="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is not set",
 )

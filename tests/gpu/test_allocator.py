@@ -42,4 +42,7 @@ def test_random_streams_reserve_what_the_model_says(seed: int) -> None:
             del held[ident]
     found = replay(events)
     assert before == 0, "something else holds memory of this process"
-    assert (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) == (found.allocated_bytes, found.reserved_bytes)
+    assert (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) == (
+        found.allocated_bytes,
+        found.reserved_bytes,
+    )

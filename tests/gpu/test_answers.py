@@ -58,7 +58,9 @@ def _prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [torch.randint(8, 1024, (length,), generator=chance).tolist() for length in lengths]
 
 
-def _greedy(model: nn.Module, prompts: Sequence[Sequence[int]], new: int = NEW, stops: Sequence[int] = ()) -> list[list[int]]:
+def _greedy(
+    model: nn.Module, prompts: Sequence[Sequence[int]], new: int = NEW, stops: Sequence[int] = ()
+) -> list[list[int]]:
     return decode(model, prompts, max_new_tokens=new, stops=stops, pad=0, device="cuda", choose=likeliest)
 
 
@@ -70,7 +72,9 @@ def test_a_batch_on_the_card_gives_what_transformers_gives_each_row_alone() -> N
     alone = []
     for prompt in _prompts():
         input_ids = torch.tensor([prompt], device="cuda")
-        output = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)  # type: ignore[operator]
+        output = model.generate(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
+        )  # type: ignore[operator]
         alone.append(output[0, len(prompt) :].tolist())
     assert len({len(tokens) for tokens in alone}) > 3
     assert _greedy(model, _prompts(), stops=stops) == alone
@@ -111,7 +115,11 @@ def test_memory_that_runs_out_halves_the_batch_and_gives_every_row() -> None:
     try:
         lengths = [len(prompt) + 4 for prompt in prompts]
         room = Room(rows=8, tokens=1 << 30)
-        found = dict(in_batches(lengths, room, lambda chosen: _greedy(model, [prompts[at] for at in chosen], new=4), warn=warned.append))
+        found = dict(
+            in_batches(
+                lengths, room, lambda chosen: _greedy(model, [prompts[at] for at in chosen], new=4), warn=warned.append
+            )
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert sorted(found) == list(range(8))
@@ -122,13 +130,18 @@ def test_memory_that_runs_out_halves_the_batch_and_gives_every_row() -> None:
 
 def test_likelihoods_on_the_card_are_those_of_the_cpu(talker: nn.Module, talker_folder: Path) -> None:
     examples = [
-        example for row in ROWS[:6] for text in ("no", row.answer) for example in examples_of(RENDERER, row, text, prompt=row.prompt, window=64)
+        example
+        for row in ROWS[:6]
+        for text in ("no", row.answer)
+        for example in examples_of(RENDERER, row, text, prompt=row.prompt, window=64)
     ]
     room = Room(rows=4, tokens=4096)
     here = dict(logprobs(talker, examples, pad=RENDERER.pad, room=room, device="cpu", warn=never))
     model = load_base(talker_folder, device="cuda", dtype=torch.float32).eval()
     there = dict(logprobs(model, examples, pad=RENDERER.pad, room=room, device="cuda", warn=never))
-    assert [there[at] for at in range(len(examples))] == pytest.approx([here[at] for at in range(len(examples))], abs=1e-2)
+    assert [there[at] for at in range(len(examples))] == pytest.approx(
+        [here[at] for at in range(len(examples))], abs=1e-2
+    )
 
 
 def _on_cards(asked: Work, room: Room) -> Work:
@@ -155,11 +168,19 @@ def test_items_shared_over_two_cards_give_the_record_of_one(tmp_path: Path, talk
 @several
 def test_a_model_spread_over_two_cards_answers_and_weighs_as_on_one(talker_folder: Path) -> None:
     one, two = (
-        load_for_answers(talker_folder, None, device="cuda", dtype=torch.float32, attention=for_answers("sdpa"), num_cards=cards) for cards in (1, 2)
+        load_for_answers(
+            talker_folder, None, device="cuda", dtype=torch.float32, attention=for_answers("sdpa"), num_cards=cards
+        )
+        for cards in (1, 2)
     )
     assert {parameter.device.index for parameter in two.parameters()} == {0, 1}
     prompts = [RENDERER.prompt_tokens(row.prompt) for row in ROWS[:5]]
     assert _greedy(two, prompts, stops=RENDERER.stop_tokens) == _greedy(one, prompts, stops=RENDERER.stop_tokens)
-    examples = [example for row in ROWS[:3] for example in examples_of(RENDERER, row, row.answer, prompt=row.prompt, window=64)]
-    found = [dict(logprobs(m, examples, pad=RENDERER.pad, room=Room(rows=2, tokens=999), device="cuda", warn=never)) for m in (one, two)]
+    examples = [
+        example for row in ROWS[:3] for example in examples_of(RENDERER, row, row.answer, prompt=row.prompt, window=64)
+    ]
+    found = [
+        dict(logprobs(m, examples, pad=RENDERER.pad, room=Room(rows=2, tokens=999), device="cuda", warn=never))
+        for m in (one, two)
+    ]
     assert list(found[0].values()) == pytest.approx(list(found[1].values()), abs=1e-3)

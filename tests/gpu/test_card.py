@@ -67,7 +67,10 @@ def test_the_whole_pipeline_on_a_random_small_model_holds_what_was_foretold(tmp_
     assert [line["step"] for line in read_steps(where.metrics)] == [1, 2, 3]
     assert told["validated"]["step"] == found["result"]["step"] == 3
     assert (where.checkpoints / "final" / "adapter_model.safetensors").exists()
-    assert [(scored["checkpoint"], scored["n"]) for scored in found["evaluations"]] == [("base", 4), ("checkpoint-3", 4)]
+    assert [(scored["checkpoint"], scored["n"]) for scored in found["evaluations"]] == [
+        ("base", 4),
+        ("checkpoint-3", 4),
+    ]
 
 
 def test_a_run_on_the_card_is_stopped_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -80,7 +83,9 @@ def test_a_run_on_the_card_is_stopped_and_goes_on_bit_for_bit(tmp_path: Path) ->
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     words, _ = process.communicate()
-    assert process.returncode == STOPPED, f"the run was over before the signal came; the comparison says nothing\n{words}"
+    assert process.returncode == STOPPED, (
+        f"the run was over before the signal came; the comparison says nothing\n{words}"
+    )
     assert digests(finished(cut).checkpoints / "final") == digests(whole.checkpoints / "final")
     assert [line["loss"] for line in read_steps(cut.metrics)] == [line["loss"] for line in read_steps(whole.metrics)]
 

@@ -21,8 +21,12 @@ REFERENCES = {"from the model": CARD, "kept": CARD.replace("kind: dpo}", "kind: 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_a_run_starts_at_ln_2_and_learns_what_is_preferred(reference: str, precision: str, tmp_path: Path) -> None:
-    where = make_job(tmp_path, spec=REFERENCES[reference] + f"precision: {precision}\n", project=make_pairs_project).fresh()
-    done = subprocess.run([sys.executable, "-m", "finefit.train.worker", str(where.path)], stdin=subprocess.DEVNULL, check=False)
+    where = make_job(
+        tmp_path, spec=REFERENCES[reference] + f"precision: {precision}\n", project=make_pairs_project
+    ).fresh()
+    done = subprocess.run(
+        [sys.executable, "-m", "finefit.train.worker", str(where.path)], stdin=subprocess.DEVNULL, check=False
+    )
     assert done.returncode == 0
     lines = list(read_lines(where.metrics))
     (at_start,) = (line for line in lines if line.get("event") == "dpo_start")

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.gpu
 
 def _on_a_card(_: int, kind: Kind, folder: Path, port: int) -> None:
     torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
     for name, tuning in TUNINGS.items():
         alone = train(Training(None, ONE_RANK, tuned(tuning).cuda(), device="cuda"), steps=4)
         model = tuned(tuning) if kind in ("fsdp2", "zero3") else tuned(tuning).cuda()

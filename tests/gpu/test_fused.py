@@ -44,7 +44,11 @@ def _batch() -> Batch:
     ids = torch.randint(0, 1000, (3, 77))
     places = torch.cat([row * 77 + torch.arange(20, 76) for row in range(3)])
     return Batch(
-        input_ids_BT=ids.cuda(), positions_N=places.cuda(), targets_N=ids.flatten()[places + 1].cuda(), num_supervised=len(places), num_tokens=231
+        input_ids_BT=ids.cuda(),
+        positions_N=places.cuda(),
+        targets_N=ids.flatten()[places + 1].cuda(),
+        num_supervised=len(places),
+        num_tokens=231,
     )
 
 
@@ -63,7 +67,12 @@ def _taken(model: nn.Module, levers: Levers) -> tuple[float, dict[str, Tensor]]:
 
     forward = bind(model, loss_chunk=levers.loss_chunk, is_fused=is_fused, kernels=kernels)
     outcome = optimizer_step(
-        [_batch()], forward=forward, objective=sft, optimizer=make_optimizer(model, AdamW(lr=1.0), device="cuda"), clip=None, decide=note
+        [_batch()],
+        forward=forward,
+        objective=sft,
+        optimizer=make_optimizer(model, AdamW(lr=1.0), device="cuda"),
+        clip=None,
+        decide=note,
     )
     return outcome.loss.item(), gradients
 
@@ -85,7 +94,13 @@ def test_fused_kernels_leave_loss_and_gradients_equal_in_fp32(name: str, recompu
     assert fused_loss == pytest.approx(loss, rel=1e-5)
     assert fused.keys() == gradients.keys()
     for key, gradient in gradients.items():
-        torch.testing.assert_close(fused[key], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()), msg=f"the gradients of {key} differ")
+        torch.testing.assert_close(
+            fused[key],
+            gradient,
+            rtol=1e-3,
+            atol=1e-5 * float(gradient.abs().max()),
+            msg=f"the gradients of {key} differ",
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

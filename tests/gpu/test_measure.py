@@ -29,10 +29,16 @@ LEVERS
 """
 CASES = {
     "lora, levers searched": ("{kind: lora, rank: 32}", ""),
-    "lora, recomputed, loss in chunks": ("{kind: lora, rank: 32, dropout: 0.1}", "levers: {micro_batch: 4, recompute: all, loss_chunk: 512}"),
+    "lora, recomputed, loss in chunks": (
+        "{kind: lora, rank: 32, dropout: 0.1}",
+        "levers: {micro_batch: 4, recompute: all, loss_chunk: 512}",
+    ),
     "lora on four bits": ("{kind: lora, rank: 32, base_bits: 4}", "levers: {micro_batch: 4, recompute: all}"),
     "full": ("{kind: full}", "levers: {micro_batch: 2, recompute: none}"),
-    "full, offloaded, tiled": ("{kind: full}", "levers: {micro_batch: 2, recompute: all, offload: inputs, mlp_tiles: 4, keep_attention: true}"),
+    "full, offloaded, tiled": (
+        "{kind: full}",
+        "levers: {micro_batch: 2, recompute: all, offload: inputs, mlp_tiles: 4, keep_attention: true}",
+    ),
 }
 
 
@@ -56,7 +62,13 @@ def make_middle_project(folder: Path, tuning: str, levers: str) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     rows = [
-        {"messages": [{"role": "user", "content": "x" * (400 + 20 * at)}, {"role": "assistant", "content": "y" * (600 - 5 * at)}]} for at in range(24)
+        {
+            "messages": [
+                {"role": "user", "content": "x" * (400 + 20 * at)},
+                {"role": "assistant", "content": "y" * (600 - 5 * at)},
+            ]
+        }
+        for at in range(24)
     ]
     write_jsonl(folder / "train.jsonl", rows)
     path = folder / "spec.yaml"
@@ -66,19 +78,27 @@ def make_middle_project(folder: Path, tuning: str, levers: str) -> Path:
 
 def finefit(*arguments: str, cwd: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "finefit", *arguments, "--json"]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"}, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"}, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_foretold_is_measured_within_three_per_cent(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_foretold_is_measured_within_three_per_cent(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "four bits" in case:
         pytest.importorskip("bitsandbytes")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = make_middle_project(tmp_path / "project", *CASES[case])
     found = finefit("plan", str(path), "--measure", cwd=path.parent)
-    print(f"\n{case}: {found['foretold_bytes']:,} foretold, {found['measured_bytes']:,} measured, {found['error']:+.2%}")
-    assert abs(found["error"]) < 0.03 or abs(found["measured_bytes"] - found["foretold_bytes"]) <= 24 << 20  # a piece of what the allocator takes
+    print(
+        f"\n{case}: {found['foretold_bytes']:,} foretold, {found['measured_bytes']:,} measured, {found['error']:+.2%}"
+    )
+    assert (
+        abs(found["error"]) < 0.03 or abs(found["measured_bytes"] - found["foretold_bytes"]) <= 24 << 20
+    )  # a piece of what the allocator takes
     plan = finefit("plan", str(path), cwd=path.parent)
     assert plan["uncertainty"] == pytest.approx(abs(found["error"]), abs=1e-4)

@@ -42,7 +42,9 @@ def _gradients(model: nn.Module, *, halves: bool) -> tuple[float, dict[str, Tens
 
 
 def _assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], share: float) -> None:
-    apart = {name: ((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-9)).item() for name in wanted}
+    apart = {
+        name: ((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-9)).item() for name in wanted
+    }
     assert max(apart.values()) < share, max(apart, key=lambda name: apart[name])
 
 
@@ -90,7 +92,10 @@ def test_a_second_backward_gives_the_same_bits_where_that_is_asked_for(monkeypat
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="products by groups are one kernel on Hopper")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="products by groups are one kernel on Hopper",
+)
 def test_a_step_in_bf16_never_waits_for_the_card() -> None:
     model = make_mixture("qwen2", num_experts=8, **WIDE).cuda()
     ids_BT = torch.ones(2, 64, dtype=torch.long, device="cuda")
@@ -130,16 +135,24 @@ def test_a_mixture_is_saved_without_more_memory_on_the_card(tmp_path: Path) -> N
     save_weights(model, tmp_path)
     assert torch.cuda.max_memory_allocated() == before
     again = load_for_answers(tmp_path, None, device="cuda", dtype=torch.float32)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-
-
-def test_the_whole_command_trains_a_mixture_within_what_it_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make_mixture("qwen2", num_experts=4, num_hidden_layers=6, vocab_size=32000, max_position_embeddings=4096, **WIDE).save_pretrained(
-        tmp_path / "model"
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
     )
+
+
+def test_the_whole_command_trains_a_mixture_within_what_it_foretold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_mixture(
+        "qwen2", num_experts=4, num_hidden_layers=6, vocab_size=32000, max_position_embeddings=4096, **WIDE
+    ).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [{"messages": [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y" * (600 - 5 * at)}]} for at in range(24)]
+    rows = [
+        {"messages": [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y" * (600 - 5 * at)}]}
+        for at in range(24)
+    ]
     write_jsonl(tmp_path / "train.jsonl", rows)
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC.replace("TUNING", "{kind: full}").replace("LEVERS", "levers: {micro_batch: 2}"))

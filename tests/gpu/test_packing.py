@@ -51,7 +51,10 @@ def _packed(lengths: tuple[int, ...], device: str) -> Packed:
 def _heads(heads: int, kv_heads: int, width: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     """Query, key and value as a model makes them: (1, heads, tokens, width), laid out by tokens."""
     torch.manual_seed(0)
-    made = [torch.randn(1, tokens, count, width, device="cuda", dtype=torch.bfloat16) for count in (heads, kv_heads, kv_heads)]
+    made = [
+        torch.randn(1, tokens, count, width, device="cuda", dtype=torch.bfloat16)
+        for count in (heads, kv_heads, kv_heads)
+    ]
     return [tensor.to(dtype).transpose(1, 2).requires_grad_() for tensor in made]
 
 
@@ -66,7 +69,9 @@ def _through(attend: Callable[[Tensor, Tensor, Tensor], Tensor], given: list[Ten
 
 def _row_by_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     parts = zip(*(torch.split(tensor, list(LENGTHS), dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.11, enable_gqa=True) for q, k, v in parts], dim=2).transpose(1, 2)
+    return torch.cat(
+        [scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.11, enable_gqa=True) for q, k, v in parts], dim=2
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -104,9 +109,15 @@ def test_the_kernel_takes_what_was_foretold(shape: tuple[int, int, int], lengths
         return step
 
     def fake() -> Packed:
-        return Packed(position_ids_BT=torch.empty(0), boundaries_R1=torch.empty(len(lengths) + 1, dtype=torch.int32), lengths=lengths)
+        return Packed(
+            position_ids_BT=torch.empty(0),
+            boundaries_R1=torch.empty(len(lengths) + 1, dtype=torch.int32),
+            lengths=lengths,
+        )
 
-    foreseen = foretold(run(lambda q, k, v, packed: kernels.attention(module, q, k, v, None, packed=packed)[0], fake), kernels)
+    foreseen = foretold(
+        run(lambda q, k, v, packed: kernels.attention(module, q, k, v, None, packed=packed)[0], fake), kernels
+    )
     seen = measured(run(lambda q, k, v, packed: varlen(q, k, v, packed, dropout=0.0, scaling=None), lambda: on_card))
     assert_near(foreseen, seen)
 
@@ -130,7 +141,9 @@ def _config(kind: str) -> LlamaConfig | Qwen3Config:
 
 def _model(kind: str, levers: Levers) -> nn.Module:
     config = _config(kind)
-    config._attn_implementation = choose_attention("cuda", torch.cuda.get_device_capability(), "bf16", config, packing=True)
+    config._attn_implementation = choose_attention(
+        "cuda", torch.cuda.get_device_capability(), "bf16", config, packing=True
+    )
     torch.manual_seed(0)
     base = LlamaForCausalLM(config) if isinstance(config, LlamaConfig) else Qwen3ForCausalLM(config)
     for parameter in base.parameters():
@@ -147,7 +160,9 @@ def _examples(lengths: tuple[int, ...]) -> list[Example]:
     return [Example(tuple(row), (False, *[at % 2 == 0 for at in range(len(row) - 2)], True)) for row in rows]
 
 
-def _gradients(model: nn.Module, batches: list[Batch], levers: Levers, *, precision: str = "bf16") -> tuple[float, dict[str, Tensor]]:
+def _gradients(
+    model: nn.Module, batches: list[Batch], levers: Levers, *, precision: str = "bf16"
+) -> tuple[float, dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
 
     def note(_: Tensor) -> bool:

@@ -22,7 +22,8 @@ ROWS = 16
 SEGMENT = 20 * 2**20
 """The allocator asks whether a tensor is under its cap, and then maps whole pieces of this size."""
 LONG_ROWS = [
-    {"messages": [{"role": "user", "content": f"{at} " + "x" * 480}, {"role": "assistant", "content": "y" * 400}]} for at in range(10, 10 + ROWS)
+    {"messages": [{"role": "user", "content": f"{at} " + "x" * 480}, {"role": "assistant", "content": "y" * 400}]}
+    for at in range(10, 10 + ROWS)
 ]
 """One micro-batch of validation, of about 900 tokens a row."""
 SPEC = """\
@@ -127,7 +128,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "print(create_run(open_inputs(spec, p, p / 'runs' / spec.name), spec_text=(p / 'spec.yaml').read_text(), "
         "overrides=(), base=p, runs=p / 'runs').path)"
     )
-    return Path(subprocess.run([sys.executable, "-c", code, str(project)], capture_output=True, text=True, check=True).stdout.split()[-1])
+    return Path(
+        subprocess.run(
+            [sys.executable, "-c", code, str(project)], capture_output=True, text=True, check=True
+        ).stdout.split()[-1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +147,10 @@ def trained(run: Path, name: str, *, cap: int = 0, room: int = -1) -> Trained:
     (stage,) = (copy / "stages").iterdir()
     script = copy.parent / "worker.py"
     script.write_text(WORKER)
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = os.environ | {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
     done = subprocess.run(
         [sys.executable, str(script), str(stage), str(cap), str(room)],
         capture_output=True,
@@ -157,7 +165,11 @@ def trained(run: Path, name: str, *, cap: int = 0, room: int = -1) -> Trained:
 
 
 def lines(stage: Path, event: str | None) -> list[dict[str, Any]]:
-    return [line for line in map(json.loads, (stage / "metrics.jsonl").read_text().splitlines()) if line.get("event") == event]
+    return [
+        line
+        for line in map(json.loads, (stage / "metrics.jsonl").read_text().splitlines())
+        if line.get("event") == event
+    ]
 
 
 def weights(stage: Path) -> dict[str, torch.Tensor]:
@@ -171,7 +183,9 @@ def assert_same_training(ours: Path, theirs: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(ours).items())
 
 
-def test_a_step_that_does_not_fit_under_a_cap_is_rescued_with_the_same_loss_and_weights(prepared: Path, free: Trained) -> None:
+def test_a_step_that_does_not_fit_under_a_cap_is_rescued_with_the_same_loss_and_weights(
+    prepared: Path, free: Trained
+) -> None:
     cap = int(free.peak * 0.6)
     short = trained(prepared, "short", cap=cap)
     told = lines(short.stage, "rescued")
@@ -181,26 +195,34 @@ def test_a_step_that_does_not_fit_under_a_cap_is_rescued_with_the_same_loss_and_
     assert told[0]["reserved_bytes"] <= cap + SEGMENT
     assert short.peak <= cap + SEGMENT
     ours, theirs = lines(short.stage, None), lines(free.stage, None)
-    assert [(a["step"], a["rows"], a["supervised_tokens"]) for a in ours] == [(b["step"], b["rows"], b["supervised_tokens"]) for b in theirs]
+    assert [(a["step"], a["rows"], a["supervised_tokens"]) for a in ours] == [
+        (b["step"], b["rows"], b["supervised_tokens"]) for b in theirs
+    ]
     assert all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(ours, theirs, strict=True))
     expected = weights(free.stage)
     assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in weights(short.stage).items())
 
 
 def test_a_validation_that_does_not_fit_shrinks_and_training_is_bit_identical(prepared: Path, free: Trained) -> None:
-    assert free.need > 128 * 2**20, "the allocator asks for 20 MiB at a time: of a smaller validation a part may take as much as the whole"
+    assert free.need > 128 * 2**20, (
+        "the allocator asks for 20 MiB at a time: of a smaller validation a part may take as much as the whole"
+    )
     short = trained(prepared, "narrow", room=int(free.need * 0.6))
     told = lines(short.stage, "validation_rescued")
     assert told, "the limit was not reached; the comparison says nothing"
     assert {e["step"] for e in told} == {3}  # later ones begin with what fitted
     assert told[-1]["after"]["micro_batch"] < ROWS
-    ours, theirs = ([line["validation_loss"] for line in lines(stage, "validated")] for stage in (short.stage, free.stage))
+    ours, theirs = (
+        [line["validation_loss"] for line in lines(stage, "validated")] for stage in (short.stage, free.stage)
+    )
     assert len(ours) == 2
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert_same_training(short.stage, free.stage)
 
 
-def test_a_validation_that_has_no_room_at_all_is_left_out_and_training_is_bit_identical(prepared: Path, free: Trained) -> None:
+def test_a_validation_that_has_no_room_at_all_is_left_out_and_training_is_bit_identical(
+    prepared: Path, free: Trained
+) -> None:
     short = trained(prepared, "none", room=0)
     assert [line["step"] for line in lines(short.stage, "validation_left_out")] == [3, 6]
     assert lines(short.stage, "validated") == []

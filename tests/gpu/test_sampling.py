@@ -19,7 +19,9 @@ STOPS = range(0, 1024, 40)
 def _answers(model: nn.Module, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[int]]:
     said = [chances(3, f"row {number}", 0, steps=NEW) for number in numbers]
     choose = drawn_by(said, temperature=1.0, device="cuda")
-    return decode(model, [prompts[at] for at in numbers], max_new_tokens=NEW, stops=STOPS, pad=0, device="cuda", choose=choose)
+    return decode(
+        model, [prompts[at] for at in numbers], max_new_tokens=NEW, stops=STOPS, pad=0, device="cuda", choose=choose
+    )
 
 
 def test_an_answer_on_a_card_is_the_same_alone_and_among_others() -> None:
@@ -33,7 +35,11 @@ def test_a_card_draws_what_a_cpu_draws() -> None:
     logits_BV = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0)) * 3
     said = [chances(1, f"{row}", 0, steps=1) for row in range(512)]
     drawn = [
-        drawn_by(said, temperature=0.7, device=device)(torch.arange(512, device=device), 0, logits_BV.to(device)).tolist()
+        drawn_by(said, temperature=0.7, device=device)(
+            torch.arange(512, device=device), 0, logits_BV.to(device)
+        ).tolist()
         for device in ("cpu", "cuda")
     ]
-    assert sum(one != other for one, other in zip(*drawn, strict=True)) <= 1  # a chance that falls on an edge, rounded otherwise
+    assert (
+        sum(one != other for one, other in zip(*drawn, strict=True)) <= 1
+    )  # a chance that falls on an edge, rounded otherwise

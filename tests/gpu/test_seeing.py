@@ -22,15 +22,27 @@ from tests.seeing import GRIDS, gradients, shown, trained
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 CASES = {
-    "Qwen2.5-VL, language": Case(shape=VL, layers=4, tuning=lora(16), rows=2, tokens=1024, loss_chunk=1024, grids=((1, 48, 48),)),
-    "Qwen2.5-VL, all towers": Case(shape=VL, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, loss_chunk=1024, grids=((1, 48, 48),)),
-    "Qwen2.5-VL, recomputed": Case(shape=VL, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, recompute=4, grids=((1, 48, 48),)),
-    "LLaVA, all towers": Case(shape=LLAVA, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, loss_chunk=1024, grids=((1,),)),
-    "SmolVLM, all towers": Case(shape=SMOL, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, loss_chunk=1024, grids=((2, 2),)),
+    "Qwen2.5-VL, language": Case(
+        shape=VL, layers=4, tuning=lora(16), rows=2, tokens=1024, loss_chunk=1024, grids=((1, 48, 48),)
+    ),
+    "Qwen2.5-VL, all towers": Case(
+        shape=VL, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, loss_chunk=1024, grids=((1, 48, 48),)
+    ),
+    "Qwen2.5-VL, recomputed": Case(
+        shape=VL, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, recompute=4, grids=((1, 48, 48),)
+    ),
+    "LLaVA, all towers": Case(
+        shape=LLAVA, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, loss_chunk=1024, grids=((1,),)
+    ),
+    "SmolVLM, all towers": Case(
+        shape=SMOL, layers=4, tuning=lora(16, targets=ALL), rows=2, tokens=1024, loss_chunk=1024, grids=((2, 2),)
+    ),
 }
 
 
-def _found(model: nn.Module, family: str, device: str, precision: str, levers: Levers) -> tuple[float, dict[str, Tensor]]:
+def _found(
+    model: nn.Module, family: str, device: str, precision: str, levers: Levers
+) -> tuple[float, dict[str, Tensor]]:
     kernels = kernels_here(device) if levers.kernels == "fused" else None
     pull(model, levers, kernels=kernels)
     forward = bind(model, autocast=autocast_for(device, precision), is_fused=levers.kernels == "fused", kernels=kernels)
@@ -40,14 +52,18 @@ def _found(model: nn.Module, family: str, device: str, precision: str, levers: L
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("levers", [Levers(micro_batch=3), Levers(micro_batch=3, recompute=2, kernels="fused")], ids=["plain", "levers"])
+@pytest.mark.parametrize(
+    "levers", [Levers(micro_batch=3), Levers(micro_batch=3, recompute=2, kernels="fused")], ids=["plain", "levers"]
+)
 @pytest.mark.parametrize("family", [*GRIDS])
 def test_a_card_gives_the_gradients_of_a_processor(family: str, levers: Levers, precision: str) -> None:
     model = trained(family)
     loss, wanted = _found(model, family, "cpu", "fp32", Levers(micro_batch=3))
     on_card, found = _found(model.cuda(), family, "cuda", precision, levers)
     assert on_card == pytest.approx(loss, rel=2e-2 if precision == "bf16" else 1e-4)
-    apart = {name: ((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-9)).item() for name in wanted}
+    apart = {
+        name: ((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-9)).item() for name in wanted
+    }
     assert max(apart.values()) < (0.2 if precision == "bf16" else 2e-3), max(apart, key=lambda name: apart[name])
 
 
@@ -65,7 +81,10 @@ def test_memory_is_what_was_foretold(name: str) -> None:
 def _masked(causal: nn.Module, batch: Batch) -> ModelOutput:
     """Without a mask transformers looks for packed rows among the positions of a language model of text, once for all layers, and waits for what it
     finds."""
-    sight, mask_11TT = sight_in(causal), torch.ones(1, 1, *2 * batch.input_ids_BT.shape[1:], dtype=torch.bool, device="cuda").tril()
+    sight, mask_11TT = (
+        sight_in(causal),
+        torch.ones(1, 1, *2 * batch.input_ids_BT.shape[1:], dtype=torch.bool, device="cuda").tril(),
+    )
     assert sight is not None
     return sight.read(causal.base_model, batch.input_ids_BT, batch.extra, use_cache=False, attention_mask=mask_11TT)  # type: ignore[arg-type]
 

@@ -35,7 +35,9 @@ def foretold(run: Callable[[Make], Any], kernels: Kernels) -> int:
 
 
 def measured(run: Callable[[Make], Any]) -> int:
-    warm = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)  # the workspaces of cuBLAS and cuBLASLt are taken before
+    warm = nn.Linear(
+        64, 64, device="cuda", dtype=torch.bfloat16
+    )  # the workspaces of cuBLAS and cuBLASLt are taken before
     warm(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
     del warm
 
@@ -63,7 +65,9 @@ class _Heads(nn.Module):
         self.num_key_value_groups = groups
 
 
-def _attention(attend: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int, tokens: int, width: int) -> Callable[[Make], Any]:
+def _attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int, tokens: int, width: int
+) -> Callable[[Make], Any]:
     def run(make: Make) -> Any:
         q = make(2, tokens, heads, width).transpose(1, 2).requires_grad_()
         k, v = (make(2, tokens, kv_heads, width).transpose(1, 2).requires_grad_() for _ in range(2))
@@ -85,7 +89,11 @@ def test_attention_takes_what_was_foretold(shape: tuple[int, int, int, int], ker
 
     def real(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel([backend]):
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads).transpose(1, 2).contiguous()
+            return (
+                scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+                .transpose(1, 2)
+                .contiguous()
+            )
 
     kernels = Kernels(device="cuda", attention_kernel=kernel, workspace_bytes=0)
 
@@ -111,7 +119,9 @@ def test_efficient_attention_in_fp32_takes_what_was_foretold() -> None:
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
             return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
 
-    assert_near(foretold(run(lambda q, k, v: kernels.attention(_Heads(1), q, k, v, None)[0]), kernels), measured(run(real)))
+    assert_near(
+        foretold(run(lambda q, k, v: kernels.attention(_Heads(1), q, k, v, None)[0]), kernels), measured(run(real))
+    )
 
 
 def test_this_card_takes_the_attention_that_its_generation_is_foretold_to_take() -> None:
@@ -160,7 +170,9 @@ def test_a_product_in_four_bits_takes_what_was_foretold(bias: bool) -> None:
     def real(make: Make) -> Any:
         layer = bitsandbytes.nn.Linear4bit(2048, 8192, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4")
         weight = torch.randn(8192, 2048, dtype=torch.bfloat16, device="cuda")
-        layer.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer)
+        layer.weight = bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
+        )
         layer = layer.to("cuda", torch.bfloat16).requires_grad_(False)  # a frozen bias has no gradient to be summed
         del weight
         torch.cuda.reset_peak_memory_stats()
@@ -185,7 +197,9 @@ def _put(module: nn.Module) -> nn.Module:
         for name, old in slots.items():
             if old is not None:
                 new = torch.empty(old.shape, dtype=old.dtype)
-                slots[name] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new  # type: ignore[assignment]
+                slots[name] = (
+                    nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+                )  # type: ignore[assignment]
     return module
 
 
@@ -197,7 +211,9 @@ def test_a_product_in_eight_bits_takes_what_was_foretold(bias: bool) -> None:
 
     def real(make: Make) -> Any:
         layer = bitsandbytes.nn.Linear8bitLt(2048, 8192, bias=bias, has_fp16_weights=False, threshold=6.0)
-        layer.weight = bitsandbytes.nn.Int8Params(torch.randn(8192, 2048, dtype=torch.bfloat16), requires_grad=False, has_fp16_weights=False)
+        layer.weight = bitsandbytes.nn.Int8Params(
+            torch.randn(8192, 2048, dtype=torch.bfloat16), requires_grad=False, has_fp16_weights=False
+        )
         layer = layer.to("cuda").requires_grad_(False)
         if bias:
             layer.bias.data = layer.bias.data.to(torch.bfloat16)
@@ -228,7 +244,9 @@ def test_an_input_in_eight_bits_is_kept_though_its_layer_is_computed_again() -> 
 
     def real(make: Make) -> Any:
         layer = bitsandbytes.nn.Linear8bitLt(2048, 8192, bias=False, has_fp16_weights=False, threshold=6.0)
-        layer.weight = bitsandbytes.nn.Int8Params(torch.randn(8192, 2048, dtype=torch.bfloat16), requires_grad=False, has_fp16_weights=False)
+        layer.weight = bitsandbytes.nn.Int8Params(
+            torch.randn(8192, 2048, dtype=torch.bfloat16), requires_grad=False, has_fp16_weights=False
+        )
         layer = layer.to("cuda")
         torch.cuda.reset_peak_memory_stats()
         return recomputed(layer)(make)
@@ -251,7 +269,9 @@ def test_adamw_of_bitsandbytes_takes_what_was_foretold(kind: str) -> None:
 
     def run(optimizer_of: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[Make], Any]:
         def step(make: Make) -> Any:
-            parameters = [nn.Parameter(make(*shape, dtype=torch.float32)) for shape in ((4096, 1024), (1024,), (513, 300))]
+            parameters = [
+                nn.Parameter(make(*shape, dtype=torch.float32)) for shape in ((4096, 1024), (1024,), (513, 300))
+            ]
             optimizer = optimizer_of(parameters)
             for _ in range(2):
                 for parameter in parameters:
@@ -263,6 +283,8 @@ def test_adamw_of_bitsandbytes_takes_what_was_foretold(kind: str) -> None:
         return step
 
     def shadow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return BitsAndBytesAdamW([{"params": parameters}], is_eight_bit=kind.endswith("8bit"), is_paged=kind.startswith("Paged"))
+        return BitsAndBytesAdamW(
+            [{"params": parameters}], is_eight_bit=kind.endswith("8bit"), is_paged=kind.startswith("Paged")
+        )
 
     assert_near(foretold(run(shadow), kernels), measured(run(lambda p: getattr(bitsandbytes.optim, kind)(p, lr=1e-3))))

@@ -90,7 +90,9 @@ def test_the_kernel_takes_what_was_foretold(width: int, lengths: tuple[int, ...]
 
 @pytest.mark.parametrize("family", QWENS)
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_with_images_are_read_without_waiting_for_the_card(family: str, precision: torch.dtype, tmp_path: Path) -> None:
+def test_rows_with_images_are_read_without_waiting_for_the_card(
+    family: str, precision: torch.dtype, tmp_path: Path
+) -> None:
     folder = make_vlm(family, tmp_path / family)
     rows = mixed_rows(eye_of(folder), vlm_processor(folder))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=precision, device_map={"": 0})

@@ -47,7 +47,9 @@ def train(model: nn.Module, precision: str, *, steps: int = 8) -> list[float]:
     batches = [batch.moved(lambda t: t.cuda()) for batch in cut(unequal_examples(), 4)]
     scale = 1024.0 if precision == "fp16" else 1.0
     return [
-        optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale).loss.item()
+        optimizer_step(
+            batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
+        ).loss.item()
         for _ in range(steps)
     ]
 
@@ -65,10 +67,14 @@ TUNINGS: dict[str, Tuning] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned for fast kernel:UserWarning")  # the model is that narrow
+@pytest.mark.filterwarnings(
+    "ignore:inner dimension .* is not aligned for fast kernel:UserWarning"
+)  # the model is that narrow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", TUNINGS)
-def test_every_tuning_learns_in_every_precision_and_what_is_frozen_does_not_move(folder: Path, name: str, precision: str) -> None:
+def test_every_tuning_learns_in_every_precision_and_what_is_frozen_does_not_move(
+    folder: Path, name: str, precision: str
+) -> None:
     if "nf4" in name or "int8" in name:
         pytest.importorskip("bitsandbytes")
     model = on_card(folder, TUNINGS[name], precision)
@@ -99,7 +105,9 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, count: int) -> 
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("paged_adamw", 1e-6), ("adamw_8bit", 2e-3), ("paged_adamw_8bit", 2e-3)])
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("paged_adamw", 1e-6), ("adamw_8bit", 2e-3), ("paged_adamw_8bit", 2e-3)]
+)
 def test_optimizers_of_bitsandbytes_go_where_adamw_goes(kind: Any, tolerance: float) -> None:
     pytest.importorskip("bitsandbytes")
     exact, other = large(), large()

@@ -16,7 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finefit.errors import FinefitError, ModelError
 from finefit.model.adapter import require_exact
-from finefit.model.load import as_reference, counts, freeze_reference, load_base, load_for_answers, make_trainable, restore_weights, save_weights
+from finefit.model.load import (
+    as_reference,
+    counts,
+    freeze_reference,
+    load_base,
+    load_for_answers,
+    make_trainable,
+    restore_weights,
+    save_weights,
+)
 from finefit.spec.models import Lora
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_model_folder
@@ -69,7 +78,9 @@ def test_a_head_that_peft_would_adapt_too_is_refused() -> None:
         (["q_proj"], ("q_proj", "v_proj"), "v_proj got no adapter"),
     ],
 )
-def test_more_or_fewer_adapters_than_asked_for_are_refused(targets: list[str], chosen: tuple[str, ...], problem: str) -> None:
+def test_more_or_fewer_adapters_than_asked_for_are_refused(
+    targets: list[str], chosen: tuple[str, ...], problem: str
+) -> None:
     adapted = peft.get_peft_model(make_model(), peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
     wanted = {f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in chosen}
     with pytest.raises(ModelError, match=problem):
@@ -79,7 +90,10 @@ def test_more_or_fewer_adapters_than_asked_for_are_refused(targets: list[str], c
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda name, p: p.requires_grad_("norm" in name or "lora_" in name), "input_layernorm.weight.* would be trained beside the adapters"),
+        (
+            lambda name, p: p.requires_grad_("norm" in name or "lora_" in name),
+            "input_layernorm.weight.* would be trained beside the adapters",
+        ),
         (
             lambda name, p: p.requires_grad_("lora_" in name and "layers.1" not in name),
             "layers.1.self_attn.q_proj has an adapter that is not trained",
@@ -96,10 +110,18 @@ def test_anything_else_that_is_trained_is_refused(change: Callable[[str, nn.Para
 
 @pytest.mark.parametrize("tuning", KINDS, ids=name_of)
 def test_exactly_the_resolved_layers_carry_adapters_and_nothing_else_is_trained(tuning: Lora) -> None:
-    model = make_trainable(make_model(), tuning.model_copy(update={"targets": ("q_proj", "layers.1.mlp.up_proj")}), name="tiny")
+    model = make_trainable(
+        make_model(), tuning.model_copy(update={"targets": ("q_proj", "layers.1.mlp.up_proj")}), name="tiny"
+    )
     wanted = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
-    carrying = {name.removeprefix("base_model.model.") for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    assert carrying == {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in trained(model)} == wanted
+    carrying = {
+        name.removeprefix("base_model.model.")
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    assert (
+        carrying == {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in trained(model)} == wanted
+    )
 
 
 # what they are
@@ -107,7 +129,10 @@ def test_exactly_the_resolved_layers_carry_adapters_and_nothing_else_is_trained(
 
 def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank() -> None:
     plain, stable = (make_trainable(make_model(), tuning, name="tiny") for tuning in (KINDS[0], KINDS[2]))
-    scales = [{module.scaling["default"] for module in model.modules() if isinstance(module, LoraLayer)} for model in (plain, stable)]
+    scales = [
+        {module.scaling["default"] for module in model.modules() if isinstance(module, LoraLayer)}
+        for model in (plain, stable)
+    ]
     assert scales == [{8 / 4}, {8 / 2}]
 
 
@@ -115,7 +140,9 @@ def test_dora_learns_a_length_for_every_row_of_a_weight_beside_its_direction() -
     model = make_trainable(make_model(), KINDS[1], name="tiny")
     lengths = {name: p for name, p in trained(model).items() if "magnitude" in name}
     assert len(lengths) == 14
-    assert torch.equal(logits(model), logits(make_model())) or torch.allclose(logits(model), logits(make_model()), atol=1e-6)
+    assert torch.equal(logits(model), logits(make_model())) or torch.allclose(
+        logits(model), logits(make_model()), atol=1e-6
+    )
     before = {name: p.detach().clone() for name, p in lengths.items()}
     train(model)
     assert all(not torch.equal(p, before[name]) for name, p in lengths.items())
@@ -124,7 +151,9 @@ def test_dora_learns_a_length_for_every_row_of_a_weight_beside_its_direction() -
 @pytest.mark.parametrize("tuning", KINDS, ids=name_of)
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16])
-def test_adapter_weights_are_kept_in_what_was_asked_for_whatever_the_base_is_in(tuning: Lora, weights: str, base: torch.dtype) -> None:
+def test_adapter_weights_are_kept_in_what_was_asked_for_whatever_the_base_is_in(
+    tuning: Lora, weights: str, base: torch.dtype
+) -> None:
     asked = tuning.model_copy(update={"weights": weights})
     model = make_trainable(make_model().to(base), asked, name="tiny")
     assert {p.dtype for p in trained(model).values()} == {torch.float32 if weights == "fp32" else torch.bfloat16}
@@ -136,7 +165,9 @@ def test_bf16_adapters_train_and_are_saved_in_bf16(tmp_path: Path) -> None:
     model = train(tuned(asked))
     optimizer_moments = make_optimizer(model, ADAMW)
     step(model, optimizer_moments, cut(unequal_examples(), 4))
-    assert {t.dtype for state in optimizer_moments.state.values() for name, t in state.items() if name != "step"} == {torch.bfloat16}
+    assert {t.dtype for state in optimizer_moments.state.values() for name, t in state.items() if name != "step"} == {
+        torch.bfloat16
+    }
     save_weights(model, tmp_path)
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
     other = tuned(asked)
@@ -205,10 +236,15 @@ def test_an_adapter_is_widened_or_rounded_to_what_was_asked_for(tmp_path: Path) 
         ({"dora": True}, "tuning.dora is True, the adapter has False"),
         ({"rank_stabilised": True}, "tuning.rank_stabilised is True, the adapter has False"),
         ({"name": "other/llama"}, "the model is other/llama, the adapter was made for model"),
-        ({"targets": ("q_proj",)}, "first adapts layers that tuning.targets does not name: model.layers.0.mlp.down_proj"),
+        (
+            {"targets": ("q_proj",)},
+            "first adapts layers that tuning.targets does not name: model.layers.0.mlp.down_proj",
+        ),
     ],
 )
-def test_an_adapter_that_the_spec_does_not_describe_is_refused_by_what_differs(changes: dict[str, Any], difference: str, tmp_path: Path) -> None:
+def test_an_adapter_that_the_spec_does_not_describe_is_refused_by_what_differs(
+    changes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError) as caught:
         go_on(earlier(tmp_path), **changes)
     assert difference in caught.value.problem
@@ -234,7 +270,13 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("bias", "all"), ("modules_to_save", ["lm_head"]), ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8})]
+    ("key", "value"),
+    [
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+    ],
 )
 def test_an_adapter_that_has_more_than_finefit_trains_is_refused(key: str, value: object, tmp_path: Path) -> None:
     found = earlier(tmp_path)
@@ -275,7 +317,9 @@ def test_the_base_model_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
 
 def test_a_rehearsal_makes_an_adapter_of_the_same_shape_without_reading_one() -> None:
     tuning = LORA.model_copy(update={"adapter": "nowhere"})
-    assert counts(make_trainable(make_model(), tuning, name="tiny")) == counts(make_trainable(make_model(), LORA, name="tiny"))
+    assert counts(make_trainable(make_model(), tuning, name="tiny")) == counts(
+        make_trainable(make_model(), LORA, name="tiny")
+    )
 
 
 def test_the_starting_model_answers_with_the_adapter_that_it_has(tmp_path: Path) -> None:
@@ -298,7 +342,9 @@ def test_the_reference_of_a_new_adapter_is_the_model_without_it(tuning: Lora) ->
     before, answer = state_of(model), logits(model)
     with as_reference(model):
         assert torch.equal(logits(model), logits(make_model()))
-        assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, is_trained in before[0].items() if is_trained}
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+            n for n, is_trained in before[0].items() if is_trained
+        }
     assert state_of(model) == before
     assert torch.equal(logits(model), answer)
 
@@ -311,7 +357,9 @@ def test_the_reference_of_an_adapter_gone_on_from_is_that_adapter(tuning: Lora, 
     before, start, size = state_of(model), logits(model), counts(model)
     assert isinstance(model, peft.PeftModel)
     freeze_reference(model)
-    assert {name: is_trained for name, is_trained in state_of(model)[0].items() if ".reference" not in name} == before[0]
+    assert {name: is_trained for name, is_trained in state_of(model)[0].items() if ".reference" not in name} == before[
+        0
+    ]
     assert not any(is_trained for name, is_trained in state_of(model)[0].items() if ".reference" in name)
     assert state_of(model)[1] == before[1]
     assert model.active_adapter == "default"
@@ -358,7 +406,11 @@ def test_saving_writes_the_trained_adapter_alone_in_the_plain_layout(tmp_path: P
     freeze_reference(model)
     train(model)
     save_weights(model, tmp_path / "second")
-    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("first", "second"))
     assert first.keys() == second.keys()
     other = go_on(Earlier(folder=tmp_path, model=model))
@@ -371,5 +423,8 @@ def test_saving_writes_the_trained_adapter_alone_in_the_plain_layout(tmp_path: P
 
 
 def test_a_model_without_adapters_has_no_reference() -> None:
-    with pytest.raises(FinefitError, match="without adapters"), as_reference(make_trainable(make_model(), FULL, name="tiny")):
+    with (
+        pytest.raises(FinefitError, match="without adapters"),
+        as_reference(make_trainable(make_model(), FULL, name="tiny")),
+    ):
         pass

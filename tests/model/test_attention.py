@@ -16,7 +16,8 @@ def test_halves_on_ampere_and_newer_have_the_fast_kernels(capability: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision"), [(TURING, "fp16"), (VOLTA, "fp16"), (TURING, "fp32"), (AMPERE, "fp32"), (HOPPER, "fp32"), (TURING, "bf16")]
+    ("capability", "precision"),
+    [(TURING, "fp16"), (VOLTA, "fp16"), (TURING, "fp32"), (AMPERE, "fp32"), (HOPPER, "fp32"), (TURING, "bf16")],
 )
 def test_older_cards_and_fp32_have_their_heads_repeated(capability: tuple[int, int], precision: str) -> None:
     assert choose_attention("cuda", capability, precision, LLAMA) == "sdpa_repeated"
@@ -42,7 +43,9 @@ def test_scores_that_are_capped_have_the_models_own_attention() -> None:
         ((torch.bfloat16, torch.float32, torch.bfloat16), False),
     ],
 )
-def test_the_kernel_for_packed_rows_takes_three_tensors_of_one_half(dtypes: tuple[torch.dtype, ...], takes: bool) -> None:
+def test_the_kernel_for_packed_rows_takes_three_tensors_of_one_half(
+    dtypes: tuple[torch.dtype, ...], takes: bool
+) -> None:
     query, key, value = (torch.zeros(1, 2, 4, 64, dtype=dtype) for dtype in dtypes)
     assert has_varlen(query, key, value, 256) is takes
 
@@ -55,7 +58,10 @@ def test_the_kernel_sees_what_autocast_will_make_of_its_inputs(dtype: torch.dtyp
     assert not has_varlen(wide, wide, wide, 256)
 
 
-@pytest.mark.parametrize(("width", "widest", "takes"), [(64, 256, True), (60, 256, False), (256, 256, True), (256, 192, False), (64, 0, False)])
+@pytest.mark.parametrize(
+    ("width", "widest", "takes"),
+    [(64, 256, True), (60, 256, False), (256, 256, True), (256, 192, False), (64, 0, False)],
+)
 def test_widths_that_the_kernel_has_no_backward_for_are_left_to_others(width: int, widest: int, takes: bool) -> None:
     tensor = torch.zeros(1, 2, 4, width, dtype=torch.float16)
     assert has_varlen(tensor, tensor, tensor, widest) is takes

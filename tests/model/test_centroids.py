@@ -18,7 +18,8 @@ def make_rows(*experts: tuple[str, int, int], count: int = 16, length: int = 12,
     """Of each expert rows of tokens between two numbers, behind the same first tokens."""
     generator = torch.Generator().manual_seed(1)
     return {
-        name: [(*before, *torch.randint(low, high, (length,), generator=generator).tolist()) for _ in range(count)] for name, low, high in experts
+        name: [(*before, *torch.randint(low, high, (length,), generator=generator).tolist()) for _ in range(count)]
+        for name, low, high in experts
     }
 
 
@@ -100,7 +101,9 @@ def test_rows_that_are_alike_to_their_end_leave_a_token() -> None:
 
 
 def test_rows_of_any_length_looked_at_together_give_what_each_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {name: [row[: 3 + at % 9] for at, row in enumerate(several)] for name, several in make_rows(*DOMAINS).items()}
+    rows = {
+        name: [row[: 3 + at % 9] for at, row in enumerate(several)] for name, several in make_rows(*DOMAINS).items()
+    }
     together = fit_centroids(telling_model(), rows)
     monkeypatch.setattr("finefit.model.centroids._TOKENS", 1)
     alone = fit_centroids(telling_model(), rows)
@@ -126,7 +129,13 @@ def test_the_model_is_left_without_hooks() -> None:
 
 def test_a_dense_model_has_no_routers_and_qk_norms_are_none() -> None:
     config = Qwen3Config(
-        vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
     )
     assert routers_of(Qwen3ForCausalLM(config)) == {}
     with heard([]) as said:

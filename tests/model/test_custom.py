@@ -12,19 +12,34 @@ from torch import nn
 from finefit.errors import ModelError, SpecError
 from finefit.model.custom import Own, build, own_of, put_weights
 from finefit.model.custom_files import own_fingerprint, weight_files, written, written_in
-from finefit.model.load import counts, load_custom, load_custom_for_answers, make_trainable, restore_weights, save_weights
+from finefit.model.load import (
+    counts,
+    load_custom,
+    load_custom_for_answers,
+    make_trainable,
+    restore_weights,
+    save_weights,
+)
 from finefit.model.locate import locate, outline
 from finefit.objective.custom import CustomRow
 from finefit.spec.models import CustomModel, FolderModel, Full, Lora, Subset
 from tests.conftest import make_tokenizer
 from tests.own import CODE, CONFIG
 
-TIED = CODE.replace("dropped\n        self.layers", "dropped\n        self.head.weight = self.words.weight\n        self.layers")
+TIED = CODE.replace(
+    "dropped\n        self.layers", "dropped\n        self.head.weight = self.words.weight\n        self.layers"
+)
 
 
 def make_own(folder: Path, code: str = CODE, **changes: Any) -> CustomModel:
     (folder / "my_model.py").write_text(code, encoding="utf-8")
-    return CustomModel(kind="custom", file="my_model.py", config=CONFIG, tokenizer=FolderModel(kind="folder", path="tokenizer"), **changes)
+    return CustomModel(
+        kind="custom",
+        file="my_model.py",
+        config=CONFIG,
+        tokenizer=FolderModel(kind="folder", path="tokenizer"),
+        **changes,
+    )
 
 
 def loaded(folder: Path, code: str = CODE, *, seed: int = 3) -> nn.Module:
@@ -114,7 +129,9 @@ def test_an_outline_needs_neither_weights_nor_a_run_of_the_file(tmp_path: Path) 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model.file: there is no file my_model.py"):
-        written(CustomModel(kind="custom", file="my_model.py", tokenizer=FolderModel(kind="folder", path="t")), tmp_path)
+        written(
+            CustomModel(kind="custom", file="my_model.py", tokenizer=FolderModel(kind="folder", path="t")), tmp_path
+        )
     (tmp_path / "tokenizer").mkdir()
     with pytest.raises(ModelError, match=r"model.tokenizer: .* holds no tokenizer"):
         locate(make_own(tmp_path), tmp_path)
@@ -126,16 +143,36 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 FAULTS = {
     "syntax": ("def build(config:\n    pass", ModelError, r"my_model.py:1 failed in import: SyntaxError"),
-    "import": ("import torch\nimport no_such_package\n", ModelError, r"my_model.py:2 failed in import: ModuleNotFoundError"),
-    "entry": (CODE.replace("def build(", "def make("), SpecError, r"model.entry: my_model.py has no function build; it has make"),
+    "import": (
+        "import torch\nimport no_such_package\n",
+        ModelError,
+        r"my_model.py:2 failed in import: ModuleNotFoundError",
+    ),
+    "entry": (
+        CODE.replace("def build(", "def make("),
+        SpecError,
+        r"model.entry: my_model.py has no function build; it has make",
+    ),
     "signature": (
         CODE.replace("def build(config)", "def build(config, more)"),
         ModelError,
         r"my_model.py has build\(config, more\), .* one argument",
     ),
-    "no_module": ("def build(config):\n    return 3", ModelError, r"my_model.py has a build that gave 3; give an nn.Module"),
-    "raises": ("def build(config):\n    return config['no']", ModelError, r"my_model.py:2 failed in build\(config\): KeyError: 'no'"),
-    "card": (CODE.replace("return Speaker(**config)", "return Speaker(**config).cuda()"), ModelError, r"my_model.py:\d+ failed in build"),
+    "no_module": (
+        "def build(config):\n    return 3",
+        ModelError,
+        r"my_model.py has a build that gave 3; give an nn.Module",
+    ),
+    "raises": (
+        "def build(config):\n    return config['no']",
+        ModelError,
+        r"my_model.py:2 failed in build\(config\): KeyError: 'no'",
+    ),
+    "card": (
+        CODE.replace("return Speaker(**config)", "return Speaker(**config).cuda()"),
+        ModelError,
+        r"my_model.py:\d+ failed in build",
+    ),
     "members": (
         "from torch import nn\ndef build(config):\n    return nn.Linear(2, 2)",
         ModelError,
@@ -151,7 +188,11 @@ FAULTS = {
         ModelError,
         r"adaptable names blocks.0.gone, blocks.1.gone, and there is no such module",
     ),
-    "no_linear": (CODE.replace('("qkv", "out")', '("qkv", "norm")'), ModelError, r"adaptable names blocks.0.norm, a LayerNorm and no linear layer"),
+    "no_linear": (
+        CODE.replace('("qkv", "out")', '("qkv", "norm")'),
+        ModelError,
+        r"adaptable names blocks.0.norm, a LayerNorm and no linear layer",
+    ),
     "item": (
         CODE.replace("return Speaker(**config)", "return Speaker(**config) if torch.ones(1).item() else 0"),
         ModelError,
@@ -162,7 +203,11 @@ FAULTS = {
         ModelError,
         r"towers names gone, and there is no such module",
     ),
-    "views": (CODE.replace("self.layers = ", "self.views = 'two'\n        self.layers = "), ModelError, r"views is 'two': a number of images"),
+    "views": (
+        CODE.replace("self.layers = ", "self.views = 'two'\n        self.layers = "),
+        ModelError,
+        r"views is 'two': a number of images",
+    ),
 }
 
 
@@ -202,20 +247,34 @@ INPUTS = {
 
 @pytest.mark.parametrize("statement", INPUTS)
 def test_inputs_that_cannot_be_taken_are_refused(statement: str, tmp_path: Path) -> None:
-    model = own(loaded(tmp_path, CODE.replace("    def inputs(self, rows):\n", f"    def inputs(self, rows):\n        {statement}\n")))
+    model = own(
+        loaded(
+            tmp_path,
+            CODE.replace("    def inputs(self, rows):\n", f"    def inputs(self, rows):\n        {statement}\n"),
+        )
+    )
     with pytest.raises(ModelError, match=INPUTS[statement]):
         model.inputs(rows())
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "1.0", "True", "inputs['ids'].sum()"])
 def test_a_count_is_a_whole_number_of_at_least_one(given: str, tmp_path: Path) -> None:
-    model = own(loaded(tmp_path, CODE.replace("        return int((inputs", f"        return {given}\n        return int((inputs")))
+    model = own(
+        loaded(
+            tmp_path, CODE.replace("        return int((inputs", f"        return {given}\n        return int((inputs")
+        )
+    )
     with pytest.raises(ModelError, match=r"my_model.py has a count that gave .*; give a whole number of at least 1"):
         model.count(model.inputs(rows()))
 
 
 _LOSS = "        return cross_entropy("
-RETURNS = ["total, {'more': object()}", "{'loss': total, 'hidden': object()}", "type('Output', (), {'loss': total, 'logits': object()})()", "[total]"]
+RETURNS = [
+    "total, {'more': object()}",
+    "{'loss': total, 'hidden': object()}",
+    "type('Output', (), {'loss': total, 'logits': object()})()",
+    "[total]",
+]
 
 
 @pytest.mark.parametrize("given", RETURNS)
@@ -223,7 +282,10 @@ def test_of_all_that_a_model_returns_the_sum_alone_is_taken(given: str, tmp_path
     plain = own(loaded(tmp_path))
     model = own(
         loaded(
-            tmp_path, CODE.replace(_LOSS, "        total = cross_entropy(").replace('reduction="sum")', f'reduction="sum")\n        return {given}')
+            tmp_path,
+            CODE.replace(_LOSS, "        total = cross_entropy(").replace(
+                'reduction="sum")', f'reduction="sum")\n        return {given}'
+            ),
         )
     )
     inputs = model.inputs(rows(2))
@@ -245,7 +307,10 @@ def test_of_all_that_a_model_returns_the_sum_alone_is_taken(given: str, tmp_path
 def test_a_loss_is_a_scalar(given: str, words: str, tmp_path: Path) -> None:
     model = own(
         loaded(
-            tmp_path, CODE.replace(_LOSS, "        total = cross_entropy(").replace('reduction="sum")', f'reduction="sum")\n        return {given}')
+            tmp_path,
+            CODE.replace(_LOSS, "        total = cross_entropy(").replace(
+                'reduction="sum")', f'reduction="sum")\n        return {given}'
+            ),
         )
     )
     with pytest.raises(ModelError, match=words):
@@ -254,7 +319,9 @@ def test_a_loss_is_a_scalar(given: str, words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["3", "[[1]]", "[[1], [2], [3]]", "[['a'], ['b']]", "[torch.ones(1), [2]]"])
 def test_answers_are_lists_of_tokens_one_for_each_row(given: str, tmp_path: Path) -> None:
-    model = own(loaded(tmp_path, CODE.replace("        answers = []\n", f"        return {given}\n        answers = []\n")))
+    model = own(
+        loaded(tmp_path, CODE.replace("        answers = []\n", f"        return {given}\n        answers = []\n"))
+    )
     with pytest.raises(ModelError, match=r"has a generate that gave .* for 2 rows"):
         model.generate({}, rows=2, max_new_tokens=4, stops=frozenset())
 
@@ -263,26 +330,41 @@ def test_answers_are_lists_of_tokens_one_for_each_row(given: str, tmp_path: Path
 
 
 def targets(model: nn.Module) -> set[str]:
-    return {name.partition(".lora_")[0].removeprefix("base_model.model.") for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name.partition(".lora_")[0].removeprefix("base_model.model.")
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def test_adapters_go_to_the_adaptable_layers_and_no_others(tmp_path: Path) -> None:
     every = {f"blocks.{at}.{name}" for at in (0, 1) for name in ("qkv", "out")}
-    for asked, chosen in (("all-linear", every), (("out",), {"blocks.0.out", "blocks.1.out"}), (("blocks.1.qkv",), {"blocks.1.qkv"})):
+    for asked, chosen in (
+        ("all-linear", every),
+        (("out",), {"blocks.0.out", "blocks.1.out"}),
+        (("blocks.1.qkv",), {"blocks.1.qkv"}),
+    ):
         model = make_trainable(loaded(tmp_path), Lora(kind="lora", rank=2, targets=asked), name="m")  # type: ignore[arg-type]
         assert targets(model) == chosen
         assert own_of(model) is not None
     for odd in ("head", "ut", "blocks"):  # not adaptable, part of a name, and what others lie in
-        with pytest.raises(ModelError, match=rf"tuning.targets: {odd} matches none of the layers that my_model.py calls adaptable"):
+        with pytest.raises(
+            ModelError, match=rf"tuning.targets: {odd} matches none of the layers that my_model.py calls adaptable"
+        ):
             make_trainable(loaded(tmp_path), Lora(kind="lora", targets=(odd,)), name="m")
 
 
 def test_layers_may_be_named_by_tower(tmp_path: Path) -> None:
     code = CODE.replace(
-        "        self.layers = ", "        self.towers = {'vision': ('blocks.0',), 'language': ('blocks.1', 'head')}\n        self.layers = "
+        "        self.layers = ",
+        "        self.towers = {'vision': ('blocks.0',), 'language': ('blocks.1', 'head')}\n        self.layers = ",
     )
     asked = Lora(kind="lora", rank=2, targets={"vision": ("qkv",), "language": "all-linear"})
-    assert targets(make_trainable(loaded(tmp_path, code), asked, name="m")) == {"blocks.0.qkv", "blocks.1.qkv", "blocks.1.out"}
+    assert targets(make_trainable(loaded(tmp_path, code), asked, name="m")) == {
+        "blocks.0.qkv",
+        "blocks.1.qkv",
+        "blocks.1.out",
+    }
     with pytest.raises(ModelError, match=r"tuning.targets names the tower projector; my_model.py has vision, language"):
         make_trainable(loaded(tmp_path, code), Lora(kind="lora", targets={"projector": "all-linear"}), name="m")
     with pytest.raises(ModelError, match=r"tuning.targets.vision: gate matches none"):
@@ -294,7 +376,9 @@ def test_layers_may_be_named_by_tower(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [CODE, TIED], ids=["plain", "tied"])
 @pytest.mark.parametrize(
-    "tuning", [Lora(kind="lora", rank=2), Full(kind="full"), Subset(kind="subset", trainable=("blocks.*.out",))], ids=lambda t: t.kind
+    "tuning",
+    [Lora(kind="lora", rank=2), Full(kind="full"), Subset(kind="subset", trainable=("blocks.*.out",))],
+    ids=lambda t: t.kind,
 )
 def test_a_checkpoint_puts_the_model_back_bit_for_bit(code: str, tuning: Any, tmp_path: Path) -> None:
     model = make_trainable(loaded(tmp_path, code), tuning, name="m")
@@ -306,7 +390,9 @@ def test_a_checkpoint_puts_the_model_back_bit_for_bit(code: str, tuning: Any, tm
     save_weights(model, folder)
     again = make_trainable(loaded(tmp_path, code), tuning, name="m")
     restore_weights(again, folder)
-    answering = load_custom_for_answers(make_own(tmp_path, code), tmp_path, folder, device="cpu", dtype=torch.float32, seed=3)
+    answering = load_custom_for_answers(
+        make_own(tmp_path, code), tmp_path, folder, device="cpu", dtype=torch.float32, seed=3
+    )
     inputs = own(model).inputs(rows(2))
     model.eval()
     expected = own(model).loss(inputs)

@@ -56,7 +56,12 @@ def test_its_end_token_is_the_one_that_its_template_writes(renderer: Renderer) -
 
 
 def test_its_own_template_is_exact(renderer: Renderer) -> None:
-    messages = (Message("user", "Add 2 and 2."), Message("assistant", '{"sum": 4}'), Message("user", "Add 3."), Message("assistant", " sevén\n"))
+    messages = (
+        Message("user", "Add 2 and 2."),
+        Message("assistant", '{"sum": 4}'),
+        Message("user", "Add 3."),
+        Message("assistant", " sevén\n"),
+    )
     (example,) = render_one(renderer, messages).examples
     assert supervised_texts(renderer, example) == ['{"sum": 4}<|im_end|>', " sevén\n<|im_end|>"]
     assert example.tokens[: example.supervised.index(True)] == tuple(renderer.prompt_tokens(messages[:1]))
@@ -66,7 +71,9 @@ def test_its_own_template_is_exact(renderer: Renderer) -> None:
 def test_it_answers(smollm2: Located, renderer: Renderer) -> None:
     model = load_for_answers(smollm2.folder, None, device="cpu", dtype=torch.float32)
     prompt = renderer.prompt_tokens([Message("user", "What is the capital of France? Answer with one word.")])
-    ((_, answer),) = answers(model, renderer, [prompt], max_new_tokens=12, room=Room(rows=1, tokens=512), device="cpu", warn=print)
+    ((_, answer),) = answers(
+        model, renderer, [prompt], max_new_tokens=12, room=Room(rows=1, tokens=512), device="cpu", warn=print
+    )
     assert "Paris" in answer.text
 
 

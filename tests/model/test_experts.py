@@ -31,7 +31,9 @@ def _made(kind: str) -> PreTrainedModel:
     return model
 
 
-def _taken(model: PreTrainedModel, implementation: str, *, halves: bool = False, tokens: int = 66) -> tuple[float, dict[str, Tensor]]:
+def _taken(
+    model: PreTrainedModel, implementation: str, *, halves: bool = False, tokens: int = 66
+) -> tuple[float, dict[str, Tensor]]:
     model.set_experts_implementation(implementation)
     model.zero_grad()
     ids_BT = torch.randint(5, 261, (2, tokens // 2), generator=torch.Generator().manual_seed(1))
@@ -60,7 +62,11 @@ def test_loss_and_gradients_are_those_of_the_plain_loop(kind: str) -> None:
 def test_under_autocast_products_are_taken_in_halves_as_those_of_linear_layers_are(kind: str) -> None:
     """The plain loop is made of linear layers, so autocast knows it."""
     model = _made(kind)
-    in_halves, wanted, whole = _taken(model, GROUPED, halves=True)[1], _taken(model, "eager", halves=True)[1], _taken(model, GROUPED)[1]
+    in_halves, wanted, whole = (
+        _taken(model, GROUPED, halves=True)[1],
+        _taken(model, "eager", halves=True)[1],
+        _taken(model, GROUPED)[1],
+    )
     of_experts = [name for name in wanted if ".experts." in name and name.endswith("_proj")]
     few = {name: in_halves[name] for name in of_experts}
     assert _apart(few, {name: wanted[name] for name in of_experts}) < 0.05

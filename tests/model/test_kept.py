@@ -45,7 +45,9 @@ def _trained(base: Path, folder: Path, precision: str, tuning: Subset, *, seed: 
 def _moved(base: Path, checkpoint: Path) -> set[str]:
     before, after = _tensors(base), _tensors(checkpoint)
     assert before.keys() == after.keys()
-    return {name for name in before if before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name])}
+    return {
+        name for name in before if before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name])
+    }
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -94,7 +96,10 @@ def test_what_the_model_does_not_take_from_its_base_is_not_saved(tmp_path: Path)
     base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
     make_model().save_pretrained(base)  # its head is tied
     tensors = load_file(base / "model.safetensors")
-    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    more = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
     save_file(tensors | more, base / "model.safetensors", metadata={"format": "pt"})
     _trained(base, checkpoint, "bf16", MLP)
     assert _tensors(checkpoint).keys() == tensors.keys()
@@ -105,11 +110,17 @@ def test_a_base_that_is_stored_without_its_prefix_is_found(tmp_path: Path) -> No
     base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
     GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, n_positions=16)).save_pretrained(base)
     tensors = load_file(base / "model.safetensors")
-    save_file({name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, base / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()},
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     _trained(base, checkpoint, "bf16", Subset(kind="subset", trainable=("mlp",)))
     found = _tensors(checkpoint)
     assert found.keys() == tensors.keys()
-    assert {name for name in tensors if not torch.equal(found[name], tensors[name])} == {name for name in tensors if ".mlp." in name}
+    assert {name for name in tensors if not torch.equal(found[name], tensors[name])} == {
+        name for name in tensors if ".mlp." in name
+    }
 
 
 def test_a_large_one_is_divided_into_files_that_an_index_names(tmp_path: Path) -> None:
@@ -119,7 +130,9 @@ def test_a_large_one_is_divided_into_files_that_an_index_names(tmp_path: Path) -
     kept = kept_of(model, base)
     assert kept is not None
     checkpoint.mkdir()
-    save_part(model, checkpoint, kept, {name: p for name, p in model.named_parameters() if p.requires_grad}, shard_bytes=8000)
+    save_part(
+        model, checkpoint, kept, {name: p for name, p in model.named_parameters() if p.requires_grad}, shard_bytes=8000
+    )
     assert len(list(checkpoint.glob("*.safetensors"))) > 2
     restore_weights(model, checkpoint)
     require_kept(kept, checkpoint)
@@ -150,7 +163,9 @@ def test_a_frozen_tensor_that_was_written_otherwise_is_found_out(tmp_path: Path)
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.bfloat16)
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FinefitError, match=r"1 of \d+ frozen tensors of checkpoint are not the base's: model.norm.weight"):
+    with pytest.raises(
+        FinefitError, match=r"1 of \d+ frozen tensors of checkpoint are not the base's: model.norm.weight"
+    ):
         require_kept(kept, checkpoint)
 
 

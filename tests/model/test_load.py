@@ -40,7 +40,11 @@ def _targeting(*targets: str) -> Lora:
 
 
 def _adapted(model: nn.Module) -> set[str]:
-    return {name.removeprefix("base_model.model.") for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+    return {
+        name.removeprefix("base_model.model.")
+        for name, module in model.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
 
 
 def _untied() -> LlamaForCausalLM:
@@ -72,21 +76,27 @@ def test_all_linear_is_every_linear_layer_but_the_head() -> None:
 
 
 def test_the_linear_layers_of_gpt2_are_its_convolutions_of_width_one() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
     assert resolve_targets(model, Lora(kind="lora")) == ["c_attn", "c_fc", "c_proj"]
 
 
 def test_an_architecture_that_transformers_does_not_know_is_the_users_to_mend(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of", "architectures": ["UnheardOf"]}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "unheard-of", "architectures": ["UnheardOf"]})
+    )
     with pytest.raises(ModelError, match="model cannot be loaded"):
         load_base(folder, device="cpu", dtype=torch.float32)
 
 
 def test_named_targets_get_adapters_and_no_others_do() -> None:
     adapted = _adapted(make_trainable(make_model(), _targeting("q_proj", "mlp.up_proj"), name="tiny"))
-    assert adapted == {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.up_proj")}
+    assert adapted == {
+        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.up_proj")
+    }
 
 
 def test_a_target_in_one_layer_keeps_its_whole_name() -> None:
@@ -175,7 +185,9 @@ def test_equal_weights_are_equal_files_of_the_size_foretold(tuning: Tuning, tmp_
 
 def test_an_adapter_folder_is_read_by_plain_peft(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "base")
-    model = _trained(LORA, model=make_trainable(load_base(folder, device="cpu", dtype=torch.float32), LORA, name=str(folder)))
+    model = _trained(
+        LORA, model=make_trainable(load_base(folder, device="cpu", dtype=torch.float32), LORA, name=str(folder))
+    )
     save_weights(model, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder)
@@ -194,7 +206,9 @@ def test_a_checkpoint_of_the_whole_model_is_read_by_plain_transformers(tmp_path:
 @pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: t.kind)
 def test_the_model_that_answers_is_the_one_that_was_trained(tuning: Tuning, tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "base")
-    model = _trained(tuning, model=make_trainable(load_base(folder, device="cpu", dtype=torch.float32), tuning, name="tiny"))
+    model = _trained(
+        tuning, model=make_trainable(load_base(folder, device="cpu", dtype=torch.float32), tuning, name="tiny")
+    )
     save_weights(model, tmp_path / "checkpoint")
     read = load_for_answers(folder, tmp_path / "checkpoint", device="cpu", dtype=torch.float32)
     assert not read.training
@@ -204,7 +218,8 @@ def test_the_model_that_answers_is_the_one_that_was_trained(tuning: Tuning, tmp_
 
 
 @pytest.mark.parametrize(
-    "theirs", [Lora(kind="lora", rank=8, alpha=8), _targeting("q_proj"), Lora(kind="lora", rank=4, alpha=8, targets=("q_proj",))]
+    "theirs",
+    [Lora(kind="lora", rank=8, alpha=8), _targeting("q_proj"), Lora(kind="lora", rank=4, alpha=8, targets=("q_proj",))],
 )
 def test_an_adapter_of_another_shape_is_refused(theirs: Lora, tmp_path: Path) -> None:
     save_weights(tuned(theirs), tmp_path / "checkpoint-3")
@@ -220,7 +235,10 @@ def test_an_adapter_of_another_shape_is_refused(theirs: Lora, tmp_path: Path) ->
     [
         (lambda w: w.pop("model.layers.0.mlp.up_proj.weight"), "lacks model.layers.0.mlp.up_proj.weight"),
         (lambda w: w.pop("model.embed_tokens.weight"), "lacks lm_head.weight, model.embed_tokens.weight"),
-        (lambda w: w.update({"model.norm.weight": torch.ones(7)}), "holds model.norm.weight, which this model does not have in that shape"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(7)}),
+            "holds model.norm.weight, which this model does not have in that shape",
+        ),
         (lambda w: w.update({"model.bias": torch.ones(7)}), "holds model.bias, which this model does not have"),
     ],
 )
@@ -238,12 +256,16 @@ def test_a_model_that_lacks_a_tensor_is_refused_and_not_made_up(tmp_path: Path) 
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.0.self_attn.q_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"^model has no weights for model.layers.0.self_attn.q_proj.weight\n.*incomplete"):
+    with pytest.raises(
+        ModelError, match=r"^model has no weights for model.layers.0.self_attn.q_proj.weight\n.*incomplete"
+    ):
         load_base(folder, device="cpu", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_a_tensor_that_is_left_without_values_is_refused_by_name(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_is_left_without_values_is_refused_by_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_model_folder(tmp_path / "model")
     really = AutoModelForCausalLM.from_pretrained
 
@@ -265,17 +287,24 @@ def test_a_tensor_that_is_left_without_values_is_refused_by_name(kind: str, tmp_
     ("tuning", "dtypes"),
     [
         (LORA, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}),
-        (Subset(kind="subset", trainable=("mlp",)), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}),
+        (
+            Subset(kind="subset", trainable=("mlp",)),
+            {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
+        ),
         (FULL, {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32}),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_frozen_weights_are_halves_and_whole_models_stay_in_fp32(tuning: Tuning, dtypes: dict[str, torch.dtype]) -> None:
+def test_frozen_weights_are_halves_and_whole_models_stay_in_fp32(
+    tuning: Tuning, dtypes: dict[str, torch.dtype]
+) -> None:
     assert {precision: weight_dtype(precision, tuning) for precision in dtypes} == dtypes
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packed_weights_without_bitsandbytes_are_told_what_to_install(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_without_bitsandbytes_are_told_what_to_install(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SpecError, match=rf"tuning.base_bits {bits} needs bitsandbytes"):
         load_base(tmp_path, device="cpu", dtype=torch.float32, bits=bits)
@@ -292,7 +321,11 @@ def test_a_model_that_has_a_temperature_without_sampling_can_be_saved(tmp_path: 
     model = make_trainable(load_base(folder, device="cpu", dtype=torch.float32), Full(kind="full"), name="tiny")
     save_weights(model, tmp_path / "checkpoint")
     saved = json.loads((tmp_path / "checkpoint" / "generation_config.json").read_text())
-    assert {name: saved[name] for name in ("do_sample", "temperature", "top_p")} == {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    assert {name: saved[name] for name in ("do_sample", "temperature", "top_p")} == {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+    }
 
 
 def test_a_generation_config_that_cannot_be_saved_is_told_before_training(tmp_path: Path) -> None:
@@ -303,12 +336,17 @@ def test_a_generation_config_that_cannot_be_saved_is_told_before_training(tmp_pa
 
 @pytest.mark.parametrize("checkpoint", [None, "adapter"])
 def test_answers_are_greedy_whatever_the_models_own_penalties_are(checkpoint: str | None, tmp_path: Path) -> None:
-    folder = _with_generation_config(tmp_path / "base", repetition_penalty=9.0, temperature=0.1, do_sample=True, min_new_tokens=3)
+    folder = _with_generation_config(
+        tmp_path / "base", repetition_penalty=9.0, temperature=0.1, do_sample=True, min_new_tokens=3
+    )
     if checkpoint:
         save_weights(make_trainable(make_model(), LORA, name="tiny"), tmp_path / checkpoint)
     bent = load_for_answers(folder, tmp_path / checkpoint if checkpoint else None, device="cpu", dtype=torch.float32)
     straight = load_for_answers(make_model_folder(tmp_path / "plain"), None, device="cpu", dtype=torch.float32)
     prompts = [list(e.tokens[:at]) for e in unequal_examples() for at in (5, 6)]
     room = Room(rows=4, tokens=4096)
-    found = [dict(answers(model, RENDERER, prompts, max_new_tokens=12, room=room, device="cpu", warn=print)) for model in (bent, straight)]
+    found = [
+        dict(answers(model, RENDERER, prompts, max_new_tokens=12, room=room, device="cpu", warn=print))
+        for model in (bent, straight)
+    ]
     assert found[0] == found[1]

@@ -98,7 +98,9 @@ def same_experts(moe: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("family", "shared"), [*((family, "none") for family in FAMILIES), ("qwen2", "base"), ("qwen2 tied", "base")])
+@pytest.mark.parametrize(
+    ("family", "shared"), [*((family, "none") for family in FAMILIES), ("qwen2", "base"), ("qwen2 tied", "base")]
+)
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_identical_experts_give_the_logits_of_the_base(tmp_path: Path, family: str, shared: Any, top_k: int) -> None:
     base = make_base(tmp_path / "base", family)
@@ -112,7 +114,9 @@ def test_identical_experts_give_the_logits_of_the_base(tmp_path: Path, family: s
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("chosen", [0, 1])
-def test_a_router_that_always_takes_one_expert_gives_that_experts_logits(tmp_path: Path, family: str, chosen: int) -> None:
+def test_a_router_that_always_takes_one_expert_gives_that_experts_logits(
+    tmp_path: Path, family: str, chosen: int
+) -> None:
     base = make_base(tmp_path / "base", family)
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
     (tmp_path / "moe").mkdir()
@@ -141,7 +145,12 @@ def test_copies_of_an_expert_are_refused_or_collapsed_with_a_word(tmp_path: Path
 def test_an_expert_that_has_moved_outside_of_its_mlps_is_refused_by_name(tmp_path: Path, part: str) -> None:
     base = make_base(tmp_path / "base", "qwen2")
     with pytest.raises(ModelError, match=rf"expert odd has moved model\..*{part}"):
-        built(tmp_path, base, odd=make_expert(base, tmp_path / "odd", 2, part=part), fine=make_expert(base, tmp_path / "fine", 3))
+        built(
+            tmp_path,
+            base,
+            odd=make_expert(base, tmp_path / "odd", 2, part=part),
+            fine=make_expert(base, tmp_path / "fine", 3),
+        )
 
 
 def test_a_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
@@ -164,7 +173,10 @@ def edited(folder: Path, **told: Any) -> Path:
 
 def test_an_expert_of_another_base_is_refused(tmp_path: Path) -> None:
     base, wide = make_base(tmp_path / "base", "llama"), make_base(tmp_path / "wide", "llama wide heads")
-    with pytest.raises(ModelError, match=r"expert odd computes otherwise than the base: its config.json has head_dim 8 where the base has 4"):
+    with pytest.raises(
+        ModelError,
+        match=r"expert odd computes otherwise than the base: its config.json has head_dim 8 where the base has 4",
+    ):
         built(tmp_path, base, odd=wide)
     with pytest.raises(ModelError, match=r"expert odd has .*_proj.weight as"):
         build_moe(base, {"odd": edited(wide, head_dim=4)}, tmp_path / "moe", top_k=1)
@@ -195,19 +207,31 @@ def test_the_config_of_a_mixture_is_known_before_it_is_built(tmp_path: Path) -> 
     with torch.device("meta"):
         planned: nn.Module = AutoModelForCausalLM.from_config(config)
     real = AutoModelForCausalLM.from_pretrained(moe)
-    assert {name: p.shape for name, p in planned.named_parameters()} == {name: p.shape for name, p in real.named_parameters()}
+    assert {name: p.shape for name, p in planned.named_parameters()} == {
+        name: p.shape for name, p in real.named_parameters()
+    }
 
 
 def test_what_a_mixture_has_no_place_for_is_refused() -> None:
-    dense = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 4, "mlp_bias": True}
+    dense = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 4,
+        "mlp_bias": True,
+    }
     with pytest.raises(ModelError, match="the base has mlp_bias"):
         moe_config(dense, num_experts=2, top_k=1)
     with pytest.raises(ModelError, match="mixtral has no shared expert"):
         moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=1, shared="base")
     with pytest.raises(ModelError, match="top_k 3 of 2 experts"):
         moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=3)
-    with pytest.raises(ModelError, match="1 of the base's 3 layers have a sliding window, and qwen3_moe has one in all or in none"):
-        moe_config({"model_type": "qwen3", **SHAPE, "use_sliding_window": True, "max_window_layers": 2}, num_experts=2, top_k=1)
+    with pytest.raises(
+        ModelError, match="1 of the base's 3 layers have a sliding window, and qwen3_moe has one in all or in none"
+    ):
+        moe_config(
+            {"model_type": "qwen3", **SHAPE, "use_sliding_window": True, "max_window_layers": 2}, num_experts=2, top_k=1
+        )
     with pytest.raises(ModelError, match="a model of type gpt2 has no mixture-of-experts twin"):
         moe_config({"model_type": "gpt2"}, num_experts=2, top_k=1)
 
@@ -228,14 +252,20 @@ def test_what_the_base_leaves_to_its_class_is_not_left_to_the_mixtures(
     tmp_path: Path, family: str, left_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these keys has another default there."""
-    more = {"llama all heads": {"num_key_value_heads": 4}, "mistral by default": {"sliding_window": 4096}, "qwen3 wide heads": {"head_dim": 128}}
+    more = {
+        "llama all heads": {"num_key_value_heads": 4},
+        "mistral by default": {"sliding_window": 4096},
+        "qwen3 wide heads": {"head_dim": 128},
+    }
     monkeypatch.setattr("tests.model.test_moe.FAMILIES", FAMILIES | more)
     base = make_base(tmp_path / "base", family)
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
     for folder in (base, *experts.values()):
         before = logits(folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in left_out}))
+        (folder / "config.json").write_text(
+            json.dumps({key: value for key, value in config.items() if key not in left_out})
+        )
         assert torch.equal(logits(folder), before)
     prove_experts(built(tmp_path, base, **experts), experts)
 
@@ -260,11 +290,15 @@ def rewritten(folder: Path, dtype: torch.dtype) -> Path:
 
 @pytest.mark.parametrize("stored", HALVES)
 @pytest.mark.parametrize("precision", HALVES)
-def test_experts_may_be_trained_in_any_precision_from_a_base_in_any(tmp_path: Path, stored: str, precision: str) -> None:
+def test_experts_may_be_trained_in_any_precision_from_a_base_in_any(
+    tmp_path: Path, stored: str, precision: str
+) -> None:
     base = rewritten(make_base(tmp_path / "base", "llama"), HALVES[stored])
     tuning = Subset(kind="subset", trainable=("layers.*.mlp",))
     for seed, name in enumerate("ab"):
-        model = make_trainable(load_base(base, device="cpu", dtype=weight_dtype(precision, tuning)), tuning, name="tiny")
+        model = make_trainable(
+            load_base(base, device="cpu", dtype=weight_dtype(precision, tuning)), tuning, name="tiny"
+        )
         torch.manual_seed(seed)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -280,7 +314,9 @@ def test_experts_may_be_trained_in_any_precision_from_a_base_in_any(tmp_path: Pa
 def test_experts_may_be_stored_in_any_precision_over_a_base_in_any(tmp_path: Path, stored: str, written: str) -> None:
     """As an adapter is merged in the precision that is asked for: every tensor is rounded, and the base's own are taken from the base."""
     base = rewritten(make_base(tmp_path / "base", "qwen2"), HALVES[stored])
-    experts = {name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[written]) for seed, name in enumerate("ab")}
+    experts = {
+        name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[written]) for seed, name in enumerate("ab")
+    }
     prove_experts(built(tmp_path, base, **experts), experts)
 
 
@@ -319,7 +355,9 @@ MLPS = Subset(kind="subset", trainable=("layers.*.mlp",))
 
 
 @pytest.mark.parametrize(
-    ("tuning", "num_tensors"), [(Full(kind="full"), 3 * (2 + 7 + 3) + 3), (ALL, 3 * 4 * 2), (MLPS, 3 * 3)], ids=["full", "lora", "subset"]
+    ("tuning", "num_tensors"),
+    [(Full(kind="full"), 3 * (2 + 7 + 3) + 3), (ALL, 3 * 4 * 2), (MLPS, 3 * 3)],
+    ids=["full", "lora", "subset"],
 )
 def test_what_stands_in_for_a_shared_expert_is_not_trained_and_all_that_is_trained_has_a_gradient(
     tmp_path: Path, tuning: Tuning, num_tensors: int
@@ -331,11 +369,21 @@ def test_what_stands_in_for_a_shared_expert_is_not_trained_and_all_that_is_train
     model(input_ids=INPUTS, labels=INPUTS).loss.backward()
     trained = trained_of(model)
     assert len(trained) == num_tensors
-    assert not [name for name, parameter in trained.items() if parameter.grad is None or not parameter.grad.any() or ".shared_expert" in name]
+    assert not [
+        name
+        for name, parameter in trained.items()
+        if parameter.grad is None or not parameter.grad.any() or ".shared_expert" in name
+    ]
 
 
-@pytest.mark.parametrize(("tuning", "num_tensors"), [(Full(kind="full"), 3 * 4), (ALL, 3 * 4 * 2), (MLPS, 3 * 4)], ids=["full", "lora", "subset"])
-def test_a_shared_expert_that_is_the_base_is_trained_with_its_gate(tmp_path: Path, tuning: Tuning, num_tensors: int) -> None:
+@pytest.mark.parametrize(
+    ("tuning", "num_tensors"),
+    [(Full(kind="full"), 3 * 4), (ALL, 3 * 4 * 2), (MLPS, 3 * 4)],
+    ids=["full", "lora", "subset"],
+)
+def test_a_shared_expert_that_is_the_base_is_trained_with_its_gate(
+    tmp_path: Path, tuning: Tuning, num_tensors: int
+) -> None:
     model = make_trainable(load_base(qwen(tmp_path, "base"), device="cpu", dtype=torch.float32), tuning, name="tiny")
     assert sum(".shared_expert" in name for name in trained_of(model)) == num_tensors
 
@@ -351,7 +399,9 @@ def test_adapters_on_what_stands_in_for_a_shared_expert_are_refused(tmp_path: Pa
 @pytest.mark.parametrize("pattern", ["shared_expert", "shared_expert.up_proj", "shared_expert_gate"])
 def test_what_stands_in_for_a_shared_expert_is_no_part_that_can_be_trained(tmp_path: Path, pattern: str) -> None:
     model = load_base(qwen(tmp_path, "none"), device="cpu", dtype=torch.float32)
-    with pytest.raises(ModelError, match=rf"tuning\.trainable: {pattern} matches only modules without weights that could learn"):
+    with pytest.raises(
+        ModelError, match=rf"tuning\.trainable: {pattern} matches only modules without weights that could learn"
+    ):
         make_trainable(model, MLPS.model_copy(update={"trainable": (pattern,)}), name="tiny")
 
 
@@ -367,7 +417,9 @@ def test_as_many_parameters_are_trained_as_are_planned(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
-def test_a_mixture_that_was_trained_whole_is_saved_whole_and_reads_back_with_equal_logits(tmp_path: Path, stored: str) -> None:
+def test_a_mixture_that_was_trained_whole_is_saved_whole_and_reads_back_with_equal_logits(
+    tmp_path: Path, stored: str
+) -> None:
     moe, folder, tuning = qwen(tmp_path, "none", HALVES[stored]), tmp_path / "checkpoint", Full(kind="full")
     model = make_trainable(load_base(moe, device="cpu", dtype=weight_dtype("bf16", tuning)), tuning, name="tiny").eval()
     torch.manual_seed(9)
@@ -375,7 +427,9 @@ def test_a_mixture_that_was_trained_whole_is_saved_whole_and_reads_back_with_equ
         parameter.data.add_(torch.randn_like(parameter) * 1e-3)
     folder.mkdir()
     save_weights(model, folder)
-    before, after = ({key for file in found.glob("*.safetensors") for key in load_file(file)} for found in (moe, folder))
+    before, after = (
+        {key for file in found.glob("*.safetensors") for key in load_file(file)} for found in (moe, folder)
+    )
     assert before == after
     with torch.no_grad():
         torch.testing.assert_close(logits(folder), model(INPUTS).logits, atol=1e-5, rtol=1e-5)
@@ -385,21 +439,31 @@ def test_copies_are_refused_or_collapsed_in_an_average_too(tmp_path: Path) -> No
     base = make_base(tmp_path / "base", "llama")
     one, other = make_expert(base, tmp_path / "one", 2), make_expert(base, tmp_path / "other", 3)
     (tmp_path / "mean").mkdir()
-    with pytest.raises(ModelError, match="experts are copies: again of one; the mean would lean to what they have learnt"):
+    with pytest.raises(
+        ModelError, match="experts are copies: again of one; the mean would lean to what they have learnt"
+    ):
         average(base, {"one": one, "again": one, "other": other}, tmp_path / "mean")
     assert not list((tmp_path / "mean").iterdir())
     found = average(base, {"one": one, "again": one, "other": other}, tmp_path / "mean", copies="collapse")
     assert (found.experts, found.collapsed) == (("one", "other"), {"again": "one"})
     name = "model.layers.0.mlp.up_proj.weight"
-    written = {key: tensor for file in (tmp_path / "mean").glob("*.safetensors") for key, tensor in load_file(file).items()}[name]
-    torch.testing.assert_close(written, (load_file(one / "model.safetensors")[name] + load_file(other / "model.safetensors")[name]) / 2)
+    written = {
+        key: tensor for file in (tmp_path / "mean").glob("*.safetensors") for key, tensor in load_file(file).items()
+    }[name]
+    torch.testing.assert_close(
+        written, (load_file(one / "model.safetensors")[name] + load_file(other / "model.safetensors")[name]) / 2
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("part", ["mlp.up_proj", "q_proj"])
-def test_an_average_that_reads_back_otherwise_is_found_out(tmp_path: Path, dtype: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_average_that_reads_back_otherwise_is_found_out(
+    tmp_path: Path, dtype: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = rewritten(make_base(tmp_path / "base", "llama"), HALVES[dtype])
-    experts = {name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[dtype]) for seed, name in enumerate("abc")}
+    experts = {
+        name: rewritten(make_expert(base, tmp_path / name, seed), HALVES[dtype]) for seed, name in enumerate("abc")
+    }
     (tmp_path / "mean").mkdir()
     average(base, experts, tmp_path / "mean")
     really = save_file

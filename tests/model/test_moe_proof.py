@@ -40,7 +40,11 @@ def test_every_expert_alone_answers_as_it_did(made: Made) -> None:
 def _change(folder: Path, part: str, change: Callable[[Tensor], Tensor]) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
-        save_file({name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        save_file(
+            {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()},
+            file,
+            metadata={"format": "pt"},
+        )
 
 
 @pytest.mark.parametrize("part", [".experts.1.", "layernorm", "o_proj"])
@@ -51,8 +55,12 @@ def test_a_tensor_that_is_not_the_experts_is_found_out(made: Made, part: str) ->
         prove_experts(moe, experts, shared=shared)
 
 
-@pytest.mark.parametrize(("part", "change"), [("shared_expert.up_proj", lambda w: w * 1.01), ("shared_expert_gate", lambda w: w + 0.01)])
-def test_a_shared_expert_that_is_not_half_the_base_is_found_out(tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("part", "change"), [("shared_expert.up_proj", lambda w: w * 1.01), ("shared_expert_gate", lambda w: w + 0.01)]
+)
+def test_a_shared_expert_that_is_not_half_the_base_is_found_out(
+    tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]
+) -> None:
     base = make_base(tmp_path / "base", "qwen2")
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
     moe = tmp_path / "moe"
@@ -74,7 +82,9 @@ def test_a_shared_expert_that_is_not_half_the_base_is_found_out(tmp_path: Path, 
         ("llama", {"sliding_window": 5}),
     ],
 )
-def test_a_window_that_is_not_the_bases_is_found_out_by_a_probe_that_is_shorter_than_it(tmp_path: Path, family: str, told: dict[str, Any]) -> None:
+def test_a_window_that_is_not_the_bases_is_found_out_by_a_probe_that_is_shorter_than_it(
+    tmp_path: Path, family: str, told: dict[str, Any]
+) -> None:
     base = make_base(tmp_path / "base", family)
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
     moe = tmp_path / "moe"

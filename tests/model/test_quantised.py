@@ -56,7 +56,9 @@ def train(model: nn.Module, *, precision: str = "fp32", steps: int = 6) -> list[
     scale = 256.0 if precision == "fp16" else 1.0
     batches = cut(unequal_examples(), 4)
     return [
-        optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale).loss.item()
+        optimizer_step(
+            batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
+        ).loss.item()
         for _ in range(steps)
     ]
 
@@ -70,14 +72,20 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("bits", BITS)
-def test_embeddings_norms_and_head_stay_as_loaded_and_linear_layers_are_packed(folder: Path, bits: int, precision: str) -> None:
+def test_embeddings_norms_and_head_stay_as_loaded_and_linear_layers_are_packed(
+    folder: Path, bits: int, precision: str
+) -> None:
     model = load_base(folder, device="cpu", dtype=HALVES[precision], bits=bits)
     kept = {name for name, p in model.named_parameters() if p.dtype is HALVES[precision]}
     assert kept == {name for name, _ in make_model().named_parameters() if "_proj" not in name}
-    assert {p.dtype for name, p in model.named_parameters() if name not in kept} == {torch.uint8 if bits == 4 else torch.int8}
+    assert {p.dtype for name, p in model.named_parameters() if name not in kept} == {
+        torch.uint8 if bits == 4 else torch.int8
+    }
     assert model.get_output_embeddings().weight.dtype is HALVES[precision]
     if bits == 4:
-        assert {module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")} == {HALVES[precision]}
+        assert {module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")} == {
+            HALVES[precision]
+        }
 
 
 @pytest.mark.parametrize("kind", [{}, {"dora": True}, {"rank_stabilised": True}, {"weights": "bf16"}], ids=str)

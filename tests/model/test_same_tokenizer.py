@@ -17,7 +17,11 @@ from tests.conftest import make_tokenizer
 from tests.model.test_moe import make_base, make_expert
 
 torch.set_num_threads(1)
-TEXTS = ("Order 4512: two cafe\u0301s,  it's 12/31/2024.\n\nDon't   stop", "<|user|>\nhi<|end|>\n<|assistant|>hi to", "hi</s>hi to")
+TEXTS = (
+    "Order 4512: two cafe\u0301s,  it's 12/31/2024.\n\nDon't   stop",
+    "<|user|>\nhi<|end|>\n<|assistant|>hi to",
+    "hi</s>hi to",
+)
 
 
 def with_tokenizer(folder: Path, tokenizer: Any, **told: Any) -> Path:
@@ -30,12 +34,25 @@ def with_tokenizer(folder: Path, tokenizer: Any, **told: Any) -> Path:
 
 def pieces_tokenizer() -> PreTrainedTokenizerFast:
     """Of the form that Llama-2 has: a space is put before a text, and stands for every other."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{at:02X}>" for at in range(256)), *"▁abcdefghijklmnopqrstuvwxyz", "▁h", "▁hi", "▁t", "▁to", "hi"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{at:02X}>" for at in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz",
+        "▁h",
+        "▁hi",
+        "▁t",
+        "▁to",
+        "hi",
+    ]
     merges = [("▁", "h"), ("▁h", "i"), ("▁", "t"), ("▁t", "o"), ("h", "i")]
     vocabulary = {token: at for at, token in enumerate(tokens)}
     found = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    found.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     found.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens[:3]])
     found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
@@ -61,7 +78,10 @@ def require_equal(folder: Path, base: Path) -> None:
 
 NAMED = [
     *(("llama", name) for name in ("LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer")),
-    *(("qwen2", name) for name in ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer", "TokenizersBackend")),
+    *(
+        ("qwen2", name)
+        for name in ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer", "TokenizersBackend")
+    ),
 ]
 """Families, and names of classes that transformers heeds for the one model type and not for the other."""
 
@@ -74,7 +94,9 @@ def test_a_mixture_tokenises_as_its_base_whatever_class_its_files_name(tmp_path:
 
 @pytest.mark.parametrize("told", [{}, {"legacy": False}, {"legacy": True}], ids=str)
 def test_a_tokenizer_of_llama_2s_form_stays_what_it_is(tmp_path: Path, told: dict[str, Any]) -> None:
-    base = with_tokenizer(make_base(tmp_path / "base", "llama"), pieces_tokenizer(), tokenizer_class="LlamaTokenizer", **told)
+    base = with_tokenizer(
+        make_base(tmp_path / "base", "llama"), pieces_tokenizer(), tokenizer_class="LlamaTokenizer", **told
+    )
     require_equal(mixed(tmp_path, base), base)
 
 
@@ -84,7 +106,11 @@ def test_files_that_open_as_the_same_tokenizer_are_copied_as_they_are(tmp_path: 
     moe = mixed(tmp_path, base)
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     assert [(moe / name).read_bytes() for name in names] == [(base / name).read_bytes() for name in names]
-    assert {path.name for path in moe.iterdir()} == {path.name for path in moe.glob("model*")} | {"config.json", "generation_config.json", *names}
+    assert {path.name for path in moe.iterdir()} == {path.name for path in moe.glob("model*")} | {
+        "config.json",
+        "generation_config.json",
+        *names,
+    }
 
 
 def test_an_average_has_the_files_of_its_base(tmp_path: Path) -> None:
@@ -125,14 +151,22 @@ def in_bytes(tmp_path: Path, family: str) -> Path:
 def test_a_tokenizer_without_a_fast_form_is_held_against_the_bases_by_what_it_does(tmp_path: Path) -> None:
     base = in_bytes(tmp_path, "qwen3")
     moe = mixed(tmp_path, base)
-    assert AutoTokenizer.from_pretrained(moe)(TEXTS[0]).input_ids == AutoTokenizer.from_pretrained(base)(TEXTS[0]).input_ids
+    assert (
+        AutoTokenizer.from_pretrained(moe)(TEXTS[0]).input_ids
+        == AutoTokenizer.from_pretrained(base)(TEXTS[0]).input_ids
+    )
     make_tokenizer().save_pretrained(moe)
-    with pytest.raises(ModelError, match=r"its base, a ByT5Tokenizer: opened as a TokenizersBackend it has another cut of a text"):
+    with pytest.raises(
+        ModelError, match=r"its base, a ByT5Tokenizer: opened as a TokenizersBackend it has another cut of a text"
+    ):
         require_same_tokenizer(base, moe)
 
 
 def test_a_mixture_that_cannot_tokenise_as_its_base_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"the mixture would not tokenise as its base, a ByT5Tokenizer: the tokenizer of .* cannot be opened"):
+    with pytest.raises(
+        ModelError,
+        match=r"the mixture would not tokenise as its base, a ByT5Tokenizer: the tokenizer of .* cannot be opened",
+    ):
         mixed(tmp_path, in_bytes(tmp_path, "llama"))
     assert not list((tmp_path / "moe").iterdir())
 
@@ -158,7 +192,11 @@ def test_a_base_without_a_tokenizer_gives_a_mixture_without_one(tmp_path: Path, 
     [
         ("tokenizer.json", lambda whole: whole | {"normalizer": {"type": "Lowercase"}}, "another cut of a text"),
         ("tokenizer_config.json", lambda whole: whole | {"eos_token": "<|pad|>"}, "another set of special tokens"),
-        ("tokenizer_config.json", lambda whole: whole | {"clean_up_tokenization_spaces": True}, "another way of decoding"),
+        (
+            "tokenizer_config.json",
+            lambda whole: whole | {"clean_up_tokenization_spaces": True},
+            "another way of decoding",
+        ),
     ],
     ids=["normalizer", "eos", "decoding"],
 )

@@ -82,8 +82,14 @@ def test_the_kernel_is_given_boundaries_and_the_longest_piece() -> None:
     """On fake tensors, as a rehearsal for a card does."""
     lengths = (64, 64, 32)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        q, k, v = (torch.empty(1, 160, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
-        told: dict[str, Any] = {"cu_seq_lens_q": torch.zeros(4, dtype=torch.int32), "pieces": (lengths,), "scaling": 0.3}
+        q, k, v = (
+            torch.empty(1, 160, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)
+        )
+        told: dict[str, Any] = {
+            "cu_seq_lens_q": torch.zeros(4, dtype=torch.int32),
+            "pieces": (lengths,),
+            "scaling": 0.3,
+        }
         answer, _ = by_piece(sdpa_attention_forward, lambda *_: True, _Module(), q, k, v, None, **told)
         answer.sum().backward()  # type: ignore[no-untyped-call]
     assert answer.shape == (1, 160, HEADS, WIDTH)

@@ -26,7 +26,9 @@ def test_the_product_is_the_convolution_and_has_its_gradients(size: tuple[int, i
     found = proj(tiles)
     torch.testing.assert_close(found, wanted)
     inputs = [tiles, *proj.parameters()]
-    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs))
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs)
+    )
 
 
 def test_what_a_norm_takes_of_it_lies_patch_by_patch() -> None:

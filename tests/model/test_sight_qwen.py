@@ -82,12 +82,22 @@ def test_padded_rows_with_two_images_one_and_none_are_read_as_by_the_model_itsel
     rows = mixed_rows(eye_of(folder), vlm_processor(folder))
     assert len(set(rows.lengths)) == 3
     gradients = _assert_equal(folder, rows)
-    assert {tower_of(sight_of(AutoConfig.from_pretrained(folder)), name) for name in gradients} == {"language", "vision", "projector"}  # type: ignore[arg-type]
-    assert all(gradient.abs().max() > 1e-6 for name, gradient in gradients.items() if not name.endswith(("k_proj.bias", "qkv.bias")))
+    assert {tower_of(sight_of(AutoConfig.from_pretrained(folder)), name) for name in gradients} == {
+        "language",
+        "vision",
+        "projector",
+    }  # type: ignore[arg-type]
+    assert all(
+        gradient.abs().max() > 1e-6
+        for name, gradient in gradients.items()
+        if not name.endswith(("k_proj.bias", "qkv.bias"))
+    )
 
 
 @pytest.mark.parametrize("sizes", [(WIDE,), (SMALL, TALL), (WIDE, WIDE, SMALL)])
-def test_one_row_with_any_number_of_images_is_read_as_by_the_model_itself(folder: Path, sizes: tuple[tuple[int, int], ...]) -> None:
+def test_one_row_with_any_number_of_images_is_read_as_by_the_model_itself(
+    folder: Path, sizes: tuple[tuple[int, int], ...]
+) -> None:
     _assert_equal(folder, rows_of(eye_of(folder), vlm_processor(folder), ("Which?", drawn(*sizes))))
 
 
@@ -98,7 +108,10 @@ def test_rows_of_text_alone_are_read_as_by_the_model_itself(folder: Path) -> Non
 
 
 def test_rows_of_text_need_nothing_beside_their_tokens(folder: Path) -> None:
-    model, rows = _load(folder), rows_of(eye_of(folder), vlm_processor(folder), ("Short?", []), ("A little longer, this one?", []))
+    model, rows = (
+        _load(folder),
+        rows_of(eye_of(folder), vlm_processor(folder), ("Short?", []), ("A little longer, this one?", [])),
+    )
     sight = sight_of(model.config)
     assert sight is not None
     bare = sight.read(model.model, rows.input_ids, None, use_cache=False).last_hidden_state
@@ -125,7 +138,9 @@ def test_a_row_is_read_alike_alone_and_beside_others(folder: Path) -> None:
     together = mixed_rows(eye, processor)
     (third,) = drawn(WIDE, TALL, SMALL)[2:]
     alone = rows_of(eye, processor, ("What is drawn there?", [third]))
-    torch.testing.assert_close(_read(model, together)[1, : together.lengths[1]], _read(model, alone)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        _read(model, together)[1, : together.lengths[1]], _read(model, alone)[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_decoding_goes_on_behind_a_prompt_with_images(folder: Path) -> None:
@@ -145,7 +160,9 @@ def test_decoding_goes_on_behind_a_prompt_with_images(folder: Path) -> None:
     assert cache.get_seq_length() == width + 3
     for row, length in enumerate(rows.lengths):
         whole = torch.cat([rows.input_ids[row, :length], tails[row]])[None]
-        torch.testing.assert_close(torch.cat(found, dim=1)[row], _alone(model, rows, row, whole)[0, length:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat(found, dim=1)[row], _alone(model, rows, row, whole)[0, length:], rtol=1e-5, atol=1e-5
+        )
 
 
 def _alone(model: Any, rows: Rows, row: int, whole: Tensor) -> Tensor:
@@ -219,9 +236,15 @@ def test_every_parameter_belongs_to_one_tower(folder: Path) -> None:
     sight = sight_of(model.config)
     assert sight is not None
     towers = {name: tower_of(sight, name) for name, _ in model.named_parameters()}
-    assert {name for name, tower in towers.items() if tower == "projector"} == {name for name in towers if "merger" in name}
-    assert {name for name, tower in towers.items() if tower == "vision"} == {name for name in towers if "visual" in name and "merger" not in name}
-    assert {name for name, tower in towers.items() if tower == "language"} == {name for name in towers if "visual" not in name}
+    assert {name for name, tower in towers.items() if tower == "projector"} == {
+        name for name in towers if "merger" in name
+    }
+    assert {name for name, tower in towers.items() if tower == "vision"} == {
+        name for name in towers if "visual" in name and "merger" not in name
+    }
+    assert {name for name, tower in towers.items() if tower == "language"} == {
+        name for name in towers if "visual" not in name
+    }
     assert all(tower is not None for tower in towers.values())
 
 
@@ -230,7 +253,9 @@ def test_only_the_tower_attends_by_piece(folder: Path) -> None:
     _read(model, rows)
     assert model.config.vision_config._attn_implementation == "sdpa" + PIECES
     assert model.config.text_config._attn_implementation == model.config._attn_implementation == "sdpa"
-    assert not hasattr(model.model.language_model, "_deepstack_process") or "_deepstack_process" not in vars(model.model.language_model)
+    assert not hasattr(model.model.language_model, "_deepstack_process") or "_deepstack_process" not in vars(
+        model.model.language_model
+    )
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa_repeated", "sdpa_grouped"])
@@ -245,9 +270,18 @@ def test_whatever_attention_a_model_was_loaded_with_its_tower_sees_the_same(fold
 
 def test_a_mixture_of_experts_sees_as_the_dense_model_does(tmp_path: Path) -> None:
     dense = vlm_config("qwen3_vl").to_dict()
-    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_vl_moe_text"}
+    experts = {
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "model_type": "qwen3_vl_moe_text",
+    }
     vision = dense["vision_config"] | {"model_type": "qwen3_vl_moe_vision"}
-    changed = dense | {"model_type": "qwen3_vl_moe", "text_config": dense["text_config"] | experts, "vision_config": vision}
+    changed = dense | {
+        "model_type": "qwen3_vl_moe",
+        "text_config": dense["text_config"] | experts,
+        "vision_config": vision,
+    }
     folder = make_vlm("qwen3_vl", tmp_path / "moe")
     rows = mixed_rows(eye_of(folder), vlm_processor(folder))
     config = AutoConfig.for_model(**changed)

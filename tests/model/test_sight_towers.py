@@ -25,13 +25,18 @@ from tests.vision import SIDE, digit_image, make_vlm, vlm_config, vlm_processor
 
 torch.set_num_threads(1)
 
-WIDE, TALL, FLAT = (digit_image(digit, size=size, seed=digit) for digit, size in ((3, (64, 40)), (8, (33, 56)), (5, (60, 25))))
+WIDE, TALL, FLAT = (
+    digit_image(digit, size=size, seed=digit) for digit, size in ((3, (64, 40)), (8, (33, 56)), (5, (60, 25)))
+)
 FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "gemma3", "paligemma")
 SIGLIP = {"vision_config": {"model_type": "siglip_vision_model"}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     "llava with all of the tower": ("llava", {"vision_feature_layer": -1}),
-    "llava with two layers and the class token": ("llava", {"vision_feature_layer": [0, -2], "vision_feature_select_strategy": "full"}),
+    "llava with two layers and the class token": (
+        "llava",
+        {"vision_feature_layer": [0, -2], "vision_feature_select_strategy": "full"},
+    ),
     "llava with SigLIP": ("llava", {**SIGLIP, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
     "llava_next with SigLIP": ("llava_next", {**SIGLIP, "vision_feature_select_strategy": "full"}),
     "gemma3 with a window smaller than an image": ("gemma3", {"text_config": {"sliding_window": 3}}),
@@ -83,9 +88,14 @@ class Case:
         return [self._tokens(row) for row in self.rows]
 
     def _tokens(self, row: Row) -> tuple[list[int], list[int]]:
-        first, *rest = self.eye.plain(row.prompt.replace("MARK", self.eye.mark), self.tokenizer.bos_token or "").split(self.eye.mark)
+        first, *rest = self.eye.plain(row.prompt.replace("MARK", self.eye.mark), self.tokenizer.bos_token or "").split(
+            self.eye.mark
+        )
         text = first + "".join(self.eye.text(image.size) + after for image, after in zip(row.images, rest, strict=True))
-        prompt, answer = (self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, row.answer + self.tokenizer.eos_token))
+        prompt, answer = (
+            self.tokenizer(part, add_special_tokens=False)["input_ids"]
+            for part in (text, row.answer + self.tokenizer.eos_token)
+        )
         return prompt, answer
 
 
@@ -121,7 +131,9 @@ def padded(case: Case, *, with_answers: bool = True) -> tuple[Tensor, Extra]:
     for at, sequence in enumerate(sequences):
         input_ids[at, : len(sequence)] = sequence
     prompts = [len(prompt) for prompt, _ in case.tokens] if with_answers else None
-    return torch.from_numpy(input_ids), case.eye.lens.extra(input_ids, [len(sequence) for sequence in sequences], shown(case), prompts)
+    return torch.from_numpy(input_ids), case.eye.lens.extra(
+        input_ids, [len(sequence) for sequence in sequences], shown(case), prompts
+    )
 
 
 def theirs(case: Case, at: int) -> Tensor:
@@ -132,12 +144,18 @@ def theirs(case: Case, at: int) -> Tensor:
     if row.images:
         image_processor = vlm_processor(case.folder).image_processor
         nested: Any = [list(row.images)] if case.family in ("idefics3", "smolvlm") else list(row.images)
-        given = {name: value for name, value in image_processor(nested, return_tensors="pt").items() if name in ("pixel_values", "image_sizes")}
+        given = {
+            name: value
+            for name, value in image_processor(nested, return_tensors="pt").items()
+            if name in ("pixel_values", "image_sizes")
+        }
     if case.family == "gemma3":
         given["token_type_ids"] = (input_ids == case.eye.lens.image_token).long()
     if case.family == "paligemma":
         given["token_type_ids"] = torch.tensor([[0] * len(prompt) + [1] * len(answer)])
-    hidden: Tensor = case.model.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given).last_hidden_state
+    hidden: Tensor = case.model.model(
+        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given
+    ).last_hidden_state
     return hidden[0]
 
 
@@ -150,7 +168,9 @@ def ours(case: Case) -> list[Tensor]:
 def loss_of(case: Case, hidden: Sequence[Tensor]) -> Tensor:
     losses = []
     for (prompt, answer), states in zip(case.tokens, hidden, strict=True):
-        losses.append(cross_entropy(case.model.lm_head(states[len(prompt) - 1 : -1]), torch.tensor(answer), reduction="sum"))
+        losses.append(
+            cross_entropy(case.model.lm_head(states[len(prompt) - 1 : -1]), torch.tensor(answer), reduction="sum")
+        )
     return torch.stack(losses).sum()
 
 
@@ -199,7 +219,9 @@ def test_a_token_behind_a_prompt_in_the_cache_is_read_as_in_one_piece(case_of: C
         with torch.no_grad():
             case.sight.read(case.model.model, prompt, extra, use_cache=True, past_key_values=cache)
             followed = [
-                case.sight.read(case.model.model, torch.tensor([[token]]), None, use_cache=True, past_key_values=cache).last_hidden_state[0]
+                case.sight.read(
+                    case.model.model, torch.tensor([[token]]), None, use_cache=True, past_key_values=cache
+                ).last_hidden_state[0]
                 for token in answer
             ]
             assert close(torch.cat(followed), theirs(case, 0)[-len(answer) :])
@@ -228,7 +250,9 @@ def test_a_rehearsal_reads_the_same_batch_in_fake_tensors(case_of: Cases, name: 
     input_ids, extra = padded(case)
     family, changes = VARIANTS[name]
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(vlm_config(family, **changes), attn_implementation=case.model.config._attn_implementation)
+        model = AutoModelForImageTextToText.from_config(
+            vlm_config(family, **changes), attn_implementation=case.model.config._attn_implementation
+        )
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         fake = extra.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -255,7 +279,10 @@ def test_every_parameter_belongs_to_a_tower(case_of: Cases, family: str) -> None
     case = case_of(family)
     belongs = {name: tower_of(case.sight, name) for name, _ in case.model.named_parameters()}
     assert None not in belongs.values()
-    assert belongs["lm_head.weight" if "lm_head.weight" in belongs else next(n for n in belongs if "embed_tokens" in n)] == "language"
+    assert (
+        belongs["lm_head.weight" if "lm_head.weight" in belongs else next(n for n in belongs if "embed_tokens" in n)]
+        == "language"
+    )
     if family == "llava_next":
         assert belongs["model.image_newline"] == "projector"
 
@@ -280,7 +307,10 @@ def test_what_an_answer_says_is_not_seen_by_its_prompt(case_of: Cases) -> None:
     prompt, answer = case.tokens[0]
     changed[0, len(prompt) : len(prompt) + len(answer)] += 1
     with torch.no_grad():
-        one, other = (case.sight.read(case.model.model, ids, extra, use_cache=False).last_hidden_state[0] for ids in (input_ids, changed))
+        one, other = (
+            case.sight.read(case.model.model, ids, extra, use_cache=False).last_hidden_state[0]
+            for ids in (input_ids, changed)
+        )
     assert one[: len(prompt)].equal(other[: len(prompt)])
     assert not one[len(prompt) :].equal(other[len(prompt) :])
 
@@ -289,8 +319,13 @@ def test_images_are_seen(case_of: Cases) -> None:
     for family in FAMILIES:
         case = case_of(family)
         input_ids, extra = padded(case)
-        blank = extra.moved(lambda tensor: torch.zeros_like(tensor) if tensor.dim() == 4 and tensor.shape[-1] == SIDE else tensor)
+        blank = extra.moved(
+            lambda tensor: torch.zeros_like(tensor) if tensor.dim() == 4 and tensor.shape[-1] == SIDE else tensor
+        )
         with torch.no_grad():
-            seen, unseen = (case.sight.read(case.model.model, input_ids, given, use_cache=False).last_hidden_state for given in (extra, blank))
+            seen, unseen = (
+                case.sight.read(case.model.model, input_ids, given, use_cache=False).last_hidden_state
+                for given in (extra, blank)
+            )
         assert not close(seen[0, -1], unseen[0, -1])
         assert close(seen[1, : sum(map(len, case.tokens[1]))], unseen[1, : sum(map(len, case.tokens[1]))])

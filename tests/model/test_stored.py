@@ -24,7 +24,9 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
 
 def _equal(left: torch.nn.Module, right: torch.nn.Module) -> bool:
     ours, theirs = left.state_dict(), right.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours
+    )
 
 
 def _shaken(model: PreTrainedModel) -> PreTrainedModel:
@@ -60,7 +62,10 @@ def test_a_live_mixture_is_put_back_bit_for_bit(family: str, tmp_path: Path) -> 
 
 
 def test_a_mixture_whose_experts_are_stored_as_they_lie_in_memory_is_put_back_too(tmp_path: Path) -> None:
-    saved, live = (_shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **DENSE, **TRANSPOSED))) for _ in range(2))
+    saved, live = (
+        _shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **DENSE, **TRANSPOSED)))
+        for _ in range(2)
+    )
     save_weights(saved, tmp_path)
     restore_weights(live, tmp_path)
     assert _equal(saved, live)
@@ -91,7 +96,9 @@ def _rewritten(folder: Path, change: str) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("change", "words"), [("lost", "holds"), ("narrow", "holds"), ("one more", r"experts\.7\.up_proj\.weight")])
+@pytest.mark.parametrize(
+    ("change", "words"), [("lost", "holds"), ("narrow", "holds"), ("one more", r"experts\.7\.up_proj\.weight")]
+)
 def test_a_checkpoint_with_other_experts_is_refused_by_name(change: str, words: str, tmp_path: Path) -> None:
     model = make_mixture("qwen3")
     save_weights(model, tmp_path)

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finefit.errors import ModelError
-from finefit.model.load import counts, load_base, make_trainable, restore_weights, save_weights, weight_bytes, weight_dtype
+from finefit.model.load import (
+    counts,
+    load_base,
+    make_trainable,
+    restore_weights,
+    save_weights,
+    weight_bytes,
+    weight_dtype,
+)
 from finefit.objective.sft import sft
 from finefit.spec.models import Subset
 from finefit.step.forward import autocast_for, bind
@@ -42,7 +50,9 @@ def steps(model: nn.Module, precision: str = "fp32", *, count: int = 3) -> list[
     batches = cut(unequal_examples(), 4)
     scale = 1024.0 if precision == "fp16" else 1.0
     return [
-        optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale).loss.item()
+        optimizer_step(
+            batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
+        ).loss.item()
         for _ in range(count)
     ]
 
@@ -57,7 +67,8 @@ def steps(model: nn.Module, precision: str = "fp32", *, count: int = 3) -> list[
         (("norm",), {"model.norm"}),
         (
             ("input_layernorm", "layers.0.self_attn.*"),
-            {f"model.layers.{n}.input_layernorm" for n in (0, 1)} | {f"model.layers.0.self_attn.{p}_proj" for p in "qkvo"},
+            {f"model.layers.{n}.input_layernorm" for n in (0, 1)}
+            | {f"model.layers.0.self_attn.{p}_proj" for p in "qkvo"},
         ),
         (
             ("0",),
@@ -73,7 +84,9 @@ def steps(model: nn.Module, precision: str = "fp32", *, count: int = 3) -> list[
         ),
     ],
 )
-def test_a_pattern_is_the_end_of_a_name_and_a_star_is_one_part_of_it(patterns: tuple[str, ...], chosen: set[str] | None) -> None:
+def test_a_pattern_is_the_end_of_a_name_and_a_star_is_one_part_of_it(
+    patterns: tuple[str, ...], chosen: set[str] | None
+) -> None:
     if chosen is None:  # a star is a whole part
         with pytest.raises(ModelError, match="matches no module"):
             subset(*patterns)
@@ -138,7 +151,9 @@ def test_a_checkpoint_is_the_whole_model_and_comes_back_bit_for_bit(precision: s
     tuning, folder = Subset(kind="subset", trainable=MLP), make_model_folder(tmp_path / "base")
 
     def fresh() -> Any:
-        return make_trainable(load_base(folder, device="cpu", dtype=weight_dtype(precision, tuning)), tuning, name="tiny")
+        return make_trainable(
+            load_base(folder, device="cpu", dtype=weight_dtype(precision, tuning)), tuning, name="tiny"
+        )
 
     model = fresh()
     steps(model, precision)
@@ -149,7 +164,11 @@ def test_a_checkpoint_is_the_whole_model_and_comes_back_bit_for_bit(precision: s
     digest = frozen_digest(other)
     restore_weights(other, tmp_path / "checkpoint")
     theirs: dict[str, Tensor] = other.state_dict()
-    assert [name for name, t in model.state_dict().items() if not (torch.equal(t, theirs[name]) and t.dtype == theirs[name].dtype)] == []
+    assert [
+        name
+        for name, t in model.state_dict().items()
+        if not (torch.equal(t, theirs[name]) and t.dtype == theirs[name].dtype)
+    ] == []
     assert frozen_digest(other) == digest
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     ids = torch.arange(5, 45).reshape(2, 20)

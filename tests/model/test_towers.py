@@ -27,7 +27,11 @@ def _lora(targets: Any) -> Lora:
 
 
 def _carrying(model: nn.Module) -> set[str]:
-    return {name.partition(".lora_")[0].removeprefix("base_model.model.") for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name.partition(".lora_")[0].removeprefix("base_model.model.")
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def test_targets_without_a_tower_are_those_of_the_language_tower() -> None:
@@ -39,7 +43,9 @@ def test_targets_without_a_tower_are_those_of_the_language_tower() -> None:
 
 
 def test_targets_by_tower_are_these_and_no_others() -> None:
-    carrying = _carrying(make_trainable(seeing("qwen2_5_vl"), _lora({"vision": ("qkv",), "projector": "all-linear"}), name="qwen"))
+    carrying = _carrying(
+        make_trainable(seeing("qwen2_5_vl"), _lora({"vision": ("qkv",), "projector": "all-linear"}), name="qwen")
+    )
     assert carrying == {*(f"model.visual.blocks.{at}.attn.qkv" for at in range(2)), *MERGER}
 
 
@@ -56,10 +62,16 @@ def test_all_of_the_vision_tower_leaves_its_projector_and_what_no_image_passes_a
     [
         ("llava", ("qkv",), "qkv matches no linear layer of the tower language"),
         ("qwen2_5_vl", {"vision": ("q_proj",)}, "q_proj matches no linear layer of the tower vision"),
-        ("gemma3", {"projector": "all-linear"}, "the tower projector of Gemma3ForConditionalGeneration has no linear layer"),
+        (
+            "gemma3",
+            {"projector": "all-linear"},
+            "the tower projector of Gemma3ForConditionalGeneration has no linear layer",
+        ),
     ],
 )
-def test_a_target_that_matches_nothing_in_its_tower_is_refused_with_what_is_there(family: str, targets: Any, problem: str) -> None:
+def test_a_target_that_matches_nothing_in_its_tower_is_refused_with_what_is_there(
+    family: str, targets: Any, problem: str
+) -> None:
     with pytest.raises(ModelError, match=problem) as raised:
         make_trainable(seeing(family), _lora(targets), name=family)
     remedy = str(raised.value.remedy)
@@ -83,7 +95,9 @@ def test_training_all_weights_leaves_out_what_no_image_passes() -> None:
     model = make_trainable(seeing("llava"), Full(kind="full"), name="llava")
     frozen = {name.rsplit(".", 1)[0] for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen
-    assert all(name.startswith(("model.vision_tower.encoder.layers.1", "model.vision_tower.post_layernorm")) for name in frozen)
+    assert all(
+        name.startswith(("model.vision_tower.encoder.layers.1", "model.vision_tower.post_layernorm")) for name in frozen
+    )
 
 
 # saved and read again
@@ -153,7 +167,9 @@ def test_four_bits_pack_the_language_tower_alone(folder: Path) -> None:
     pytest.importorskip("bitsandbytes")
     model = load_base(folder, device="cpu", dtype=torch.float32, bits=4)
     packed = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
-    assert packed == {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and tower_in(model, name) == "language"} - {"lm_head"}
+    assert packed == {
+        name for name, m in model.named_modules() if isinstance(m, nn.Linear) and tower_in(model, name) == "language"
+    } - {"lm_head"}
     whole = _loaded(folder)
     tuned = make_trainable(model, EVERYWHERE, name="qwen")
     assert counts(tuned).total - counts(tuned).trainable == counts(whole).total

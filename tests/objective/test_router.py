@@ -27,7 +27,10 @@ LOGPROBS = -torch.arange(1.0, 9.0)
 def make_logits(*, seed: int = 0) -> list[list[Tensor]]:
     """By row and layer, for the tokens that it has."""
     generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(length, EXPERTS, generator=generator, dtype=torch.float64) * 2 for _ in range(LAYERS)] for length in LENGTHS]
+    return [
+        [torch.randn(length, EXPERTS, generator=generator, dtype=torch.float64) * 2 for _ in range(LAYERS)]
+        for length in LENGTHS
+    ]
 
 
 def laid_out(rows: list[list[Tensor]], batch: Batch, *, padding: float = 9.0) -> list[Tensor]:
@@ -44,7 +47,9 @@ def laid_out(rows: list[list[Tensor]], batch: Batch, *, padding: float = 9.0) ->
     return layers
 
 
-def taken(rows: list[list[Tensor]], batch: Batch, *, balance: float = 0.5, top_k: int = TOP_K, padding: float = 9.0) -> LossSum:
+def taken(
+    rows: list[list[Tensor]], batch: Batch, *, balance: float = 0.5, top_k: int = TOP_K, padding: float = 9.0
+) -> LossSum:
     logits = laid_out(rows, batch, padding=padding)
 
     @contextmanager
@@ -125,9 +130,14 @@ def taken_alone(rows: list[list[Tensor]], at: int) -> float:
 def test_balance_is_one_where_tokens_are_spread_evenly_and_all_experts_where_one_has_them() -> None:
     even = [[torch.zeros(length, EXPERTS, dtype=torch.float64) for _ in range(LAYERS)] for length in LENGTHS]
     assert taken(even, PACKED).measures["balance"].item() == pytest.approx(8)
-    one = [[torch.tensor([50.0, 0, 0, 0], dtype=torch.float64).expand(length, -1) for _ in range(LAYERS)] for length in LENGTHS]
+    one = [
+        [torch.tensor([50.0, 0, 0, 0], dtype=torch.float64).expand(length, -1) for _ in range(LAYERS)]
+        for length in LENGTHS
+    ]
     assert taken(one, PACKED, top_k=1).measures["balance"].item() == pytest.approx(8 * EXPERTS)
-    assert taken(one, PACKED, top_k=EXPERTS).measures["balance"].item() == pytest.approx(8)  # nothing to balance where all answer
+    assert taken(one, PACKED, top_k=EXPERTS).measures["balance"].item() == pytest.approx(
+        8
+    )  # nothing to balance where all answer
 
 
 def test_balance_draws_tokens_away_from_the_expert_that_has_most() -> None:

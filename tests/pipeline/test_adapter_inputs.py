@@ -76,7 +76,9 @@ def test_a_run_whose_adapter_has_changed_is_refused(spec: Path, file: str) -> No
         changed.write_text(json.dumps(json.loads(changed.read_text()) | {"revision": "x"}))
     else:
         make_adapter(changed.parent, spec.parent / "model", seed=2)
-    with pytest.raises(RunError, match=r"the inputs of tiny-1 have changed since it began:\n  model model: fingerprint"):
+    with pytest.raises(
+        RunError, match=r"the inputs of tiny-1 have changed since it began:\n  model model: fingerprint"
+    ):
         amend(run, ())
 
 
@@ -84,7 +86,8 @@ def test_an_adapter_that_is_gone_is_named_with_what_to_do(spec: Path) -> None:
     run = create(spec)
     shutil.rmtree(spec.parent / "adapters")
     with pytest.raises(
-        ModelError, match=r"adapters/first/adapter_config.json cannot be read: No such file or directory\nname a folder with adapter_config.json"
+        ModelError,
+        match=r"adapters/first/adapter_config.json cannot be read: No such file or directory\nname a folder with adapter_config.json",
     ):
         amend(run, ())
 

@@ -18,7 +18,9 @@ def test_a_label_of_the_spec_means_what_the_spec_says_and_another_name_the_task_
 
 
 def test_a_mapping_is_a_task_or_a_whole_evaluation() -> None:
-    task, whole = named_evaluations(["{kind: rouge, stemmer: false}", "{name: mine, task: {kind: lm_eval, tasks: [arc_easy]}, limit: 5}"])
+    task, whole = named_evaluations(
+        ["{kind: rouge, stemmer: false}", "{name: mine, task: {kind: lm_eval, tasks: [arc_easy]}, limit: 5}"]
+    )
     assert isinstance(task.task, Rouge)
     assert not task.task.stemmer
     assert isinstance(whole.task, LmEval)
@@ -59,4 +61,6 @@ def test_what_is_no_task_is_refused_with_what_there_is(asked: list[str], problem
 
 def test_the_command_line_is_laid_over_what_the_spec_says() -> None:
     assert overlaid(DECLARED, limit=None, max_new_tokens=None, batch=None) == DECLARED
-    assert overlaid(DECLARED, limit=3, max_new_tokens=5, batch=2) == DECLARED.model_copy(update={"limit": 3, "max_new_tokens": 5, "batch": 2})
+    assert overlaid(DECLARED, limit=3, max_new_tokens=5, batch=2) == DECLARED.model_copy(
+        update={"limit": 3, "max_new_tokens": 5, "batch": 2}
+    )

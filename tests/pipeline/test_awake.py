@@ -32,7 +32,9 @@ def test_an_inhibitor_that_refuses_is_as_good_as_none(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("command", [None, ["false"], ["cat"]])
-def test_a_machine_without_a_battery_is_left_in_peace(monkeypatch: pytest.MonkeyPatch, command: list[str] | None) -> None:
+def test_a_machine_without_a_battery_is_left_in_peace(
+    monkeypatch: pytest.MonkeyPatch, command: list[str] | None
+) -> None:
     assert _warnings(monkeypatch, DESKTOP, command) == []
 
 

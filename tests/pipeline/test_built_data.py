@@ -44,7 +44,10 @@ def test_another_method_makes_another_preparation(graphs: Path) -> None:
 
 def test_a_file_of_the_users_own_builds_every_split_and_is_known_by_its_content(graphs: Path) -> None:
     before = prepared(graphs, OWN)
-    assert [row.prompt[-1].content for row in read_items(before / "test.jsonl")] == ["PREFIX one test", "PREFIX two test"]
+    assert [row.prompt[-1].content for row in read_items(before / "test.jsonl")] == [
+        "PREFIX one test",
+        "PREFIX two test",
+    ]
     assert prepared(graphs, OWN) == before
     (graphs.parent / "form.py").write_text(FORM.replace("PREFIX", "OTHER"))
     after = prepared(graphs, OWN)

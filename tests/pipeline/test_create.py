@@ -69,7 +69,9 @@ def test_a_full_disk_while_a_run_is_made_is_named(project: Path, monkeypatch: py
     assert list((project.parent / "runs").iterdir()) == []
 
 
-def test_a_number_that_another_process_takes_first_is_left_to_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_another_process_takes_first_is_left_to_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = prepared(project)
     numbers = iter([1, 1, 2])
     monkeypatch.setattr("finefit.pipeline.create.next_number", lambda *_: next(numbers))
@@ -88,7 +90,11 @@ def test_every_row_is_in_the_ledger_used_or_dropped_with_its_reason(project: Pat
     rows = make_rows(6)
     rows[2]["messages"][0]["content"] = "add " * 60
     write_jsonl(project.parent / "train.jsonl", rows)
-    lines = list(read_lines(stage_of(prepared(project, "data.too_long=drop", "data.max_tokens=120", "data.drop_at_most=0.2")).ledger))
+    lines = list(
+        read_lines(
+            stage_of(prepared(project, "data.too_long=drop", "data.max_tokens=120", "data.drop_at_most=0.2")).ledger
+        )
+    )
     (train,) = [line for line in lines if line["split"] == "train" and "read" in line]
     assert (train["read"], train["used"], train["dropped"]) == (6, 5, {"too long": 1})
     (dropped,) = [line for line in lines if "reason" in line]
@@ -114,7 +120,13 @@ def test_paths_are_recorded_relative_to_the_run(project: Path) -> None:
 def test_two_nodes_of_two_ranks_are_planned_as_four(project: Path) -> None:
     spec = load_spec(project, ("engine={kind: ddp, devices: 2}",))
     opened = open_inputs(spec, project.parent, project.parent / "runs" / spec.name, nodes=2)
-    run = create_run(opened, spec_text=project.read_text(), overrides=("engine={kind: ddp, devices: 2}",), base=project.parent, runs=project.parent)
+    run = create_run(
+        opened,
+        spec_text=project.read_text(),
+        overrides=("engine={kind: ddp, devices: 2}",),
+        base=project.parent,
+        runs=project.parent,
+    )
     stage, plan = read_record(stage_of(run).stage, Stage), read_record(run.plan, Plan)
     assert (stage.num_ranks, stage.engine) == (4, Parallel(kind="ddp", devices=2))
     assert plan.forecasts["sft"].devices == 4

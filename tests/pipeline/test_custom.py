@@ -21,7 +21,9 @@ OWN = CustomModel.model_validate(SPEC["model"])
 def two_stages(tuning: dict[str, Any]) -> Pipeline:
     first = TRAIN | {"model": SPEC["model"], "tuning": tuning}
     return Pipeline.model_validate_json(
-        json.dumps({"name": "own", "stages": {"first": first, "second": TRAIN | {"model": {"kind": "stage", "name": "first"}}}})
+        json.dumps(
+            {"name": "own", "stages": {"first": first, "second": TRAIN | {"model": {"kind": "stage", "name": "first"}}}}
+        )
     )
 
 
@@ -31,7 +33,9 @@ def at(name: str) -> Path:
 
 def test_the_model_of_a_stage_is_the_same_code_with_what_it_has_learnt() -> None:
     whole = two_stages({"kind": "full"})
-    assert wired_model(whole, StageModel(kind="stage", name="first"), at).model == OWN.model_copy(update={"weights": "/runs/first"})
+    assert wired_model(whole, StageModel(kind="stage", name="first"), at).model == OWN.model_copy(
+        update={"weights": "/runs/first"}
+    )
     model = wired_spec(whole, "second", at, Path("/specs")).model
     assert isinstance(model, CustomModel)
     assert (model.file, model.weights) == ("my_model.py", "../runs/first")
@@ -43,7 +47,11 @@ def test_all_paths_of_the_model_move_and_nothing_else() -> None:
     model = OWN.model_copy(update={"weights": "w"})
     moved = moved_model(model, lambda path: f"../{path}")
     assert isinstance(moved, CustomModel)
-    assert (moved.file, moved.weights, moved.tokenizer) == ("../my_model.py", "../w", FolderModel(kind="folder", path="../tokenizer"))
+    assert (moved.file, moved.weights, moved.tokenizer) == (
+        "../my_model.py",
+        "../w",
+        FolderModel(kind="folder", path="../tokenizer"),
+    )
     assert moved.config == model.config
     still = moved_model(OWN, lambda path: f"../{path}")
     assert isinstance(still, CustomModel)
@@ -54,7 +62,9 @@ def test_a_run_keeps_the_code_and_its_spec_names_the_copy(tmp_path: Path) -> Non
     (tmp_path / "my_model.py").write_text(CODE, encoding="utf-8")
     (tmp_path / "run").mkdir()
     spec = parse_spec(json.dumps(SPEC), where="spec.yaml", overrides=())
-    kept = keep_model_file(spec.model_copy(update={"model": moved_model(spec.model, lambda path: f"../{path}")}), tmp_path / "run")
+    kept = keep_model_file(
+        spec.model_copy(update={"model": moved_model(spec.model, lambda path: f"../{path}")}), tmp_path / "run"
+    )
     assert isinstance(kept.model, CustomModel)
     assert kept.model.file == "model/my_model.py"
     assert (tmp_path / "run" / "model" / "my_model.py").read_text(encoding="utf-8") == CODE
@@ -62,7 +72,9 @@ def test_a_run_keeps_the_code_and_its_spec_names_the_copy(tmp_path: Path) -> Non
 
 
 def test_a_run_that_goes_on_has_its_own_copy_unless_another_file_is_given_now() -> None:
-    before = OWN.model_copy(update={"file": "model/my_model.py", "tokenizer": FolderModel(kind="folder", path="../tokenizer")})
+    before = OWN.model_copy(
+        update={"file": "model/my_model.py", "tokenizer": FolderModel(kind="folder", path="../tokenizer")}
+    )
     fresh = OWN.model_copy(update={"file": "../my_model.py", "config": {"width": 9}})
     gone_on = _same_files(fresh, before, lambda _: False)
     assert gone_on == before.model_copy(update={"config": {"width": 9}})

@@ -60,7 +60,15 @@ def test_an_equal_project_elsewhere_shares_it(project: Path, tmp_path: Path, mad
 
 @pytest.mark.parametrize(
     "override",
-    ["data.bad_rows=drop", "data.drop_at_most=0.5", "data.cut_at_most=0.9", "data.packing=none", "optimizer.lr=1", "global_batch=2", "name=other"],
+    [
+        "data.bad_rows=drop",
+        "data.drop_at_most=0.5",
+        "data.cut_at_most=0.9",
+        "data.packing=none",
+        "optimizer.lr=1",
+        "global_batch=2",
+        "name=other",
+    ],
 )
 def test_what_only_judges_or_comes_later_makes_no_other(project: Path, made: list[Path], override: str) -> None:
     assert _prepare(project, override).folder == _prepare(project).folder
@@ -116,7 +124,10 @@ def _flip(folder: Path) -> None:
     (folder / "train.safetensors").write_bytes(content)
 
 
-@pytest.mark.parametrize("spoil", [lambda folder: (folder / RECORD).write_text("{"), lambda folder: (folder / "train.safetensors").unlink(), _flip])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda folder: (folder / RECORD).write_text("{"), lambda folder: (folder / "train.safetensors").unlink(), _flip],
+)
 def test_a_damaged_preparation_is_made_again(project: Path, made: list[Path], spoil: Callable[[Path], object]) -> None:
     first = _prepare(project)
     spoil(first.folder)
@@ -126,13 +137,17 @@ def test_a_damaged_preparation_is_made_again(project: Path, made: list[Path], sp
 
 def test_a_preparation_that_fails_leaves_nothing_behind(project: Path, made: list[Path]) -> None:
     write_jsonl(project.parent / "train.jsonl", [{"question": "Why?", "answer": "So.", "response": "Because."}])
-    with pytest.raises(DataError, match=r"train\.jsonl may have its prompt in question and its answer in answer or response"):
+    with pytest.raises(
+        DataError, match=r"train\.jsonl may have its prompt in question and its answer in answer or response"
+    ):
         _prepare(project)
     assert len(made) == 1
     assert _kept() == []
 
 
-def test_another_process_that_was_first_is_left_alone(project: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_that_was_first_is_left_alone(
+    project: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = _prepare(project)
     before = (first.folder / RECORD).stat().st_mtime_ns
     looks = iter([None])  # at first it is not there
@@ -184,7 +199,9 @@ def test_what_a_killed_process_left_is_removed_after_a_day_and_not_before(projec
     assert _kept() == sorted([young, found.folder])
 
 
-def test_a_cache_that_cannot_be_written_is_named(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(RunError, match="cannot be written") as caught:
@@ -192,7 +209,9 @@ def test_a_cache_that_cannot_be_written_is_named(project: Path, tmp_path: Path, 
     assert "XDG_CACHE_HOME" in caught.value.remedy
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept_under_its_old_name(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_not_kept_under_its_old_name(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def changing(*arguments: Any, **named: Any) -> Preparation:

@@ -64,5 +64,7 @@ def test_a_copy_of_a_project_is_prepared_from_its_own_images(project: Path) -> N
     for name in ("a.jsonl", "a.png"):
         (copy / name).write_bytes((project / name).read_bytes())
     (copy / "model").symlink_to(project / "model")
-    (picture,) = [picture for example in Examples(prepared(copy).path("train.safetensors")) for picture in example.images]
+    (picture,) = [
+        picture for example in Examples(prepared(copy).path("train.safetensors")) for picture in example.images
+    ]
     assert picture.path == str(copy / "a.png")

@@ -19,7 +19,16 @@ from finefit.artifacts.trainings import Stage
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.pipeline import evaluating
 from finefit.pipeline.create import stage_of
-from finefit.pipeline.evaluating import Rooms, at_the_end, evaluate, evaluations_of, note_scores, relabelled, request_of, scores_told
+from finefit.pipeline.evaluating import (
+    Rooms,
+    at_the_end,
+    evaluate,
+    evaluations_of,
+    note_scores,
+    relabelled,
+    request_of,
+    scores_told,
+)
 from finefit.pipeline.scoring import Wish, carry_out, open_work
 from finefit.spec.schema import Evaluation, Tracker
 from finefit.spec.tasks import Judge
@@ -46,8 +55,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         log.touch()
         request = read_record(argument, EvalRequest)
         found.append(request)
-        paths = StageDir(argument.parents[2]).evaluation(request.evaluation.label, request.checkpoint, request.evaluation.limit)
-        write_record(paths.result, make_result(request.checkpoint, (make_item(0, all_fields=1.0),), task=request.evaluation.label))
+        paths = StageDir(argument.parents[2]).evaluation(
+            request.evaluation.label, request.checkpoint, request.evaluation.limit
+        )
+        write_record(
+            paths.result,
+            make_result(request.checkpoint, (make_item(0, all_fields=1.0),), task=request.evaluation.label),
+        )
         return 0
 
     monkeypatch.setattr(evaluating, "launch", launch)
@@ -98,14 +112,20 @@ def test_every_checkpoint_is_scored_where_the_spec_asks_for_all(trained: RunDir,
 def test_another_length_of_answers_asks_for_another_room(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def rooms_here(_: object, __: object, evaluations: tuple[Evaluation, ...], prompt_tokens: int, _grids: object) -> dict[str, Room]:
+    def rooms_here(
+        _: object, __: object, evaluations: tuple[Evaluation, ...], prompt_tokens: int, _grids: object
+    ) -> dict[str, Room]:
         asked.append(prompt_tokens)
         return {evaluations[0].label: Room(rows=3, tokens=9)}
 
     monkeypatch.setattr(evaluating, "rooms_here", rooms_here)
     rooms = Rooms(run=run, prompt_tokens=77)
     assert rooms.find(_ask(run)).rows == 16
-    assert (rooms.find(_ask(run, max_new_tokens=9)).rows, rooms.find(_ask(run, max_new_tokens=9, limit=2)).rows, asked) == (3, 3, [77])
+    assert (
+        rooms.find(_ask(run, max_new_tokens=9)).rows,
+        rooms.find(_ask(run, max_new_tokens=9, limit=2)).rows,
+        asked,
+    ) == (3, 3, [77])
 
 
 @pytest.mark.parametrize("broken", ["request", "result"])
@@ -118,7 +138,9 @@ def test_a_record_of_another_version_is_scored_anew(run: RunDir, launched: Launc
     assert len(launched) == 2
 
 
-def test_what_other_packages_answered_is_asked_anew(run: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_packages_answered_is_asked_anew(
+    run: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _score(run, _ask(run))
     assert launched[0].made_with.keys() == {"finefit", "torch", "transformers", "peft"}
     monkeypatch.setattr(evaluating, "made_with", lambda: launched[0].made_with | {"transformers": "9.9"})
@@ -127,7 +149,9 @@ def test_what_other_packages_answered_is_asked_anew(run: RunDir, launched: Launc
     assert [request.made_with["transformers"] == "9.9" for request in launched] == [False, True]
 
 
-def test_a_short_trial_leaves_the_full_record_alone(trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_trial_leaves_the_full_record_alone(
+    trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluating, "rooms_here", lambda _, __, asked, *___: {asked[0].label: Room(rows=2, tokens=99)})
     carry_out(open_work(Wish(target=str(trained.path))), tick=lambda: None, say=lambda _: None)
     paths = stage_of(trained).evaluation("json_match", "checkpoint-12")
@@ -142,22 +166,33 @@ def test_a_short_trial_leaves_the_full_record_alone(trained: RunDir, launched: L
     assert re.fullmatch(r"json_match-with-[0-9a-f]{8}", second.evaluation.label)
 
 
-def test_settings_of_a_task_that_no_spec_names_are_apart_from_those_that_are_scored(run: RunDir, launched: Launched) -> None:
+def test_settings_of_a_task_that_no_spec_names_are_apart_from_those_that_are_scored(
+    run: RunDir, launched: Launched
+) -> None:
     def label(task: str) -> str:
         (request,) = open_work(Wish(target=str(run.path), checkpoint="base", tasks=(task,))).requests
         return request.evaluation.label
 
     _score(run, open_work(Wish(target=str(run.path), checkpoint="base", tasks=("rouge",))).requests[0])
     other = label("{kind: rouge, stemmer: false}")
-    assert (label("rouge"), label("{task: rouge, limit: 3, batch: 2}"), other.startswith("rouge-with-")) == ("rouge", "rouge", True)
+    assert (label("rouge"), label("{task: rouge, limit: 3, batch: 2}"), other.startswith("rouge-with-")) == (
+        "rouge",
+        "rouge",
+        True,
+    )
     again = label(f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}")
-    _score(run, open_work(Wish(target=str(run.path), checkpoint="base", tasks=("{kind: rouge, stemmer: false}",))).requests[0])
+    _score(
+        run,
+        open_work(Wish(target=str(run.path), checkpoint="base", tasks=("{kind: rouge, stemmer: false}",))).requests[0],
+    )
     assert (again, len(launched)) == (other, 2)
     third = label(f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}")
     assert (third.count("-with-"), third != other) == (1, True)
 
 
-def test_what_was_asked_otherwise_is_kept_until_all_items_are_scored_anew(run: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_otherwise_is_kept_until_all_items_are_scored_anew(
+    run: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _score(run, _ask(run))
     paths, play = stage_of(run).evaluation("json_match", "base"), vars(evaluating)["launch"]
     paths.items.write_text("{}\n")
@@ -189,7 +224,9 @@ def test_another_judge_is_asked_about_the_answers_that_are_there(run: RunDir, la
     assert (len(launched), launched[1].evaluation.judge, paths.items.read_text()) == (2, judge, "{}\n")
 
 
-def test_a_task_file_is_copied_beside_the_request_and_another_content_is_asked_anew(run: RunDir, launched: Launched) -> None:
+def test_a_task_file_is_copied_beside_the_request_and_another_content_is_asked_anew(
+    run: RunDir, launched: Launched
+) -> None:
     own = Evaluation.model_validate({"task": {"kind": "python", "path": str(run.path / "mine.py")}})
     for content, times in (("A = 1\n", 1), ("A = 1\n", 1), ("A = 2\n", 2)):
         (run.path / "mine.py").write_text(content)
@@ -212,7 +249,10 @@ def test_other_rows_are_filed_apart_and_asked_with_the_template_of_the_run(
     (label,) = {request.evaluation.label for request in launched}
     assert label.startswith("json_match-on-other-rows-")
     subject, stage = launched[0].subject, read_record(stage_of(trained).stage, Stage)
-    assert (subject.template_sha256, subject.items_sha256 != stage.prepared["test.jsonl"]) == (stage.template_sha256, True)
+    assert (subject.template_sha256, subject.items_sha256 != stage.prepared["test.jsonl"]) == (
+        stage.template_sha256,
+        True,
+    )
     assert len(stage_of(trained).prepared(subject.items).read_text().splitlines()) == 3
     assert not stage_of(trained).evaluation("json_match", "base").result.exists()
 
@@ -220,7 +260,11 @@ def test_other_rows_are_filed_apart_and_asked_with_the_template_of_the_run(
 def test_another_device_leaves_the_scores_of_the_runs_own_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluating, "precision_on", lambda _: "bf16")
     (request,) = open_work(Wish(target=str(run.path), device="cuda", checkpoint="base")).requests
-    assert (request.evaluation.label, request.subject.device, request.subject.precision) == ("json_match-on-cuda", "cuda", "bf16")
+    assert (request.evaluation.label, request.subject.device, request.subject.precision) == (
+        "json_match-on-cuda",
+        "cuda",
+        "bf16",
+    )
     (same,) = open_work(Wish(target=str(run.path), device="cpu", checkpoint="base")).requests
     assert same.evaluation.label == "json_match"
 
@@ -235,7 +279,8 @@ def test_a_label_keeps_what_sets_it_apart_however_long_it_is() -> None:
     label = relabelled(long, "rows-0123abcd").label
     assert (len(label), label.endswith("-on-rows-0123abcd")) == (64, True)
     assert (
-        Evaluation.model_validate(json.loads(relabelled(long, "rows").model_dump_json()) | {"task": "rouge"}).label == relabelled(long, "rows").label
+        Evaluation.model_validate(json.loads(relabelled(long, "rows").model_dump_json()) | {"task": "rouge"}).label
+        == relabelled(long, "rows").label
     )
 
 
@@ -247,14 +292,19 @@ def test_a_run_without_test_rows_says_how_to_name_some(run: RunDir) -> None:
     assert "--data FILE" in caught.value.remedy
 
 
-def test_tasks_that_bring_their_own_items_are_refused_with_other_rows(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_bring_their_own_items_are_refused_with_other_rows(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "other.jsonl", make_rows(3, seed=9))
     harness = "{kind: lm_eval, tasks: [arc_easy]}"
     with pytest.raises(RunError, match="lm_eval brings its own items") as caught:
         open_work(Wish(target=str(run.path), data="other.jsonl", checkpoint="base", tasks=("json_match", harness)))
     assert caught.value.remedy.startswith("leave --data out")
-    both = (Evaluation.model_validate({"task": "json_match"}), Evaluation.model_validate({"task": {"kind": "lm_eval", "tasks": ["arc_easy"]}}))
+    both = (
+        Evaluation.model_validate({"task": "json_match"}),
+        Evaluation.model_validate({"task": {"kind": "lm_eval", "tasks": ["arc_easy"]}}),
+    )
     _stage(run, evaluate=both)
     (request,) = open_work(Wish(target=str(run.path), data="other.jsonl", checkpoint="base")).requests
     assert request.evaluation.label.startswith("json_match-on-other-")
@@ -268,10 +318,18 @@ def _answers_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Wish:
     rows = make_rows(3, seed=9)
     write_jsonl(folder / "rows.jsonl", rows)
     write_jsonl(folder / "checkpoint-500.jsonl", [{"id": at, "answer": "{}"} for at in range(1, 4)])
-    return Wish(target=None, data="rows.jsonl", tasks=("json_match",), answers=folder / "checkpoint-500.jsonl", runs=folder / "runs")
+    return Wish(
+        target=None,
+        data="rows.jsonl",
+        tasks=("json_match",),
+        answers=folder / "checkpoint-500.jsonl",
+        runs=folder / "runs",
+    )
 
 
-def test_answers_made_elsewhere_may_be_called_as_a_checkpoint_is(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_made_elsewhere_may_be_called_as_a_checkpoint_is(
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = open_work(_answers_alone(tmp_path, monkeypatch))
     carry_out(work, tick=lambda: None, say=lambda _: None)
     assert launched[0].checkpoint.startswith("checkpoint-500-")
@@ -279,7 +337,9 @@ def test_answers_made_elsewhere_may_be_called_as_a_checkpoint_is(tmp_path: Path,
     assert read_record(work.run.run, Run).status == "finished"
 
 
-def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = open_work(wish := _answers_alone(tmp_path, monkeypatch)).run
     carry_out(open_work(wish), tick=lambda: None, say=lambda _: None)
     carry_out(open_work(Wish(target=str(run.path))), tick=lambda: None, say=lambda _: None)
@@ -289,7 +349,8 @@ def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "kind"), [(ValueError("odd"), "failed", "FinefitError"), (KeyboardInterrupt(), "stopped", "Interrupted")]
+    ("error", "status", "kind"),
+    [(ValueError("odd"), "failed", "FinefitError"), (KeyboardInterrupt(), "stopped", "Interrupted")],
 )
 def test_a_run_that_only_evaluates_is_not_left_running_by_any_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str, kind: str
@@ -306,7 +367,9 @@ def test_a_run_that_only_evaluates_is_not_left_running_by_any_error(
     assert (record.status, record.failure.kind) == (status, kind)
 
 
-def test_scores_are_noted_when_a_later_checkpoint_fails_and_told_then(trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_noted_when_a_later_checkpoint_fails_and_told_then(
+    trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[list[str]] = []
 
     class Heard:
@@ -319,7 +382,11 @@ def test_scores_are_noted_when_a_later_checkpoint_fails_and_told_then(trained: R
 
     play = vars(evaluating)["launch"]
     monkeypatch.setattr(evaluating, "Tracking", Heard)
-    monkeypatch.setattr(evaluating, "launch", lambda module, path, **more: 3 if path.name.startswith("checkpoint") else play(module, path, **more))
+    monkeypatch.setattr(
+        evaluating,
+        "launch",
+        lambda module, path, **more: 3 if path.name.startswith("checkpoint") else play(module, path, **more),
+    )
     _stage(trained, trackers=(Tracker(kind="trackio"),))
     with pytest.raises(Interrupted):
         at_the_end(trained, lock=0, tick=lambda: None, say=lambda _: None)
@@ -344,7 +411,9 @@ def test_scores_by_data_set_are_noted_with_their_intervals_under_names_that_trac
     assert [line[f"json_match/scans-2-/all_fields{end}"] for end in ("", "_low", "_high")] == [0.25, 0.125, 0.5]
 
 
-def test_scores_and_a_few_answers_reach_the_trackers_of_the_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_a_few_answers_reach_the_trackers_of_the_run(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "trackio.py").write_text(FAKE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -356,13 +425,22 @@ def test_scores_and_a_few_answers_reach_the_trackers_of_the_run(run: RunDir, tmp
     lines = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
     assert (len(lines), said) == (2, [])  # each once
     step, sent = lines[0]
-    assert (step, sent["json_match/all_fields"], sent["json_match/all_fields_low"], sent["json_match/coverage"]) == (12, 0.5, 0.1, 1.0)
+    assert (step, sent["json_match/all_fields"], sent["json_match/all_fields_low"], sent["json_match/coverage"]) == (
+        12,
+        0.5,
+        0.1,
+        1.0,
+    )
     samples = [value for name, value in sent.items() if "/sample-" in name]
     assert (len(samples), samples[1]) == (3, "prompt 3\n\nanswer: [3]\n\nreference: [7]")
 
 
-def test_a_tracker_that_fails_is_told_and_the_scores_are_whole(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trackio.py").write_text("def init(**_): pass\ndef finish(): pass\ndef log(metrics, step): raise ValueError('no')\n")
+def test_a_tracker_that_fails_is_told_and_the_scores_are_whole(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trackio.py").write_text(
+        "def init(**_): pass\ndef finish(): pass\ndef log(metrics, step): raise ValueError('no')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     _stage(run, trackers=(Tracker(kind="trackio"),))
@@ -385,6 +463,10 @@ def test_the_real_tensorboard_reads_scores_and_answers(run: RunDir) -> None:
     events.Reload()
     (score,) = events.Tensors("json_match/all_fields")
     assert (score.step, float(score.tensor_proto.float_val[0])) == (12, 0.5)
-    texts = {name: events.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in events.Tags()["tensors"] if "sample" in name}
+    texts = {
+        name: events.Tensors(name)[0].tensor_proto.string_val[0].decode()
+        for name in events.Tags()["tensors"]
+        if "sample" in name
+    }
     assert len(texts) == 3
     assert any("answer: [3]" in text for text in texts.values())

@@ -75,7 +75,9 @@ def test_what_will_not_run_keeps_nothing_from_running(base: Path) -> None:
 def test_what_is_no_error_is_handed_back(base: Path) -> None:
     write_jsonl(base / "test.jsonl", [*make_rows(3, seed=2), make_rows(22)[4]])
     found = examined(base, "sft", "scores", changes=("stages.sft.data.overlap=warn",))
-    assert [(name, one.level) for name, one in found if "stand in the training rows" in one.problem] == [("scores", "warning")]
+    assert [(name, one.level) for name, one in found if "stand in the training rows" in one.problem] == [
+        ("scores", "warning")
+    ]
 
 
 def test_a_training_that_was_foretold_is_judged_by_what_was_foretold(base: Path) -> None:
@@ -89,7 +91,12 @@ def test_a_training_that_was_foretold_is_judged_by_what_was_foretold(base: Path)
 def test_a_leak_is_found_in_rows_that_are_cut(base: Path) -> None:
     _long_row_in_both(base)
     with pytest.raises(FindingError, match=r"train\.jsonl:23 \(sft\) is test\.jsonl:6: the same row"):
-        examined(base, "sft", "scores", changes=("stages.sft.data.too_long=cut_prompt", "stages.scores.data.too_long=cut_prompt"))
+        examined(
+            base,
+            "sft",
+            "scores",
+            changes=("stages.sft.data.too_long=cut_prompt", "stages.scores.data.too_long=cut_prompt"),
+        )
 
 
 def test_rows_that_a_training_takes_out_itself_are_no_leak(base: Path) -> None:
@@ -100,7 +107,11 @@ def test_rows_that_a_training_takes_out_itself_are_no_leak(base: Path) -> None:
 
 
 def test_a_file_that_rows_of_experts_are_built_with_is_missed_before_anything_runs(base: Path) -> None:
-    model, rows, form = "{kind: folder, path: model}", "{a: {path: train.jsonl}, b: {path: test.jsonl}}", "{kind: python, path: absent.py}"
+    model, rows, form = (
+        "{kind: folder, path: model}",
+        "{a: {path: train.jsonl}, b: {path: test.jsonl}}",
+        "{kind: python, path: absent.py}",
+    )
     experts = f"base: {model}, experts: {{a: {model}, b: {{kind: folder, path: other}}}}"
     stages = {
         "gate": f"{{kind: gate, {experts}, data: {rows}, task: {form}}}",

@@ -49,10 +49,20 @@ def base(tmp_path: Path, models: Path) -> Path:
 
 
 def examined(base: Path, stage: dict[str, Any], done: Path | None = None) -> tuple[Named, ...]:
-    train = {"kind": "train", "model": MODEL, "data": {"train": [{"path": "facts.jsonl"}]}, "optimizer": {"lr": 0.01}, "global_batch": 4}
+    train = {
+        "kind": "train",
+        "model": MODEL,
+        "data": {"train": [{"path": "facts.jsonl"}]},
+        "optimizer": {"lr": 0.01},
+        "global_batch": 4,
+    }
     script = {"kind": "python", "script": "write.py", "outputs": ["rows.jsonl"]}
     tuning = {"kind": "lora", "rank": 4, "alpha": 8}
-    document = {"name": "p", "device": "cpu", "stages": {"sft": {**train, "tuning": tuning}, "script": script, "it": stage}}
+    document = {
+        "name": "p",
+        "device": "cpu",
+        "stages": {"sft": {**train, "tuning": tuning}, "script": script, "it": stage},
+    }
     pipeline = parse_any(json.dumps(document), where="spec.yaml")
     assert isinstance(pipeline, Pipeline)
     return require_examined(
@@ -106,7 +116,9 @@ def test_a_row_that_a_gate_cannot_read_is_told_with_its_place(base: Path) -> Non
 
 def test_plain_text_is_told_to_be_nothing_that_a_gate_chooses_by(base: Path) -> None:
     write_jsonl(base / "digits.jsonl", [{"text": f"once upon {at}"} for at in range(9)])
-    assert refused(base, gate()).startswith("stage it: digits.jsonl:1 is plain text, and a gate chooses by what is asked")
+    assert refused(base, gate()).startswith(
+        "stage it: digits.jsonl:1 is plain text, and a gate chooses by what is asked"
+    )
 
 
 def test_prompts_that_cannot_be_divided_are_told_as_the_gate_tells_them(base: Path) -> None:
@@ -118,7 +130,9 @@ def test_prompts_that_cannot_be_divided_are_told_as_the_gate_tells_them(base: Pa
 
 
 def test_rows_too_long_to_start_a_router_are_told(base: Path) -> None:
-    assert refused(base, mixture(max_tokens=4)).startswith("stage it: no row of expert vowels can start its router; the first: vowels.jsonl:")
+    assert refused(base, mixture(max_tokens=4)).startswith(
+        "stage it: no row of expert vowels can start its router; the first: vowels.jsonl:"
+    )
 
 
 def test_rows_too_few_to_start_a_router_are_told(base: Path) -> None:
@@ -136,7 +150,9 @@ def test_rows_of_a_copy_that_is_collapsed_are_not_looked_at(base: Path) -> None:
     experts = {"experts": {**EXPERTS["experts"], "again": MODEL}, "copies": "collapse"}
     stage = mixture(data={**ROWS, "again": {"path": "again.jsonl"}}) | experts
     assert examined(base, stage) == ()
-    assert "again" in refused(base, stage | {"experts": {**EXPERTS["experts"], "again": {"kind": "folder", "path": "third"}}})
+    assert "again" in refused(
+        base, stage | {"experts": {**EXPERTS["experts"], "again": {"kind": "folder", "path": "third"}}}
+    )
 
 
 # pairs
@@ -178,24 +194,58 @@ REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     ),
     "rows that give no pair": (_nothing_to_change, pairs(), "no pair could be made for train of 5 rows"),
     "an empty file": (_empty, pairs(), "facts.jsonl holds no rows"),
-    "fields that are not there": (_nothing, pairs(train=[{"path": "facts.jsonl", "fields": {"prompt": "nope", "answer": "no"}}]), "facts.jsonl"),
-    "rows in two splits": (_same, pairs(**TEST), "rows that are held out stand in another split too: more.jsonl:1 (test) asks what"),
-    "rows in two splits, sampled": (_same, pairs(method=SAMPLED, **TEST), "rows that are held out stand in another split too: more.jsonl:1"),
-    "a task that scores no written answer": (_nothing, pairs(method={**SAMPLED, "task": "hallucination"}), "method.task hallucination does not say"),
-    "no row to ask of one split": (_texts, pairs(method=SAMPLED, **TEST), "no pair could be made for test of 1 rows: 1 is plain text"),
-    "verdicts of no run": (_nothing, {"kind": "make_pairs", "method": {"kind": "verdicts", "of": ["model"]}}, "model is neither a run directory nor"),
+    "fields that are not there": (
+        _nothing,
+        pairs(train=[{"path": "facts.jsonl", "fields": {"prompt": "nope", "answer": "no"}}]),
+        "facts.jsonl",
+    ),
+    "rows in two splits": (
+        _same,
+        pairs(**TEST),
+        "rows that are held out stand in another split too: more.jsonl:1 (test) asks what",
+    ),
+    "rows in two splits, sampled": (
+        _same,
+        pairs(method=SAMPLED, **TEST),
+        "rows that are held out stand in another split too: more.jsonl:1",
+    ),
+    "a task that scores no written answer": (
+        _nothing,
+        pairs(method={**SAMPLED, "task": "hallucination"}),
+        "method.task hallucination does not say",
+    ),
+    "no row to ask of one split": (
+        _texts,
+        pairs(method=SAMPLED, **TEST),
+        "no pair could be made for test of 1 rows: 1 is plain text",
+    ),
+    "verdicts of no run": (
+        _nothing,
+        {"kind": "make_pairs", "method": {"kind": "verdicts", "of": ["model"]}},
+        "model is neither a run directory nor",
+    ),
     "verdicts of other rows": (
         _nothing,
         {"kind": "make_pairs", "method": {"kind": "verdicts", "of": ["vowels.jsonl"]}},
         "vowels.jsonl:1 is no judged pair of two answers",
     ),
-    "a folder that is no adapter": (_no_adapter, {"kind": "merge_adapter", "model": MODEL, "adapter": "adapter"}, "adapter/adapter_config.json"),
-    "an adapter that is not there": (_nothing, {"kind": "merge_adapter", "model": MODEL, "adapter": "absent"}, "absent"),
+    "a folder that is no adapter": (
+        _no_adapter,
+        {"kind": "merge_adapter", "model": MODEL, "adapter": "adapter"},
+        "adapter/adapter_config.json",
+    ),
+    "an adapter that is not there": (
+        _nothing,
+        {"kind": "merge_adapter", "model": MODEL, "adapter": "absent"},
+        "absent",
+    ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "stage", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_the_stage_would_refuse_is_refused_before(spoil: Callable[[Path], None], stage: dict[str, Any], words: str, base: Path) -> None:
+def test_what_the_stage_would_refuse_is_refused_before(
+    spoil: Callable[[Path], None], stage: dict[str, Any], words: str, base: Path
+) -> None:
     spoil(base)
     first = refused(base, stage).splitlines()[0]
     assert first.startswith("stage it: ")
@@ -215,7 +265,9 @@ def test_an_adapter_that_is_one_is_no_finding(base: Path) -> None:
 
 def test_pairs_far_behind_rows_that_give_none_are_found(base: Path) -> None:
     """A few rows show that there will be pairs; only all of them show that there will be none."""
-    write_jsonl(base / "facts.jsonl", [*({"prompt": f"q{at}", "answer": "a"} for at in range(400)), *grounded(12, seed=1)])
+    write_jsonl(
+        base / "facts.jsonl", [*({"prompt": f"q{at}", "answer": "a"} for at in range(400)), *grounded(12, seed=1)]
+    )
     assert examined(base, pairs()) == ()
 
 

@@ -18,7 +18,15 @@ from finefit.pipeline.create import stage_of
 from tests.evals import make_result
 
 DONE = StageResult(
-    step=12, total_steps=12, checkpoint="checkpoint-12", trainable_parameters=1, parameters=2, tokens=3, seconds=1.0, peak_bytes=1, failure=None
+    step=12,
+    total_steps=12,
+    checkpoint="checkpoint-12",
+    trainable_parameters=1,
+    parameters=2,
+    tokens=3,
+    seconds=1.0,
+    peak_bytes=1,
+    failure=None,
 )
 Play = Callable[[str, Path], int]
 
@@ -61,7 +69,9 @@ def _all_goes_well(module: str, argument: Path) -> int:
     return 0
 
 
-def test_a_run_trains_then_scores_base_and_final_each_in_a_process(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_then_scores_base_and_final_each_in_a_process(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = _play(monkeypatch, _all_goes_well)
     assert _execute(run).status == "finished"
     assert launched == ["1-sft", "base.request.json", "checkpoint-12.request.json"]
@@ -91,7 +101,11 @@ def test_a_run_is_running_while_its_worker_works(run: RunDir, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("kind", "raised", "exit_code", "status"),
-    [("ModelError", UserError, 2, "failed"), ("Diverged", Diverged, 1, "failed"), ("Interrupted", Interrupted, 3, "stopped")],
+    [
+        ("ModelError", UserError, 2, "failed"),
+        ("Diverged", Diverged, 1, "failed"),
+        ("Interrupted", Interrupted, 3, "stopped"),
+    ],
 )
 def test_a_reported_failure_is_raised_as_what_it_was_and_recorded(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: str, raised: type[FinefitError], exit_code: int, status: str
@@ -105,7 +119,11 @@ def test_a_reported_failure_is_raised_as_what_it_was_and_recorded(
     _play(monkeypatch, fail)
     with pytest.raises(raised) as caught:
         _execute(run)
-    assert (type(caught.value).__name__, caught.value.problem, caught.value.remedy) == (kind, "the problem", "the remedy")
+    assert (type(caught.value).__name__, caught.value.problem, caught.value.remedy) == (
+        kind,
+        "the problem",
+        "the remedy",
+    )
     record = read_record(run.run, Run)
     assert (record.status, record.failure) == (status, failure)
 
@@ -142,18 +160,25 @@ def test_a_killed_worker_leaves_the_run_resumable(run: RunDir, monkeypatch: pyte
 def test_an_evaluation_that_leaves_no_word_is_a_fault_unless_it_was_stopped(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[FinefitError], exit_code: int
 ) -> None:
-    _play(monkeypatch, lambda module, argument: _all_goes_well(module, argument) if module == "finefit.train.worker" else code)
+    _play(
+        monkeypatch,
+        lambda module, argument: _all_goes_well(module, argument) if module == "finefit.train.worker" else code,
+    )
     with pytest.raises(raised) as caught:
         _execute(run)
     assert caught.value.exit_code == exit_code
 
 
-def test_what_an_evaluation_reports_reaches_the_user_as_its_own_type(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_evaluation_reports_reaches_the_user_as_its_own_type(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(module: str, argument: Path) -> int:
         if module == "finefit.train.worker":
             return _all_goes_well(module, argument)
         failure = Failure(kind="RunError", problem="the template has changed", remedy="put it back", exit_code=2)
-        write_record(StageDir(argument.parents[2]).evaluation("json_match", "base").failure, EvalFailure(failure=failure))
+        write_record(
+            StageDir(argument.parents[2]).evaluation("json_match", "base").failure, EvalFailure(failure=failure)
+        )
         return 2
 
     _play(monkeypatch, refuse)
@@ -161,7 +186,9 @@ def test_what_an_evaluation_reports_reaches_the_user_as_its_own_type(run: RunDir
         _execute(run)
 
 
-def test_other_settings_throw_the_old_answers_away_and_a_sample_does_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_throw_the_old_answers_away_and_a_sample_does_not(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = _play(monkeypatch, _all_goes_well)
     (evaluation,) = evaluating.evaluations_of(run)
     items = stage_of(run).evaluation("json_match", "base").items

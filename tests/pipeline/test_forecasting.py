@@ -65,12 +65,20 @@ def _no_row(folder: Path) -> str:
     [(_no_file, ()), (_no_tokenizer, (SHAPE,)), (_no_row, ("data.bad_rows=drop",))],
     ids=["no file", "no tokenizer", "no row"],
 )
-def test_what_cannot_be_counted_is_assumed_to_be_the_worst(project: Path, spoil: object, overrides: tuple[str, ...]) -> None:
+def test_what_cannot_be_counted_is_assumed_to_be_the_worst(
+    project: Path, spoil: object, overrides: tuple[str, ...]
+) -> None:
     assert callable(spoil)
     reason = spoil(project.parent)
     found = _lengths(project, "data.max_tokens=100", *overrides)
     assert found.source == f"assumed from data.max_tokens, since {reason}"
-    assert (found.num_rows, found.longest, found.mean, found.supervised, found.mean_supervised) == (None, 100, 100.0, 99, 99.0)
+    assert (found.num_rows, found.longest, found.mean, found.supervised, found.mean_supervised) == (
+        None,
+        100,
+        100.0,
+        99,
+        99.0,
+    )
 
 
 def test_pairs_that_cannot_be_counted_have_two_sides(project: Path) -> None:
@@ -133,7 +141,9 @@ def test_what_a_forecast_depends_on_is_asked_again(asked: Callable[..., int], ov
         (("launcher={kind: slurm, minutes: 5}",), ("launcher={kind: slurm, minutes: 9, partition: long}",)),
     ],
 )
-def test_what_it_does_not_depend_on_is_answered_at_once(asked: Callable[..., int], first: tuple[str, ...], second: tuple[str, ...]) -> None:
+def test_what_it_does_not_depend_on_is_answered_at_once(
+    asked: Callable[..., int], first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
     assert (asked(*first), asked(*second)) == (1, 1)
 
 
@@ -155,6 +165,8 @@ def test_a_setting_of_this_machine_matters_on_this_machine_only(
 
 
 @pytest.mark.parametrize(("named", "seen"), [("", None), ("1", (1,)), ("2, 3", (2, 3)), ("GPU-8932", None)])
-def test_the_cards_that_are_visible_are_known_by_their_numbers(monkeypatch: pytest.MonkeyPatch, named: str, seen: tuple[int, ...] | None) -> None:
+def test_the_cards_that_are_visible_are_known_by_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, named: str, seen: tuple[int, ...] | None
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert visible_cards() == seen

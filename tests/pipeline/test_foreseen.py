@@ -64,14 +64,20 @@ def test_a_stage_is_foretold_before_what_it_stands_on_exists(base: Path) -> None
     before = sorted(base.rglob("*"))
     whole = f"  whole: {{kind: train, model: {MODEL}, tuning: {{kind: full}}}}\n"
     found = foresee_stages(
-        pipeline_of(PREFERENCES + whole + "  on: {kind: train, model: {kind: stage, name: whole}, tuning: {kind: full}}\n"), base, cards=CARD
+        pipeline_of(
+            PREFERENCES + whole + "  on: {kind: train, model: {kind: stage, name: whole}, tuning: {kind: full}}\n"
+        ),
+        base,
+        cards=CARD,
     )
     assert list(found) == ["sft", "dpo", "whole", "on"]
     assert found["on"][0].parameters == found["whole"][0].parameters == 8864
     assert found["on"][0].lengths.source == "counted"
     adapter = found["sft"][0].trainable_parameters
     assert found["sft"][0].parameters == 8864 + adapter
-    assert found["dpo"][0].parameters == 8864 + 2 * adapter  # the adapter that it goes on with, and where that began as its reference
+    assert (
+        found["dpo"][0].parameters == 8864 + 2 * adapter
+    )  # the adapter that it goes on with, and where that began as its reference
     assert sorted(base.rglob("*")) == before
 
 
@@ -96,8 +102,12 @@ def test_what_a_stage_has_made_stands_for_itself(base: Path, tmp_path: Path) -> 
     stages = whole + "  on: {kind: train, model: {kind: stage, name: whole}, tuning: {kind: full}}\n"
     made = make_model_folder(tmp_path / "made")
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
-    found = foresee_stages(pipeline_of(stages), base, cards=CARD, done=lambda name: made if name == "whole" else None, names=("on",))
+    (made / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    )
+    found = foresee_stages(
+        pipeline_of(stages), base, cards=CARD, done=lambda name: made if name == "whole" else None, names=("on",)
+    )
     assert found["on"][0].parameters > 8864
 
 
@@ -107,7 +117,14 @@ def test_a_fault_is_told_with_the_stage_it_is_of(base: Path) -> None:
 
 
 def test_a_stage_that_does_not_fit_is_refused_by_name_with_its_way_out() -> None:
-    way = Suggestion(changes=("stages.dpo.levers.micro_batch=1",), saves_bytes=1, peak_bytes=5, fits=True, is_exact=True, price="slower")
+    way = Suggestion(
+        changes=("stages.dpo.levers.micro_batch=1",),
+        saves_bytes=1,
+        peak_bytes=5,
+        fits=True,
+        is_exact=True,
+        price="slower",
+    )
     small = make_forecast()
     require_fitting({"sft": (small,)})
     with pytest.raises(FindingError) as refused:
@@ -123,7 +140,11 @@ def _suggested(*changes: str) -> Suggestion:
 def test_a_suggestion_is_written_as_the_pipeline_takes_it() -> None:
     """An adapter that two stages train is changed in both: a narrower one cannot go on from a wider."""
     found = within_pipeline(pipeline_of(PREFERENCES), "dpo", (_suggested("levers.micro_batch=1", "tuning.rank=2"),))
-    assert found[0].changes == ("stages.dpo.levers.micro_batch=1", "stages.sft.tuning.rank=2", "stages.dpo.tuning.rank=2")
+    assert found[0].changes == (
+        "stages.dpo.levers.micro_batch=1",
+        "stages.sft.tuning.rank=2",
+        "stages.dpo.tuning.rank=2",
+    )
     assert sharing_adapter(pipeline_of(PREFERENCES), "sft") == ("sft", "dpo")
 
 
@@ -157,7 +178,9 @@ TWICE = f"experts: {{a: {MODEL}, b: {{kind: folder, path: other}}, c: {MODEL}}}"
         (f"{TWICE}, merge: average", None, None),
     ],
 )
-def test_a_mixture_is_outlined_as_it_will_be_built(rest: str, experts: int | None, top_k: int | None, base: Path) -> None:
+def test_a_mixture_is_outlined_as_it_will_be_built(
+    rest: str, experts: int | None, top_k: int | None, base: Path
+) -> None:
     stages = f"  mix: {{kind: build_moe, base: {MODEL}, {rest}}}\n"
     folder = Outlines(pipeline=pipeline_of(stages), base=base).at("mix")
     config = json.loads((folder / "config.json").read_text())
@@ -172,7 +195,10 @@ def test_a_mixture_is_outlined_as_it_will_be_built(rest: str, experts: int | Non
     [
         (
             f"{TWICE}, merge: average",
-            ("the mean of 3 experts, as large as the base", "3 slots hold 2 distinct models: copies pull the mean their way, so"),
+            (
+                "the mean of 3 experts, as large as the base",
+                "3 slots hold 2 distinct models: copies pull the mean their way, so",
+            ),
         ),
         (
             f"{TWICE}, merge: average, copies: collapse",
@@ -180,13 +206,20 @@ def test_a_mixture_is_outlined_as_it_will_be_built(rest: str, experts: int | Non
         ),
         (
             f"{TWICE}, copies: collapse",
-            ("2 experts, 2 of them for each token", "3 slots hold 2 distinct models, and copies are collapsed: they take no"),
+            (
+                "2 experts, 2 of them for each token",
+                "3 slots hold 2 distinct models, and copies are collapsed: they take no",
+            ),
         ),
         (f"{TWICE}, router: {{kind: select_one, expert: b}}", ("1 experts, 1 of them for each token",)),
     ],
 )
-def test_it_is_foretold_of_copies_what_the_build_will_do(rest: str, notes: tuple[str, ...], stored_in_bf16: Path) -> None:
-    found = look_ahead(pipeline_of(f"  mix: {{kind: build_moe, base: {MODEL}, {rest}}}\n"), stored_in_bf16, cards=CARD)["mix"].notes
+def test_it_is_foretold_of_copies_what_the_build_will_do(
+    rest: str, notes: tuple[str, ...], stored_in_bf16: Path
+) -> None:
+    found = look_ahead(pipeline_of(f"  mix: {{kind: build_moe, base: {MODEL}, {rest}}}\n"), stored_in_bf16, cards=CARD)[
+        "mix"
+    ].notes
     assert len(found) == len(notes)
     assert all(note.startswith(start) for note, start in zip(found, notes, strict=True))
 
@@ -235,10 +268,14 @@ def test_a_model_that_cannot_answer_on_a_card_is_seen_before_it_is_asked(base: P
     assert found.seconds is not None
 
 
-MERGED = f"  sft: {{kind: train, model: {MODEL}}}\n  merged: {{kind: merge_adapter, model: {{kind: stage, name: sft}}}}\n"
+MERGED = (
+    f"  sft: {{kind: train, model: {MODEL}}}\n  merged: {{kind: merge_adapter, model: {{kind: stage, name: sft}}}}\n"
+)
 TWO = f"{{a: {MODEL}, b: {{kind: folder, path: other}}}}"
 MIX = f"  mix: {{kind: build_moe, base: {MODEL}, experts: {TWO}}}\n"
-FROM_ROWS = MIX.replace("}}}\n", "}}, router: {kind: centroids, data: {a: {path: train.jsonl}, b: {path: test.jsonl}}}}\n")
+FROM_ROWS = MIX.replace(
+    "}}}\n", "}}, router: {kind: centroids, data: {a: {path: train.jsonl}, b: {path: test.jsonl}}}}\n"
+)
 
 
 @pytest.fixture
@@ -271,7 +308,9 @@ def test_what_this_machine_cannot_hold_in_memory_does_not_fit_here(
     [("auto", "cpu", 4), ("bf16", "cpu", 2), ("auto", "RTX 4090", 0)],
     ids=["fp32 on a CPU", "as the spec says", "on the card"],
 )
-def test_a_base_that_is_looked_at_is_held_in_the_precision_of_the_run(precision: str, card: str, width: int, stored_in_bf16: Path) -> None:
+def test_a_base_that_is_looked_at_is_held_in_the_precision_of_the_run(
+    precision: str, card: str, width: int, stored_in_bf16: Path
+) -> None:
     def host_bytes(stages: str) -> int:
         pipeline = pipeline_of(stages).model_copy(update={"precision": precision})
         return look_at(Outlines(pipeline=pipeline, base=stored_in_bf16), "mix", (card,)).host_bytes or 0
@@ -300,7 +339,9 @@ SAMPLED = """\
 
 def test_answers_that_are_sampled_have_their_room(base: Path) -> None:
     """One answer to each of ten prompts, three times over."""
-    found = look_ahead(pipeline_of(SAMPLED.format(model=MODEL, path="train.jsonl")), base, cards=(*CARD, "10MiB"))["pairs"]
+    found = look_ahead(pipeline_of(SAMPLED.format(model=MODEL, path="train.jsonl")), base, cards=(*CARD, "10MiB"))[
+        "pairs"
+    ]
     assert found.fits == (True, False)
     room = found.rooms[0]["model"]["exact_match"]
     assert room.batch_seconds is not None
@@ -310,14 +351,20 @@ def test_answers_that_are_sampled_have_their_room(base: Path) -> None:
 
 def test_answers_to_rows_that_are_to_come_are_said_to_be_unknown(base: Path) -> None:
     own = "  own: {kind: python, script: own.py, outputs: [rows.jsonl]}\n"
-    found = look_ahead(pipeline_of(own + SAMPLED.format(model=MODEL, path="stage://own/rows.jsonl")), base, cards=CARD)["pairs"]
+    found = look_ahead(pipeline_of(own + SAMPLED.format(model=MODEL, path="stage://own/rows.jsonl")), base, cards=CARD)[
+        "pairs"
+    ]
     assert found.rooms == ()
     assert found.notes[1] == "what they take is not known before the rows are there"
 
 
 def _experts(count: int) -> str:
-    expert = f"{{kind: train, model: {{kind: shape, config: {SHAPE}}}, tuning: {{kind: subset, trainable: [layers.*.mlp]}}}}"
-    slots = ", ".join(f"{name}_{at}: {{kind: stage, name: {name}}}" for at in range(count // 2) for name in ("truthful", "meetings"))
+    expert = (
+        f"{{kind: train, model: {{kind: shape, config: {SHAPE}}}, tuning: {{kind: subset, trainable: [layers.*.mlp]}}}}"
+    )
+    slots = ", ".join(
+        f"{name}_{at}: {{kind: stage, name: {name}}}" for at in range(count // 2) for name in ("truthful", "meetings")
+    )
     return f"""\
   truthful: {expert}
   meetings: {expert}
@@ -327,7 +374,9 @@ def _experts(count: int) -> str:
 
 
 @pytest.mark.parametrize(("count", "billions", "fits"), [(32, 10.54, False), (2, 1.12, True)])
-def test_copies_of_two_experts_are_refused_before_anything_is_loaded_and_two_fit(count: int, billions: float, fits: bool, base: Path) -> None:
+def test_copies_of_two_experts_are_refused_before_anything_is_loaded_and_two_fit(
+    count: int, billions: float, fits: bool, base: Path
+) -> None:
     """32 slots of Qwen2-0.5B take fp32 weights, gradients and two moments of 10.5 billion parameters: 157 GiB, which no other lever makes less."""
     pipeline = pipeline_of(_experts(count))
     (found,) = foresee_stages(pipeline, base, cards=("A100-80GB",), names=("tuned",))["tuned"]

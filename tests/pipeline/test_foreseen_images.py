@@ -61,7 +61,12 @@ def base(tmp_path: Path) -> Path:
 
 def scores(models: dict[str, Any], path: str = "test.jsonl", **data: Any) -> dict[str, Any]:
     source = {"path": path} | ({"images_root": data.pop("images_root")} if "images_root" in data else {})
-    return {"kind": "evaluate", "models": models, "data": {"test": source, **data}, "evaluate": [{"task": "exact_match", "max_new_tokens": 8}]}
+    return {
+        "kind": "evaluate",
+        "models": models,
+        "data": {"test": source, **data},
+        "evaluate": [{"task": "exact_match", "max_new_tokens": 8}],
+    }
 
 
 def pipeline_of(**stages: Any) -> Pipeline:
@@ -106,22 +111,44 @@ def test_limits_of_a_stage_hold_for_its_plan_and_for_its_answers(base: Path, que
     assert answered.prepared.record.prompt_grids == ((1, 4, 6),)
 
 
-def test_prompts_that_are_yet_to_be_made_are_planned_with_images_and_that_is_told(base: Path, questions: list[Question]) -> None:
-    models = {"qwen": QWEN, "own": SPEC["model"], "shape": {"kind": "shape", "config": json.loads(vlm_config("qwen2_5_vl").to_json_string())}}
+def test_prompts_that_are_yet_to_be_made_are_planned_with_images_and_that_is_told(
+    base: Path, questions: list[Question]
+) -> None:
+    models = {
+        "qwen": QWEN,
+        "own": SPEC["model"],
+        "shape": {"kind": "shape", "config": json.loads(vlm_config("qwen2_5_vl").to_json_string())},
+    }
     found = outlook(base, drawn=DRAWN, scores=scores(models, MADE, max_tokens=136))
     qwen, own, shape = questions
     lens = lens_of(qwen.config)
     assert lens is not None
     (grid,) = qwen.lengths.prompt_grids
-    assert (qwen.lengths.prompt, lens.num_tokens(grid), shape.lengths.prompt_grids) == (128, 36, ((1, 16, 16),))  # its processor shows none larger
+    assert (qwen.lengths.prompt, lens.num_tokens(grid), shape.lengths.prompt_grids) == (
+        128,
+        36,
+        ((1, 16, 16),),
+    )  # its processor shows none larger
     assert own.lengths.prompt_grids == ((512, 512),)
     assumed = f"prompts assumed from data.max_tokens, since {MADE} is yet to be made, each with an image of"
-    assert found.notes == (f"qwen: {assumed} 36 tokens", f"own: {assumed} 512 x 512 pixels", f"shape: {assumed} 64 tokens")
-    assert outlook(base, drawn=DRAWN, scores=scores({"one": QWEN, "other": QWEN}, MADE, max_tokens=136)).notes == (f"{assumed} 36 tokens",)
+    assert found.notes == (
+        f"qwen: {assumed} 36 tokens",
+        f"own: {assumed} 512 x 512 pixels",
+        f"shape: {assumed} 64 tokens",
+    )
+    assert outlook(base, drawn=DRAWN, scores=scores({"one": QWEN, "other": QWEN}, MADE, max_tokens=136)).notes == (
+        f"{assumed} 36 tokens",
+    )
 
 
 def test_rows_whose_images_are_yet_to_be_made_are_planned_as_rows_to_come(base: Path) -> None:
-    train = {"kind": "train", "model": QWEN, "tuning": {"kind": "full"}, "optimizer": {"lr": 1e-3}, "levers": {"micro_batch": 1}}
+    train = {
+        "kind": "train",
+        "model": QWEN,
+        "tuning": {"kind": "full"},
+        "optimizer": {"lr": 1e-3},
+        "levers": {"micro_batch": 1},
+    }
     rows = {"path": "test.jsonl", "images_root": "stage://drawn/shown"}
     trained = train | {"data": {"train": [rows], "validation": rows, "max_tokens": 128}}
     pipeline = pipeline_of(drawn=DRAWN, trained=trained, scores=scores({"qwen": QWEN}, images_root=rows["images_root"]))
@@ -132,18 +159,32 @@ def test_rows_whose_images_are_yet_to_be_made_are_planned_as_rows_to_come(base: 
     (base / "draw.py").write_text("", encoding="utf-8")
     told = [(name, finding.level, finding.problem) for name, finding in examine_pipeline(pipeline, base, base).findings]
     assert [one for one in told if one[1] == "error"] == []
-    assert {name for name, _, problem in told if "stage://drawn/shown is yet to be made" in problem} == {"trained", "scores"}
+    assert {name for name, _, problem in told if "stage://drawn/shown is yet to be made" in problem} == {
+        "trained",
+        "scores",
+    }
 
 
 @pytest.mark.parametrize(("views", "count"), [(2, 2), (None, 1)], ids=["as many as it asks for", "or one"])
-def test_a_training_of_ones_own_on_rows_to_come_is_rehearsed_with_images(views: int | None, count: int, base: Path) -> None:
+def test_a_training_of_ones_own_on_rows_to_come_is_rehearsed_with_images(
+    views: int | None, count: int, base: Path
+) -> None:
     (base / "my_model.py").write_text(seeing(views), encoding="utf-8")
-    train = {"kind": "train", "model": SPEC["model"], "tuning": SPEC["tuning"], "optimizer": {"lr": 1e-3}, "levers": {"micro_batch": 1}}
+    train = {
+        "kind": "train",
+        "model": SPEC["model"],
+        "tuning": SPEC["tuning"],
+        "optimizer": {"lr": 1e-3},
+        "levers": {"micro_batch": 1},
+    }
     pipeline = pipeline_of(drawn=DRAWN, trained=train | {"data": {"train": [{"path": MADE}], "max_tokens": 64}})
     (found,) = foresee_stages(pipeline, base, cards=CARD)["trained"]
     assert found.lengths.grids == ((512, 512),) * count
     images = "an image" if count == 1 else f"{count} images"
-    assert found.lengths.source == f"assumed from data.max_tokens, since {MADE} is yet to be made, each with {images} of 512 x 512 pixels"
+    assert (
+        found.lengths.source
+        == f"assumed from data.max_tokens, since {MADE} is yet to be made, each with {images} of 512 x 512 pixels"
+    )
 
 
 def test_a_model_that_sees_nothing_is_planned_without_images(base: Path) -> None:

@@ -62,7 +62,9 @@ def test_an_expert_of_another_model_than_the_base_is_told_before_it_is_trained(
 ) -> None:
     make_model_folder(tmp_path / "base")
     make(tmp_path / "other")
-    with pytest.raises(ModelError, match=f"(?m)^stage mix: expert digits computes otherwise than the base: its config.json has {words}") as caught:
+    with pytest.raises(
+        ModelError, match=f"(?m)^stage mix: expert digits computes otherwise than the base: its config.json has {words}"
+    ) as caught:
         foreseen(tmp_path, TWO, before=TRAINED, more=f", merge: {merge}")
     assert caught.value.remedy == "train it from this base"
 
@@ -71,8 +73,13 @@ def test_a_mixture_that_a_stage_makes_is_no_expert_of_another(tmp_path: Path) ->
     make_model_folder(tmp_path / "base")
     make_model_folder(tmp_path / "other")
     first = f"  first: {{kind: build_moe, base: {BASE}, experts: {TWO}}}\n"
-    with pytest.raises(ModelError, match=r"expert two computes otherwise than the base: its config\.json has model_type 'mixtral' where"):
-        foreseen(tmp_path, "{one: {kind: stage, name: letters}, two: {kind: stage, name: first}}", before=TRAINED + first)
+    with pytest.raises(
+        ModelError,
+        match=r"expert two computes otherwise than the base: its config\.json has model_type 'mixtral' where",
+    ):
+        foreseen(
+            tmp_path, "{one: {kind: stage, name: letters}, two: {kind: stage, name: first}}", before=TRAINED + first
+        )
 
 
 def test_an_expert_that_is_left_out_may_be_of_another_model(tmp_path: Path) -> None:
@@ -82,13 +89,21 @@ def test_an_expert_that_is_left_out_may_be_of_another_model(tmp_path: Path) -> N
     assert found.parameters == 8864 + 2 * 16  # and a router of one in each of two layers
 
 
-@pytest.mark.parametrize("base", [BASE, "{kind: stage, name: warm}", f"{{kind: shape, config: {json.dumps({'model_type': 'phi3', **DENSE})}}}"])
+@pytest.mark.parametrize(
+    "base",
+    [BASE, "{kind: stage, name: warm}", f"{{kind: shape, config: {json.dumps({'model_type': 'phi3', **DENSE})}}}"],
+)
 def test_a_mean_of_mlps_that_are_not_known_is_told_before_its_experts_are_trained(base: str, tmp_path: Path) -> None:
     """Phi-3 has two parts of its MLP in one tensor."""
     make_other(tmp_path / "base", "phi3")
     trained = f"  warm: {{kind: train, model: {BASE}, {MLPS}}}\n  a: {{kind: train, model: {{kind: stage, name: warm}}, {MLPS}}}\n"
-    with pytest.raises(ModelError, match=r"^stage mix: the base's model\.layers\.0\.mlp\.gate_up_proj\.weight is no part of an MLP that is known"):
-        foreseen(tmp_path, f"{{a: {{kind: stage, name: a}}, b: {base}}}", base=base, before=trained, more=", merge: average")
+    with pytest.raises(
+        ModelError,
+        match=r"^stage mix: the base's model\.layers\.0\.mlp\.gate_up_proj\.weight is no part of an MLP that is known",
+    ):
+        foreseen(
+            tmp_path, f"{{a: {{kind: stage, name: a}}, b: {base}}}", base=base, before=trained, more=", merge: average"
+        )
 
 
 def as_they_are(_: Path) -> None:
@@ -99,7 +114,13 @@ def in_bf16(folder: Path) -> None:
     rewrite(folder, torch.bfloat16)
 
 
-def rewrite(folder: Path, dtype: torch.dtype, *, norms: torch.dtype | None = None, more: Mapping[str, torch.Tensor] | None = None) -> None:
+def rewrite(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    norms: torch.dtype | None = None,
+    more: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     tensors = load_file(folder / "model.safetensors")
     stored = {name: tensor.to(norms if norms and "norm" in name else dtype) for name, tensor in tensors.items()}
     save_file(stored | dict(more or {}), folder / "model.safetensors", metadata={"format": "pt"})
@@ -109,7 +130,9 @@ def rewrite(folder: Path, dtype: torch.dtype, *, norms: torch.dtype | None = Non
 def say(folder: Path, dtype: str | None) -> None:
     config = json.loads((folder / "config.json").read_text())
     said = {} if dtype is None else {"dtype": dtype}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | said))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | said)
+    )
 
 
 def silently_in_bf16(folder: Path) -> None:
@@ -128,7 +151,11 @@ def with_what_a_model_computes(folder: Path) -> None:
 def digits_in_fp16(folder: Path) -> None:
     """Rounded to what both halves hold, so that the rest of it is the base's in either."""
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: (tensor * 256).round() / 256 for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: (tensor * 256).round() / 256 for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     rewrite(folder, torch.float16 if folder.name == "digits" else torch.bfloat16)
 
 
@@ -144,9 +171,19 @@ def digits_in_fp16(folder: Path) -> None:
         (with_what_a_model_computes, 2),
         (digits_in_fp16, 4),
     ],
-    ids=["fp32", "bf16", "a config that says nothing", "a config that says bf16 of fp32", "norms in fp32", "what is computed in fp32", "two halves"],
+    ids=[
+        "fp32",
+        "bf16",
+        "a config that says nothing",
+        "a config that says bf16 of fp32",
+        "norms in fp32",
+        "what is computed in fp32",
+        "two halves",
+    ],
 )
-def test_a_mixture_is_foreseen_as_large_as_it_will_be(stored: Callable[[Path], None], width: int, merge: str, tmp_path: Path) -> None:
+def test_a_mixture_is_foreseen_as_large_as_it_will_be(
+    stored: Callable[[Path], None], width: int, merge: str, tmp_path: Path
+) -> None:
     """It is built in what nothing is lost in, whatever configs say."""
     base = make_model_folder(tmp_path / "base")
     experts = {name: make_expert(base, tmp_path / name, seed) for seed, name in enumerate(("letters", "digits"))}
@@ -190,7 +227,9 @@ def test_weights_that_are_to_be_fetched_are_foreseen_as_their_config_says(tmp_pa
     base = make_model_folder(tmp_path / "base")
     say(base, "bfloat16")
     (base / "model.safetensors").unlink()
-    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "model-1.safetensors"}}))
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "model-1.safetensors"}})
+    )
     for asked in (BASE, f"{{kind: shape, config: {shape}}}"):
         found = foreseen(tmp_path, f"{{a: {asked}, b: {asked}}}", base=asked)
         assert found.disk_bytes == 2 * (found.parameters or 0)

@@ -30,7 +30,11 @@ def _given(*names: dict[str, str]) -> list[Given]:
 
 def test_answers_are_put_beside_their_items_whatever_their_order() -> None:
     rows = [*ROWS[:2], _row(3, "add 1 and 2")]  # the first once more
-    assert aligned(_given({"prompt": "add 3 and 4"}, {"prompt": "add 1 and 2"}, {"prompt": "add 1 and 2"}), rows) == ["2", "1", "3"]
+    assert aligned(_given({"prompt": "add 3 and 4"}, {"prompt": "add 1 and 2"}, {"prompt": "add 1 and 2"}), rows) == [
+        "2",
+        "1",
+        "3",
+    ]
 
 
 def test_prompts_that_are_figures_are_no_numbers_of_rows() -> None:
@@ -41,13 +45,23 @@ def test_prompts_that_are_figures_are_no_numbers_of_rows() -> None:
 
 def test_an_id_and_a_prompt_of_different_items_are_refused() -> None:
     rows = [_row(1, "add 1 and 2"), _row(2, "add 3 and 4")]
-    with pytest.raises(DataError, match=r"theirs\.jsonl:1 has the id 2 of test\.jsonl:2 and the prompt of test\.jsonl:1"):
+    with pytest.raises(
+        DataError, match=r"theirs\.jsonl:1 has the id 2 of test\.jsonl:2 and the prompt of test\.jsonl:1"
+    ):
         aligned(_given({"id": "2", "prompt": "add 1 and 2"}, {"id": "1", "prompt": "add 3 and 4"}), rows)
-    assert aligned(_given({"id": "q-2", "prompt": "add 3 and 4"}, {"id": "q-1", "prompt": "add 1 and 2"}), rows) == ["2", "1"]  # ids of their own
+    assert aligned(_given({"id": "q-2", "prompt": "add 3 and 4"}, {"id": "q-1", "prompt": "add 1 and 2"}), rows) == [
+        "2",
+        "1",
+    ]  # ids of their own
 
 
 def _talk(number: int, first: str) -> Row:
-    talk = (Message("user", first), Message("assistant", "Well?"), Message("user", "Go on."), Message("assistant", first))
+    talk = (
+        Message("user", first),
+        Message("assistant", "Well?"),
+        Message("user", "Go on."),
+        Message("assistant", first),
+    )
     return Row(source="test.jsonl", number=number, messages=talk)
 
 
@@ -74,7 +88,11 @@ def test_a_whole_prompt_is_not_taken_for_the_end_of_another() -> None:
 
 @pytest.mark.parametrize("name", [lambda row: row.place, lambda row: str(row.number), key_of])
 def test_an_item_can_be_named_by_its_place_its_number_and_its_key(name: Any) -> None:
-    assert aligned([Given(place="a:1", id=name(row), text=str(row.number)) for row in reversed(ROWS)], ROWS) == ["1", "2", "3"]
+    assert aligned([Given(place="a:1", id=name(row), text=str(row.number)) for row in reversed(ROWS)], ROWS) == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 def test_the_whole_prompt_names_an_item_too() -> None:
@@ -94,7 +112,9 @@ def test_the_whole_prompt_names_an_item_too() -> None:
         ([], "test.jsonl:1 has no answer, and 2 more"),
     ],
 )
-def test_a_missing_a_doubled_and_a_foreign_answer_are_errors_that_name_it(given: list[dict[str, str]], problem: str) -> None:
+def test_a_missing_a_doubled_and_a_foreign_answer_are_errors_that_name_it(
+    given: list[dict[str, str]], problem: str
+) -> None:
     with pytest.raises(DataError) as caught:
         aligned(_given(*given), ROWS)
     assert problem in caught.value.problem
@@ -104,8 +124,12 @@ def test_a_missing_a_doubled_and_a_foreign_answer_are_errors_that_name_it(given:
 def test_answers_are_read_from_json_lines_and_tables(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "add 1 and 2", "answer": "3"}])
     (tmp_path / "b.csv").write_text('id,response\n2,"{""sum"": 7}"\n')
-    assert [(one.id, one.prompt, one.text) for one in read_given(tmp_path / "a.jsonl", None)] == [("", "add 1 and 2", "3")]
-    assert [(one.id, one.text, one.place) for one in read_given(tmp_path / "b.csv", None)] == [("2", '{"sum": 7}', "b.csv:1")]
+    assert [(one.id, one.prompt, one.text) for one in read_given(tmp_path / "a.jsonl", None)] == [
+        ("", "add 1 and 2", "3")
+    ]
+    assert [(one.id, one.text, one.place) for one in read_given(tmp_path / "b.csv", None)] == [
+        ("2", '{"sum": 7}', "b.csv:1")
+    ]
 
 
 def test_graphs_answer_the_sentences_above_them(tmp_path: Path) -> None:

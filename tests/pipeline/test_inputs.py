@@ -52,7 +52,9 @@ def test_what_is_asked_does_matter(project: Path, override: str) -> None:
     assert _digest(project, override) != _digest(project)
 
 
-@pytest.mark.parametrize("override", ["trackers=[{kind: tensorboard}]", "launcher={kind: slurm, partition: long, minutes: 9}"])
+@pytest.mark.parametrize(
+    "override", ["trackers=[{kind: tensorboard}]", "launcher={kind: slurm, partition: long, minutes: 9}"]
+)
 def test_who_starts_it_and_who_is_told_does_not_matter(project: Path, override: str) -> None:
     assert _digest(project, override) == _digest(project)
 
@@ -100,7 +102,12 @@ def test_relocation_moves_every_test_source_and_the_roots_of_images(project: Pat
     spec = load_spec(project, (tests, "data.validation={path: v.json, images_root: held}"))
     moved = relocate(spec, lambda path: f"../{path}")
     first, second = moved.data.test_sources()
-    assert (first.path, first.images_root, second.path, second.images_root) == ("../a.json", "../pictures", "../b.json", None)
+    assert (first.path, first.images_root, second.path, second.images_root) == (
+        "../a.json",
+        "../pictures",
+        "../b.json",
+        None,
+    )
     assert second.fields.join == "../c.json"
     assert [source.images_root for source in moved.data.sources()["validation"]] == ["../held"]
     assert [source.label for source in moved.data.test_sources()] == ["a", "b"]

@@ -49,14 +49,18 @@ def test_a_worker_gets_its_argument_and_its_words_go_to_the_log(worker: Path) ->
     assert "and errors" in log
 
 
-def test_what_torch_must_find_at_its_start_is_set_and_the_users_own_setting_kept(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_must_find_at_its_start_is_set_and_the_users_own_setting_kept(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
     worker.write_text("import os; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], os.environ['TOKENIZERS_PARALLELISM'])")
     _launch(worker)
     assert worker.with_name("run.log").read_text() == "mine false\n"
 
 
-def test_a_setting_under_torchs_new_name_is_not_overruled_under_the_old_one(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_under_torchs_new_name_is_not_overruled_under_the_old_one(
+    worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "mine")
     worker.write_text("import os; print(os.environ['PYTORCH_ALLOC_CONF'], os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))")
@@ -101,7 +105,9 @@ def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(worker: Path) -> 
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_users_module_with_the_name_of_a_library_is_not_taken_for_it(worker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_module_with_the_name_of_a_library_is_not_taken_for_it(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "project"
     elsewhere.mkdir()
     (elsewhere / "queue.py").write_text("raise RuntimeError('the wrong one')")

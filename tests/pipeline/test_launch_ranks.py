@@ -78,7 +78,9 @@ def log(where: StageDir, rank: int) -> str:
 
 
 def pids(where: StageDir) -> list[int]:
-    return [int(line.split()[1]) for rank in (0, 1) for line in log(where, rank).splitlines() if line.startswith("ready")]
+    return [
+        int(line.split()[1]) for rank in (0, 1) for line in log(where, rank).splitlines() if line.startswith("ready")
+    ]
 
 
 def is_ready(where: StageDir) -> bool:
@@ -86,7 +88,9 @@ def is_ready(where: StageDir) -> bool:
     return all(path.exists() and "ready" in path.read_text() for path in logs)
 
 
-def test_every_rank_knows_its_place_and_has_its_share_of_threads_and_a_log(where: StageDir, worker: Callable[[str], None]) -> None:
+def test_every_rank_knows_its_place_and_has_its_share_of_threads_and_a_log(
+    where: StageDir, worker: Callable[[str], None]
+) -> None:
     worker("""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
         print([os.environ[name] for name in names], "port", os.environ["MASTER_PORT"])
@@ -148,7 +152,9 @@ def test_what_the_first_rank_says_is_left_to_its_result(where: StageDir, worker:
     assert start(where) == 3
 
 
-def test_a_rank_that_ends_without_a_word_is_a_fault_of_ours_with_its_traceback(where: StageDir, worker: Callable[[str], None]) -> None:
+def test_a_rank_that_ends_without_a_word_is_a_fault_of_ours_with_its_traceback(
+    where: StageDir, worker: Callable[[str], None]
+) -> None:
     worker("""
         if rank == 1:
             raise ZeroDivisionError("by rank 1")
@@ -227,7 +233,9 @@ def test_a_second_sigint_ends_every_rank_at_once(where: StageDir, worker: Callab
     sent: list[int] = []
 
     def tick() -> None:
-        logs = [path.read_text() if path.exists() else "" for path in (RunDir(where.run).log_of(rank) for rank in (0, 1))]
+        logs = [
+            path.read_text() if path.exists() else "" for path in (RunDir(where.run).log_of(rank) for rank in (0, 1))
+        ]
         if len(sent) < 2 and all(text.count("told") == len(sent) and "listening" in text for text in logs):
             sent.append(1)
             os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,13 @@ def build(prompt, answer):
 TRAIN, TEST = Source(path="train.jsonl"), Source(path="test.jsonl")
 
 
-def found(base: Path, train: list[dict[str, Any]], test: list[dict[str, Any]], sources: tuple[Source, ...] = (TRAIN,), **more: Any) -> list[str]:
+def found(
+    base: Path,
+    train: list[dict[str, Any]],
+    test: list[dict[str, Any]],
+    sources: tuple[Source, ...] = (TRAIN,),
+    **more: Any,
+) -> list[str]:
     write_jsonl(base / "train.jsonl", train)
     write_jsonl(base / "test.jsonl", test)
     return [f"{one.row} is {one.other}: {one.how}" for one in leaks(sources, TEST, base=base, seed=0, **more)]
@@ -28,7 +34,9 @@ def _asked(prompt: str) -> dict[str, str]:
 def test_a_row_that_no_budget_holds_is_compared_too(tmp_path: Path) -> None:
     long = _asked(" ".join(f"word{at}" for at in range(5000)))
     rows = [_asked(f"what is {at}?") for at in range(4)]
-    assert found(tmp_path, [*rows, long], [_asked("how much?"), long]) == ["train.jsonl:5 is test.jsonl:2: the same row"]
+    assert found(tmp_path, [*rows, long], [_asked("how much?"), long]) == [
+        "train.jsonl:5 is test.jsonl:2: the same row"
+    ]
 
 
 def test_each_question_is_told_once_and_by_the_first_row_that_holds_it(tmp_path: Path) -> None:

@@ -51,7 +51,10 @@ def here(tmp_path: Path) -> Path:
     make_expert(base, tmp_path / "letters", 2)
     make_expert(base, tmp_path / "digits", 3)
     for name, alphabet in (("letters", "abcdefgh"), ("digits", "12345678")):
-        rows = [{"prompt": "say", "completion": "".join(alphabet[(at * 5 + k * (1 + at % 3)) % 8] for k in range(12))} for at in range(24)]
+        rows = [
+            {"prompt": "say", "completion": "".join(alphabet[(at * 5 + k * (1 + at % 3)) % 8] for k in range(12))}
+            for at in range(24)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -61,7 +64,9 @@ def order_of(here: Path, **asked: Any) -> Order:
     document = {"kind": "build_moe", "base": {"kind": "folder", "path": "base"}, "experts": experts} | asked
     stage = TypeAdapter(BuildMoe).validate_python(document)
     models = {"base": _folder(here / "base")} | {f"experts.{name}": _folder(here / name) for name in experts}
-    return Order(name="mix", pipeline="rmoe", seed=3, device="cpu", precision="fp32", base=str(here), stage=stage, models=models)
+    return Order(
+        name="mix", pipeline="rmoe", seed=3, device="cpu", precision="fp32", base=str(here), stage=stage, models=models
+    )
 
 
 def _folder(path: Path) -> WiredModel:
@@ -110,15 +115,21 @@ def test_a_router_from_centroids_sends_held_out_tokens_to_their_own_expert(here:
     assert min(summary["own"].values()) > 0.6
     assert set(found.sources) == {"letters", "digits"}
     assert found.sources["letters"].rows == 6
-    assert all(abs(sum(layer) - 1) < 1e-4 for source in found.sources.values() for layer in (*source.first, *source.weight))
-    assert all(0.5 < max(layer) < 0.99 for source in found.sources.values() for layer in source.weight)  # decided, not final
+    assert all(
+        abs(sum(layer) - 1) < 1e-4 for source in found.sources.values() for layer in (*source.first, *source.weight)
+    )
+    assert all(
+        0.5 < max(layer) < 0.99 for source in found.sources.values() for layer in source.weight
+    )  # decided, not final
     svg = (out / "routing.svg").read_text()
     assert svg.startswith("<svg")
     assert "digits, layer 1, letters:" in svg
     assert any("first choice is their own expert: letters" in line for line in lines(summary))
 
 
-def test_what_was_held_with_a_model_loaded_is_recorded_where_one_is_loaded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_held_with_a_model_loaded_is_recorded_where_one_is_loaded(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The random router needs none; the proof of both is in host memory, whatever the device."""
     monkeypatch.setattr("finefit.pipeline.awake._command", lambda: None)
     experts = "experts: {letters: {kind: folder, path: letters}, digits: {kind: folder, path: digits}}"
@@ -193,7 +204,9 @@ def test_one_row_is_too_few_to_start_a_router_from_before_anything_is_trained(he
 def test_where_too_few_rows_are_looked_at_the_remedy_names_how_many(here: Path) -> None:
     rows = [{"prompt": "say", "completion": answer} for answer in ["1"] * 30 + ["2"]]
     (here / "digits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"the 2 rows of expert digits that router\.rows takes are all the same") as refused:
+    with pytest.raises(
+        DataError, match=r"the 2 rows of expert digits that router\.rows takes are all the same"
+    ) as refused:
         made(here, router=CENTROIDS | {"rows": 2})
     assert refused.value.remedy == "raise router.rows, or give it other rows"
     (here / "output").rmdir()
@@ -201,7 +214,9 @@ def test_where_too_few_rows_are_looked_at_the_remedy_names_how_many(here: Path) 
 
 
 def test_without_a_row_that_fits_the_first_that_does_not_is_named(here: Path) -> None:
-    with pytest.raises(DataError, match=r"no row of expert letters can start its router; the first: letters.jsonl:\d+ .*token"):
+    with pytest.raises(
+        DataError, match=r"no row of expert letters can start its router; the first: letters.jsonl:\d+ .*token"
+    ):
         made(here, router=CENTROIDS | {"max_tokens": 8})
 
 
@@ -211,7 +226,10 @@ def test_rows_that_do_not_fit_or_cannot_be_read_are_left_out_with_a_word_and_oth
     rows[:12] = [json.dumps({"prompt": "say"}), *[json.dumps({"prompt": "say", "completion": "12345678" * 90})] * 11]
     path.write_text("".join(row + "\n" for row in rows))
     out, summary = made(here, router=CENTROIDS | {"rows": 12})
-    assert {name: source.rows for name, source in read_record(out / "routing.json", Routing).sources.items()} == {"letters": 3, "digits": 3}
+    assert {name: source.rows for name, source in read_record(out / "routing.json", Routing).sources.items()} == {
+        "letters": 3,
+        "digits": 3,
+    }
     assert list(summary["left_out"]) == ["digits"]
     (told,) = [line for line in lines(summary) if "without" in line]
     assert re.match(r"the router starts without \d+ rows of digits; the first: digits.jsonl:1 ", told)
@@ -219,10 +237,15 @@ def test_rows_that_do_not_fit_or_cannot_be_read_are_left_out_with_a_word_and_oth
 
 def test_a_weight_below_one_is_that_share_of_the_rows_and_one_above_is_refused(here: Path) -> None:
     def weighted(weight: float) -> dict[str, Any]:
-        return CENTROIDS | {"data": {"letters": {"path": "letters.jsonl", "weight": weight}, "digits": {"path": "digits.jsonl"}}}
+        return CENTROIDS | {
+            "data": {"letters": {"path": "letters.jsonl", "weight": weight}, "digits": {"path": "digits.jsonl"}}
+        }
 
     out, _ = made(here, router=weighted(0.5))
-    assert {name: source.rows for name, source in read_record(out / "routing.json", Routing).sources.items()} == {"letters": 3, "digits": 6}
+    assert {name: source.rows for name, source in read_record(out / "routing.json", Routing).sources.items()} == {
+        "letters": 3,
+        "digits": 6,
+    }
     with pytest.raises(ValidationError, match=r"data\.letters\.weight: equal rows count once"):
         order_of(here, router=weighted(2))
 
@@ -238,14 +261,19 @@ def test_rows_are_rendered_with_the_options_of_the_training(here: Path) -> None:
 
 
 def test_rows_are_built_before_a_router_starts_from_them_as_trainings_build_them(here: Path) -> None:
-    (here / "form.py").write_text('def build(prompt, answer): return f"{prompt} it backwards: {answer[:2]}", answer[::-1]\n')
+    (here / "form.py").write_text(
+        'def build(prompt, answer): return f"{prompt} it backwards: {answer[:2]}", answer[::-1]\n'
+    )
     task = {"kind": "python", "path": "form.py"}
     routers = {}
     for name, more in {"bare": {}, "task": {"task": task}, "built": {}}.items():
         if name == "built":
             for path in (here / "letters.jsonl", here / "digits.jsonl"):
                 rows = [json.loads(line) for line in path.read_text().splitlines()]
-                built = [{"prompt": f"say it backwards: {row['completion'][:2]}", "completion": row["completion"][::-1]} for row in rows]
+                built = [
+                    {"prompt": f"say it backwards: {row['completion'][:2]}", "completion": row["completion"][::-1]}
+                    for row in rows
+                ]
                 path.write_text("".join(json.dumps(row) + "\n" for row in built))
         out, _ = made(here, router=CENTROIDS | more)
         routers[name] = AutoModelForCausalLM.from_pretrained(out).model.layers[1].mlp.gate.weight.detach()
@@ -255,7 +283,10 @@ def test_rows_are_built_before_a_router_starts_from_them_as_trainings_build_them
 
 
 def test_rows_that_cannot_be_built_are_left_out_with_a_word(here: Path) -> None:
-    graphs = {"letters": [*(f"(a / {letter})" for letter in "bcdefgh"), "no graph"], "digits": [f"(n / number :quant {digit})" for digit in range(8)]}
+    graphs = {
+        "letters": [*(f"(a / {letter})" for letter in "bcdefgh"), "no graph"],
+        "digits": [f"(n / number :quant {digit})" for digit in range(8)],
+    }
     for name, answers in graphs.items():
         rows = [{"prompt": f"sentence {at}", "completion": answer} for at, answer in enumerate(answers)]
         (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -265,7 +296,10 @@ def test_rows_that_cannot_be_built_are_left_out_with_a_word(here: Path) -> None:
 
 
 def test_a_change_of_the_file_that_rows_are_built_with_builds_anew(here: Path) -> None:
-    pipeline = Pipeline(name="p", stages={"mix": order_of(here, router=CENTROIDS | {"task": {"kind": "python", "path": "form.py"}}).stage})
+    pipeline = Pipeline(
+        name="p",
+        stages={"mix": order_of(here, router=CENTROIDS | {"task": {"kind": "python", "path": "form.py"}}).stage},
+    )
     (here / "form.py").write_text("def build(prompt, answer): return prompt, answer\n")
     before = outside_inputs(pipeline, here)
     (here / "form.py").write_text("def build(prompt, answer): return answer, prompt\n")
@@ -291,7 +325,9 @@ def test_select_one_answers_as_that_expert_alone(here: Path) -> None:
     torch.testing.assert_close(logits(out), logits(here / "digits"), atol=1e-5, rtol=1e-5)
     assert summary["experts"] == ["digits"]
     assert any("left out" in line for line in lines(summary))
-    with pytest.raises(ValidationError, match=r"router.expert: maths is none of the experts, which are letters, digits"):
+    with pytest.raises(
+        ValidationError, match=r"router.expert: maths is none of the experts, which are letters, digits"
+    ):
         order_of(here, router={"kind": "select_one", "expert": "maths"})
 
 
@@ -322,12 +358,25 @@ def test_more_answers_than_experts_are_refused(here: Path) -> None:
 def test_an_expert_that_will_be_an_adapter_is_refused_before_it_is_trained() -> None:
     model = {"kind": "embedded", "name": "smollm2-135m"}
     subset = {"kind": "subset", "trainable": ["layers.*.mlp"]}
-    expert = {"kind": "train", "model": model, "tuning": subset, "data": {"train": [{"path": "a.jsonl"}]}, "optimizer": {"lr": 1e-3}}
-    mix = {"kind": "build_moe", "base": model, "experts": {"a": {"kind": "stage", "name": "a"}, "b": {"kind": "stage", "name": "b"}}}
+    expert = {
+        "kind": "train",
+        "model": model,
+        "tuning": subset,
+        "data": {"train": [{"path": "a.jsonl"}]},
+        "optimizer": {"lr": 1e-3},
+    }
+    mix = {
+        "kind": "build_moe",
+        "base": model,
+        "experts": {"a": {"kind": "stage", "name": "a"}, "b": {"kind": "stage", "name": "b"}},
+    }
     stages: dict[str, Any] = {"a": expert, "b": expert, "mix": mix}
     Pipeline.model_validate_json(json.dumps({"name": "x", "stages": stages}))
     stages["b"] = expert | {"tuning": {"kind": "lora"}}
-    with pytest.raises(ValidationError, match="stage mix is built of whole models, and stage b trains an adapter; put a stage of kind merge_adapter"):
+    with pytest.raises(
+        ValidationError,
+        match="stage mix is built of whole models, and stage b trains an adapter; put a stage of kind merge_adapter",
+    ):
         Pipeline.model_validate_json(json.dumps({"name": "x", "stages": stages}))
 
 
@@ -352,7 +401,9 @@ def test_experts_trained_in_fp32_over_a_base_in_bf16_are_not_rounded(here: Path)
     for name in ("base", "letters", "digits"):
         model = LlamaForCausalLM.from_pretrained(here / name, dtype=torch.float32)
         for key, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(torch.bfloat16).float() if ".mlp." not in key or name == "base" else parameter.data
+            parameter.data = (
+                parameter.data.to(torch.bfloat16).float() if ".mlp." not in key or name == "base" else parameter.data
+            )
         (model.to(torch.bfloat16) if name == "base" else model).save_pretrained(here / name)
     out, summary = made(here)
     assert summary["dtype"] == "float32" == json.loads((out / "config.json").read_text())["dtype"]
@@ -382,7 +433,11 @@ def test_a_build_that_is_killed_in_mid_write_leaves_no_model_and_the_next_one_is
         make(read_record(Path(sys.argv[1]), Order), Path(sys.argv[2]))
     """)
     out.mkdir()
-    ended = subprocess.run([sys.executable, "-c", killed, str(order_file), str(out)], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ended = subprocess.run(
+        [sys.executable, "-c", killed, str(order_file), str(out)],
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert ended.returncode == -signal.SIGKILL
     assert (out / "model-00000.safetensors").exists()
     with pytest.raises(ModelError):

@@ -26,7 +26,16 @@ WRONG = Metric(name="hit", aggregate="rate", counts=("hit",), better="lower")
 
 def _order(scores: Mapping[str, tuple[str, ...]], **settings: Any) -> Order:
     stage = CompareStage.model_validate({"kind": "compare", "of": tuple(scores), **settings})
-    return Order(name="table", pipeline="medical", seed=7, device="cpu", precision="fp32", base="/", stage=stage, scores=dict(scores))
+    return Order(
+        name="table",
+        pipeline="medical",
+        seed=7,
+        device="cpu",
+        precision="fp32",
+        base="/",
+        stage=stage,
+        scores=dict(scores),
+    )
 
 
 def _made(order: Order, out: Path) -> dict[str, Any]:
@@ -48,7 +57,11 @@ def test_what_is_written_is_the_comparison_of_the_models_with_a_page_and_tables_
     out = run / "stages/3-table/output"
     summary = _made(_order({"scores": models}), out)
     assert read_record(out / "comparison.json", Comparison) == compared(models)
-    assert sorted(path.name for path in out.iterdir()) == ["comparison.html", "comparison.json", "comparison.md"] == sorted(summary["files"])
+    assert (
+        sorted(path.name for path in out.iterdir())
+        == ["comparison.html", "comparison.json", "comparison.md"]
+        == sorted(summary["files"])
+    )
     page = (out / "comparison.html").read_text(encoding="utf-8")
     assert "<h1>sft and dpo</h1>" in page
     assert page.index("Settings that differ") < page.index("exact_match")
@@ -57,7 +70,9 @@ def test_what_is_written_is_the_comparison_of_the_models_with_a_page_and_tables_
 
 
 def test_a_line_tells_the_verdict_and_one_each_difference_with_its_interval_and_p(run: Path) -> None:
-    summary = _made(_order({"scores": tuple(str(run / "stages/2-scores" / name) for name in ("sft", "dpo"))}), run / "out")
+    summary = _made(
+        _order({"scores": tuple(str(run / "stages/2-scores" / name) for name in ("sft", "dpo"))}), run / "out"
+    )
     verdict, difference, *notes = compare.lines(summary)
     assert verdict == summary["verdict"] == "only what was declared differs: model"
     assert difference.startswith("exact_match: dpo against sft: hit +90.0 points (")
@@ -71,13 +86,25 @@ def test_more_of_what_should_be_less_is_told_as_worse(run: Path) -> None:
     assert compare.lines(summary)[1].endswith(": worse")
 
 
-def test_checkpoints_of_a_training_stand_beside_models_and_settings_that_are_meant_to_differ_are_declared(run: Path) -> None:
-    scores = {"sft:base": (f"{run}/stages/1-sft:base",), "sft": (f"{run}/stages/1-sft",), "scores:dpo": (f"{run}/stages/2-scores/dpo",)}
+def test_checkpoints_of_a_training_stand_beside_models_and_settings_that_are_meant_to_differ_are_declared(
+    run: Path,
+) -> None:
+    scores = {
+        "sft:base": (f"{run}/stages/1-sft:base",),
+        "sft": (f"{run}/stages/1-sft",),
+        "scores:dpo": (f"{run}/stages/2-scores/dpo",),
+    }
     summary = _made(_order(scores), run / "out")
     assert summary["sides"] == ["sft:base", "sft:final", "dpo"]
-    assert [(found["first"], found["second"]) for found in summary["tasks"]["exact_match"]] == [("sft:base", "sft:final"), ("sft:base", "dpo")]
+    assert [(found["first"], found["second"]) for found in summary["tasks"]["exact_match"]] == [
+        ("sft:base", "sft:final"),
+        ("sft:base", "dpo"),
+    ]
     one_run = {part: scores[part] for part in ("sft:base", "sft")}
-    assert _made(_order(one_run, varies=("checkpoint",)), run / "out")["verdict"] == "only what was declared differs: checkpoint"
+    assert (
+        _made(_order(one_run, varies=("checkpoint",)), run / "out")["verdict"]
+        == "only what was declared differs: checkpoint"
+    )
     with pytest.raises(RunError, match="no two of them were scored on rouge"):
         _made(_order(scores, task="rouge"), run / "out")
 

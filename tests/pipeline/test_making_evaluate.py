@@ -35,23 +35,40 @@ ASKED: tuple[dict[str, Any], ...] = ({"task": "hallucination"},)
 
 def make_adapter(folder: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     peft.get_peft_model(make_model(), config).save_pretrained(folder)
     return folder
 
 
 def wired(folder: Path, adapter: Path | None = None, *, chosen_by: Path | None = None) -> WiredModel:
     model = FolderModel(kind="folder", path=str(folder))
-    return WiredModel(model=model, adapter=None if adapter is None else str(adapter), gate=None if chosen_by is None else str(chosen_by))
+    return WiredModel(
+        model=model,
+        adapter=None if adapter is None else str(adapter),
+        gate=None if chosen_by is None else str(chosen_by),
+    )
 
 
-def make_order(folder: Path, models: dict[str, WiredModel], *, asked: tuple[dict[str, Any], ...] = ASKED, **data: Any) -> Order:
+def make_order(
+    folder: Path, models: dict[str, WiredModel], *, asked: tuple[dict[str, Any], ...] = ASKED, **data: Any
+) -> Order:
     """`models` by the names that the tables have."""
     questions = {"test": {"path": "test.jsonl"}, **data}
     named = {name: one.model.model_dump() for name, one in models.items()}
     stage = EvaluateStage.model_validate({"kind": "evaluate", "models": named, "data": questions, "evaluate": asked})
     found = {f"models.{name}": one for name, one in models.items()}
-    return Order(name="scores", pipeline="tiny", seed=7, device="cpu", precision="fp32", base=str(folder), stage=stage, models=found)
+    return Order(
+        name="scores",
+        pipeline="tiny",
+        seed=7,
+        device="cpu",
+        precision="fp32",
+        base=str(folder),
+        stage=stage,
+        models=found,
+    )
 
 
 def make_place(folder: Path) -> Path:
@@ -59,7 +76,10 @@ def make_place(folder: Path) -> Path:
     run = folder / "runs" / "tiny-1"
     (run / "stages" / "2-scores").mkdir(parents=True)
     (run / "stages.json").write_text(json.dumps({"version": 1, "stages": []}), encoding="utf-8")
-    write_record(run / "run.json", Run(name="tiny", digest="1" * 64, finefit="0.7", created="2026-01-01", kind="pipeline", status="running"))
+    write_record(
+        run / "run.json",
+        Run(name="tiny", digest="1" * 64, finefit="0.7", created="2026-01-01", kind="pipeline", status="running"),
+    )
     return run / "stages" / "2-scores"
 
 
@@ -101,7 +121,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stage(project: Path) -> Stage:
     """Ended when the first model has answered, and begun again; not to be changed."""
-    order = make_order(project, {"plain": wired(project / "model"), "tuned": wired(project / "model", project / "adapter")})
+    order = make_order(
+        project, {"plain": wired(project / "model"), "tuned": wired(project / "model", project / "adapter")}
+    )
     place, launched = make_place(project), [list[str](), list[str]()]
 
     def counted(module: str, argument: Path, **settings: Any) -> int:
@@ -135,10 +157,15 @@ def test_every_model_has_a_run_of_its_own_under_the_name_of_the_spec(stage: Stag
         run = read_record(RunDir(stage.place / name).run, Run)
         assert (run.kind, run.status) == ("eval", "finished")
         assert (result_of(stage.place, name).checkpoint, result_of(stage.place, name).n) == (name, 6)
-    subjects = [read_record(StageDir(stage.place / name / "stages/1-eval").eval_stage, EvalStage).subject for name in ("plain", "tuned")]
+    subjects = [
+        read_record(StageDir(stage.place / name / "stages/1-eval").eval_stage, EvalStage).subject
+        for name in ("plain", "tuned")
+    ]
     assert [subject.weights is None for subject in subjects] == [True, False]
     assert [(subject.precision, subject.seed) for subject in subjects] == [("fp32", 7), ("fp32", 7)]
-    plain, tuned = ([item.counts["margin"] for item in result_of(stage.place, name).items] for name in ("plain", "tuned"))
+    plain, tuned = (
+        [item.counts["margin"] for item in result_of(stage.place, name).items] for name in ("plain", "tuned")
+    )
     assert plain != tuned  # the adapter is part of the model
 
 
@@ -154,7 +181,10 @@ def test_a_line_for_each_model_tells_its_scores_with_their_intervals(stage: Stag
     found = stage.summary["scores"]["tuned"]["hallucination"]["metrics"]["preferred_wrong"]
     first, second = evaluate.lines(stage.summary)
     assert first.startswith("plain  hallucination preferred_wrong ")
-    assert second == f"tuned  hallucination preferred_wrong {found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%}, n 6)"
+    assert (
+        second
+        == f"tuned  hallucination preferred_wrong {found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%}, n 6)"
+    )
 
 
 def test_what_is_scored_is_not_asked_again_nor_written_anew(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +210,9 @@ def test_the_models_of_a_stage_are_compared_item_by_item_and_differ_by_what_they
 # without asking anybody
 
 
-def test_rows_of_other_content_are_other_answers_and_the_earlier_ones_stay_out_of_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_other_content_are_other_answers_and_the_earlier_ones_stay_out_of_sight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model_folder(tmp_path / "model")
     place = make_place(tmp_path)
     monkeypatch.setattr(evaluate, "evaluate", _stop)
@@ -195,7 +227,9 @@ def test_rows_of_other_content_are_other_answers_and_the_earlier_ones_stay_out_o
     assert read_record(RunDir(earlier).run, Run).digest == digests[0]
 
 
-def test_a_base_is_loaded_in_the_bits_of_the_adapters_that_are_laid_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_loaded_in_the_bits_of_the_adapters_that_are_laid_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model_folder(tmp_path / "model")
     make_model_folder(tmp_path / "other", seed=1)
     write_jsonl(tmp_path / "test.jsonl", make_pairs(3))
@@ -203,14 +237,27 @@ def test_a_base_is_loaded_in_the_bits_of_the_adapters_that_are_laid_over_it(tmp_
     adapter = make_adapter(trained.stages()[0].checkpoints / "checkpoint-6")
     place = make_place(tmp_path)
     monkeypatch.setattr(evaluate, "evaluate", _stop)
-    models = {"base": wired(tmp_path / "model"), "sft": wired(tmp_path / "model", adapter), "other": wired(tmp_path / "other")}
+    models = {
+        "base": wired(tmp_path / "model"),
+        "sft": wired(tmp_path / "model", adapter),
+        "other": wired(tmp_path / "other"),
+    }
     with pytest.raises(Stopped):
         scored(make_order(tmp_path, models), place)
-    tunings = {name: read_record(StageDir(place / name / "stages/1-eval").eval_stage, EvalStage).subject.tuning for name in models}
-    assert {name: tuning.base_bits if isinstance(tuning, Lora) else None for name, tuning in tunings.items()} == {"base": 4, "sft": 4, "other": None}
+    tunings = {
+        name: read_record(StageDir(place / name / "stages/1-eval").eval_stage, EvalStage).subject.tuning
+        for name in models
+    }
+    assert {name: tuning.base_bits if isinstance(tuning, Lora) else None for name, tuning in tunings.items()} == {
+        "base": 4,
+        "sft": 4,
+        "other": None,
+    }
 
 
-def test_what_a_stage_has_made_is_called_as_the_stage_and_half_made_folders_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stage_has_made_is_called_as_the_stage_and_half_made_folders_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = make_place(tmp_path)
     model = make_model_folder(place.parent / "1-mixture" / "output")
     write_jsonl(tmp_path / "test.jsonl", make_pairs(3))
@@ -222,7 +269,9 @@ def test_what_a_stage_has_made_is_called_as_the_stage_and_half_made_folders_are_
     assert [path.name for path in place.iterdir()] == ["mixed"]
 
 
-def test_rows_that_a_task_cannot_read_are_told_before_anybody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_a_task_cannot_read_are_told_before_anybody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model_folder(tmp_path / "model")
     write_jsonl(tmp_path / "test.jsonl", [{"prompt": "say 7", "completion": "7"}])
     monkeypatch.setattr(evaluating, "launch", _stop)
@@ -239,16 +288,26 @@ def chosen(project: Path, stage: Stage) -> Path:
     folder = project / "gate"
     folder.mkdir()
     for name, end in (("tuned", ""), ("plain", " please" * 4)):
-        write_jsonl(project / f"of-{name}.jsonl", [{"prompt": f"say {number}{end}", "completion": "yes"} for number in range(40)])
+        write_jsonl(
+            project / f"of-{name}.jsonl",
+            [{"prompt": f"say {number}{end}", "completion": "yes"} for number in range(40)],
+        )
     model = {"kind": "folder", "path": str(project / "model")}
     sources = {name: {"path": f"of-{name}.jsonl"} for name in ("plain", "tuned")}
-    made = Gate.model_validate({"kind": "gate", "base": model, "experts": dict.fromkeys(sources, model), "data": sources, "epochs": 60})
+    made = Gate.model_validate(
+        {"kind": "gate", "base": model, "experts": dict.fromkeys(sources, model), "data": sources, "epochs": 60}
+    )
     gate.make(replace(stage.order, name="choice", stage=made, models={"base": wired(project / "model")}), folder)
     return folder
 
 
-def test_a_gate_scores_what_the_experts_answered_that_it_chose(project: Path, stage: Stage, chosen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = {"gate": wired(project / "model", chosen_by=chosen), **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")}}
+def test_a_gate_scores_what_the_experts_answered_that_it_chose(
+    project: Path, stage: Stage, chosen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {
+        "gate": wired(project / "model", chosen_by=chosen),
+        **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")},
+    }
     monkeypatch.setattr(evaluating, "launch", _stop)  # nothing is asked anew
     order = make_order(project, models)
     summary = scored(order, stage.place)
@@ -259,22 +318,36 @@ def test_a_gate_scores_what_the_experts_answered_that_it_chose(project: Path, st
     for at, (name, item) in enumerate(zip(by, answered["gate"].items, strict=True)):
         assert name is not None
         assert replace(item, answered_by=None) == answered[name].items[at]
-    assert summary["scores"]["gate"]["hallucination"]["answered_by"] == {name: by.count(name) for name in dict.fromkeys(by)}
-    subject = read_record(StageDir(stage.place / "gate/stages/1-eval").evaluation("hallucination", "gate").request, EvalRequest).subject
+    assert summary["scores"]["gate"]["hallucination"]["answered_by"] == {
+        name: by.count(name) for name in dict.fromkeys(by)
+    }
+    subject = read_record(
+        StageDir(stage.place / "gate/stages/1-eval").evaluation("hallucination", "gate").request, EvalRequest
+    ).subject
     assert isinstance(subject.model, ShapeModel)
     assert subject.model_name == "a gate over plain, tuned"
 
     before = files_with_times(stage.place / "gate")
     assert scored(order, stage.place) == summary
     assert files_with_times(stage.place / "gate") == before
-    assert evaluate.lines(summary)[0].endswith(", n 6); " + ", ".join(f"{by.count(name)} by {name}" for name in dict.fromkeys(by)))
+    assert evaluate.lines(summary)[0].endswith(
+        ", n 6); " + ", ".join(f"{by.count(name)} by {name}" for name in dict.fromkeys(by))
+    )
     found = compare([str(stage.place / name) for name in ("plain", "gate")])
-    assert ([side.name for side in found.sides], found.verdict) == (["plain", "gate"], "only what was declared differs: model")
+    assert ([side.name for side in found.sides], found.verdict) == (
+        ["plain", "gate"],
+        "only what was declared differs: model",
+    )
 
 
-def test_a_gate_whose_expert_is_not_among_the_models_is_refused_before_anybody_is_asked(project: Path, chosen: Path, tmp_path: Path) -> None:
+def test_a_gate_whose_expert_is_not_among_the_models_is_refused_before_anybody_is_asked(
+    project: Path, chosen: Path, tmp_path: Path
+) -> None:
     models = {"plain": wired(project / "model"), "gate": wired(project / "model", chosen_by=chosen)}
-    with pytest.raises(SpecError, match=r"models\.gate chooses among plain, tuned and answers nothing itself; tuned is not among the models"):
+    with pytest.raises(
+        SpecError,
+        match=r"models\.gate chooses among plain, tuned and answers nothing itself; tuned is not among the models",
+    ):
         scored(make_order(project, models), make_place(tmp_path))
 
 
@@ -286,12 +359,17 @@ def test_a_gate_does_not_choose_by_prompts_of_another_template(
     record = json.loads((chosen / "gate.json").read_text(encoding="utf-8"))
     (tmp_path / "gate.json").write_text(json.dumps(record | {"template_sha256": "0" * 64}), encoding="utf-8")
     (tmp_path / "gate.safetensors").symlink_to(chosen / "gate.safetensors")
-    models = {"other": wired(project / "model", chosen_by=tmp_path), **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")}}
+    models = {
+        "other": wired(project / "model", chosen_by=tmp_path),
+        **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")},
+    }
     with pytest.raises(SpecError, match=r"models\.other was trained on prompts of another template"):
         scored(make_order(project, models), make_place(tmp_path))
 
 
-def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(project: Path, stage: Stage, chosen: Path, tmp_path: Path) -> None:
+def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(
+    project: Path, stage: Stage, chosen: Path, tmp_path: Path
+) -> None:
     """By content: a copy of the file that its rows were built with is as good."""
     form = "def build(prompt, answer): return f'{prompt} please', answer\n"
     for name, text in (("form.py", form), ("copy.py", form), ("other.py", form.replace("please", "now"))):
@@ -300,10 +378,14 @@ def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(project: Pat
         (tmp_path / file).write_bytes((chosen / file).read_bytes())
     record = json.loads((tmp_path / "gate.json").read_text())
     built = record | {"form": f"python {read_file(project / 'form.py', project).sha256}"}
-    models = {"other": wired(project / "model", chosen_by=tmp_path), **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")}}
+    models = {
+        "other": wired(project / "model", chosen_by=tmp_path),
+        **{name: stage.order.models[f"models.{name}"] for name in ("plain", "tuned")},
+    }
     (tmp_path / "gate.json").write_text(json.dumps(built))
     with pytest.raises(
-        SpecError, match=r"models\.other was trained on rows that were built with python \w+, and these are built with nothing: "
+        SpecError,
+        match=r"models\.other was trained on rows that were built with python \w+, and these are built with nothing: ",
     ) as told:
         scored(make_order(project, models), stage.place)
     assert told.value.remedy == "give the stage of the gate as task what data.task is here"
@@ -319,12 +401,25 @@ def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(project: Pat
 def test_scores_of_a_choice_are_reckoned_from_the_items_that_were_chosen() -> None:
     items = {"law": (1.0, 1.0, 0.0, 0.0), "medicine": (0.0, 0.0, 1.0, 1.0)}
     answered = {
-        name: make_result(name, tuple(make_item(at, hit=hit) for at, hit in enumerate(hits)), definitions=(HIT,), signature={"torch": name, "n": "1"})
+        name: make_result(
+            name,
+            tuple(make_item(at, hit=hit) for at, hit in enumerate(hits)),
+            definitions=(HIT,),
+            signature={"torch": name, "n": "1"},
+        )
         for name, hits in items.items()
     }
     found = composed(answered, ["law", "law", "medicine", "law"])
     expected = wilson(3, 4)
-    assert (found.metrics["hit"].value, found.metrics["hit"].low, found.metrics["hit"].high) == (expected.value, expected.low, expected.high)
+    assert (found.metrics["hit"].value, found.metrics["hit"].low, found.metrics["hit"].high) == (
+        expected.value,
+        expected.low,
+        expected.high,
+    )
     assert "of 4 items the gate gave law 3, medicine 1" in found.warnings
-    assert found.signature == {"torch": "law / medicine", "n": "1", "answered_by": "one of law, medicine, chosen for each prompt by a gate"}
+    assert found.signature == {
+        "torch": "law / medicine",
+        "n": "1",
+        "answered_by": "one of law, medicine, chosen for each prompt by a gate",
+    }
     assert (found.loaded_bytes, found.peak_bytes) == (None, None)

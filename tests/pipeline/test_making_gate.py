@@ -45,11 +45,26 @@ def _order(base: Path, folder: Path, rows: Mapping[str, Rows], **settings: Any) 
     for name, several in rows.items():
         write_jsonl(folder / f"{name}.jsonl", several)
     stage = Gate.model_validate(
-        {"kind": "gate", "base": model, "experts": dict.fromkeys(rows, model), "data": {name: {"path": f"{name}.jsonl"} for name in rows}} | settings
+        {
+            "kind": "gate",
+            "base": model,
+            "experts": dict.fromkeys(rows, model),
+            "data": {name: {"path": f"{name}.jsonl"} for name in rows},
+        }
+        | settings
     )
     wired = WiredModel(model=FolderModel(kind="folder", path=str(base)))
     models = {"base": wired} | {f"experts.{name}": wired for name in rows}
-    return Order(name="choice", pipeline="p", seed=3, device="cpu", precision="fp32", base=str(folder), stage=stage, models=models)
+    return Order(
+        name="choice",
+        pipeline="p",
+        seed=3,
+        device="cpu",
+        precision="fp32",
+        base=str(folder),
+        stage=stage,
+        models=models,
+    )
 
 
 def _made(base: Path, folder: Path, rows: Mapping[str, Rows], **settings: Any) -> tuple[dict[str, Any], Path]:
@@ -73,12 +88,17 @@ def test_prompts_of_different_letters_are_told_apart_on_rows_that_were_held_out(
 
 
 def test_the_accuracy_is_that_of_choosing_the_held_out_prompts(base: Path, tmp_path: Path) -> None:
-    rows = {"one": _rows("abcdef", 40), "other": _rows("cdefgh", 40, seed=1)}  # they share most letters, so some are chosen wrongly
+    rows = {
+        "one": _rows("abcdef", 40),
+        "other": _rows("cdefgh", 40, seed=1),
+    }  # they share most letters, so some are chosen wrongly
     summary, out = _made(base, tmp_path, rows)
     confusion, accuracy = summary["confusion"], summary["accuracy"]
     assert {name: sum(found.values()) for name, found in confusion.items()} == summary["held"]
     assert accuracy["value"] == pytest.approx(sum(confusion[name][name] for name in rows) / accuracy["n"])
-    everything = {name: choose(out, _tokens(base, [row["prompt"] for row in several])) for name, several in rows.items()}
+    everything = {
+        name: choose(out, _tokens(base, [row["prompt"] for row in several])) for name, several in rows.items()
+    }
     assert sum(everything["one"].count(name) for name in rows) == 40
     assert confusion["one"]["other"] <= everything["one"].count("other")
     assert confusion["one"]["other"] + confusion["other"]["one"] > 0
@@ -94,17 +114,25 @@ def test_labels_by_lot_are_not_learnt(base: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_records_that_a_source_asks_for_are_looked_at(base: Path, tmp_path: Path) -> None:
-    mixed = [row | {"kind": "wanted"} for row in _rows("aeiou", 30)] + [row | {"kind": "other"} for row in _rows("xyz", 40)]
+    mixed = [row | {"kind": "wanted"} for row in _rows("aeiou", 30)] + [
+        row | {"kind": "other"} for row in _rows("xyz", 40)
+    ]
     rows = {"vowels": mixed, "digits": _rows("0123456789", 50)}
     summary, _ = _made(
-        base, tmp_path, rows, data={"vowels": {"path": "vowels.jsonl", "where": {"kind": "wanted"}}, "digits": {"path": "digits.jsonl"}}
+        base,
+        tmp_path,
+        rows,
+        data={"vowels": {"path": "vowels.jsonl", "where": {"kind": "wanted"}}, "digits": {"path": "digits.jsonl"}},
     )
     assert summary["trained"]["vowels"] + summary["held"]["vowels"] == 30
 
 
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65])
 def test_equal_prompts_are_never_on_both_sides(share: float, base: Path, tmp_path: Path) -> None:
-    rows = {"left": [row for row in _rows("ab", 8, seed=1) for _ in range(10)], "right": [row for row in _rows("ab", 8, seed=2) for _ in range(10)]}
+    rows = {
+        "left": [row for row in _rows("ab", 8, seed=1) for _ in range(10)],
+        "right": [row for row in _rows("ab", 8, seed=2) for _ in range(10)],
+    }
     summary, _ = _made(base, tmp_path, rows, held_out=share)
     assert all(count % 10 == 0 for side in ("trained", "held") for count in summary[side].values())
 
@@ -117,9 +145,14 @@ def test_a_prompt_of_two_experts_is_counted_and_told(base: Path, tmp_path: Path)
 
 
 def test_a_rare_expert_counts_as_if_its_prompts_were_repeated() -> None:
-    rare, frequent = torch.randn(2, 4, generator=torch.Generator().manual_seed(1)), torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+    rare, frequent = (
+        torch.randn(2, 4, generator=torch.Generator().manual_seed(1)),
+        torch.randn(8, 4, generator=torch.Generator().manual_seed(2)),
+    )
     unequal = fit(torch.cat([rare, frequent]), torch.tensor([0] * 2 + [1] * 8), num_experts=2, epochs=9, lr=0.1, seed=0)
-    equal = fit(torch.cat([rare] * 4 + [frequent]), torch.tensor([0] * 8 + [1] * 8), num_experts=2, epochs=9, lr=0.1, seed=0)
+    equal = fit(
+        torch.cat([rare] * 4 + [frequent]), torch.tensor([0] * 8 + [1] * 8), num_experts=2, epochs=9, lr=0.1, seed=0
+    )
     torch.testing.assert_close(unequal.weight_KD, equal.weight_KD)
     torch.testing.assert_close(unequal.centre_D, equal.centre_D)
     assert unequal.unit == pytest.approx(equal.unit)
@@ -174,19 +207,30 @@ def test_prompts_are_rendered_with_the_options_of_the_training(base: Path, tmp_p
     tokenizer.chat_template = "{{ tone }} " + TEMPLATE
     tokenizer.save_pretrained(folder)
     options = {"tone": "kind"}
-    summary, _ = _made(folder, tmp_path, {"vowels": _rows("aeiou", 20), "digits": _rows("0123", 20)}, template_options=options)
+    summary, _ = _made(
+        folder, tmp_path, {"vowels": _rows("aeiou", 20), "digits": _rows("0123", 20)}, template_options=options
+    )
     assert summary["template_sha256"] == open_renderer(folder, "chat", template_options=options).sha256()
 
 
 def test_rows_are_built_before_a_gate_sees_them_as_trainings_build_them(base: Path, tmp_path: Path) -> None:
     bare = {"vowels": _rows("aeiou", 20), "digits": _rows("0123", 20)}
-    built = {name: [row | {"prompt": f"{row['prompt'].upper()} -> ?"} for row in several] for name, several in bare.items()}
+    built = {
+        name: [row | {"prompt": f"{row['prompt'].upper()} -> ?"} for row in several] for name, several in bare.items()
+    }
     (tmp_path / "form.py").write_text('def build(prompt, answer): return f"{prompt.upper()} -> ?", answer\n')
-    settings: dict[str, dict[str, Any]] = {"bare": {}, "task": {"task": {"kind": "python", "path": "form.py"}}, "built": {}}
+    settings: dict[str, dict[str, Any]] = {
+        "bare": {},
+        "task": {"task": {"kind": "python", "path": "form.py"}},
+        "built": {},
+    }
     tables, records = {}, {}
     for name, more in settings.items():
         _, out = _made(base, tmp_path, built if name == "built" else bare, **more)
-        tables[name], records[name] = load_file(out / "gate.safetensors")["scores"], read_record(out / "gate.json", SequenceGate)
+        tables[name], records[name] = (
+            load_file(out / "gate.safetensors")["scores"],
+            read_record(out / "gate.json", SequenceGate),
+        )
     assert torch.equal(tables["task"], tables["built"])
     assert not torch.equal(tables["task"], tables["bare"])
     form = f"python {sha256((tmp_path / 'form.py').read_bytes()).hexdigest()}"
@@ -207,7 +251,12 @@ def test_a_gate_that_was_made_before_forms_were_recorded_is_one_of_bare_rows(bas
 
 
 def test_a_change_of_the_file_that_rows_are_built_with_makes_a_gate_anew(base: Path, tmp_path: Path) -> None:
-    stage = _order(base, tmp_path, {"vowels": _rows("aeiou", 9), "digits": _rows("0123", 9)}, task={"kind": "python", "path": "form.py"}).stage
+    stage = _order(
+        base,
+        tmp_path,
+        {"vowels": _rows("aeiou", 9), "digits": _rows("0123", 9)},
+        task={"kind": "python", "path": "form.py"},
+    ).stage
     (tmp_path / "form.py").write_text("def build(prompt, answer): return prompt, answer\n")
     pipeline = Pipeline(name="p", stages={"choice": stage})
     before = outside_inputs(pipeline, tmp_path)
@@ -217,13 +266,17 @@ def test_a_change_of_the_file_that_rows_are_built_with_makes_a_gate_anew(base: P
 
 
 def test_an_expert_without_rows_on_one_side_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"of few no prompt is left to be measured on: 41 prompts, 0.1 of them held out"):
+    with pytest.raises(
+        DataError, match=r"of few no prompt is left to be measured on: 41 prompts, 0.1 of them held out"
+    ):
         _made(base, tmp_path, {"few": _rows("a", 1), "many": _rows("bcd", 40)}, held_out=0.1)
 
 
 def test_prompts_that_all_ask_the_same_are_refused(base: Path, tmp_path: Path) -> None:
     same = [{"prompt": "Why?", "completion": "yes"}, {"prompt": "why", "completion": "no"}]
-    with pytest.raises(DataError, match="all 4 prompts ask the same, so none can be held out to measure the gate on") as refused:
+    with pytest.raises(
+        DataError, match="all 4 prompts ask the same, so none can be held out to measure the gate on"
+    ) as refused:
         _made(base, tmp_path, {"one": same, "other": same})
     assert refused.value.remedy == "give rows that ask other things"
 
@@ -247,7 +300,11 @@ def test_a_limit_takes_so_many_rows(base: Path, tmp_path: Path) -> None:
 def test_quantised_embeddings_are_refused(tmp_path: Path) -> None:
     broken = make_model_folder(tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
-    save_file(tensors | {"model.embed_tokens.weight": torch.zeros(10, 4, dtype=torch.uint8)}, broken / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {"model.embed_tokens.weight": torch.zeros(10, 4, dtype=torch.uint8)},
+        broken / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(ModelError, match="is stored as U8"):
         mean_embeddings(broken, [[1, 2]])
 

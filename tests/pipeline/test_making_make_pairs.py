@@ -29,8 +29,12 @@ def test_what_is_joined_is_found_wherever_the_rows_lie(tmp_path: Path, join: str
     """Rows that another stage has made have an absolute path; what the spec joins to them is relative to the spec file."""
     there, rows = tmp_path / "elsewhere", grounded(40, seed=3)
     there.mkdir()
-    write_jsonl(there / "questions.jsonl", [{"question_id": at, "question": row["prompt"]} for at, row in enumerate(rows)])
-    write_jsonl(tmp_path / "answers.jsonl", [{"question_id": at, "answer": row["answer"]} for at, row in enumerate(rows)])
+    write_jsonl(
+        there / "questions.jsonl", [{"question_id": at, "question": row["prompt"]} for at, row in enumerate(rows)]
+    )
+    write_jsonl(
+        tmp_path / "answers.jsonl", [{"question_id": at, "answer": row["answer"]} for at, row in enumerate(rows)]
+    )
     path = str(tmp_path / "answers.jsonl") if join.startswith("/") else join
     source = {"path": str(there / "questions.jsonl"), "fields": JOINED | {"join": path}}
     summary, _ = made(tmp_path, {"train": [source]})
@@ -54,7 +58,12 @@ ALL = {"train": [{"path": "train.jsonl"}], "validation": {"path": "validation.js
 
 def test_each_split_becomes_a_file_of_pairs_that_dpo_reads(rows: Path) -> None:
     summary, out = made(rows, ALL)
-    assert sorted(path.name for path in out.iterdir()) == ["report.json", "test.jsonl", "train.jsonl", "validation.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.json",
+        "test.jsonl",
+        "train.jsonl",
+        "validation.jsonl",
+    ]
     for split, count in {"train": 60, "validation": 32, "test": 40}.items():
         pairs, asked = read_back(out / f"{split}.jsonl"), records(rows / f"{split}.jsonl")
         assert {row.kind for row in pairs} == {"pair"}
@@ -68,13 +77,19 @@ def test_each_split_becomes_a_file_of_pairs_that_dpo_reads(rows: Path) -> None:
 
 
 def test_the_same_seed_makes_the_same_bytes_and_another_seed_does_not(rows: Path) -> None:
-    texts = [(made(rows, ALL, out=f"out{at}", seed=seed)[1] / "train.jsonl").read_bytes() for at, seed in enumerate((1, 1, 2))]
+    texts = [
+        (made(rows, ALL, out=f"out{at}", seed=seed)[1] / "train.jsonl").read_bytes()
+        for at, seed in enumerate((1, 1, 2))
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_where_the_rows_lie_makes_no_difference(rows: Path) -> None:
     """What another stage has made is named by where it lies now."""
-    found = [made(rows, {"train": [{"path": path}]}, out=f"at{at}")[1] for at, path in enumerate(("train.jsonl", str(rows / "train.jsonl")))]
+    found = [
+        made(rows, {"train": [{"path": path}]}, out=f"at{at}")[1]
+        for at, path in enumerate(("train.jsonl", str(rows / "train.jsonl")))
+    ]
     assert [(found[0] / name).read_bytes() for name in ("train.jsonl", "report.json")] == [
         (found[1] / name).read_bytes() for name in ("train.jsonl", "report.json")
     ]
@@ -104,13 +119,23 @@ def test_files_of_one_folder_are_told_apart_by_their_paths_within_it(rows: Path,
 
 
 def test_rows_that_cannot_be_used_are_counted_and_named(rows: Path) -> None:
-    odd = [*grounded(33, seed=0)[:33], grounded(1, seed=0)[0], {"prompt": "Why?", "answer": ""}, {"prompt": "What of it?", "answer": "Hm."}]
+    odd = [
+        *grounded(33, seed=0)[:33],
+        grounded(1, seed=0)[0],
+        {"prompt": "Why?", "answer": ""},
+        {"prompt": "What of it?", "answer": "Hm."},
+    ]
     write_jsonl(rows / "train.jsonl", odd)
-    summary, out = made(rows, {"train": [{"path": "train.jsonl"}], "method": {"kind": "rules", "shares": {"fabrication": 0}}})
+    summary, out = made(
+        rows, {"train": [{"path": "train.jsonl"}], "method": {"kind": "rules", "shares": {"fabrication": 0}}}
+    )
     told = summary["splits"]["train"]
     assert told["used"] + sum(told["unused"].values()) == told["read"] == 36
     assert told["unused"]["says the same as another row"] == 1
-    named = {row["place"]: row["reason"] for row in json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]}
+    named = {
+        row["place"]: row["reason"]
+        for row in json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]
+    }
     assert len(named) == sum(told["unused"].values())
     assert named["train.jsonl:34"] == "says the same as train.jsonl:1"
     assert "no rule can change" in named["train.jsonl:36"]
@@ -157,7 +182,9 @@ def test_a_prompt_in_two_splits_is_refused_with_both_places(rows: Path) -> None:
 
 def test_a_split_of_which_no_pair_can_be_made_is_refused(rows: Path) -> None:
     write_jsonl(rows / "test.jsonl", [{"prompt": f"Say {at}", "answer": "hm"} for at in range(5)])
-    with pytest.raises(DataError, match=r"no pair could be made for test of 5 rows: 5 has an answer that no rule can change"):
+    with pytest.raises(
+        DataError, match=r"no pair could be made for test of 5 rows: 5 has an answer that no rule can change"
+    ):
         made(rows, ALL | {"method": {"kind": "rules", "shares": {"fabrication": 0}}})
 
 
@@ -168,7 +195,10 @@ SPEC = "name: x\nstages: {{pairs: {{kind: make_pairs{}}}}}\n"
     ("stage", "words"),
     [
         ("", "rows with right answers are needed"),
-        (", train: [{path: a.jsonl}], method: {kind: verdicts, of: [runs/a-1]}", "verdicts are about answers that are there already"),
+        (
+            ", train: [{path: a.jsonl}], method: {kind: verdicts, of: [runs/a-1]}",
+            "verdicts are about answers that are there already",
+        ),
     ],
 )
 def test_rows_are_named_where_they_are_needed_and_nowhere_else(stage: str, words: str) -> None:

@@ -24,7 +24,14 @@ torch.set_num_threads(1)
 PROBE = torch.arange(5, 45).reshape(2, 20)
 
 
-def make_adapter(folder: Path, base: Path, *, size: float = 0.3, targets: Sequence[str] = ("q_proj", "v_proj", "down_proj"), **more: Any) -> Path:
+def make_adapter(
+    folder: Path,
+    base: Path,
+    *,
+    size: float = 0.3,
+    targets: Sequence[str] = ("q_proj", "v_proj", "down_proj"),
+    **more: Any,
+) -> Path:
     """One that has learnt something: its second matrices are not zero."""
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM", **more)
@@ -44,7 +51,16 @@ def base(tmp_path: Path) -> Path:
 def order_of(folder: Path, model: Path, laid: Path | None, /, **stage: Any) -> Order:
     spec = MergeAdapter.model_validate({"kind": "merge_adapter", "model": {"kind": "folder", "path": "model"}, **stage})
     wired = WiredModel(model=FolderModel(kind="folder", path=str(model)), adapter=None if laid is None else str(laid))
-    return Order(name="merge", pipeline="p", seed=1, device="cpu", precision="fp32", base=str(folder), stage=spec, models={"model": wired})
+    return Order(
+        name="merge",
+        pipeline="p",
+        seed=1,
+        device="cpu",
+        precision="fp32",
+        base=str(folder),
+        stage=spec,
+        models={"model": wired},
+    )
 
 
 def merged(tmp_path: Path, base: Path, laid: Path | None, /, **stage: Any) -> tuple[dict[str, Any], Path]:
@@ -59,8 +75,12 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rank_stabilised"])
-def test_plain_transformers_gives_the_logits_of_base_and_adapter(tmp_path: Path, base: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rank_stabilised"]
+)
+def test_plain_transformers_gives_the_logits_of_base_and_adapter(
+    tmp_path: Path, base: Path, more: dict[str, Any]
+) -> None:
     adapter = make_adapter(tmp_path / "adapter", base, **more)
     summary, out = merged(tmp_path, base, adapter)
     both = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
@@ -81,12 +101,18 @@ def test_tokenizer_template_and_generation_settings_go_along(tmp_path: Path, bas
     tokenizer.chat_template = "{{ messages[0]['content'] }} as trained"
     tokenizer.save_pretrained(adapter)
     _, out = merged(tmp_path, base, adapter)
-    assert AutoTokenizer.from_pretrained(out).chat_template.endswith("as trained")  # that of the training, not the base's
-    assert json.loads((out / "generation_config.json").read_text()) == json.loads((base / "generation_config.json").read_text())
+    assert AutoTokenizer.from_pretrained(out).chat_template.endswith(
+        "as trained"
+    )  # that of the training, not the base's
+    assert json.loads((out / "generation_config.json").read_text()) == json.loads(
+        (base / "generation_config.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("in_files", [True, False], ids=["in files", "in tokenizer_config.json"])
-def test_chat_templates_of_every_name_go_along_and_those_of_the_training_go_first(tmp_path: Path, base: Path, in_files: bool) -> None:
+def test_chat_templates_of_every_name_go_along_and_those_of_the_training_go_first(
+    tmp_path: Path, base: Path, in_files: bool
+) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     (base / "chat_template.jinja").unlink()
@@ -95,7 +121,9 @@ def test_chat_templates_of_every_name_go_along_and_those_of_the_training_go_firs
     _, out = merged(tmp_path, base, adapter)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     tokenizer.chat_template = {"default": "{{ messages }} as trained", "tool_use": "{{ tools }} as trained"}
-    tokenizer.save_pretrained(adapter)  # as a checkpoint is written: the templates are files, and tokenizer_config.json has none
+    tokenizer.save_pretrained(
+        adapter
+    )  # as a checkpoint is written: the templates are files, and tokenizer_config.json has none
     out.rename(tmp_path / "before")
     _, out = merged(tmp_path, base, adapter)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
@@ -107,8 +135,12 @@ def test_a_base_without_generation_settings_gets_none_of_ours(tmp_path: Path, ba
     assert not (out / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize(("asked", "written"), [("auto", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_precision_is_the_one_that_was_asked_for(tmp_path: Path, base: Path, asked: str, written: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("asked", "written"), [("auto", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_precision_is_the_one_that_was_asked_for(
+    tmp_path: Path, base: Path, asked: str, written: torch.dtype
+) -> None:
     summary, out = merged(tmp_path, base, make_adapter(tmp_path / "adapter", base), precision=asked)
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == written
     assert summary["difference"] <= summary["tolerance"]
@@ -154,7 +186,9 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, base: Path) -> N
 def test_packed_weights_are_refused(tmp_path: Path, base: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", base)
     config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}))
+    (base / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+    )
     with pytest.raises(ModelError, match=r"packed weights \(bitsandbytes\)"):
         merged(tmp_path, base, adapter)
 
@@ -165,7 +199,9 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, base: Path) -> 
         merged(tmp_path, base, adapter)
 
 
-def test_a_merge_that_changes_the_answers_writes_nothing(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_changes_the_answers_writes_nothing(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if peft had lost the adapter: what is unloaded is the bare base."""
     adapter = make_adapter(tmp_path / "adapter", base)
     monkeypatch.setattr(peft.PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
@@ -174,7 +210,9 @@ def test_a_merge_that_changes_the_answers_writes_nothing(tmp_path: Path, base: P
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_model_that_reads_back_otherwise_is_refused(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_reads_back_otherwise_is_refused(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = make_adapter(tmp_path / "adapter", base)
     save = merging._save
 
@@ -189,7 +227,9 @@ def test_a_model_that_reads_back_otherwise_is_refused(tmp_path: Path, base: Path
 
 def make_rounded_mixture(folder: Path, family: str) -> Path:
     """In bf16, deep, and with experts that say much: rounding sends some tokens to others, which changes their answers."""
-    model = make_mixture(family, num_experts=8, num_hidden_layers=8, hidden_size=64, head_dim=16, tie_word_embeddings=False)
+    model = make_mixture(
+        family, num_experts=8, num_hidden_layers=8, hidden_size=64, head_dim=16, tie_word_embeddings=False
+    )
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.data *= 4
@@ -199,7 +239,9 @@ def make_rounded_mixture(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_token_that_rounding_sends_to_another_expert_is_no_fault_of_the_merge(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_rounding_sends_to_another_expert_is_no_fault_of_the_merge(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = make_rounded_mixture(tmp_path / "model", family)
     adapter = make_adapter(tmp_path / "adapter", base, size=0.1, targets=("q_proj", "v_proj"))
     passed: list[torch.Tensor] = []

@@ -33,7 +33,8 @@ def judge(folder: Path, runs: Sequence[RunDir], presses: Sequence[str], *, name:
 
 def two_runs(folder: Path, count: int = 6) -> tuple[RunDir, RunDir]:
     return tuple(  # type: ignore[return-value]
-        make_run(folder / "runs" / f"{side}-1", {"checkpoint-3": make_items(count, side)}, final="checkpoint-3") for side in ("left", "right")
+        make_run(folder / "runs" / f"{side}-1", {"checkpoint-3": make_items(count, side)}, final="checkpoint-3")
+        for side in ("left", "right")
     )
 
 
@@ -44,7 +45,10 @@ def test_what_people_preferred_becomes_pairs_and_the_rest_is_told(tmp_path: Path
     pairs = read_back(out / "train.jsonl")
     sides = sorted((pair.answer.split()[0], pair.rejected[0].content.split()[0]) for pair in pairs)
     assert sides == [("left", "right"), ("right", "left"), ("right", "left")]
-    assert all(pair.answer.split()[1] == pair.rejected[0].content.split()[1] == pair.prompt[0].content.split()[1] for pair in pairs)
+    assert all(
+        pair.answer.split()[1] == pair.rejected[0].content.split()[1] == pair.prompt[0].content.split()[1]
+        for pair in pairs
+    )
     assert summary["splits"]["train"]["unused"] == {"not judged": 2, "tie": 1}
     assert summary["splits"]["train"]["read"] == 6
 
@@ -88,18 +92,38 @@ def saying(text: str, **more: Any) -> list[dict[str, Any]]:
         (calling("Rome"), saying("No idea."), "has an answer with tool calls or reasoning"),
         (saying("Sunny."), calling("Rome"), "has an answer with tool calls or reasoning"),
         (calling("Rome"), calling("Paris"), "has an answer with tool calls or reasoning"),
-        (calling("Rome", content="Let me see."), calling("Paris", content="Let me see."), "has an answer with tool calls or reasoning"),
-        (saying("Sunny.", reasoning_content="Rome, so it is."), saying("Rainy."), "has an answer with tool calls or reasoning"),
-        ([*calling("Rome"), {"role": "tool", "content": "sun"}, *saying("Sunny.")], saying("Rainy."), "has sides of several messages"),
-        (saying("Sunny."), [*calling("Rome"), {"role": "tool", "content": "sun"}, *saying("Rainy.")], "has sides of several messages"),
+        (
+            calling("Rome", content="Let me see."),
+            calling("Paris", content="Let me see."),
+            "has an answer with tool calls or reasoning",
+        ),
+        (
+            saying("Sunny.", reasoning_content="Rome, so it is."),
+            saying("Rainy."),
+            "has an answer with tool calls or reasoning",
+        ),
+        (
+            [*calling("Rome"), {"role": "tool", "content": "sun"}, *saying("Sunny.")],
+            saying("Rainy."),
+            "has sides of several messages",
+        ),
+        (
+            saying("Sunny."),
+            [*calling("Rome"), {"role": "tool", "content": "sun"}, *saying("Rainy.")],
+            "has sides of several messages",
+        ),
         (saying(" "), saying("Rainy."), "has an empty answer"),
         (saying("Sunny."), saying(""), "has an empty answer"),
     ],
 )
-def test_a_side_that_is_more_or_less_than_a_text_is_in_no_pair(tmp_path: Path, chosen: object, rejected: object, reason: str) -> None:
+def test_a_side_that_is_more_or_less_than_a_text_is_in_no_pair(
+    tmp_path: Path, chosen: object, rejected: object, reason: str
+) -> None:
     asked = [{"role": "user", "content": "What is the weather in Rome?"}]
     other = {"prompt": [{"role": "user", "content": "Is it so?"}], "chosen": saying("yes"), "rejected": saying("no")}
-    write_jsonl(tmp_path / "pairs.jsonl", [other, {"prompt": asked, "chosen": chosen, "rejected": rejected, "tools": TOOLS}])
+    write_jsonl(
+        tmp_path / "pairs.jsonl", [other, {"prompt": asked, "chosen": chosen, "rejected": rejected, "tools": TOOLS}]
+    )
     _, out = made(tmp_path, {"method": {"kind": "verdicts", "of": ["pairs.jsonl"]}})
     assert [pair["chosen"] for pair in records(out / "train.jsonl")] == ["yes"]
     (unused,) = json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]
@@ -114,7 +138,10 @@ def test_a_prompt_keeps_the_tools_that_it_was_judged_with(tmp_path: Path) -> Non
         set_rows(run, [asked[0] | {"tools": json.dumps(TOOLS)}, asked[1]])
     judge(runs[0].path, runs, ["1", "1"])
     _, out = made(tmp_path, {"method": {"kind": "verdicts", "of": ["runs/left-1"]}})
-    assert {row.prompt[0].content: json.loads(row.tools or "[]") for row in read_back(out / "train.jsonl")} == {"prompt 0": TOOLS, "prompt 1": []}
+    assert {row.prompt[0].content: json.loads(row.tools or "[]") for row in read_back(out / "train.jsonl")} == {
+        "prompt 0": TOOLS,
+        "prompt 1": [],
+    }
 
 
 def test_where_the_run_lies_makes_no_difference_to_what_was_judged(tmp_path: Path) -> None:
@@ -171,4 +198,6 @@ def test_exported_pairs_keep_their_tools_and_those_about_images_are_named(tmp_pa
     assert pair["tools"] == tools
     (reason,) = summary["splits"]["train"]["unused"]
     assert reason.startswith("shows images")
-    assert [row["place"] for row in json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]] == ["pairs.jsonl:2"]
+    assert [
+        row["place"] for row in json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]
+    ] == ["pairs.jsonl:2"]

@@ -37,7 +37,11 @@ def score(found, reference):
 
 def sampling(train: Sequence[dict[str, Any]] = ({"path": "train.jsonl"},), **method: Any) -> dict[str, Any]:
     return {
-        "method": {"kind": "sampled", "model": {"kind": "folder", "path": "model"}, "task": {"kind": "python", "path": "task.py"}}
+        "method": {
+            "kind": "sampled",
+            "model": {"kind": "folder", "path": "model"},
+            "task": {"kind": "python", "path": "task.py"},
+        }
         | {"samples": 3, "max_new_tokens": 24, "temperature": 1.0}
         | method,
         "train": train,
@@ -84,14 +88,21 @@ def test_sampled_pairs_hang_on_the_seed_and_not_on_the_other_rows(talker: Path) 
     assert fewer
     assert {asked: pair["scores"] for asked, pair in fewer.items()} == {asked: scores[asked] for asked in fewer}
     write_jsonl(talker / "train.jsonl", rows)
-    other = {pair["prompt"][0]["content"]: pair["chosen"] for pair in records(sampled(talker, out="other", seed=2)[1] / "train.jsonl")}
+    other = {
+        pair["prompt"][0]["content"]: pair["chosen"]
+        for pair in records(sampled(talker, out="other", seed=2)[1] / "train.jsonl")
+    }
     assert other != {asked: pair["chosen"] for asked, pair in first.items()}
 
 
-def test_answers_of_a_stage_that_was_killed_are_not_asked_for_again(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_a_stage_that_was_killed_are_not_asked_for_again(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
-    def counted(model: torch.nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], **how: Any) -> Iterator[tuple[int, Answer]]:
+    def counted(
+        model: torch.nn.Module, renderer: Renderer, prompts: Sequence[Sequence[int]], **how: Any
+    ) -> Iterator[tuple[int, Answer]]:
         asked.append(len(prompts))
         return answers(model, renderer, prompts, **how)
 
@@ -117,7 +128,9 @@ def test_rows_that_stood_alone_beside_a_long_one_stand_alone_when_it_is_answered
     """A dynamic rope stretches once a row is longer than the model's own length."""
     config = talker / "model/config.json"
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64, "rope_parameters": rope}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64, "rope_parameters": rope})
+    )
     long = {"prompt": "say " + "very " * 14 + "much", "answer": "a e"}
     write_jsonl(talker / "train.jsonl", [long, *({"prompt": f"say {at}", "answer": "a e"} for at in range(3))])
     _, whole = sampled(talker, out="whole", max_new_tokens=8)
@@ -135,7 +148,9 @@ def test_where_the_run_lies_makes_no_difference_to_what_was_sampled(talker: Path
     assert tree_digest(from_a_run(talker, sampling(), out="there", models=wired(talker))) == tree_digest(here)
 
 
-def test_answers_that_were_made_by_something_else_are_asked_for_again(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_were_made_by_something_else_are_asked_for_again(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, out = sampled(talker, out="first")
     monkeypatch.setattr(pairs_sampled, "made_with", lambda: {"torch": "another"})
     (talker / "second").mkdir()
@@ -175,11 +190,15 @@ def test_a_model_that_does_not_fit_now_may_fit_later(talker: Path, monkeypatch: 
 
 
 def test_answers_that_differ_by_less_than_the_margin_are_no_pair(talker: Path) -> None:
-    with pytest.raises(DataError, match="no pair could be made for train of 6 rows: 6 has scores that do not differ enough"):
+    with pytest.raises(
+        DataError, match="no pair could be made for train of 6 rows: 6 has scores that do not differ enough"
+    ):
         sampled(talker, margin=1.0)
 
 
-@pytest.mark.parametrize("task", ["hallucination", "perplexity", "truthfulqa", {"kind": "lm_eval", "tasks": ["arc_easy"]}])
+@pytest.mark.parametrize(
+    "task", ["hallucination", "perplexity", "truthfulqa", {"kind": "lm_eval", "tasks": ["arc_easy"]}]
+)
 def test_a_task_that_scores_no_answer_is_refused(talker: Path, task: object) -> None:
     with pytest.raises(SpecError, match=r"method\.task \w+ does not say of a written answer alone how good it is"):
         sampled(talker, task=task)

@@ -20,9 +20,18 @@ def _worked(folder: Path, script: str) -> tuple[int, Made]:
     where.path.mkdir()
     (folder / "own.py").write_text(f"import os, sys, signal\n{script}\n", encoding="utf-8")
     (folder / "raw.txt").write_text("raw", encoding="utf-8")
-    asked = {"kind": "python", "script": "own.py", "inputs": {"raw": "raw.txt"}, "arguments": ["{raw}", "--to={output}/a.txt"], "outputs": ["a.txt"]}
+    asked = {
+        "kind": "python",
+        "script": "own.py",
+        "inputs": {"raw": "raw.txt"},
+        "arguments": ["{raw}", "--to={output}/a.txt"],
+        "outputs": ["a.txt"],
+    }
     stage = PythonStage.model_validate_json(json.dumps(asked))
-    write_record(where.order, Order(name="own", pipeline="p", seed=1, device="cpu", precision="fp32", base=str(folder), stage=stage))
+    write_record(
+        where.order,
+        Order(name="own", pipeline="p", seed=1, device="cpu", precision="fp32", base=str(folder), stage=stage),
+    )
     command = [sys.executable, "-m", "finefit.pipeline.making.worker", str(where.order)]
     strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as a UTF-8 locale has it
     done = subprocess.run(command, env=strict, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -67,7 +76,10 @@ def test_what_a_script_does_to_its_words_does_not_spoil_what_it_has_made(tmp_pat
     assert (code, made.failure) == (0, None)
 
 
-@pytest.mark.parametrize("removing", ["shutil.rmtree(os.getcwd())", "shutil.rmtree(os.getcwd()); open(sys.argv[2][5:].removesuffix('/a.txt'), 'w')"])
+@pytest.mark.parametrize(
+    "removing",
+    ["shutil.rmtree(os.getcwd())", "shutil.rmtree(os.getcwd()); open(sys.argv[2][5:].removesuffix('/a.txt'), 'w')"],
+)
 def test_a_script_that_removes_its_folder_is_told_of_and_not_finefit(tmp_path: Path, removing: str) -> None:
     code, made = _worked(tmp_path, f"import shutil; {removing}")
     assert made.failure is not None

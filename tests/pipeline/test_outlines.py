@@ -22,7 +22,9 @@ STAGES = """\
 
 
 @pytest.mark.parametrize(("family", "name"), NAMED)
-def test_the_outline_of_a_mixture_tokenises_as_its_base_and_so_does_what_is_trained_from_it(tmp_path: Path, family: str, name: str) -> None:
+def test_the_outline_of_a_mixture_tokenises_as_its_base_and_so_does_what_is_trained_from_it(
+    tmp_path: Path, family: str, name: str
+) -> None:
     base = with_tokenizer(make_base(tmp_path / "base", family), make_tokenizer(), tokenizer_class=name)
     outlines = Outlines(pipeline=pipeline_of(STAGES), base=tmp_path)
     for stage in ("mixture", "tuned"):
@@ -33,15 +35,24 @@ def test_the_outline_of_a_mixture_tokenises_as_its_base_and_so_does_what_is_trai
 def test_an_outline_has_the_tokenizer_files_of_the_mixture_that_is_built_later(tmp_path: Path, name: str) -> None:
     base = with_tokenizer(make_base(tmp_path / "base", "qwen2"), make_tokenizer(), tokenizer_class=name)
     (tmp_path / "moe").mkdir()
-    build_moe(base, {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}, tmp_path / "moe", top_k=2)
+    build_moe(
+        base,
+        {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)},
+        tmp_path / "moe",
+        top_k=2,
+    )
     outline = Outlines(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture")
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    assert [(outline / name).read_bytes() for name in names] == [(tmp_path / "moe" / name).read_bytes() for name in names]
+    assert [(outline / name).read_bytes() for name in names] == [
+        (tmp_path / "moe" / name).read_bytes() for name in names
+    ]
 
 
 def test_a_base_without_a_tokenizer_has_an_outline_without_one(tmp_path: Path) -> None:
     make_base(tmp_path / "base", "qwen2")
-    assert [path.name for path in Outlines(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture").iterdir()] == ["config.json"]
+    assert [path.name for path in Outlines(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture").iterdir()] == [
+        "config.json"
+    ]
 
 
 def test_a_mixture_that_could_not_tokenise_as_its_base_is_told_before_it_is_built(tmp_path: Path) -> None:

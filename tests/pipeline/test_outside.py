@@ -38,7 +38,9 @@ def place(*, size: int, local_size: int) -> Place:
         (DeepSpeed(kind="deepspeed", devices=2), ()),
     ],
 )
-def test_an_engine_of_one_process_becomes_one_of_the_ranks_that_are_there(engine: Engine, expected: tuple[str, ...]) -> None:
+def test_an_engine_of_one_process_becomes_one_of_the_ranks_that_are_there(
+    engine: Engine, expected: tuple[str, ...]
+) -> None:
     assert engine_overrides(engine, place(size=2, local_size=2)) == expected
     assert engine_overrides(engine, place(size=6, local_size=2)) == expected  # devices are those of one node
 
@@ -48,7 +50,9 @@ def test_one_rank_leaves_an_engine_of_one_process_as_it_is() -> None:
     assert engine_overrides(AutoEngine(kind="auto"), place(size=1, local_size=1)) == ()
 
 
-@pytest.mark.parametrize("engine", [AutoEngine(kind="auto", devices=4), Parallel(kind="ddp", devices=4), FullyShard(kind="fsdp2", devices=4)])
+@pytest.mark.parametrize(
+    "engine", [AutoEngine(kind="auto", devices=4), Parallel(kind="ddp", devices=4), FullyShard(kind="fsdp2", devices=4)]
+)
 def test_another_number_of_ranks_than_the_spec_names_is_refused_with_both(engine: Engine) -> None:
     with pytest.raises(SpecError) as caught:
         engine_overrides(engine, place(size=6, local_size=3))
@@ -100,7 +104,11 @@ def test_the_others_are_told_why_the_first_failed() -> None:
 
     first, second = invited(fail)
     assert isinstance(first.error, SpecError)
-    assert (second.value.run, second.value.failure.problem, second.value.failure.exit_code) == (None, "a misspelt key", 2)
+    assert (second.value.run, second.value.failure.problem, second.value.failure.exit_code) == (
+        None,
+        "a misspelt key",
+        2,
+    )
 
 
 def test_a_fault_of_the_first_ends_the_others_too() -> None:

@@ -18,7 +18,10 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("shipped")
 def test_a_recipe_is_a_folder_with_a_spec_whose_first_comment_says_its_purpose() -> None:
-    assert [(r.name, r.purpose) for r in recipes.all_recipes()] == [("medical", "Teaches medical."), ("orders", "Teaches orders.")]
+    assert [(r.name, r.purpose) for r in recipes.all_recipes()] == [
+        ("medical", "Teaches medical."),
+        ("orders", "Teaches orders."),
+    ]
 
 
 def test_specs_that_share_a_base_are_recipes_by_folder_and_file(shipped: Path) -> None:

@@ -27,7 +27,12 @@ LENGTHS = Lengths(num_rows=8, longest=32, mean=32.0, supervised=16, mean_supervi
 
 def _question(layers: int = 2, **changes: object) -> Question:
     config = make_config("llama-3.2-1b", layers=layers, vocab_size=512) | changes
-    return Question(spec=spec_to_json(parse_spec(SPEC, where="spec.yaml", overrides=())), config=config, cards=("A100-80GB",), lengths=LENGTHS)
+    return Question(
+        spec=spec_to_json(parse_spec(SPEC, where="spec.yaml", overrides=())),
+        config=config,
+        cards=("A100-80GB",),
+        lengths=LENGTHS,
+    )
 
 
 def _workers() -> list[int]:

@@ -43,7 +43,10 @@ def _assumed(project: Path, config: dict[str, Any], *overrides: str) -> Lengths:
     return lengths_of(spec.model_copy(update={"model": ShapeModel(kind="shape", config=config)}), project.parent)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "smolvlm", "gemma3", "paligemma"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "smolvlm", "gemma3", "paligemma"],
+)
 def test_a_mere_shape_that_sees_is_planned_with_an_image_that_leaves_room_for_words(project: Path, family: str) -> None:
     config = json.loads(vlm_config(family).to_json_string())
     lens = lens_of(config)
@@ -51,15 +54,21 @@ def test_a_mere_shape_that_sees_is_planned_with_an_image_that_leaves_room_for_wo
     (grid,) = _assumed(project, config, "data.max_tokens=100").grids
     assert lens.num_tokens(lens.square(1)) <= lens.num_tokens(grid) <= 98
     (more,) = _assumed(project, config, "data.max_tokens=4000").grids
-    assert (lens.num_tokens(more) > lens.num_tokens(grid)) == (lens.num_tokens(lens.square(1000)) > lens.num_tokens(grid))
+    assert (lens.num_tokens(more) > lens.num_tokens(grid)) == (
+        lens.num_tokens(lens.square(1000)) > lens.num_tokens(grid)
+    )
     assert _assumed(project, config, "data.max_tokens=2").grids == ()
 
 
 def test_an_assumed_image_fills_half_a_row_or_is_as_large_as_it_may_be(project: Path) -> None:
     config = json.loads(vlm_config("qwen2_5_vl").to_json_string())  # of which 16 x 16 pixels are a token
     assert _assumed(project, config, "data.max_tokens=128").grids == ((1, 16, 16),)
-    assert _assumed(project, config, "data.max_tokens=128", f"data.images.max_pixels={160 * 160}").grids == ((1, 20, 20),)
-    assert _assumed(project, config, "data.max_tokens=64", f"data.images.max_pixels={160 * 160}").grids == ((1, 14, 14),)
+    assert _assumed(project, config, "data.max_tokens=128", f"data.images.max_pixels={160 * 160}").grids == (
+        (1, 20, 20),
+    )
+    assert _assumed(project, config, "data.max_tokens=64", f"data.images.max_pixels={160 * 160}").grids == (
+        (1, 14, 14),
+    )
 
 
 # a model by itself
@@ -108,7 +117,10 @@ def test_a_stage_asks_a_model_of_ones_own_about_images(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "test.jsonl", [asked(1, "a.png")])
     tokenizer = FolderModel(kind="folder", path=str(tmp_path / "tokenizer"))
     model = CustomModel(
-        kind="custom", file=str(tmp_path / "my_model.py"), config={"vocab_size": 260, "width": 8, "depth": 1, "dropped": 0.0}, tokenizer=tokenizer
+        kind="custom",
+        file=str(tmp_path / "my_model.py"),
+        config={"vocab_size": 260, "width": 8, "depth": 1, "dropped": 0.0},
+        tokenizer=tokenizer,
     )
     order = make_order(tmp_path, {"own": WiredModel(model=model)}, asked=({"task": "exact_match"},))
     assert isinstance(order.stage, EvaluateStage)
@@ -118,7 +130,16 @@ def test_a_stage_asks_a_model_of_ones_own_about_images(tmp_path: Path) -> None:
 
 def test_code_that_only_an_evaluation_runs_is_told_too(tmp_path: Path) -> None:
     make_own_project(tmp_path)
-    stage = {"kind": "evaluate", "models": {"own": SPEC["model"]}, "data": {"test": {"path": "test.jsonl"}}, "evaluate": [{"task": "json_match"}]}
+    stage = {
+        "kind": "evaluate",
+        "models": {"own": SPEC["model"]},
+        "data": {"test": {"path": "test.jsonl"}},
+        "evaluate": [{"task": "json_match"}],
+    }
     said = io.StringIO()
-    tell_code(Pipeline.model_validate_json(json.dumps({"name": "own", "stages": {"scores": stage}})), tmp_path, Console(file=said))
+    tell_code(
+        Pipeline.model_validate_json(json.dumps({"name": "own", "stages": {"scores": stage}})),
+        tmp_path,
+        Console(file=said),
+    )
     assert said.getvalue().startswith("runs code of yours: my_model.py (sha256 ")

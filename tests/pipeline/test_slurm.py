@@ -39,14 +39,19 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs with the names of SLURM's; what sbatch is given stands beside them."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, body in {"sbatch": f'cp "$1" {programs}/submitted.sh; echo Submitted batch job 4711', "srun": "exit 1"}.items():
+    for name, body in {
+        "sbatch": f'cp "$1" {programs}/submitted.sh; echo Submitted batch job 4711',
+        "srun": "exit 1",
+    }.items():
         (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     return programs
 
 
-def test_the_script_asks_for_a_task_and_a_card_for_each_rank_and_to_be_warned_and_queued_again(cluster: Path, tmp_path: Path) -> None:
+def test_the_script_asks_for_a_task_and_a_card_for_each_rank_and_to_be_warned_and_queued_again(
+    cluster: Path, tmp_path: Path
+) -> None:
     sent = submit(spec(), RankTask(nothing, nothing), folder=tmp_path / "jobs")
     lines = (cluster / "submitted.sh").read_text().splitlines()
     for line in (
@@ -76,7 +81,10 @@ def test_a_job_on_processors_asks_for_no_card_and_a_short_one_is_warned_halfway(
 
 
 def test_one_process_is_one_task() -> None:
-    assert parameters(parse_spec(TEXT.replace("engine: {kind: deepspeed, devices: 4}", ""), where="x"))["tasks_per_node"] == 1
+    assert (
+        parameters(parse_spec(TEXT.replace("engine: {kind: deepspeed, devices: 4}", ""), where="x"))["tasks_per_node"]
+        == 1
+    )
 
 
 def test_cards_that_are_counted_by_the_card_are_a_task_each_and_another_number_of_devices_is_refused() -> None:
@@ -93,11 +101,17 @@ def test_cards_that_are_counted_by_the_card_are_a_task_each_and_another_number_o
         ("model.path=gone", ModelError, "gone"),
         ("model={kind: shape, config: {model_type: llama}}", ModelError, "has no weights to train"),
         ("tuning.adapter=gone", ModelError, "gone"),
-        ("engine={kind: deepspeed, devices: 2, config: gone.json}", SpecError, "engine.config: gone.json cannot be read"),
+        (
+            "engine={kind: deepspeed, devices: 2, config: gone.json}",
+            SpecError,
+            "engine.config: gone.json cannot be read",
+        ),
         ("card=8xA100-40GB", SpecError, "contradict each other"),
     ],
 )
-def test_what_is_wrong_is_refused_before_a_job_waits(project: Path, override: str, kind: type[FinefitError], words: str) -> None:
+def test_what_is_wrong_is_refused_before_a_job_waits(
+    project: Path, override: str, kind: type[FinefitError], words: str
+) -> None:
     queued = ("launcher={kind: slurm}", "engine={kind: ddp, devices: 2}")
     require_inputs(load_spec(project, queued), project.parent)
     with pytest.raises(kind, match=words):
@@ -136,7 +150,9 @@ class Played:
         note = self.folder / f"{self.name}-{rank}"
         warned: list[int] = []
         signal.signal(slurm.WARNING, lambda *_: warned.append(1))
-        note.write_text(f"{os.environ['WORLD_SIZE']} {os.environ['LOCAL_WORLD_SIZE']} {os.environ['MASTER_PORT']} {os.getpid()}")
+        note.write_text(
+            f"{os.environ['WORLD_SIZE']} {os.environ['LOCAL_WORLD_SIZE']} {os.environ['MASTER_PORT']} {os.getpid()}"
+        )
         if self.name == "again":
             return 0
         while not warned:
@@ -172,13 +188,19 @@ def test_another_stop_than_the_schedulers_warning_is_no_reason_to_come_back(monk
     def stopped() -> int:
         raise Interrupted("stopped by SIGTERM after step 3 of 9")
 
-    monkeypatch.setattr("submitit.helpers.TorchDistributedEnvironment", lambda: type("There", (), {"export": lambda *_, **__: None})())
+    monkeypatch.setattr(
+        "submitit.helpers.TorchDistributedEnvironment", lambda: type("There", (), {"export": lambda *_, **__: None})()
+    )
     with pytest.raises(Interrupted):
         RankTask(stopped, nothing)()
 
 
-def test_a_job_that_came_back_by_the_schedulers_own_will_never_starts_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("submitit.helpers.TorchDistributedEnvironment", lambda: type("There", (), {"export": lambda *_, **__: None})())
+def test_a_job_that_came_back_by_the_schedulers_own_will_never_starts_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "submitit.helpers.TorchDistributedEnvironment", lambda: type("There", (), {"export": lambda *_, **__: None})()
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert RankTask(lambda: 1, lambda: 2)() == 2
     monkeypatch.delenv("SLURM_RESTART_COUNT")

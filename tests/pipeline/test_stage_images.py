@@ -27,7 +27,12 @@ from tests.pipeline.test_seeing_inputs import SEEING
 from tests.pipeline.test_staged import Heard
 from tests.vision import digit_image
 
-TRAIN = {"kind": "train", "model": {"kind": "shape", "config": {"model_type": "llava"}}, "tuning": {"kind": "full"}, "optimizer": {"lr": 1e-4}}
+TRAIN = {
+    "kind": "train",
+    "model": {"kind": "shape", "config": {"model_type": "llava"}},
+    "tuning": {"kind": "full"},
+    "optimizer": {"lr": 1e-4},
+}
 BESIDE, SHOWN = "data.train.0.images", {"images_root": "shown"}
 
 
@@ -81,7 +86,9 @@ def test_an_image_that_changes_changes_what_a_stage_stands_on(pipeline: Pipeline
     assert inputs(project, pipeline) == before
 
 
-def test_an_image_of_the_same_content_is_the_same_and_is_read_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_of_the_same_content_is_the_same_and_is_read_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
 
     def noted(found: Found, name: str) -> bytes:
@@ -146,9 +153,16 @@ def test_a_copy_of_rows_with_their_images_is_the_same(project: Path) -> None:
 def test_images_count_for_whoever_reads_the_rows_and_as_what_a_stage_has_made(project: Path) -> None:
     drawn = {"kind": "python", "script": "draw.py", "outputs": ["rows.jsonl", "shown"]}
     source = {"path": "stage://drawn/rows.jsonl"}
-    scores = {"kind": "evaluate", "models": {"own": SPEC["model"]}, "data": {"test": source}, "evaluate": [{"task": "exact_match"}]}
+    scores = {
+        "kind": "evaluate",
+        "models": {"own": SPEC["model"]},
+        "data": {"test": source},
+        "evaluate": [{"task": "exact_match"}],
+    }
     pairs = {"kind": "make_pairs", "train": [source], "validation": {"path": "rows.jsonl", **SHOWN}}
-    pipeline = pipeline_of(drawn=drawn, first=TRAIN | {"data": {"train": [source], "validation": source}}, scores=scores, pairs=pairs)
+    pipeline = pipeline_of(
+        drawn=drawn, first=TRAIN | {"data": {"train": [source], "validation": source}}, scores=scores, pairs=pairs
+    )
     shutil.copytree(project, project / "drawn")
     make_own_project(project / "own")
     for name in ("my_model.py", "tokenizer"):
@@ -156,7 +170,11 @@ def test_images_count_for_whoever_reads_the_rows_and_as_what_a_stage_has_made(pr
     before = {name: inputs(project, pipeline, name) for name in ("first", "scores", "pairs")}
     draw(project / "drawn" / "shown", "1.png", 6)
     found = {name: changed(told, inputs(project, pipeline, name)) for name, told in before.items()}
-    assert found == {"first": [BESIDE, "data.validation.images"], "scores": ["data.test.images"], "pairs": ["train.0.images"]}
+    assert found == {
+        "first": [BESIDE, "data.validation.images"],
+        "scores": ["data.test.images"],
+        "pairs": ["train.0.images"],
+    }
     (project / "draw.py").write_text("", encoding="utf-8")
     outside = outside_inputs(pipeline, project)
     assert [key for key in outside if key.endswith("images")] == ["pairs.validation.images"]
@@ -194,13 +212,17 @@ def test_a_stage_and_those_after_it_are_made_anew_when_an_image_beside_its_rows_
     models = {"own": SPEC["model"], "wide": SPEC["model"] | {"config": SPEC["model"]["config"] | {"width": 24}}}
     evaluations = [{"task": "exact_match", "max_new_tokens": 2}]
     scores = {"kind": "evaluate", "models": models, "data": {"test": {"path": "test.jsonl"}}, "evaluate": evaluations}
-    pipeline = pipeline_of(scores=scores, table={"kind": "compare", "of": ["scores"]}).model_copy(update={"device": "cpu"})
+    pipeline = pipeline_of(scores=scores, table={"kind": "compare", "of": ["scores"]}).model_copy(
+        update={"device": "cpu"}
+    )
 
     def told() -> list[tuple[str, str]]:
         stages = stages_of(ask(pipeline, folder, spec_text="", overrides=()), runs=folder / "runs", new=False)
         return [(choice.action, choice.reason) for choice in foretell(stages)]
 
-    carry_out(open_or_create(ask(pipeline, folder, spec_text="", overrides=()), runs=folder / "runs", new=False), Heard())
+    carry_out(
+        open_or_create(ask(pipeline, folder, spec_text="", overrides=()), runs=folder / "runs", new=False), Heard()
+    )
     later(folder / "a.png")
     assert told() == [("done", "nothing has changed")] * 2
     draw(folder, "a.png", 8)

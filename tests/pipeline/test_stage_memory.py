@@ -33,7 +33,9 @@ def _silence(line: str) -> None:
     raise AssertionError(line)
 
 
-def test_on_a_cpu_the_processes_of_the_stage_count_and_those_from_before_do_not(holder: "subprocess.Popen[bytes]") -> None:
+def test_on_a_cpu_the_processes_of_the_stage_count_and_those_from_before_do_not(
+    holder: "subprocess.Popen[bytes]",
+) -> None:
     _wait(holder)
     meter = Meter.begin("cpu", _silence)
     meter.tick()
@@ -56,14 +58,21 @@ def test_what_is_never_given_back_is_told_with_who_holds_it(monkeypatch: pytest.
     told: list[str] = []
     used = iter([GIB, 3 * GIB, *[2 * GIB] * 99])
     monkeypatch.setattr(stage_memory, "used_bytes", lambda _: next(used))
-    monkeypatch.setattr(stage_memory, "read_card_processes", lambda: (CardProcess(pid=4711, name="python", memory_bytes=GIB),))
+    monkeypatch.setattr(
+        stage_memory, "read_card_processes", lambda: (CardProcess(pid=4711, name="python", memory_bytes=GIB),)
+    )
     monkeypatch.setattr(stage_memory, "_PATIENCE_SECONDS", 0.3)
     began = time.monotonic()
     meter = Meter.begin("cuda", told.append)
     meter.tick()
     memory = meter.settled(loaded=GIB // 2, peak=GIB)
     assert time.monotonic() - began >= 0.3
-    assert (memory.before_bytes, memory.loaded_bytes, memory.peak_bytes, memory.after_bytes) == (GIB, GIB + GIB // 2, 3 * GIB, 2 * GIB)
+    assert (memory.before_bytes, memory.loaded_bytes, memory.peak_bytes, memory.after_bytes) == (
+        GIB,
+        GIB + GIB // 2,
+        3 * GIB,
+        2 * GIB,
+    )
     assert len(told) == 1
     assert "1,073,741,824 bytes more than before are in use" in told[0]
     assert "held by python (pid 4711)" in told[0]

@@ -70,7 +70,9 @@ def _open(spec: Path, *overrides: str, new: bool = False, only: str | None = Non
 def _choices(spec: Path, *overrides: str) -> dict[str, tuple[str, str]]:
     pipeline = load_any(spec, overrides)
     assert isinstance(pipeline, Pipeline)
-    stages = stages_of(ask(pipeline, spec.parent, spec_text="", overrides=overrides), runs=spec.parent / "runs", new=False)
+    stages = stages_of(
+        ask(pipeline, spec.parent, spec_text="", overrides=overrides), runs=spec.parent / "runs", new=False
+    )
     return {choice.name: (choice.action, choice.reason) for choice in foretell(stages)}
 
 
@@ -192,7 +194,9 @@ def test_a_stage_that_another_run_made_and_lost_is_made_again(finished: Path) ->
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_text("")])
-def test_a_file_that_was_taken_from_what_a_stage_made_makes_it_run_again(finished: Path, harm: Callable[[Path], object]) -> None:
+def test_a_file_that_was_taken_from_what_a_stage_made_makes_it_run_again(
+    finished: Path, harm: Callable[[Path], object]
+) -> None:
     run = _open(finished)
     harm(run.stage(1, "first").output / "first.txt")
     assert _choices(finished)["first"] == ("run", "what chain-1/stages/1-first held is gone, or some of it")
@@ -256,7 +260,10 @@ def test_what_speaks_against_the_rest_of_a_run_is_told_before_any_of_it_begins(s
 
 
 def test_what_is_doubtful_is_told_and_the_run_goes_on(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (("second", Finding(level="warning", problem="tight", remedy="close it")), (None, Finding(level="note", problem="well", remedy="")))
+    found = (
+        ("second", Finding(level="warning", problem="tight", remedy="close it")),
+        (None, Finding(level="note", problem="well", remedy="")),
+    )
     monkeypatch.setattr("finefit.pipeline.stage_run.require_examined", lambda *_, **__: found)
     heard = Heard()
     carry_out(_open(spec), heard)
@@ -265,7 +272,9 @@ def test_what_is_doubtful_is_told_and_the_run_goes_on(spec: Path, monkeypatch: p
 
 
 def test_stages_may_be_named_in_another_order(spec: Path) -> None:
-    text = spec.read_text(encoding="utf-8").replace("stage://second/second.txt", "raw.txt")  # third no longer stands on the others
+    text = spec.read_text(encoding="utf-8").replace(
+        "stage://second/second.txt", "raw.txt"
+    )  # third no longer stands on the others
     spec.write_text(text, encoding="utf-8")
     run = _open(spec)
     assert carry_out(run, Heard()).status == "finished"
@@ -290,9 +299,12 @@ def test_a_stage_is_forced_alone_or_with_all_that_stand_on_it(finished: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("begun_by", "asked_by", "goes_on"), [("", "", True), ("a", "a", True), ("a", "", True), ("", "a", False), ("a", "b", False)]
+    ("begun_by", "asked_by", "goes_on"),
+    [("", "", True), ("a", "a", True), ("a", "", True), ("", "a", False), ("a", "b", False)],
 )
-def test_half_done_work_is_gone_on_with_by_the_command_that_began_it(tmp_path: Path, begun_by: str, asked_by: str, *, goes_on: bool) -> None:
+def test_half_done_work_is_gone_on_with_by_the_command_that_began_it(
+    tmp_path: Path, begun_by: str, asked_by: str, *, goes_on: bool
+) -> None:
     """Checkpoints of a training that a killed `--from` left are not thrown away by the same command."""
     begun = Begun(inputs={"spec": "1", "finefit": "1"}, document={}, asked=begun_by)
     write_record(StageDir(tmp_path).begun, begun)
@@ -366,7 +378,9 @@ def test_a_run_directory_goes_on_only_with_what_it_began_with(finished: Path) ->
     run = _open(finished)
     require_unchanged(run)
     (finished.parent / "raw.txt").write_text("other\n")
-    with pytest.raises(RunError, match=r"inputs of chain-1 have changed.*\n.*first\.inputs\.raw: [0-9a-f]{12} -> [0-9a-f]{12}"):
+    with pytest.raises(
+        RunError, match=r"inputs of chain-1 have changed.*\n.*first\.inputs\.raw: [0-9a-f]{12} -> [0-9a-f]{12}"
+    ):
         require_unchanged(run)
 
 
@@ -390,7 +404,9 @@ def test_a_stage_is_found_by_its_name(finished: Path) -> None:
 def test_a_stage_of_another_run_is_found_where_it_lies(finished: Path) -> None:
     run = _open(finished, 'stages.third.arguments=["{before}", "{output}/third.txt"]')
     carry_out(run, Heard())
-    assert StageDir(find_run(run.path / "first")).done.samefile(finished.parent / "runs" / "chain-1" / "stages" / "1-first" / "done.json")
+    assert StageDir(find_run(run.path / "first")).done.samefile(
+        finished.parent / "runs" / "chain-1" / "stages" / "1-first" / "done.json"
+    )
 
 
 def test_new_starts_another_run_and_still_takes_over_what_is_made(finished: Path) -> None:

@@ -37,7 +37,9 @@ stages:
   big: {kind: make_pairs, train: [{path: train.jsonl}]}
 """
 WRITES_TOO_MUCH = f"open(sys.argv[1], 'wb').write(bytes({2 * ROOM_PAGES * PAGE}))"
-SAYS_TOO_MUCH = f"print('x' * {ROOM_PAGES * PAGE // 2}, flush=True); open(sys.argv[1], 'wb').write(bytes({ROOM_PAGES * PAGE // 3}))"
+SAYS_TOO_MUCH = (
+    f"print('x' * {ROOM_PAGES * PAGE // 2}, flush=True); open(sys.argv[1], 'wb').write(bytes({ROOM_PAGES * PAGE // 3}))"
+)
 DIES_WHEN_FULL = f"""\
 from pathlib import Path
 died = Path(__file__).parent / "died"
@@ -106,7 +108,9 @@ def test_a_script_that_fills_the_disk_is_stopped_resumably(disk: Path) -> None:
     run = _scripted(disk, WRITES_TOO_MUCH)
     fill_disk(disk, leave_pages=ROOM_PAGES)
     place = run.making(1, "big").output
-    with pytest.raises(DiskFull, match=rf"stage big: the disk is full: {place} found no room, [1-9][\d,]* bytes are free now") as caught:
+    with pytest.raises(
+        DiskFull, match=rf"stage big: the disk is full: {place} found no room, [1-9][\d,]* bytes are free now"
+    ) as caught:
         carry_out(run, Heard())
     assert caught.value.remedy == f"{REMEDY}\nits log is {run.path}/logs/big.log"
     _assert_stopped_with_room(run)
@@ -117,7 +121,9 @@ def test_a_disk_that_is_full_when_a_stage_is_put_in_order_is_told_too(disk: Path
     """The script has ended well; the copy of its log finds no room."""
     run = _scripted(disk, SAYS_TOO_MUCH)
     fill_disk(disk, leave_pages=ROOM_PAGES)
-    with pytest.raises(DiskFull, match=rf"stage big: the disk is full: {run.stage(1, 'big').path} found no room") as caught:
+    with pytest.raises(
+        DiskFull, match=rf"stage big: the disk is full: {run.stage(1, 'big').path} found no room"
+    ) as caught:
         carry_out(run, Heard())
     assert caught.value.remedy == REMEDY
     _assert_stopped_with_room(run)
@@ -125,12 +131,17 @@ def test_a_disk_that_is_full_when_a_stage_is_put_in_order_is_told_too(disk: Path
 
 
 def test_a_file_that_finds_no_room_is_told_with_its_bytes(disk: Path) -> None:
-    rows = [{"prompt": f"Is {at} + {at} more than {at}?", "answer": f"Yes, {at} + {at} is {2 * at}." + " It is more." * 40} for at in range(1, 1201)]
+    rows = [
+        {"prompt": f"Is {at} + {at} more than {at}?", "answer": f"Yes, {at} + {at} is {2 * at}." + " It is more." * 40}
+        for at in range(1, 1201)
+    ]
     write_jsonl(disk.parent / "train.jsonl", rows)
     run = _open(disk, PAIRS)
     fill_disk(disk, leave_pages=ROOM_PAGES)
     place = run.making(1, "big").output / "train.jsonl"
-    with pytest.raises(DiskFull, match=rf"stage big: the disk is full: {place} needs [1-9][\d,]* bytes, [\d,]+ are free"):
+    with pytest.raises(
+        DiskFull, match=rf"stage big: the disk is full: {place} needs [1-9][\d,]* bytes, [\d,]+ are free"
+    ):
         carry_out(run, Heard())
     _assert_stopped_with_room(run)
     _assert_goes_on(run, disk)
@@ -150,7 +161,9 @@ def test_what_a_killed_stage_has_filled_the_disk_with_is_cleared_before_anything
 def test_a_stage_that_finds_no_room_even_for_its_record_is_stopped_resumably(disk: Path) -> None:
     """What fills the disk lies elsewhere on it, so nothing can be given back."""
     run = _scripted(disk, FILLS_ANOTHER_FOLDER)
-    with pytest.raises(DiskFull, match=f"stage big: the disk is full: {run.making(1, 'big').path} found no room, 0 bytes are free now"):
+    with pytest.raises(
+        DiskFull, match=f"stage big: the disk is full: {run.making(1, 'big').path} found no room, 0 bytes are free now"
+    ):
         carry_out(run, Heard())
     (disk.parent / "room").touch()
     _assert_goes_on(run, disk)

@@ -106,7 +106,9 @@ def test_a_pipeline_that_is_killed_anywhere_ends_as_one_that_nobody_killed(tmp_p
         assert _exit_code(_killed, folder, number) == -signal.SIGKILL, operations[number]
         run = RunDir(folder / RUN)
         done = {name for at, name in enumerate(NAMES, 1) if run.stage(at, name).done.exists()}
-        assert all(run.stage(at, name).done.exists() for at, name in enumerate(NAMES, 1) if run.stage(at, name).path.exists()), operations[number]
+        assert all(
+            run.stage(at, name).done.exists() for at, name in enumerate(NAMES, 1) if run.stage(at, name).path.exists()
+        ), operations[number]
         calls(folder)
         assert carry_out(run, Heard()).status == "finished"
         assert set(calls(folder)) == set(NAMES) - done, operations[number]
@@ -187,7 +189,9 @@ def test_a_command_that_asks_for_stages_anew_goes_on_when_it_was_killed_and_is_g
     assert calls(tmp_path / "project") == ["first", "second"]
     assert carry_out(run, Heard(), forced=NAMES).status == "finished"
     assert calls(tmp_path / "project") == ["second"]
-    assert carry_out(run, Heard(), forced=NAMES).status == "finished"  # another command, since that one has come to its end
+    assert (
+        carry_out(run, Heard(), forced=NAMES).status == "finished"
+    )  # another command, since that one has come to its end
     assert calls(tmp_path / "project") == ["first", "second"]
 
 

@@ -20,6 +20,8 @@ def test_a_model_that_a_task_judges_with_is_found_from_the_run_directory() -> No
     assert bleurt.checkpoint == "elsewhere/large"
 
 
-@pytest.mark.parametrize("task", [{"kind": "summary", "nli": {"kind": "hub", "id": "a/b"}}, {"kind": "truthfulqa"}, {"kind": "rouge"}])
+@pytest.mark.parametrize(
+    "task", [{"kind": "summary", "nli": {"kind": "hub", "id": "a/b"}}, {"kind": "truthfulqa"}, {"kind": "rouge"}]
+)
 def test_what_lies_in_no_folder_stays_as_it_is(task: dict[str, object]) -> None:
     assert _moved(task) == Evaluation.model_validate({"task": task}).task

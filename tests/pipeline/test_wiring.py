@@ -34,7 +34,10 @@ def pipeline() -> Pipeline:
 def test_a_model_folder_that_a_script_has_made_is_found_by_whoever_names_it(pipeline: Pipeline, tmp_path: Path) -> None:
     scores = pipeline.stages["scores"]
     assert isinstance(scores, EvaluateStage)
-    found = {name: wired_model(pipeline, asked, lambda stage: tmp_path / stage).model for name, asked in scores.models.items()}
+    found = {
+        name: wired_model(pipeline, asked, lambda stage: tmp_path / stage).model
+        for name, asked in scores.models.items()
+    }
     assert found == {
         "fetched": FolderModel(kind="folder", path=str(tmp_path / "fetch" / "model")),
         "theirs": FolderModel(kind="folder", path="theirs"),
@@ -42,13 +45,17 @@ def test_a_model_folder_that_a_script_has_made_is_found_by_whoever_names_it(pipe
 
 
 @pytest.mark.parametrize(("stage", "path"), [("sft", "../fetch/model"), ("dpo", "../sft")])
-def test_a_training_names_what_it_starts_from_relative_to_its_own_folder(pipeline: Pipeline, tmp_path: Path, stage: str, path: str) -> None:
+def test_a_training_names_what_it_starts_from_relative_to_its_own_folder(
+    pipeline: Pipeline, tmp_path: Path, stage: str, path: str
+) -> None:
     spec = wired_spec(pipeline, stage, lambda name: tmp_path / name, tmp_path / "here")
     assert spec.model == FolderModel(kind="folder", path=path)
 
 
 @pytest.mark.parametrize("strays", [(), ("notes.txt",), ("1-sft/x", "2-sft/x")])
-def test_the_end_of_a_training_has_one_place_whatever_lies_beside_it(pipeline: Pipeline, tmp_path: Path, strays: tuple[str, ...]) -> None:
+def test_the_end_of_a_training_has_one_place_whatever_lies_beside_it(
+    pipeline: Pipeline, tmp_path: Path, strays: tuple[str, ...]
+) -> None:
     for stray in strays:
         (tmp_path / "stages" / stray).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "stages" / stray).touch()

@@ -17,7 +17,17 @@ from finefit.plan.target import NCCL_BYTES, find_target
 from finefit.plan.worker import answer
 from finefit.rehearse.rehearsal import Rehearsed
 from finefit.spec.load import parse_spec, spec_to_json
-from finefit.spec.schema import AutoEngine, DeepSpeed, Engine, FullyShard, Levers, LocalLauncher, Parallel, Single, SlurmLauncher
+from finefit.spec.schema import (
+    AutoEngine,
+    DeepSpeed,
+    Engine,
+    FullyShard,
+    Levers,
+    LocalLauncher,
+    Parallel,
+    Single,
+    SlurmLauncher,
+)
 from tests.rehearse.conftest import make_config
 
 GIB = 2**30
@@ -47,9 +57,13 @@ LENGTHS = Lengths(num_rows=80, longest=256, mean=256.0, supervised=200, mean_sup
 
 
 @cache
-def _forecast(*overrides: str, card: str = "A100-80GB", budget_gib: float | None = None, sides: int = 1, layers: int = 2) -> Forecast:
+def _forecast(
+    *overrides: str, card: str = "A100-80GB", budget_gib: float | None = None, sides: int = 1, layers: int = 2
+) -> Forecast:
     spec = parse_spec(SPEC, where="spec.yaml", overrides=overrides)
-    target = find_target(parse_card(card), read_machine(), "auto", devices=devices_of(spec.engine), nodes=nodes_of(spec.launcher))
+    target = find_target(
+        parse_card(card), read_machine(), "auto", devices=devices_of(spec.engine), nodes=nodes_of(spec.launcher)
+    )
     if budget_gib is not None:
         target = replace(target, budget_bytes=int(budget_gib * GIB))
     return make_forecast(spec, CONFIG | {"num_hidden_layers": layers}, replace(LENGTHS, sides=sides), target, MEMO)
@@ -58,7 +72,9 @@ def _forecast(*overrides: str, card: str = "A100-80GB", budget_gib: float | None
 # what an engine means
 
 
-@pytest.mark.parametrize(("engine", "devices"), [(AUTO, None), (TWO, 2), (ENGINES["single"], 1), (ENGINES["ddp"], 2), (ENGINES["zero3"], 2)])
+@pytest.mark.parametrize(
+    ("engine", "devices"), [(AUTO, None), (TWO, 2), (ENGINES["single"], 1), (ENGINES["ddp"], 2), (ENGINES["zero3"], 2)]
+)
 def test_an_engine_says_how_many_devices_it_takes_or_leaves_it_to_the_card(engine: Engine, devices: int | None) -> None:
     assert devices_of(engine) == devices
 
@@ -116,7 +132,10 @@ def test_a_step_is_the_global_batch_whatever_the_number_of_processes() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_holds_an_fp32_copy_of_its_part_of_the_trained_weights(stage: int) -> None:
     """Beside moments and gradients in parts; ZeRO-3 leaves weights whole up to a limit."""
-    ddp, zero = (_forecast(f"engine={engine}") for engine in ("{kind: ddp, devices: 2}", f"{{kind: deepspeed, devices: 2, stage: {stage}}}"))
+    ddp, zero = (
+        _forecast(f"engine={engine}")
+        for engine in ("{kind: ddp, devices: 2}", f"{{kind: deepspeed, devices: 2, stage: {stage}}}")
+    )
     weights = 4 * ddp.parameters
     saved = ddp.components["gradients"] / 2 + ddp.components["optimizer"] / 2
     assert zero.components["gradients"] == pytest.approx(ddp.components["gradients"] / 2, rel=0.01)
@@ -159,7 +178,9 @@ def test_one_device_has_nothing_to_divide_over(engine: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_whole"), [("zero2", False), ("fsdp2", True), ("zero3", True)])
-def test_weights_that_are_divided_lie_whole_in_the_host_memory_of_every_process_first(name: str, is_whole: bool) -> None:
+def test_weights_that_are_divided_lie_whole_in_the_host_memory_of_every_process_first(
+    name: str, is_whole: bool
+) -> None:
     ddp, found = (_forecast(f"engine={ENGINES[kind].model_dump_json(exclude_none=True)}") for kind in ("ddp", name))
     assert found.host_bytes - ddp.host_bytes == (2 * 4 * found.parameters if is_whole else 0)
 
@@ -178,7 +199,11 @@ def test_a_plan_tells_what_its_engine_would_refuse() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "words"),
-    [(ENGINES["single"], "engine.kind: single"), (Parallel(kind="ddp", devices=1), "engine.devices: 1"), (TWO, "engine.devices: 2")],
+    [
+        (ENGINES["single"], "engine.kind: single"),
+        (Parallel(kind="ddp", devices=1), "engine.devices: 1"),
+        (TWO, "engine.devices: 2"),
+    ],
 )
 def test_a_card_with_another_number_contradicts_the_engine_by_its_own_words(engine: Engine, words: str) -> None:
     with pytest.raises(SpecError, match=f"card: 4xA100-80GB and {words} contradict"):
@@ -232,7 +257,9 @@ def test_a_reference_in_every_step_is_told_what_keeping_it_would_spare() -> None
     kept = _forecast("objective={kind: dpo, reference: cached}", lora, sides=2)
     assert any("objective.reference=cached" in note for note in live.notes)
     assert not any("objective.reference=cached" in note for note in kept.notes)
-    assert not any("reference" in note for note in _forecast("objective={kind: dpo}", lora, "schedule.epochs=1", sides=2).notes)
+    assert not any(
+        "reference" in note for note in _forecast("objective={kind: dpo}", lora, "schedule.epochs=1", sides=2).notes
+    )
     assert live.step_seconds is not None
     assert kept.step_seconds is not None
     assert kept.step_seconds < 0.9 * live.step_seconds
@@ -244,14 +271,23 @@ def test_a_reference_in_every_step_is_told_what_keeping_it_would_spare() -> None
 # what was asked for
 
 
-@pytest.mark.parametrize(("kind", "each"), [("adamw", 8), ("adamw_8bit", 2), ("paged_adamw", 8), ("paged_adamw_8bit", 2)])
+@pytest.mark.parametrize(
+    ("kind", "each"), [("adamw", 8), ("adamw_8bit", 2), ("paged_adamw", 8), ("paged_adamw_8bit", 2)]
+)
 def test_a_checkpoint_holds_the_moments_as_they_are_kept(kind: str, each: int) -> None:
     found = _forecast(f"optimizer.kind={kind}", "save={keep: 1, every: 1 steps}")
     assert found.disk_bytes == 4 * (4 + each) * found.parameters
 
 
 @pytest.mark.parametrize(
-    ("save", "count"), [("{}", 2), ("{every: 10 steps}", 4), ("{every: 5 steps}", 6), ("{every: epoch}", 6), ("{keep: 1, every: 1 steps}", 4)]
+    ("save", "count"),
+    [
+        ("{}", 2),
+        ("{every: 10 steps}", 4),
+        ("{every: 5 steps}", 6),
+        ("{every: epoch}", 6),
+        ("{keep: 1, every: 1 steps}", 4),
+    ],
 )
 def test_no_more_checkpoints_are_counted_than_are_ever_saved_and_one_that_a_stop_leaves(save: str, count: int) -> None:
     found = _forecast("schedule={steps: 30}", f"save={save}")

@@ -71,7 +71,9 @@ def test_the_experts_that_a_token_does_not_meet_are_told_apart() -> None:
     many = _planned(32)
     one = 24 * 3 * 896 * 4864
     assert many.active_parameters == many.parameters - 30 * one
-    assert any(f"{many.active_parameters:,} of {many.parameters:,} parameters meet a token" in note for note in many.notes)
+    assert any(
+        f"{many.active_parameters:,} of {many.parameters:,} parameters meet a token" in note for note in many.notes
+    )
     assert any("the card is waited for" in note for note in many.notes)  # an A100 takes one product for each expert
 
 
@@ -103,7 +105,9 @@ def test_tiles_are_not_tried_on_experts_which_are_left_whole() -> None:
 def test_a_checkpoint_of_the_routers_has_the_experts_as_their_base_stores_them() -> None:
     """In bf16 they are computed with, whatever they are stored in."""
     spec = parse_spec(
-        SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + "save: {keep: 1, every: 10 steps}\n", where="spec.yaml", overrides=()
+        SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + "save: {keep: 1, every: 10 steps}\n",
+        where="spec.yaml",
+        overrides=(),
     )
     target = find_target(parse_card("A100-80GB"), read_machine(), "auto")
     for stored, each in (("float32", 4), ("bfloat16", 2), (None, 4)):
@@ -115,7 +119,11 @@ def test_a_checkpoint_of_the_routers_has_the_experts_as_their_base_stores_them()
 
 def test_routers_alone_are_not_trained_under_zero3() -> None:
     engine = "engine: {kind: deepspeed, devices: 2, stage: 3}\n"
-    spec = parse_spec(SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + engine, where="spec.yaml", overrides=())
+    spec = parse_spec(
+        SPEC.replace("{kind: full}", "{kind: subset, trainable: [mlp.gate]}") + engine, where="spec.yaml", overrides=()
+    )
     with pytest.raises(SpecError, match="stage 3 loses the gradient of a router") as caught:
-        make_forecast(spec, mixture_config("qwen2"), LENGTHS, find_target(parse_card("2xA100-80GB"), read_machine(), "auto"))
+        make_forecast(
+            spec, mixture_config("qwen2"), LENGTHS, find_target(parse_card("2xA100-80GB"), read_machine(), "auto")
+        )
     assert "fsdp2" in caught.value.remedy

@@ -37,7 +37,9 @@ Asked = Literal["auto", "best_fit", "none"]
     ],
     ids=["auto", "auto on a card", "asked for", "none", "auto, not possible", "none, not possible"],
 )
-def test_rows_are_packed_where_that_is_asked_for_and_exact(asked: Asked, config: dict[str, Any], device: str, packs: bool, reason: str) -> None:
+def test_rows_are_packed_where_that_is_asked_for_and_exact(
+    asked: Asked, config: dict[str, Any], device: str, packs: bool, reason: str
+) -> None:
     assert decide_packing(asked, config, 65, device) == (packs, reason)
 
 

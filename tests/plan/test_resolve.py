@@ -85,7 +85,10 @@ def test_a_value_from_the_spec_says_so(key: str) -> None:
     assert _resolve(SPEC)[key].source == "spec"
 
 
-@pytest.mark.parametrize("key", ["optimizer.weight_decay", "data.max_tokens", "on_nan.kind", "validate.every", "objective.kind", "deterministic"])
+@pytest.mark.parametrize(
+    "key",
+    ["optimizer.weight_decay", "data.max_tokens", "on_nan.kind", "validate.every", "objective.kind", "deterministic"],
+)
 def test_a_value_that_nobody_asked_for_is_a_default(key: str) -> None:
     assert _resolve(SPEC)[key].source == "default"
 
@@ -105,7 +108,10 @@ def test_the_sources_are_those_that_the_user_wrote() -> None:
     train = [{"path": "train.jsonl", "fields": {}, "weight": 1.0, "where": {}}]
     assert _resolve(SPEC)["data.train"] == Resolved(value=train, source="spec")
     train = [{"path": "a.csv", "fields": {"prompt": "ask"}, "weight": 2.0, "limit": 9, "where": {}}]
-    assert _resolve(SPEC, "data.train=[{path: a.csv, fields: {prompt: ask}, weight: 2, limit: 9}]")["data.train"].value == train
+    assert (
+        _resolve(SPEC, "data.train=[{path: a.csv, fields: {prompt: ask}, weight: 2, limit: 9}]")["data.train"].value
+        == train
+    )
 
 
 def test_a_cpu_that_was_asked_for_computes_in_fp32() -> None:
@@ -128,14 +134,18 @@ def test_cuda_that_is_not_there_is_refused_not_replaced(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
-def test_auto_on_a_card_is_bf16_or_where_it_has_none_fp16(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, precision: str) -> None:
+def test_auto_on_a_card_is_bf16_or_where_it_has_none_fp16(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, precision: str
+) -> None:
     _with_card(monkeypatch, has_bf16=has_bf16)
     found = _resolve(MINIMAL)["precision"]
     assert found.value == precision
     assert "a card" in found.source
 
 
-def test_fp16_is_kept_where_it_was_asked_for_and_bf16_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_is_kept_where_it_was_asked_for_and_bf16_refused_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _with_card(monkeypatch, has_bf16=False)
     assert _resolve(MINIMAL, "precision=fp16")["precision"] == Resolved(value="fp16", source="--set")
     with pytest.raises(SpecError, match="bf16 is asked for, but a card has none"):
@@ -168,7 +178,9 @@ def test_an_engine_that_was_named_keeps_its_source() -> None:
 
 @pytest.mark.parametrize(("devices", "micro", "accumulation"), [(2, 2, 4), (4, 4, 1), (3, 2, 3)])
 def test_each_process_accumulates_its_own_part(devices: int, micro: int, accumulation: int) -> None:
-    values = _resolve(SPEC, "levers=auto", "global_batch=16", num_rows=100, levers=Levers(micro_batch=micro), devices=devices)
+    values = _resolve(
+        SPEC, "levers=auto", "global_batch=16", num_rows=100, levers=Levers(micro_batch=micro), devices=devices
+    )
     assert values["accumulation"] == Resolved(value=accumulation, source=f"16 rows / {micro} micro x {devices} devices")
 
 
@@ -206,7 +218,9 @@ def test_what_an_engine_cannot_divide_is_refused_before_anything_starts() -> Non
         (("global_batch=64",), 22, 1, 2, "2 epochs x 1 steps"),
     ],
 )
-def test_the_length_of_a_run_and_where_it_comes_from(overrides: tuple[str, ...], num_rows: int, per_epoch: int, total: int, source: str) -> None:
+def test_the_length_of_a_run_and_where_it_comes_from(
+    overrides: tuple[str, ...], num_rows: int, per_epoch: int, total: int, source: str
+) -> None:
     values = _resolve(SPEC, *overrides, num_rows=num_rows)
     assert values["steps_per_epoch"].value == per_epoch
     assert values["total_steps"] == Resolved(value=total, source=source)
@@ -223,7 +237,11 @@ def test_the_warm_up_is_a_share_of_all_steps_rounded_up(share: str, steps: int) 
 
 
 LEVERS = Levers(micro_batch=2, recompute=1, loss_chunk=256, adapter_inputs="bf16")
-REASONS = {"micro_batch": "the fastest of those that fit", "recompute": "the fewest that fit", "loss_chunk": "no room for more"}
+REASONS = {
+    "micro_batch": "the fastest of those that fit",
+    "recompute": "the fewest that fit",
+    "loss_chunk": "no room for more",
+}
 
 
 @pytest.mark.parametrize("text", [MINIMAL, HUB])
@@ -235,7 +253,10 @@ def test_a_lever_that_is_free_comes_from_the_forecast_with_its_reason(text: str)
     assert values["levers.adapter_inputs"] == Resolved(value="bf16", source="auto")
 
 
-@pytest.mark.parametrize(("overrides", "source"), [((), "spec"), (("levers.micro_batch=2",), "--set"), (("levers={micro_batch: 2}",), "--set")])
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [((), "spec"), (("levers.micro_batch=2",), "--set"), (("levers={micro_batch: 2}",), "--set")],
+)
 def test_a_lever_that_the_user_has_fixed_keeps_its_source(overrides: tuple[str, ...], source: str) -> None:
     values = _resolve(SPEC, *overrides, levers=LEVERS, reasons=REASONS | {"micro_batch": "asked for"})
     assert values["levers.micro_batch"] == Resolved(value=2, source=source)
@@ -243,14 +264,23 @@ def test_a_lever_that_the_user_has_fixed_keeps_its_source(overrides: tuple[str, 
 
 
 def test_words_for_a_lever_become_what_the_step_is_told() -> None:
-    values = _resolve(SPEC, "levers.recompute=all", "levers.offload=inputs", levers=Levers(micro_batch=2, recompute=2, offload=True))
+    values = _resolve(
+        SPEC, "levers.recompute=all", "levers.offload=inputs", levers=Levers(micro_batch=2, recompute=2, offload=True)
+    )
     assert values["levers.recompute"] == Resolved(value=2, source="--set")
     assert values["levers.offload"] == Resolved(value=True, source="--set")
 
 
-@pytest.mark.parametrize(("global_batch", "num_rows", "micro", "accumulation"), [(16, 100, 4, 4), (16, 100, 3, 6), (3, 100, 3, 1), (16, 2, 2, 1)])
-def test_micro_batches_are_accumulated_up_to_the_global_batch(global_batch: int, num_rows: int, micro: int, accumulation: int) -> None:
-    values = _resolve(SPEC, "levers=auto", f"global_batch={global_batch}", num_rows=num_rows, levers=Levers(micro_batch=micro))
+@pytest.mark.parametrize(
+    ("global_batch", "num_rows", "micro", "accumulation"),
+    [(16, 100, 4, 4), (16, 100, 3, 6), (3, 100, 3, 1), (16, 2, 2, 1)],
+)
+def test_micro_batches_are_accumulated_up_to_the_global_batch(
+    global_batch: int, num_rows: int, micro: int, accumulation: int
+) -> None:
+    values = _resolve(
+        SPEC, "levers=auto", f"global_batch={global_batch}", num_rows=num_rows, levers=Levers(micro_batch=micro)
+    )
     assert values["accumulation"].value == accumulation
     assert values["accumulation"].source == f"{min(global_batch, num_rows)} rows / {micro} micro x 1 device"
 

@@ -35,7 +35,9 @@ def evaluation(task: Any = "rouge", **more: Any) -> Evaluation:
     return Evaluation.model_validate({"task": task, "max_new_tokens": 64, **more})
 
 
-def room(target: Target = CARD, *, prompt_tokens: int = 512, devices: int = 1, config: dict[str, Any] = CONFIG, **more: Any) -> Any:
+def room(
+    target: Target = CARD, *, prompt_tokens: int = 512, devices: int = 1, config: dict[str, Any] = CONFIG, **more: Any
+) -> Any:
     asked = evaluation(**more)
     scene = scene_for_answers(config, Full(kind="full"), target)
     return make_rooms(scene, target, [asked], prompt_tokens=prompt_tokens, devices=devices)[asked.label]
@@ -47,7 +49,9 @@ def test_the_room_fits_and_twice_as_many_rows_would_not() -> None:
     assert held_bytes(tight, found.reserved_bytes) <= tight.budget_bytes
     rows = found.tokens // (512 + 64)
     assert 1 < rows < 64
-    twice = generate(scene_for_answers(CONFIG, Full(kind="full"), tight), rows=2 * rows, prompt_tokens=512, new_tokens=64)
+    twice = generate(
+        scene_for_answers(CONFIG, Full(kind="full"), tight), rows=2 * rows, prompt_tokens=512, new_tokens=64
+    )
     assert held_bytes(tight, twice.reserved_bytes) > tight.budget_bytes
 
 
@@ -55,8 +59,12 @@ def test_shorter_prompts_are_answered_by_more_rows_within_the_same_tokens() -> N
     found = room()
     assert (found.rows, found.tokens) == (256, 64 * (512 + 64))
     longest = found.tokens // found.rows - 64
-    corner = generate(scene_for_answers(CONFIG, Full(kind="full"), CARD), rows=256, prompt_tokens=longest, new_tokens=64)
-    assert found.reserved_bytes >= 0.97 * corner.reserved_bytes  # the allocator beyond what is allocated is taken to be as for the longest
+    corner = generate(
+        scene_for_answers(CONFIG, Full(kind="full"), CARD), rows=256, prompt_tokens=longest, new_tokens=64
+    )
+    assert (
+        found.reserved_bytes >= 0.97 * corner.reserved_bytes
+    )  # the allocator beyond what is allocated is taken to be as for the longest
 
 
 def test_a_batch_that_is_asked_for_is_taken_as_it_is() -> None:
@@ -100,7 +108,10 @@ def test_tasks_that_only_read_are_sized_by_what_reading_takes() -> None:
 
 
 def test_a_window_of_plain_text_that_is_longer_than_any_prompt_is_rehearsed() -> None:
-    asked = [evaluation({"kind": "perplexity", "window": window}, name=name, batch=2) for name, window in (("short", 512), ("long", 8192))]
+    asked = [
+        evaluation({"kind": "perplexity", "window": window}, name=name, batch=2)
+        for name, window in (("short", 512), ("long", 8192))
+    ]
     rooms = make_rooms(scene_for_answers(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1)
     window = read_through(scene_for_answers(CONFIG, Full(kind="full"), CARD), rows=1, tokens=8192, counted=8191)
     assert rooms["long"].reserved_bytes == window.reserved_bytes
@@ -132,7 +143,9 @@ def test_seconds_are_foretold_where_the_rates_are_known(rates: str | None) -> No
 
 def _seeing(grids: tuple[tuple[int, ...], ...], target: Target = CARD, **more: Any) -> Any:
     """A tower that is large beside its language model, and prompts of one image's tokens."""
-    config = vlm_config("llava", vision_config={"hidden_size": 512, "intermediate_size": 2048, "image_size": 448}, image_seq_length=3136).to_dict()
+    config = vlm_config(
+        "llava", vision_config={"hidden_size": 512, "intermediate_size": 2048, "image_size": 448}, image_seq_length=3136
+    ).to_dict()
     asked = evaluation(**more)
     scene = scene_for_answers(config, Full(kind="full"), target)
     return make_rooms(scene, target, [asked], prompt_tokens=200, devices=1, grids=grids)[asked.label]

@@ -49,21 +49,38 @@ def _scene(tuning: Tuning = ADAPTED) -> Scene:
     return make_scene(CONFIG, tuning=tuning, tokens=TOKENS, supervised=1024)
 
 
-def _looker(budget_gib: float, tuning: Tuning = ADAPTED, *, has_rates: bool = True, sharding: Sharding = "none", has_liger: bool = True) -> Looker:
-    target = replace(_target(budget_gib, has_rates=has_rates), has_liger=has_liger, count=1 if sharding == "none" else 2)
+def _looker(
+    budget_gib: float,
+    tuning: Tuning = ADAPTED,
+    *,
+    has_rates: bool = True,
+    sharding: Sharding = "none",
+    has_liger: bool = True,
+) -> Looker:
+    target = replace(
+        _target(budget_gib, has_rates=has_rates), has_liger=has_liger, count=1 if sharding == "none" else 2
+    )
     return Looker(scene=_scene(tuning), target=target, rows_per_step=ROWS, memo=MEMO, sharding=sharding)
 
 
 @cache
 def _chosen(budget_gib: float, tuning: Tuning = ADAPTED, has_rates: bool = True, **asked: Any) -> tuple[Looker, Choice]:
     looker = _looker(budget_gib, tuning, has_rates=has_rates)
-    freedom = freedom_of(Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda")
+    freedom = freedom_of(
+        Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda"
+    )
     return looker, choose(looker, freedom)
 
 
 LADDER = (40, 5.5, 4.5, 3.6, 3)
 """GiB: from room for everything to less than the most frugal levers need."""
-FIXED: dict[str, Any] = {"micro_batch": 2, "recompute": "none", "offload": "none", "mlp_tiles": 1, "keep_attention": False}
+FIXED: dict[str, Any] = {
+    "micro_batch": 2,
+    "recompute": "none",
+    "offload": "none",
+    "mlp_tiles": 1,
+    "keep_attention": False,
+}
 
 
 def test_a_large_budget_keeps_all_layers_and_the_loss_in_one_piece() -> None:
@@ -100,7 +117,9 @@ def test_cheap_levers_are_pulled_before_dear_ones() -> None:
     """Rows and recomputed layers first; offloading and tiles only where every layer of a single row is computed again, in the smallest chunks."""
     chosen = [_chosen(budget)[1].look.levers for budget in LADDER]
     assert chosen[1].micro_batch < chosen[0].micro_batch or chosen[1].recompute > chosen[0].recompute
-    assert all(more.micro_batch >= less.micro_batch or more.recompute < less.recompute for more, less in pairwise(chosen))
+    assert all(
+        more.micro_batch >= less.micro_batch or more.recompute < less.recompute for more, less in pairwise(chosen)
+    )
     dear = [levers for levers in chosen if levers.offload or levers.mlp_tiles > 1]
     assert dear
     assert {(levers.micro_batch, levers.recompute, levers.loss_chunk) for levers in dear} == {(1, LAYERS, 256)}
@@ -126,7 +145,12 @@ def test_the_global_batch_is_never_changed(budget: float) -> None:
 @pytest.mark.parametrize("budget", LADDER)
 def test_lossy_levers_are_never_pulled_by_themselves(budget: float) -> None:
     scene = _chosen(budget)[1].look.scene
-    assert (scene.tuning, scene.optimizer, scene.tokens, scene.supervised) == (ADAPTED, _scene().optimizer, TOKENS, 1024)
+    assert (scene.tuning, scene.optimizer, scene.tokens, scene.supervised) == (
+        ADAPTED,
+        _scene().optimizer,
+        TOKENS,
+        1024,
+    )
     assert (scene.precision, scene.config) == ("bf16", CONFIG)
 
 
@@ -135,7 +159,13 @@ def test_fixed_levers_stay_as_they_are_asked_for(budget: float) -> None:
     """Also where they do not fit; what is free is still searched."""
     _, choice = _chosen(budget, **FIXED)
     levers = choice.look.levers
-    assert (levers.micro_batch, levers.recompute, levers.offload, levers.mlp_tiles, levers.keep_attention) == (2, 0, False, 1, False)
+    assert (levers.micro_batch, levers.recompute, levers.offload, levers.mlp_tiles, levers.keep_attention) == (
+        2,
+        0,
+        False,
+        1,
+        False,
+    )
     assert {choice.reasons[name] for name in FIXED} == {"asked for"}
     assert choice.reasons["loss_chunk"].startswith("searched")
     assert choice.fits == (budget == 40)
@@ -172,7 +202,9 @@ def test_fixed_levers_are_suggested_to_be_let_go_before_anything_lossy() -> None
     found = suggest(looker, choice)
     assert found[0].fits
     assert found[0].is_exact
-    assert all(change.startswith("levers.") for suggestion in found if suggestion.is_exact for change in suggestion.changes)
+    assert all(
+        change.startswith("levers.") for suggestion in found if suggestion.is_exact for change in suggestion.changes
+    )
 
 
 def test_what_fits_stands_before_what_does_not_and_exact_before_lossy() -> None:
@@ -206,7 +238,9 @@ def test_a_budget_below_the_weights_does_not_fit_and_nothing_is_said_to_make_it_
     ],
     ids=["free", "fixed", "full"],
 )
-def test_every_suggestion_can_be_set_and_says_what_it_saves(budget: float, tuning: Tuning, asked: dict[str, Any], spec: str) -> None:
+def test_every_suggestion_can_be_set_and_says_what_it_saves(
+    budget: float, tuning: Tuning, asked: dict[str, Any], spec: str
+) -> None:
     looker, choice = _chosen(budget, tuning, **asked)
     found = suggest(looker, choice)
     assert found
@@ -221,14 +255,23 @@ def test_every_suggestion_can_be_set_and_says_what_it_saves(budget: float, tunin
 
 def _offered(looker: Looker, **asked: Any) -> set[str]:
     """Single changes of all suggestions, by what is set."""
-    freedom = freedom_of(Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda")
+    freedom = freedom_of(
+        Levers(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda"
+    )
     found = suggest(looker, choose(looker, freedom))
     assert found
     assert all(suggestion.saves_bytes > 0 for suggestion in found)
     return {change.partition("=")[0] for suggestion in found for change in suggestion.changes}
 
 
-FRUGAL: dict[str, Any] = {"micro_batch": 1, "recompute": "all", "keep_attention": False, "loss_chunk": 256, "offload": "inputs", "kernels": "torch"}
+FRUGAL: dict[str, Any] = {
+    "micro_batch": 1,
+    "recompute": "all",
+    "keep_attention": False,
+    "loss_chunk": 256,
+    "offload": "inputs",
+    "kernels": "torch",
+}
 LOSSY = {"tuning.base_bits", "tuning.weights", "optimizer.kind"}
 
 
@@ -250,33 +293,54 @@ def test_tiles_are_not_suggested_where_zero3_would_gather_for_each() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "left_out"),
-    [({"compile": True, "kernels": "torch"}, {"compile", "kernels"}), ({"update": "inside", "micro_batch": 2}, {"update", "micro_batch"})],
+    [
+        ({"compile": True, "kernels": "torch"}, {"compile", "kernels"}),
+        ({"update": "inside", "micro_batch": 2}, {"update", "micro_batch"}),
+    ],
 )
-def test_levers_that_save_nothing_or_cannot_be_let_go_alone_are_left_alone(changes: dict[str, Any], left_out: set[str]) -> None:
+def test_levers_that_save_nothing_or_cannot_be_let_go_alone_are_left_alone(
+    changes: dict[str, Any], left_out: set[str]
+) -> None:
     looker, choice = _chosen(4.2, **FIXED)
     scene = replace(choice.look.scene, levers=replace(choice.look.levers, **changes))
-    asked = replace(choice, look=replace(choice.look, scene=scene), reasons=choice.reasons | dict.fromkeys(changes, "asked for"))
-    frugal = freedom_of(Levers(), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda").most_frugal()
+    asked = replace(
+        choice, look=replace(choice.look, scene=scene), reasons=choice.reasons | dict.fromkeys(changes, "asked for")
+    )
+    frugal = freedom_of(
+        Levers(), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda"
+    ).most_frugal()
     found = set(releasable(looker, asked, frugal))
     assert "recompute" in found
     assert not left_out & found
 
 
 def test_no_other_optimizer_is_suggested_to_an_update_inside_backward() -> None:
-    assert "optimizer.kind" not in _offered(_looker(1.2), **FRUGAL | {"mlp_tiles": 1, "micro_batch": ROWS, "update": "inside"})
+    assert "optimizer.kind" not in _offered(
+        _looker(1.2), **FRUGAL | {"mlp_tiles": 1, "micro_batch": ROWS, "update": "inside"}
+    )
 
 
-@pytest.mark.parametrize(("has_liger", "sharding", "is_offered"), [(True, "none", True), (False, "none", False), (True, "fsdp2", False)])
-def test_fused_kernels_are_suggested_only_where_they_would_be_chosen(has_liger: bool, sharding: Sharding, is_offered: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_liger", "sharding", "is_offered"), [(True, "none", True), (False, "none", False), (True, "fsdp2", False)]
+)
+def test_fused_kernels_are_suggested_only_where_they_would_be_chosen(
+    has_liger: bool, sharding: Sharding, is_offered: bool
+) -> None:
     asked = FRUGAL | {"recompute": "none", "offload": "none", "mlp_tiles": 1}
     assert ("levers.kernels" in _offered(_looker(3, sharding=sharding, has_liger=has_liger), **asked)) is is_offered
 
 
-@pytest.mark.parametrize(("tuning", "gathers_halves"), [(FULL, True), (Subset(kind="subset", trainable=("down_proj",)), False), (ADAPTED, False)])
+@pytest.mark.parametrize(
+    ("tuning", "gathers_halves"),
+    [(FULL, True), (Subset(kind="subset", trainable=("down_proj",)), False), (ADAPTED, False)],
+)
 def test_only_whole_fp32_weights_are_gathered_in_halves(tuning: Tuning, gathers_halves: bool) -> None:
     """A subset lies in halves but for what it trains."""
     looker = _looker(40, tuning, sharding="fsdp2")
     look = looker.look(_chosen(40)[1].look.levers)
-    wanted = {halves: sharded(rehearse_depth(look.scene, MEMO).trace, "fsdp2", 2, gathers_halves=halves).blocks[-1] for halves in (True, False)}
+    wanted = {
+        halves: sharded(rehearse_depth(look.scene, MEMO).trace, "fsdp2", 2, gathers_halves=halves).blocks[-1]
+        for halves in (True, False)
+    }
     assert look.rehearsed.trace.blocks[-1] == wanted[gathers_halves]
     assert wanted[True].num_bytes < wanted[False].num_bytes

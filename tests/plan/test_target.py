@@ -25,8 +25,15 @@ def _machine(*cards: Card) -> Machine:
     )
 
 
-def _card(name: str = "NVIDIA GeForce RTX 4090", free_bytes: int | None = 20 * GIB, capability: str = "8.9", memory_bytes: int = 24564 << 20) -> Card:
-    return Card(name=name, memory_bytes=memory_bytes, free_bytes=free_bytes, driver="570.1", compute_capability=capability)
+def _card(
+    name: str = "NVIDIA GeForce RTX 4090",
+    free_bytes: int | None = 20 * GIB,
+    capability: str = "8.9",
+    memory_bytes: int = 24564 << 20,
+) -> Card:
+    return Card(
+        name=name, memory_bytes=memory_bytes, free_bytes=free_bytes, driver="570.1", compute_capability=capability
+    )
 
 
 def _target(card: str, *, precision: str = "auto", machine: Machine | None = None) -> Target:
@@ -155,7 +162,9 @@ def test_a_card_here_that_no_table_knows_has_a_budget_and_no_rates() -> None:
 
 
 @pytest.mark.parametrize(("capability", "precision"), [("7.5", "fp16"), ("9.0", "bf16")])
-def test_a_card_here_that_no_table_knows_has_the_generation_that_its_driver_reports(capability: str, precision: str) -> None:
+def test_a_card_here_that_no_table_knows_has_the_generation_that_its_driver_reports(
+    capability: str, precision: str
+) -> None:
     found = _target("auto", machine=_machine(_card("NVIDIA Nonesuch 9000", capability=capability)))
     assert found.capability == tuple(int(part) for part in capability.split("."))
     assert found.precision == precision

@@ -94,7 +94,10 @@ def test_sound_data_has_no_findings() -> None:
 @pytest.mark.parametrize("bad_rows", ["error", "drop"])
 def test_a_row_that_cannot_be_used_is_named_and_stops_the_run_unless_it_is_dropped_on_request(bad_rows: str) -> None:
     finding = only(rows_can_be_used, with_fault("unusable", remedy="mend it"), asking(bad_rows=bad_rows))
-    told = {"error": ("error", "mend it, or set data.bad_rows: drop to leave them out, counted"), "drop": ("warning", "mend it")}
+    told = {
+        "error": ("error", "mend it, or set data.bad_rows: drop to leave them out, counted"),
+        "drop": ("warning", "mend it"),
+    }
     assert (finding.level, finding.remedy) == told[bad_rows]
     assert finding.problem == "1 train row cannot be used:\n  train.jsonl:1 is at fault"
 
@@ -127,7 +130,10 @@ def test_a_row_beyond_the_budget_stops_the_run_unless_something_is_to_happen_to_
 
 @pytest.mark.parametrize(("dropped", "fires"), [({"too long": 10}, False), ({"too long": 7, "unusable": 4}, True)])
 def test_more_dropped_rows_than_allowed_stop_the_run(dropped: dict[str, int], fires: bool) -> None:
-    spec, found = asking(too_long="drop", bad_rows="drop"), with_train(used=100 - sum(dropped.values()), dropped=dropped)
+    spec, found = (
+        asking(too_long="drop", bad_rows="drop"),
+        with_train(used=100 - sum(dropped.values()), dropped=dropped),
+    )
     findings = list(few_rows_are_lost(found, spec))
     assert [f.level for f in findings] == ["error"] * fires
     if fires:
@@ -175,7 +181,9 @@ def test_a_split_without_a_row_stops_the_run(split: str) -> None:
 def test_a_source_that_gives_nothing_to_a_share_is_no_fault() -> None:
     """Of two training sources a small share may fall into one."""
     held = replace(VALIDATION, source="train.jsonl", records=0)
-    found = replace(SOUND, sources=(held, replace(held, source="more.jsonl", read=0, used=0, tokens=0, supervised_tokens=0), TRAIN))
+    found = replace(
+        SOUND, sources=(held, replace(held, source="more.jsonl", read=0, used=0, tokens=0, supervised_tokens=0), TRAIN)
+    )
     assert examine_data(found, asking(validation={"share": 0.1}), embeddings=None) == ()
 
 
@@ -205,13 +213,17 @@ def test_fewer_rows_than_a_step_takes_are_a_warning(rows: int, fires: bool) -> N
 def test_a_shared_row_stops_the_run_unless_something_else_is_asked(overlap: str, level: str) -> None:
     finding = only(splits_are_disjoint, with_fault("overlap", split="test", count=2), asking(overlap=overlap))
     assert finding.level == level
-    assert finding.problem.startswith("test shares 2 rows with what the model is trained or chosen on:\n  test.jsonl:1 ")
+    assert finding.problem.startswith(
+        "test shares 2 rows with what the model is trained or chosen on:\n  test.jsonl:1 "
+    )
     assert "data.overlap: drop" in finding.remedy
 
 
 @pytest.mark.parametrize(("split", "level"), [("validation", "warning"), ("test", "error")])
 def test_a_share_of_train_that_is_nearly_train_is_nobodys_mistake(split: str, level: str) -> None:
-    assert only(splits_are_disjoint, with_fault("overlap", split=split), asking(validation={"share": 0.1})).level == level
+    assert (
+        only(splits_are_disjoint, with_fault("overlap", split=split), asking(validation={"share": 0.1})).level == level
+    )
 
 
 def test_repeated_rows_are_a_warning() -> None:
@@ -224,7 +236,10 @@ def test_repeated_rows_are_a_warning() -> None:
 
 def test_text_that_is_read_as_control_tokens_is_a_warning() -> None:
     finding = only(texts_hold_no_control_tokens, with_fault("special token"), asking())
-    assert (finding.level, finding.problem.splitlines()[0]) == ("warning", "the tokenizer reads text of 1 train row as control tokens:")
+    assert (finding.level, finding.problem.splitlines()[0]) == (
+        "warning",
+        "the tokenizer reads text of 1 train row as control tokens:",
+    )
 
 
 def test_what_is_said_of_the_template_is_a_note() -> None:
@@ -251,5 +266,13 @@ def test_every_fault_is_one_checks_own() -> None:
 
 
 def test_errors_come_first() -> None:
-    found = replace(with_fault("unusable"), notes=("it differs",), pad_is_end=True, lengths=replace(LENGTHS, num_rows=1))
-    assert [f.level for f in examine_data(found, asking(), embeddings=1)] == ["error", "error", "warning", "note", "note"]
+    found = replace(
+        with_fault("unusable"), notes=("it differs",), pad_is_end=True, lengths=replace(LENGTHS, num_rows=1)
+    )
+    assert [f.level for f in examine_data(found, asking(), embeddings=1)] == [
+        "error",
+        "error",
+        "warning",
+        "note",
+        "note",
+    ]

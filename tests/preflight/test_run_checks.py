@@ -83,11 +83,15 @@ FORECAST = Forecast(
     suggestions=(),
     notes=(),
 )
-SOUND = Preparation(spec=Spec.model_validate(SPEC), forecast=FORECAST, total_steps=100, free_disk_bytes=1_000, host_memory_bytes=1_000)
+SOUND = Preparation(
+    spec=Spec.model_validate(SPEC), forecast=FORECAST, total_steps=100, free_disk_bytes=1_000, host_memory_bytes=1_000
+)
 
 
 def suggestion(*changes: str, fits: bool) -> Suggestion:
-    return Suggestion(changes=changes, saves_bytes=4_000, peak_bytes=11_000, fits=fits, is_exact=True, price="9 % slower")
+    return Suggestion(
+        changes=changes, saves_bytes=4_000, peak_bytes=11_000, fits=fits, is_exact=True, price="9 % slower"
+    )
 
 
 def forecasting(**changes: Any) -> Preparation:
@@ -111,7 +115,12 @@ def test_a_sound_run_has_no_findings() -> None:
 
 
 def test_a_trained_tensor_without_a_gradient_stops_the_run_with_its_cause() -> None:
-    gradients = GradientMap(trainable=4, reached=2, unreached=("tower.0.lora_A", "tower.1.lora_A"), causes=("tower: gets no input", "q: is unused"))
+    gradients = GradientMap(
+        trainable=4,
+        reached=2,
+        unreached=("tower.0.lora_A", "tower.1.lora_A"),
+        causes=("tower: gets no input", "q: is unused"),
+    )
     finding = only(gradients_reach_every_trained_tensor, forecasting(gradients=gradients))
     assert finding.level == "error"
     assert finding.problem == "no gradient reaches 2 of 4 trained tensors: tower.{0..1}.lora_A"
@@ -119,7 +128,10 @@ def test_a_trained_tensor_without_a_gradient_stops_the_run_with_its_cause() -> N
 
 
 def test_a_missing_gradient_without_a_known_cause_still_has_a_remedy() -> None:
-    finding = only(gradients_reach_every_trained_tensor, forecasting(gradients=GradientMap(trainable=4, reached=3, unreached=("q",))))
+    finding = only(
+        gradients_reach_every_trained_tensor,
+        forecasting(gradients=GradientMap(trainable=4, reached=3, unreached=("q",))),
+    )
     assert "tuning.targets" in finding.remedy
 
 
@@ -157,7 +169,10 @@ def test_a_change_with_spaces_can_be_pasted_into_a_shell() -> None:
 
 
 def test_where_no_change_fits_a_larger_card_is_the_remedy() -> None:
-    finding = only(memory_fits, forecasting(fits=False, peak_module="", suggestions=(suggestion("levers.micro_batch=1", fits=False),)))
+    finding = only(
+        memory_fits,
+        forecasting(fits=False, peak_module="", suggestions=(suggestion("levers.micro_batch=1", fits=False),)),
+    )
     assert "(backward)" in finding.problem
     assert "larger card" in finding.remedy
     assert "--set" not in finding.remedy
@@ -200,10 +215,21 @@ def test_offloading_is_what_to_give_up_where_the_host_is_full() -> None:
 
 @pytest.mark.parametrize(
     ("warmup", "total_steps", "is_found"),
-    [(0.03, 100, False), (0.5, 2, False), (0.6, 2, True), (0.9, 9, True), (0.9, 10, False), (0.03, 1, False), (0.0, 2, False), (0.6, None, False)],
+    [
+        (0.03, 100, False),
+        (0.5, 2, False),
+        (0.6, 2, True),
+        (0.9, 9, True),
+        (0.9, 10, False),
+        (0.03, 1, False),
+        (0.0, 2, False),
+        (0.6, None, False),
+    ],
 )
 def test_a_warm_up_as_long_as_the_run_is_an_error(warmup: float, total_steps: int | None, is_found: bool) -> None:
-    findings = list(warm_up_ends_before_the_run(asking(schedule={"epochs": 1, "warmup": warmup}, total_steps=total_steps)))
+    findings = list(
+        warm_up_ends_before_the_run(asking(schedule={"epochs": 1, "warmup": warmup}, total_steps=total_steps))
+    )
     assert [finding.level for finding in findings] == (["error"] if is_found else [])
 
 
@@ -218,8 +244,12 @@ def test_a_warm_up_as_long_as_the_run_is_an_error(warmup: float, total_steps: in
         ("900 minutes", 2, False),
     ],
 )
-def test_a_run_shorter_than_the_time_to_its_first_save_is_told_so(every: str, total_steps: int | None, is_found: bool) -> None:
-    findings = list(something_is_saved_and_validated_inside_the_run(asking(save={"every": every}, total_steps=total_steps)))
+def test_a_run_shorter_than_the_time_to_its_first_save_is_told_so(
+    every: str, total_steps: int | None, is_found: bool
+) -> None:
+    findings = list(
+        something_is_saved_and_validated_inside_the_run(asking(save={"every": every}, total_steps=total_steps))
+    )
     assert [finding.level for finding in findings] == (["warning"] if is_found else [])
     assert all(f"save.every is {every}, the run has {total_steps}" in finding.problem for finding in findings)
     assert all("only its end is saved" in finding.problem for finding in findings)
@@ -263,7 +293,9 @@ def test_rows_that_were_not_counted_are_not_judged() -> None:
 @pytest.mark.parametrize("kind", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
 def test_moments_of_bitsandbytes_need_a_card(kind: str) -> None:
     found = asking(optimizer={"lr": 1e-4, "kind": kind})
-    assert [f.problem for f in optimizer_has_its_device(on_cpu(found))] == [f"optimizer.kind {kind} needs a CUDA device"]
+    assert [f.problem for f in optimizer_has_its_device(on_cpu(found))] == [
+        f"optimizer.kind {kind} needs a CUDA device"
+    ]
     assert list(optimizer_has_its_device(found)) == []
     assert list(optimizer_has_its_device(on_cpu(SOUND))) == []
 
@@ -295,7 +327,10 @@ def test_a_package_that_the_spec_asks_for_must_be_there(changes: dict[str, Any],
 def test_fused_kernels_on_a_card_of_this_machine_need_liger() -> None:
     fused = replace(forecasting(levers=Levers(micro_batch=2, kernels="fused")), absent=frozenset({"liger-kernel"}))
     finding = only(packages_are_installed, fused)
-    assert (finding.level, finding.problem) == ("error", "levers.kernels fused needs liger-kernel, which is not installed")
+    assert (finding.level, finding.problem) == (
+        "error",
+        "levers.kernels fused needs liger-kernel, which is not installed",
+    )
     assert "levers.kernels=torch" in finding.remedy
     assert list(packages_are_installed(on_cpu(fused))) == []
     assert "liger-kernel" in OPTIONAL  # else nobody looks for it
@@ -310,9 +345,21 @@ FSDP2, ZERO2 = FullyShard(kind="fsdp2", devices=2), DeepSpeed(kind="deepspeed", 
 @pytest.mark.parametrize(
     ("engine", "levers", "asked", "said", "remedy"),
     [
-        (Parallel(kind="ddp", devices=2), {"update": "inside"}, {}, "levers.update inside", "--set levers.update=after"),
+        (
+            Parallel(kind="ddp", devices=2),
+            {"update": "inside"},
+            {},
+            "levers.update inside",
+            "--set levers.update=after",
+        ),
         (FSDP2, {}, {"tuning": {"kind": "lora", "base_bits": 4}}, "tuning.base_bits 4", "ddp"),
-        (ZERO2, {}, {"optimizer": {"lr": 1e-4, "kind": "adamw_8bit"}}, "optimizer.kind adamw_8bit", "optimizer.kind=adamw"),
+        (
+            ZERO2,
+            {},
+            {"optimizer": {"lr": 1e-4, "kind": "adamw_8bit"}},
+            "optimizer.kind adamw_8bit",
+            "optimizer.kind=adamw",
+        ),
     ],
 )
 def test_what_the_engine_of_the_forecast_would_refuse_is_found_before_the_run(
@@ -337,13 +384,19 @@ def with_config(**own: Any) -> Preparation:
 def test_a_file_for_deepspeed_that_contradicts_the_spec_is_found_before_the_run() -> None:
     found = with_config(train_batch_size=11, gradient_clipping="auto", fp16={"enabled": True}, steps_per_print=7)
     first, second = engine_config_agrees(found)
-    assert (first.level, first.problem) == ("error", "engine.config contradicts the spec: train_batch_size is 11, global_batch is 10")
+    assert (first.level, first.problem) == (
+        "error",
+        "engine.config contradicts the spec: train_batch_size is 11, global_batch is 10",
+    )
     assert "fp16.enabled" in second.problem
     assert list(engine_config_agrees(with_config(train_batch_size=10, bf16={"enabled": True}))) == []
     assert list(engine_config_agrees(replace(found, forecast=FORECAST))) == []  # no file is read by another engine
 
 
-@pytest.mark.parametrize(("card", "says", "agrees"), [("cpu", "bf16", False), ("T4", "fp16", True), ("T4", "bf16", False), ("unknown", "bf16", True)])
+@pytest.mark.parametrize(
+    ("card", "says", "agrees"),
+    [("cpu", "bf16", False), ("T4", "fp16", True), ("T4", "bf16", False), ("unknown", "bf16", True)],
+)
 def test_the_precision_of_a_file_is_held_against_that_of_the_device(card: str, says: str, agrees: bool) -> None:
     found = with_config(**{says: {"enabled": True}})
     found = replace(found, forecast=replace(found.forecast, card=card, devices=1))
@@ -370,7 +423,9 @@ def test_a_tracker_that_is_not_there_does_not_stop_a_run() -> None:
     assert (finding.level, "wandb" in finding.problem) == ("warning", True)
 
 
-@pytest.mark.parametrize(("card", "devices", "said"), [("RTX 3060", 1, "has bf16"), ("2xRTX 3060", 2, "has bf16"), ("cpu", 1, "slower")])
+@pytest.mark.parametrize(
+    ("card", "devices", "said"), [("RTX 3060", 1, "has bf16"), ("2xRTX 3060", 2, "has bf16"), ("cpu", 1, "slower")]
+)
 def test_fp16_is_told_what_suits_the_device_better(card: str, devices: int, said: str) -> None:
     found = replace(asking(precision="fp16"), forecast=replace(FORECAST, card=card, devices=devices))
     finding = only(precision_suits_the_device, found)
@@ -380,7 +435,9 @@ def test_fp16_is_told_what_suits_the_device_better(card: str, devices: int, said
 
 
 def test_fp16_is_right_on_a_card_without_bf16() -> None:
-    assert list(precision_suits_the_device(replace(asking(precision="fp16"), forecast=replace(FORECAST, card="T4")))) == []
+    assert (
+        list(precision_suits_the_device(replace(asking(precision="fp16"), forecast=replace(FORECAST, card="T4")))) == []
+    )
 
 
 def test_dora_on_packed_weights_is_noted() -> None:
@@ -417,10 +474,29 @@ def test_a_shape_and_missing_files_cannot_be_trained() -> None:
 
 def test_every_check_runs_and_the_gravest_findings_come_first() -> None:
     broken = GradientMap(trainable=1, reached=0, unreached=("q",), frozen=("k.lora_B",))
-    forecast = replace(FORECAST, fits=False, host_bytes=950, disk_bytes=2_000, gradients=broken, accumulation=1, devices=16, card="cpu", engine=ZERO2)
-    asked = {"precision": "fp16", "levers": {"update": "inside"}, "optimizer": {"lr": 1e-4, "kind": "adamw_8bit", "clip": None}}
+    forecast = replace(
+        FORECAST,
+        fits=False,
+        host_bytes=950,
+        disk_bytes=2_000,
+        gradients=broken,
+        accumulation=1,
+        devices=16,
+        card="cpu",
+        engine=ZERO2,
+    )
+    asked = {
+        "precision": "fp16",
+        "levers": {"update": "inside"},
+        "optimizer": {"lr": 1e-4, "kind": "adamw_8bit", "clip": None},
+    }
     found = replace(
-        asking(schedule={"steps": 2, "warmup": 0.9}, total_steps=2, tuning={"kind": "lora", "dora": True, "base_bits": 4}, **asked),
+        asking(
+            schedule={"steps": 2, "warmup": 0.9},
+            total_steps=2,
+            tuning={"kind": "lora", "dora": True, "base_bits": 4},
+            **asked,
+        ),
         forecast=forecast,
         missing_files=("train.jsonl",),
         absent=frozenset({"bitsandbytes"}),
@@ -440,6 +516,11 @@ def test_an_update_inside_backward_can_neither_clip_nor_accumulate_nor_take_anot
     assert split.problem == "levers.update: inside needs the whole step in one micro-batch, and it has 5"
     sound = replace(asking(**inside, optimizer={"lr": 1e-4, "clip": None}), forecast=replace(FORECAST, accumulation=1))
     assert list(update_can_be_inside(sound)) == []
-    other = replace(sound, spec=sound.spec.model_copy(update={"optimizer": sound.spec.optimizer.model_copy(update={"kind": "adamw_8bit"})}))
+    other = replace(
+        sound,
+        spec=sound.spec.model_copy(
+            update={"optimizer": sound.spec.optimizer.model_copy(update={"kind": "adamw_8bit"})}
+        ),
+    )
     (finding,) = update_can_be_inside(other)
     assert "needs optimizer.kind adamw" in finding.problem

@@ -19,7 +19,9 @@ stages:
   law: {kind: train, model: {kind: folder, path: m}, tuning: {kind: subset, trainable: [layers.*.mlp]}}
   thin: {kind: train, model: {kind: folder, path: m}, tuning: {kind: lora}}
 """
-SCORES = "  scores: {{kind: evaluate, models: {models}, data: {{test: {{path: t.jsonl}}}}, evaluate: [{{task: rouge}}]}}\n"
+SCORES = (
+    "  scores: {{kind: evaluate, models: {models}, data: {{test: {{path: t.jsonl}}}}, evaluate: [{{task: rouge}}]}}\n"
+)
 BOTH = "{law: {kind: stage, name: law}, thin: {kind: stage, name: thin}}"
 GATE = f"  gate: {{kind: gate, base: {{kind: folder, path: m}}, experts: {BOTH}, data: {{law: {{path: a}}, thin: {{path: b}}}}}}\n"
 MIX = "  mix: {{kind: build_moe, base: {{kind: folder, path: m}}, experts: {experts}{more}}}\n"
@@ -43,7 +45,9 @@ def outlook(**changes: Any) -> StageOutlook:
 def test_nothing_speaks_against_a_sound_pipeline() -> None:
     mix = MIX.format(experts="{a: {kind: stage, name: law}, b: {kind: folder, path: m}}", more="")
     merged = "  whole: {kind: merge_adapter, model: {kind: stage, name: thin}}\n"
-    scores = SCORES.format(models="{law: {kind: stage, name: law}, thin: {kind: stage, name: thin}, g: {kind: stage, name: gate}}")
+    scores = SCORES.format(
+        models="{law: {kind: stage, name: law}, thin: {kind: stage, name: thin}, g: {kind: stage, name: gate}}"
+    )
     table = "  table: {kind: compare, of: [scores]}\n"
     sizes = {"mix": outlook(disk_bytes=60, host_bytes=50), "law": outlook(disk_bytes=40)}
     assert found(mix + merged + GATE + scores + table, outlooks=sizes) == []
@@ -79,13 +83,17 @@ def test_the_disk_is_judged_for_all_stages_together() -> None:
 
 @pytest.mark.parametrize(("needed", "level"), [(101, "error"), (95, "warning")])
 def test_host_memory_is_judged_for_what_is_made(needed: int, level: str) -> None:
-    ((name, said, problem),) = found("", outlooks={"law": outlook(host_bytes=needed), "thin": outlook(host_bytes=999, forecasts=(make_forecast(),))})
+    ((name, said, problem),) = found(
+        "", outlooks={"law": outlook(host_bytes=needed), "thin": outlook(host_bytes=999, forecasts=(make_forecast(),))}
+    )
     assert (name, said) == ("law", level)
     assert f"needs {needed} bytes of host memory, the machine has 100" in problem
 
 
 def test_a_card_that_cannot_hold_what_is_looked_at_is_an_error_of_its_own() -> None:
-    ((name, level, problem),) = found("", outlooks={"law": outlook(host_bytes=90, fits=(False,)), "thin": outlook(host_bytes=90)})[:1]
+    ((name, level, problem),) = found(
+        "", outlooks={"law": outlook(host_bytes=90, fits=(False,)), "thin": outlook(host_bytes=90)}
+    )[:1]
     assert (name, level) == ("law", "error")
     assert "has more bytes than the card" in problem
     ((_, _, problem),) = found("", outlooks={"law": outlook(host_bytes=101, fits=(False,))})
@@ -94,7 +102,9 @@ def test_a_card_that_cannot_hold_what_is_looked_at_is_an_error_of_its_own() -> N
 
 def test_a_model_that_cannot_answer_one_by_one_is_an_error() -> None:
     large, small = (Room(rows=1, tokens=9, reserved_bytes=1, held_bytes=held, budget_bytes=20) for held in (21, 20))
-    ((name, level, problem),) = found("", outlooks={"law": outlook(rooms=({"base": {"rouge": small}, "sft": {"rouge": large}},))})
+    ((name, level, problem),) = found(
+        "", outlooks={"law": outlook(rooms=({"base": {"rouge": small}, "sft": {"rouge": large}},))}
+    )
     assert (name, level) == ("law", "error")
     assert problem.startswith("sft needs 21 bytes to answer rouge one by one, the device has 20")
 
@@ -110,7 +120,10 @@ def test_files_that_are_missing_are_errors_and_those_to_come_are_notes() -> None
     ("remedy", "named"),
     [
         ("--set schedule.warmup=0, or more steps", "--set stages.dpo.schedule.warmup=0, or more steps"),
-        ("--set 'tuning={kind: lora}' --set levers.offload=none", "--set 'stages.dpo.tuning={kind: lora}' --set stages.dpo.levers.offload=none"),
+        (
+            "--set 'tuning={kind: lora}' --set levers.offload=none",
+            "--set 'stages.dpo.tuning={kind: lora}' --set stages.dpo.levers.offload=none",
+        ),
         ("--set validate.every='3 steps'", "--set stages.dpo.validate.every='3 steps'"),
         ("--set precision=auto", "--set precision=auto"),
         ("--set stages.sft.tuning.rank=2", "--set stages.sft.tuning.rank=2"),

@@ -72,7 +72,9 @@ def test_no_test_word_is_new_to_who_has_trained() -> None:
 @pytest.mark.parametrize("folder", ["amr", "amr-twin"])
 def test_the_recipes_of_a_folder_differ_in_their_name_and_one_key(folder: str) -> None:
     paths = sorted(path for path in (RECIPES / folder).glob("*.yaml") if path.name != "base.yaml")
-    assert [path.stem for path in paths] == (["baseline", "mtup2", "mtup3a", "mtup3b", "mtup4"] if folder == "amr" else ["baseline", "mtup2"])
+    assert [path.stem for path in paths] == (
+        ["baseline", "mtup2", "mtup3a", "mtup3b", "mtup4"] if folder == "amr" else ["baseline", "mtup2"]
+    )
     told = [{key: value for key, value, _ in leaves(load_spec(path))} for path in paths]
     differing = {key for key in told[0] if len({repr(one[key]) for one in told}) > 1}
     assert differing == {"name", "data.task.method"}
@@ -82,5 +84,9 @@ def test_the_recipes_of_a_folder_differ_in_their_name_and_one_key(folder: str) -
 def test_the_twin_asks_the_same_as_the_recipe() -> None:
     big, twin = (load_spec(RECIPES / folder / "mtup2.yaml") for folder in ("amr", "amr-twin"))
     assert big.tuning.kind == twin.tuning.kind == "lora"
-    assert [evaluation.label for evaluation in big.evaluate] == [evaluation.label for evaluation in twin.evaluate] == ["amr"]
+    assert (
+        [evaluation.label for evaluation in big.evaluate]
+        == [evaluation.label for evaluation in twin.evaluate]
+        == ["amr"]
+    )
     assert big.evaluate[0].checkpoints == twin.evaluate[0].checkpoints == "all"

@@ -43,7 +43,9 @@ def parse(line: str) -> Row:
     turns = json.loads(line)["messages"]
     system, user, answer = (turn["content"] for turn in turns)
     request, message = user.split("\n")
-    return Row(roles=tuple(turn["role"] for turn in turns), system=system, request=request, message=message, answer=answer)
+    return Row(
+        roles=tuple(turn["role"] for turn in turns), system=system, request=request, message=message, answer=answer
+    )
 
 
 @cache
@@ -94,7 +96,9 @@ def test_every_value_is_grounded_in_the_message(split: str) -> None:
         assert str(order["item"]) in message
         assert order["quantity"] == 1 or {str(order["quantity"]), *spelled(order["quantity"])} & set(row.words)
         assert ("any day" in message) == (order["day"] is None)
-        assert order["day"] is None or any(str(order["day"]).lower().startswith(word) for word in row.words if len(word) > 2)
+        assert order["day"] is None or any(
+            str(order["day"]).lower().startswith(word) for word in row.words if len(word) > 2
+        )
 
 
 def spelled(quantity: object) -> list[str]:

@@ -51,8 +51,15 @@ def test_a_summary_says_only_what_its_file_says(split: str) -> None:
 
 
 def test_every_way_to_end_is_taught_and_no_file_is_like_another() -> None:
-    endings = {re.search(r"The decision\n(The claim is (?:allowed in part|allowed|dismissed))", row["input"]) for row in rows("train")}
-    assert {found[1] for found in endings if found} == {"The claim is allowed", "The claim is allowed in part", "The claim is dismissed"}
+    endings = {
+        re.search(r"The decision\n(The claim is (?:allowed in part|allowed|dismissed))", row["input"])
+        for row in rows("train")
+    }
+    assert {found[1] for found in endings if found} == {
+        "The claim is allowed",
+        "The claim is allowed in part",
+        "The claim is dismissed",
+    }
     assert len({row["input"] for row in every_row()}) == len(every_row())
 
 

@@ -21,7 +21,8 @@ ROWS = RECIPES / "medical-sft-dpo-twin"
 GENERATOR = ROOT / "tools" / "make_medical_rows.py"
 NUM_ROWS = {"train": 90, "test": 40}
 DRUGS = re.compile(
-    r"\b\w+(?:pril|statin|olol|lol|cillin|cycline|xaban|prazole|mide|pram|line|oxen|formin|farin|profen|pentin|roxine|dogrel|sone)\b", re.IGNORECASE
+    r"\b\w+(?:pril|statin|olol|lol|cillin|cycline|xaban|prazole|mide|pram|line|oxen|formin|farin|profen|pentin|roxine|dogrel|sone)\b",
+    re.IGNORECASE,
 )
 
 
@@ -77,20 +78,26 @@ def test_every_row_can_be_made_false_and_no_side_is_known_by_its_form(split: str
         shares={**EVEN, **stage.method.shares},
     )
     assert made.unused == ()
-    assert {rule: count.made > 0 for rule, count in made.rules.items()} == dict.fromkeys(("entity", "number", "negation", "fabrication"), True)
+    assert {rule: count.made > 0 for rule, count in made.rules.items()} == dict.fromkeys(
+        ("entity", "number", "negation", "fabrication"), True
+    )
     assert made.audit is not None
     assert made.audit.warnings == ()
 
 
 def test_the_twin_has_the_stages_of_the_recipe_and_asks_its_rows_alike() -> None:
     big, small = twin("medical-sft-dpo"), twin()
-    assert {name: stage.kind for name, stage in big.stages.items()} == {name: stage.kind for name, stage in small.stages.items()}
+    assert {name: stage.kind for name, stage in big.stages.items()} == {
+        name: stage.kind for name, stage in small.stages.items()
+    }
     for pipeline in (big, small):
         sft, pairs, dpo = (pipeline.stages[name] for name in ("sft", "pairs", "dpo"))
         assert isinstance(sft, TrainStage)
         assert isinstance(dpo, TrainStage)
         assert isinstance(pairs, MakePairs)
-        assert sft.data.train[0].fields == pairs.train[0].fields  # else pairs would be asked in another way than was learnt
+        assert (
+            sft.data.train[0].fields == pairs.train[0].fields
+        )  # else pairs would be asked in another way than was learnt
         assert sft.data.test == dpo.data.test == pairs.test
         assert sft.data.template == dpo.data.template
         assert dpo.tuning == sft.tuning

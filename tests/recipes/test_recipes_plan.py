@@ -47,7 +47,11 @@ QWEN2_5_7B = {
 HUB = {"Qwen/Qwen3-4B-Instruct-2507": QWEN3_4B, "Qwen/Qwen2.5-7B-Instruct": QWEN2_5_7B}
 """config.json of the models that recipes take from the hub, in outline."""
 RECIPES = {recipe.name: recipe for recipe in all_recipes()}
-EMBEDDED = [recipe for recipe in RECIPES.values() if isinstance(spec := load_any(recipe.spec), Spec) and isinstance(spec.model, EmbeddedModel)]
+EMBEDDED = [
+    recipe
+    for recipe in RECIPES.values()
+    if isinstance(spec := load_any(recipe.spec), Spec) and isinstance(spec.model, EmbeddedModel)
+]
 """Of one training; what has stages is planned by its stages."""
 
 
@@ -104,4 +108,7 @@ def test_the_twin_asks_the_same_of_its_rows_as_the_recipe() -> None:
 
 
 def test_recipes_lie_where_the_wheel_takes_them() -> None:
-    assert all(recipe.spec.is_relative_to(Path(__file__).parents[2] / "src" / "finefit" / "recipes") for recipe in RECIPES.values())
+    assert all(
+        recipe.spec.is_relative_to(Path(__file__).parents[2] / "src" / "finefit" / "recipes")
+        for recipe in RECIPES.values()
+    )

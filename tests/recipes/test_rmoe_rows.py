@@ -70,7 +70,11 @@ def test_experts_move_their_mlps_alone_and_routers_stand_alone_too(recipe: str) 
     assert isinstance(mixture, BuildMoe)
     trained = {name: stage.tuning for name, stage in found.stages.items() if isinstance(stage, TrainStage)}
     patterns = {name: getattr(tuning, "trainable", None) for name, tuning in trained.items()}
-    assert patterns == {**dict.fromkeys(mixture.experts, ("layers.*.mlp",)), "routed": ("layers.*.mlp.gate",), "tuned": None}
+    assert patterns == {
+        **dict.fromkeys(mixture.experts, ("layers.*.mlp",)),
+        "routed": ("layers.*.mlp.gate",),
+        "tuned": None,
+    }
     assert mixture.top_k == 2
 
 
@@ -79,8 +83,12 @@ def test_all_models_answer_both_data_sets_and_no_test_file_is_trained_on(recipe:
     found = pipeline(recipe)
     scored = [stage for stage in found.stages.values() if isinstance(stage, EvaluateStage)]
     assert len(scored) == 2
-    assert scored[0].models.keys() == scored[1].models.keys() > {"base", "average", "mixture", "routed", "tuned", "gate"}
-    trained = {source.path for stage in found.stages.values() if isinstance(stage, TrainStage) for source in stage.data.train}
+    assert (
+        scored[0].models.keys() == scored[1].models.keys() > {"base", "average", "mixture", "routed", "tuned", "gate"}
+    )
+    trained = {
+        source.path for stage in found.stages.values() if isinstance(stage, TrainStage) for source in stage.data.train
+    }
     assert {stage.data.test.path for stage in scored}.isdisjoint(trained)
 
 

@@ -56,7 +56,13 @@ def row(seed: int, *, question: int = 5, answer: int = 3, is_prompt: bool = Fals
     chance = np.random.default_rng(1000 + seed)
     asked, told = chance.integers(5, 40, question), chance.integers(5, 40, answer)
     tokens = asked if is_prompt else np.concatenate([asked, told])
-    return CustomRow(tokens=tokens, supervised=np.arange(len(tokens)) >= question, images=(image(seed),), seed=seed, is_prompt=is_prompt)
+    return CustomRow(
+        tokens=tokens,
+        supervised=np.arange(len(tokens)) >= question,
+        images=(image(seed),),
+        seed=seed,
+        is_prompt=is_prompt,
+    )
 
 
 def kept(model: Shirg, rows: list[CustomRow]) -> Tensor:
@@ -139,7 +145,12 @@ def test_attention_is_that_of_the_last_layer_given_by_all_patches_over_all_heads
 
 def looked(**changes: Any) -> Look:
     flat = torch.full((1, 36, 36), 1 / 36)
-    blank = Look(attention_BPP=flat, features_BPC=torch.ones(1, 36, 4), similarity_BP=torch.zeros(1, 36), noise_BP=torch.zeros(1, 36))
+    blank = Look(
+        attention_BPP=flat,
+        features_BPC=torch.ones(1, 36, 4),
+        similarity_BP=torch.zeros(1, 36),
+        noise_BP=torch.zeros(1, 36),
+    )
     return replace(blank, **changes)
 
 
@@ -159,7 +170,9 @@ def test_an_edge_lies_where_features_change_and_the_border_is_none() -> None:
     score = looked(features_BPC=features.flatten(1, 2)).edge().view(6, 6)
     assert (score[:, 2:4] == 1).all()
     assert not score[:, [0, 1, 4, 5]].any()
-    torch.testing.assert_close(shirg.edge(looked(features_BPC=features.flatten(1, 2))).view(6, 6), 0.25 * score, atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        shirg.edge(looked(features_BPC=features.flatten(1, 2))).view(6, 6), 0.25 * score, atol=1e-3, rtol=0
+    )
 
 
 def test_patches_that_look_at_everything_alike_are_the_first_to_go() -> None:
@@ -272,15 +285,35 @@ def test_masks_are_the_rows_own_whatever_the_batch() -> None:
 def test_the_language_model_is_a_llama_that_sees_in_both_directions() -> None:
     model = make().transformer
     made = model.made
-    sizes = {"hidden_size": made.hidden, "intermediate_size": made.mlp, "num_hidden_layers": made.layers, "num_attention_heads": made.heads}
+    sizes = {
+        "hidden_size": made.hidden,
+        "intermediate_size": made.mlp,
+        "num_hidden_layers": made.layers,
+        "num_attention_heads": made.heads,
+    }
     llama = LlamaModel(
-        LlamaConfig(vocab_size=made.vocabulary, rms_norm_eps=1e-5, rope_parameters={"rope_theta": made.theta, "rope_type": "default"}, **sizes)
+        LlamaConfig(
+            vocab_size=made.vocabulary,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_theta": made.theta, "rope_type": "default"},
+            **sizes,
+        )
     )
-    names = {"attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "attn_out": "self_attn.o_proj", "ff_proj": "mlp.gate_proj"}
-    names |= {"up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj"} | {f"{part}_proj": f"self_attn.{part}_proj" for part in "qkv"}
+    names = {
+        "attn_norm": "input_layernorm",
+        "ff_norm": "post_attention_layernorm",
+        "attn_out": "self_attn.o_proj",
+        "ff_proj": "mlp.gate_proj",
+    }
+    names |= {"up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj"} | {
+        f"{part}_proj": f"self_attn.{part}_proj" for part in "qkv"
+    }
     theirs = {"embed_tokens.weight": model.wte.weight, "norm.weight": model.ln_f.weight}
     for at, block in enumerate(model.blocks):
-        theirs |= {f"layers.{at}.{names[name.removesuffix('.weight')]}.weight": value for name, value in block.state_dict().items()}
+        theirs |= {
+            f"layers.{at}.{names[name.removesuffix('.weight')]}.weight": value
+            for name, value in block.state_dict().items()
+        }
     llama.load_state_dict(theirs)
     ids = torch.randint(0, 40, (2, 7))
     positions = torch.arange(7).expand(2, -1)
@@ -303,7 +336,13 @@ def by_hand(model: Shirg, one: CustomRow) -> Tensor:
         parts = torch.tensor([[READ] * (model.made.num_seen + question) + [FIRST] * length])
         logits = model.transformer.logits(model.transformer(hidden, positions, parts))[0, -length:]
         told = slice(copy * length, (copy + 1) * length)
-        total = total + (functional.cross_entropy(logits, inputs["targets"][0, told], reduction="none") * inputs["weights"][0, told]).sum()
+        total = (
+            total
+            + (
+                functional.cross_entropy(logits, inputs["targets"][0, told], reduction="none")
+                * inputs["weights"][0, told]
+            ).sum()
+        )
     return total
 
 
@@ -368,7 +407,9 @@ def answers_by_hand(model: Shirg, one: CustomRow, length: int) -> list[int]:
     for _ in range(length):
         whole = torch.cat([hidden, model.transformer.wte(ids)], dim=1)
         at = torch.cat([positions, behind + torch.arange(length)[None]], dim=1)
-        logits = model.transformer.logits(model.transformer(whole, at, torch.cat([parts, torch.full((1, length), FIRST)], dim=1)))[0, -length:]
+        logits = model.transformer.logits(
+            model.transformer(whole, at, torch.cat([parts, torch.full((1, length), FIRST)], dim=1))
+        )[0, -length:]
         logits[:, MASK] = -torch.inf
         sure, found = logits.softmax(dim=1).max(dim=1)
         place = int(torch.where(is_open, sure, -1.0).argmax())

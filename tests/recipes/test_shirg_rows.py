@@ -30,7 +30,11 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "shirg.md"
 FOLDER = RECIPES / "shirg"
 NUM_ROWS = {"ink-train": 300, "ink-test": 50, "chalk-train": 300, "chalk-test": 100}
 ADAPTED = {
-    *(f"vision.encoder.layers.{layer}.self_attn.{part}_proj" for layer in range(6) for part in ("qkv" if layer < 4 else "qk")),
+    *(
+        f"vision.encoder.layers.{layer}.self_attn.{part}_proj"
+        for layer in range(6)
+        for part in ("qkv" if layer < 4 else "qk")
+    ),
     *("projector.0", "projector.2"),
 }
 
@@ -143,9 +147,16 @@ def test_weights_by_the_names_of_lavida_are_put_where_they_belong(tmp_path: Path
     """By the code that docs/shirg.md gives, on invented weights in LaViDa's names."""
     code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
-    theirs = {"vision": "model.vision_tower.vision_tower.vision_model", "projector": "model.mm_projector", "transformer": "model.transformer"}
+    theirs = {
+        "vision": "model.vision_tower.vision_tower.vision_model",
+        "projector": "model.mm_projector",
+        "transformer": "model.transformer",
+    }
     there, here = (build(written(model_of(stage("ink")), FOLDER), device="cpu", seed=seed) for seed in (1, 2))
-    named = {f"{theirs[name.partition('.')[0]]}.{name.partition('.')[2]}": tensor for name, tensor in there.state_dict().items()}
+    named = {
+        f"{theirs[name.partition('.')[0]]}.{name.partition('.')[2]}": tensor
+        for name, tensor in there.state_dict().items()
+    }
     named |= {"model.image_newline": torch.ones(3), f"{theirs['vision']}.post_layernorm.weight": torch.ones(3)}
     (tmp_path / "theirs").mkdir()
     save_file(named, tmp_path / "theirs" / "model-00001-of-00001.safetensors")

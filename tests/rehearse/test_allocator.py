@@ -29,7 +29,11 @@ class Oracle:
     def _cut(self, begin: int, end: int) -> list[Region]:
         """The mapped and unmapped stretches of a gap between live ranges."""
         last = max(self.mapped, default=-1) + 1
-        cuts = [begin, *(page * self.page for page in range(begin // self.page + 1, last + 1) if begin < page * self.page < end), end]
+        cuts = [
+            begin,
+            *(page * self.page for page in range(begin // self.page + 1, last + 1) if begin < page * self.page < end),
+            end,
+        ]
         stretches: list[Region] = []
         for low, high in pairwise(cuts):
             is_mapped = low // self.page in self.mapped
@@ -113,7 +117,12 @@ def oracle(events: list[Event], limit: int = ENDLESS) -> tuple[int, int, int | N
 
 @st.composite
 def streams(draw: st.DrawFn, most: int = 200) -> list[Event]:
-    sizes = st.one_of(st.integers(1, 4096), st.integers(4096, 2 * MIB), st.integers(1, 30).map(lambda n: n * MIB), st.integers(1, 300 * MIB))
+    sizes = st.one_of(
+        st.integers(1, 4096),
+        st.integers(4096, 2 * MIB),
+        st.integers(1, 30).map(lambda n: n * MIB),
+        st.integers(1, 300 * MIB),
+    )
     steps = draw(st.lists(st.one_of(sizes, st.integers(-8, -1)), min_size=1, max_size=most))
     events: list[Event] = []
     live: list[int] = []
@@ -190,7 +199,9 @@ def test_after_everything_is_freed_the_same_stream_needs_nothing_more(events: li
 
 
 @given(streams(), st.booleans(), st.integers(0, 100 * MIB))
-def test_a_limit_of_what_is_reserved_without_one_changes_nothing(events: list[Event], expandable: bool, more: int) -> None:
+def test_a_limit_of_what_is_reserved_without_one_changes_nothing(
+    events: list[Event], expandable: bool, more: int
+) -> None:
     free = replay(events, expandable=expandable)
     assert replay(events, limit_bytes=free.reserved_bytes + more, expandable=expandable) == free
 
@@ -206,7 +217,9 @@ def test_a_limit_is_never_passed(events: list[Event], expandable: bool, limit: i
 
 
 def test_no_events_need_nothing() -> None:
-    assert replay([]) == Replay(allocated_bytes=0, reserved_bytes=0, peak_at=0, reserved_at=0, fits=True, failed_at=None)
+    assert replay([]) == Replay(
+        allocated_bytes=0, reserved_bytes=0, peak_at=0, reserved_at=0, fits=True, failed_at=None
+    )
 
 
 @pytest.mark.parametrize(("num_bytes", "rounded"), [(1, 512), (512, 512), (513, 1024), (3 * MIB + 1, 3 * MIB + 512)])
@@ -300,7 +313,14 @@ def test_the_event_that_fails_is_named_and_the_rest_is_not_replayed() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "segment"),
-    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB)],
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+    ],
 )
 def test_a_fixed_segment_has_the_size_of_its_class(num_bytes: int, segment: int) -> None:
     assert replay(allocations(num_bytes), expandable=False).reserved_bytes == segment

@@ -44,7 +44,9 @@ def test_a_product_in_32_bits_has_the_rate_of_32_bits() -> None:
 
 
 def test_attention_reaches_a_smaller_share_of_the_rate_than_a_product() -> None:
-    product, attention = (step_seconds(_trace(Cost(100e12, 0, True, is_attention)), RATES) for is_attention in (False, True))
+    product, attention = (
+        step_seconds(_trace(Cost(100e12, 0, True, is_attention)), RATES) for is_attention in (False, True)
+    )
     assert attention / product == pytest.approx(0.88 / 0.62, rel=0.001)
 
 
@@ -81,7 +83,12 @@ def _step(tokens: int, *, recompute: int = 0) -> float:
     config = make_config("qwen2.5-7b", layers=28)
     tuning = Lora(kind="lora", rank=16, targets=("q_proj", "v_proj"))
     scene = make_scene(
-        config, tuning=tuning, tokens=tokens, supervised=tokens - 1, is_quick=True, levers={"recompute": recompute, "loss_chunk": 1024}
+        config,
+        tuning=tuning,
+        tokens=tokens,
+        supervised=tokens - 1,
+        is_quick=True,
+        levers={"recompute": recompute, "loss_chunk": 1024},
     )
     return step_seconds(rehearse_depth(scene, MEMO).trace, FAST)
 

@@ -27,7 +27,9 @@ LARGE = CONFIG | {"width": 64, "depth": 4}
 
 def scene(folder: Path, code: str = CODE, config: dict[str, Any] = CONFIG, **changes: Any) -> Scene:
     (folder / "my_model.py").write_text(code, encoding="utf-8")
-    asked = CustomModel(kind="custom", file="my_model.py", config=config, tokenizer=FolderModel(kind="folder", path="t"))
+    asked = CustomModel(
+        kind="custom", file="my_model.py", config=config, tokenizer=FolderModel(kind="folder", path="t")
+    )
     plain: dict[str, Any] = {
         "config": written(asked, folder).as_config(),
         "tuning": Lora(kind="lora", rank=2),
@@ -59,7 +61,9 @@ def test_memory_grows_with_rows_and_tokens_and_shrinks_with_recomputation(tmp_pa
     plain = scene(tmp_path, config=LARGE, tokens=200)
     small = allocated(rehearse(plain))
     more = allocated(rehearse(scene(tmp_path, config=LARGE, tokens=200, levers=Levers(micro_batch=4))))
-    again = allocated(rehearse_depth(scene(tmp_path, config=LARGE, tokens=200, levers=Levers(micro_batch=2, recompute=4))))
+    again = allocated(
+        rehearse_depth(scene(tmp_path, config=LARGE, tokens=200, levers=Levers(micro_batch=2, recompute=4)))
+    )
     assert more > 1.5 * small
     assert again < 0.9 * small
 
@@ -68,7 +72,8 @@ DEEP = CONFIG | {"depth": 14}
 TWO_BACK = CODE.replace("            hidden = block(hidden)\n", "            before, hidden = hidden, block(hidden)\n")
 """What the last layer was given is held to the next one."""
 COUNTING = CODE.replace("for block in self.blocks:\n", "for at, block in enumerate(self.blocks):\n", 1).replace(
-    "            hidden = block(hidden)\n", "            hidden = block(hidden) if at != 7 else block(hidden) + block(hidden)\n"
+    "            hidden = block(hidden)\n",
+    "            hidden = block(hidden) if at != 7 else block(hidden) + block(hidden)\n",
 )
 """One layer is called twice, by its number: of fewer layers none is."""
 BOUND = CODE.replace("for block in self.blocks:\n", "for block, _ in zip(self.blocks, range(14), strict=True):\n", 1)
@@ -76,7 +81,9 @@ BOUND = CODE.replace("for block in self.blocks:\n", "for block, _ in zip(self.bl
 
 @pytest.mark.parametrize("code", [CODE, TWO_BACK])
 @pytest.mark.parametrize("recompute", [0, 7, 14])
-def test_candidates_are_compared_by_a_few_layers_that_come_to_what_all_come_to(recompute: int, code: str, tmp_path: Path) -> None:
+def test_candidates_are_compared_by_a_few_layers_that_come_to_what_all_come_to(
+    recompute: int, code: str, tmp_path: Path
+) -> None:
     first, memo = scene(tmp_path, code, DEEP, is_quick=True), dict[str, Rehearsed]()
     assert rehearse_depth(first, memo) is memo[repr(first)]  # the proof: all layers, and a few
     other = replace(first, levers=Levers(micro_batch=3, recompute=recompute))
@@ -110,7 +117,9 @@ def test_a_tensor_that_no_gradient_reaches_is_named_with_its_reason(tmp_path: Pa
     assert len(detached.unreached) == 8
 
 
-@pytest.mark.parametrize("statement", ["inputs['ids'].sum().item()", "inputs['ids'][inputs['ids'] > 3]", "bool(inputs['ids'].any())"])
+@pytest.mark.parametrize(
+    "statement", ["inputs['ids'].sum().item()", "inputs['ids'][inputs['ids'] > 3]", "bool(inputs['ids'].any())"]
+)
 def test_what_needs_a_value_is_named_by_line(statement: str, tmp_path: Path) -> None:
     line = CODE.split(LOSS)[0].count("\n") + 2
     with pytest.raises(ModelError, match=rf"my_model.py:{line} failed in loss") as told:

@@ -36,7 +36,13 @@ def _per_token_and_layer(scene: Scene) -> float:
 
 def _sizes(shape: str) -> tuple[int, int, int, int, int]:
     known = SHAPES[shape]
-    return known["hidden_size"], known["heads"] * known["width"], known["kv"] * known["width"], known["intermediate_size"], known["heads"]
+    return (
+        known["hidden_size"],
+        known["heads"] * known["width"],
+        known["kv"] * known["width"],
+        known["intermediate_size"],
+        known["heads"],
+    )
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if SHAPES[name]["model_type"] != "qwen3"])
@@ -50,7 +56,9 @@ def test_lora_with_bf16_inputs_keeps_what_arithmetic_says(shape: str) -> None:
 
 def test_fp32_adapter_inputs_cost_copies_that_bf16_ones_share() -> None:
     """Cast to fp32 for the adapter and back for its product, the input of q, k, v, gate and up is kept once for each of them."""
-    plain, copied = (make_scene(make_config("qwen2.5-7b"), levers={"adapter_inputs": kind}) for kind in ("bf16", "fp32"))
+    plain, copied = (
+        make_scene(make_config("qwen2.5-7b"), levers={"adapter_inputs": kind}) for kind in ("bf16", "fp32")
+    )
     assert _per_token_and_layer(copied) - _per_token_and_layer(plain) == pytest.approx(8 * 3584, rel=0.01)
 
 
@@ -94,7 +102,9 @@ def test_tied_weights_are_counted_once() -> None:
 
 
 def _at_update(found: Rehearsed) -> dict[str, int]:
-    last = max(at for at, instant in enumerate(found.trace.instants) if instant == "update" and found.trace.events[at][1])
+    last = max(
+        at for at, instant in enumerate(found.trace.instants) if instant == "update" and found.trace.events[at][1]
+    )
     return found.trace.components(last)
 
 
@@ -136,6 +146,8 @@ def test_flops_are_two_for_each_weight_and_token_forward_and_twice_that_backward
 
     config = make_config("llama-3.2-1b")
     scene = make_scene(config, tuning=FULL)
-    matrices = survey(scene).parameters - config["vocab_size"] * config["hidden_size"]  # looking up a token is no product
+    matrices = (
+        survey(scene).parameters - config["vocab_size"] * config["hidden_size"]
+    )  # looking up a token is no product
     attention = 2 * 7 * 2 * 32 * (TOKENS * TOKENS // 2) * 64
     assert total_flops(rehearse(scene).trace) == pytest.approx(6 * matrices * TOKENS + attention, rel=0.01)

@@ -9,7 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from finefit.evaluate.decoding import follow, prefill
 from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.generation import GENERATION, PROMPTS, allocated_by_depth, generate, read_through, rehearse_generation
+from finefit.rehearse.generation import (
+    GENERATION,
+    PROMPTS,
+    allocated_by_depth,
+    generate,
+    read_through,
+    rehearse_generation,
+)
 from finefit.rehearse.kernels import kernels_for
 from finefit.rehearse.scene import Scene
 from finefit.rehearse.size import survey
@@ -21,7 +28,9 @@ CPU: dict[str, Any] = {"device": "cpu", "capability": (0, 0), "precision": "fp32
 def _cache(scene: Scene, rows: int, tokens: int) -> int:
     config = scene.config
     size = 2 if scene.precision == "bf16" else 4
-    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * tokens * rows * size)
+    return int(
+        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * tokens * rows * size
+    )
 
 
 def test_a_model_that_was_trained_whole_answers_in_halves_and_an_adapter_lies_over_halves() -> None:
@@ -52,7 +61,9 @@ def test_of_unequal_prompts_no_key_is_repeated_for_the_heads_that_share_it() -> 
     one = _cache(scene, 16, 4096)
     found = generate(scene, rows=16, prompt_tokens=2, new_tokens=4096)
     weights = generate(scene, rows=1, prompt_tokens=2, new_tokens=2).allocated_bytes
-    assert found.allocated_bytes - weights < 2 * one  # repeated for 7 heads each, keys alone would take 3.5 times as much
+    assert (
+        found.allocated_bytes - weights < 2 * one
+    )  # repeated for 7 heads each, keys alone would take 3.5 times as much
 
 
 def test_one_long_prompt_meets_no_mask() -> None:
@@ -64,7 +75,9 @@ def test_one_long_prompt_meets_no_mask() -> None:
 
 def test_an_mlp_in_pieces_holds_less_of_a_long_prompt() -> None:
     scene = make_scene(make_config(layers=1), tuning=FULL)
-    whole, tiled = (generate(scene, rows=1, prompt_tokens=65536, new_tokens=4, mlp_tiles=tiles).allocated_bytes for tiles in (1, 8))
+    whole, tiled = (
+        generate(scene, rows=1, prompt_tokens=65536, new_tokens=4, mlp_tiles=tiles).allocated_bytes for tiles in (1, 8)
+    )
     assert whole - tiled > 65536 * scene.config["intermediate_size"] * 2
 
 
@@ -88,7 +101,11 @@ def test_likelihoods_keep_no_cache_and_meet_the_head_in_pieces() -> None:
 def test_reserved_is_at_least_what_is_allocated() -> None:
     scene = make_scene(make_config(layers=4))
     found = generate(scene, rows=8, prompt_tokens=256, new_tokens=64)
-    assert found.allocated_bytes <= found.reserved_bytes == rehearse_generation(scene, rows=8, prompt_tokens=256, new_tokens=64)
+    assert (
+        found.allocated_bytes
+        <= found.reserved_bytes
+        == rehearse_generation(scene, rows=8, prompt_tokens=256, new_tokens=64)
+    )
 
 
 def test_time_grows_with_what_is_generated_and_counts_one_step_for_each_token() -> None:
@@ -102,7 +119,10 @@ def test_time_grows_with_what_is_generated_and_counts_one_step_for_each_token() 
 
 def test_a_model_that_is_not_known_to_follow_its_positions_is_asked_under_a_mask() -> None:
     """As transformers' own loop does it, with a mask over all prompts."""
-    scene = make_scene(make_config(layers=2, model_type="opt", word_embed_proj_dim=576, ffn_dim=1536, max_position_embeddings=4096), tuning=FULL)
+    scene = make_scene(
+        make_config(layers=2, model_type="opt", word_embed_proj_dim=576, ffn_dim=1536, max_position_embeddings=4096),
+        tuning=FULL,
+    )
     assert generate(scene, rows=2, prompt_tokens=64, new_tokens=8).allocated_bytes > 0
 
 
@@ -115,7 +135,9 @@ def test_the_rehearsed_calls_are_those_of_a_real_model() -> None:
         tokens = torch.ones(2, dtype=torch.long)
         for _ in range(3):
             tokens = follow(model, context, tokens)
-    held = sum(tensor.untyped_storage().nbytes() for layer in context.cache.layers for tensor in (layer.keys, layer.values))
+    held = sum(
+        tensor.untyped_storage().nbytes() for layer in context.cache.layers for tensor in (layer.keys, layer.values)
+    )
     scene = make_scene(config, tuning=FULL, **CPU)
     rehearsed = generate(scene, rows=2, prompt_tokens=8, new_tokens=3).trace
     alive = replace(rehearsed)

@@ -79,7 +79,11 @@ def without_gradients(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("tuning", [Lora(kind="lora", rank=4), Full(kind="full")], ids=lambda tuning: str(tuning.kind))
-@pytest.mark.parametrize("levers", [Levers(micro_batch=1), Levers(micro_batch=1, recompute=2, loss_chunk=2, mlp_tiles=2)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "levers",
+    [Levers(micro_batch=1), Levers(micro_batch=1, recompute=2, loss_chunk=2, mlp_tiles=2)],
+    ids=["kept", "recomputed"],
+)
 def test_every_tensor_of_a_sound_model_is_reached(tuning: Tuning, levers: Levers) -> None:
     whole = scene(tuning=tuning, levers=levers)
     rehearsed = rehearse(whole)
@@ -91,7 +95,10 @@ def test_every_tensor_of_a_sound_model_is_reached(tuning: Tuning, levers: Levers
 def test_a_model_that_was_set_to_re_entrant_checkpointing_is_put_right_by_the_levers() -> None:
     def adjust(model: nn.Module) -> None:
         for layer in backbone(model).layers:
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(checkpoint, use_reentrant=True)
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
+                True,
+                partial(checkpoint, use_reentrant=True),
+            )
 
     assert rehearse(scene(levers=Levers(micro_batch=1, recompute=2)), adjust).unreached == ()
 

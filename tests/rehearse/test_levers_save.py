@@ -22,7 +22,13 @@ HIDDEN, HEADS, WIDTH = (SHAPES["qwen2.5-7b"][name] for name in ("hidden_size", "
 
 
 @cache
-def _rehearsed(shape: str = "qwen2.5-7b", tokens: int = TOKENS, supervised: int | None = None, accumulates: bool = False, **levers: Any) -> Rehearsed:
+def _rehearsed(
+    shape: str = "qwen2.5-7b",
+    tokens: int = TOKENS,
+    supervised: int | None = None,
+    accumulates: bool = False,
+    **levers: Any,
+) -> Rehearsed:
     supervised = tokens - 1 if supervised is None else supervised
     config, how = make_config(shape, layers=LAYERS), {"accumulates": accumulates, "is_quick": True, "levers": levers}
     return rehearse(make_scene(config, tuning=ADAPTED, tokens=tokens, supervised=supervised, **how))
@@ -72,7 +78,9 @@ def test_offloaded_inputs_wait_on_the_host_and_not_on_the_device() -> None:
     assert (plain.trace.host_bytes, offloaded.trace.host_bytes) == (0, LAYERS * 2 * TOKENS * HIDDEN)
     on_its_way = 2 * TOKENS * HIDDEN  # the last one, which is still leaving
     assert _kept_after_forward(plain) - _kept_after_forward(offloaded) == pytest.approx(inputs - on_its_way, rel=0.01)
-    assert _peak(recompute=LAYERS, loss_chunk=256, offload=True) < _peak(recompute=LAYERS, loss_chunk=256, offload=False)
+    assert _peak(recompute=LAYERS, loss_chunk=256, offload=True) < _peak(
+        recompute=LAYERS, loss_chunk=256, offload=False
+    )
 
 
 def test_only_recomputed_layers_are_offloaded() -> None:
@@ -101,7 +109,9 @@ def test_kept_attention_costs_its_outputs_and_saves_their_flops() -> None:
 @pytest.mark.parametrize("shape", ["qwen2.5-7b", "qwen3-4b"])
 @pytest.mark.parametrize("recompute", [0, LAYERS], ids=["kept", "recomputed"])
 def test_bf16_adapter_inputs_never_take_more_than_fp32_ones(shape: str, recompute: int) -> None:
-    bf16, fp32 = (_peak(shape=shape, recompute=recompute, loss_chunk=256, adapter_inputs=kind) for kind in ("bf16", "fp32"))
+    bf16, fp32 = (
+        _peak(shape=shape, recompute=recompute, loss_chunk=256, adapter_inputs=kind) for kind in ("bf16", "fp32")
+    )
     assert bf16 <= fp32
 
 
@@ -134,7 +144,14 @@ R128 = Lora(kind="lora", rank=128, alpha=256, dropout=0.05)
 @cache
 def _qwen_7b(tokens: int, **levers: Any) -> tuple[float, float]:
     """Allocated and reserved GiB of the whole model, r=128 on all linear layers, on Hopper."""
-    scene = make_scene(make_config("qwen2.5-7b", layers=28), tuning=R128, capability=(9, 0), tokens=tokens, supervised=tokens - 1, levers=levers)
+    scene = make_scene(
+        make_config("qwen2.5-7b", layers=28),
+        tuning=R128,
+        capability=(9, 0),
+        tokens=tokens,
+        supervised=tokens - 1,
+        levers=levers,
+    )
     found = replay(rehearse_depth(scene).trace.stream())
     return found.allocated_bytes / GIB, found.reserved_bytes / GIB
 
@@ -144,7 +161,9 @@ def _qwen_7b(tokens: int, **levers: Any) -> tuple[float, float]:
     [(2048, 28, 21.786, 23.451), (512, 0, 23.087, 23.465)],
     ids=["1x2048 recomputed", "1x512 kept"],
 )
-def test_qwen_7b_takes_what_was_measured_on_an_h200(tokens: int, recompute: int, allocated: float, reserved: float) -> None:
+def test_qwen_7b_takes_what_was_measured_on_an_h200(
+    tokens: int, recompute: int, allocated: float, reserved: float
+) -> None:
     """Measured with the usual stack: fp32 adapter inputs, dropout 0.05, the loss in one piece, AdamW over lists of tensors. Loss or backward set
     the peak here; of shorter recomputed rows it is the stack's update, which is not ours. Our loss gives
     its logits in 16 bits back a little earlier."""
@@ -185,7 +204,9 @@ def test_all_exact_levers_bring_262144_tokens_of_qwen_4b_near_the_arithmetic() -
     found = rehearse_depth(scene).trace
     assert replay(found.stream()).allocated_bytes / GIB == pytest.approx(36, rel=0.1)
     assert found.host_bytes == 36 * tokens * 2560 * 2 == 45 * GIB
-    plain = replace(scene, levers=replace(scene.levers, loss_chunk=None, offload=False, mlp_tiles=1, adapter_inputs="fp32"))
+    plain = replace(
+        scene, levers=replace(scene.levers, loss_chunk=None, offload=False, mlp_tiles=1, adapter_inputs="fp32")
+    )
     assert replay(rehearse_depth(plain).trace.stream()).allocated_bytes > 400 * GIB
 
 
@@ -195,5 +216,7 @@ def test_full_tuning_takes_sixteen_bytes_for_each_parameter() -> None:
     trace, parameters = rehearse(scene).trace, survey(scene).parameters
     last = max(at for at, instant in enumerate(trace.instants) if instant == "update" and trace.events[at][1])
     held = trace.components(last)
-    assert [held[name] / parameters for name in ("weights", "gradients", "optimizer")] == pytest.approx([4, 4, 8], rel=0.001)
+    assert [held[name] / parameters for name in ("weights", "gradients", "optimizer")] == pytest.approx(
+        [4, 4, 8], rel=0.001
+    )
     assert replay(trace.stream()).allocated_bytes >= 16 * parameters

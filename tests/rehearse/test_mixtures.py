@@ -44,7 +44,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
 
 def _scene(family: str = "qwen3", *, num_experts: int = 4, layers: int = 2, **changes: Any) -> Scene:
     shape = {"tokens": 256, "supervised": 200, "levers": {"micro_batch": 2}}
-    return make_scene(mixture_config(family, num_experts=num_experts, num_hidden_layers=layers, **WIDE), **(shape | changes))
+    return make_scene(
+        mixture_config(family, num_experts=num_experts, num_hidden_layers=layers, **WIDE), **(shape | changes)
+    )
 
 
 def _peak(found: Rehearsed) -> int:
@@ -57,7 +59,9 @@ def _peak(found: Rehearsed) -> int:
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tuning_is_rehearsed_and_every_trained_tensor_is_reached(family: str, tuning: Tuning, device: dict[str, Any]) -> None:
+def test_every_tuning_is_rehearsed_and_every_trained_tensor_is_reached(
+    family: str, tuning: Tuning, device: dict[str, Any]
+) -> None:
     found = rehearse(_scene(family, tuning=tuning, is_quick=True, **device))
     assert found.unreached == ()
     assert found.trace.peaks()["backward"] > survey(_scene(family, tuning=tuning, **device)).weight_bytes
@@ -104,18 +108,35 @@ def _real_peak(scene: Scene, *, is_collapsed: bool) -> int:
                 parameter.data.zero_()
     trained = make_trainable(model, scene.tuning, name="tiny")
     pull(trained, scene.levers)
-    optimizer, forward = make_optimizer(trained, scene.optimizer, device="cpu"), bind(trained, loss_chunk=scene.levers.loss_chunk)
+    optimizer, forward = (
+        make_optimizer(trained, scene.optimizer, device="cpu"),
+        bind(trained, loss_chunk=scene.levers.loss_chunk),
+    )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         for _ in range(2):
             optimizer_step(_batches(scene), forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool)
-    return _highest([(event.start_ns(), event.nbytes()) for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"])
+    return _highest(
+        [
+            (event.start_ns(), event.nbytes())
+            for event in watched.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
+    )
 
 
 def _batches(scene: Scene) -> list[Batch]:
     rows, count = scene.levers.micro_batch, scene.levers.micro_batch * scene.supervised
     ids_BT = torch.randint(5, 261, (rows, scene.tokens), generator=torch.Generator().manual_seed(3))
     positions_N, targets_N = torch.arange(count), torch.ones(count, dtype=torch.long)
-    return [Batch(input_ids_BT=ids_BT, positions_N=positions_N, targets_N=targets_N, num_supervised=count, num_tokens=ids_BT.numel())]
+    return [
+        Batch(
+            input_ids_BT=ids_BT,
+            positions_N=positions_N,
+            targets_N=targets_N,
+            num_supervised=count,
+            num_tokens=ids_BT.numel(),
+        )
+    ]
 
 
 def _highest(changes: Sequence[tuple[int, int]]) -> int:
@@ -128,9 +149,13 @@ def _highest(changes: Sequence[tuple[int, int]]) -> int:
 
 @pytest.mark.parametrize("recompute", [0, 2], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-def test_a_real_step_takes_what_was_foretold_whether_its_routing_is_even_or_has_collapsed(tuning: Tuning, recompute: int) -> None:
+def test_a_real_step_takes_what_was_foretold_whether_its_routing_is_even_or_has_collapsed(
+    tuning: Tuning, recompute: int
+) -> None:
     """To the same few per cent as a dense model's on a processor, and never more."""
-    scene = _scene(tuning=tuning, levers={"micro_batch": 2, "recompute": recompute, "adapter_inputs": "fp32"}, **PROCESSOR)
+    scene = _scene(
+        tuning=tuning, levers={"micro_batch": 2, "recompute": recompute, "adapter_inputs": "fp32"}, **PROCESSOR
+    )
     found = rehearse(scene)
     foretold = _peak(found) - sum(block.num_bytes for block in found.trace.blocks if block.instant == "load")
     even, collapsed = (_real_peak(scene, is_collapsed=is_collapsed) for is_collapsed in (False, True))
@@ -146,7 +171,10 @@ def _kept_after_forward(found: Rehearsed) -> int:
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
 def test_more_experts_keep_no_more_activations(tuning: Tuning) -> None:
     """As many tokens meet an expert as before; only what routers say of each is more, and that is kept once or twice."""
-    few, many = (_kept_after_forward(rehearse(_scene(num_experts=count, tuning=tuning, is_quick=True, **PROCESSOR))) for count in (4, 32))
+    few, many = (
+        _kept_after_forward(rehearse(_scene(num_experts=count, tuning=tuning, is_quick=True, **PROCESSOR)))
+        for count in (4, 32)
+    )
     one_layer = (32 - 4) * 512 * 4
     assert 0 <= many - few <= 2 * 2 * one_layer
 
@@ -175,11 +203,18 @@ def test_work_grows_with_the_experts_of_a_token_and_not_with_those_of_the_model(
 
 
 def _bytes_read(found: Generated) -> float:
-    return sum(count * cost.num_bytes for (instant, _), costs in found.trace.costs.items() if instant == GENERATION for cost, count in costs.items())
+    return sum(
+        count * cost.num_bytes
+        for (instant, _), costs in found.trace.costs.items()
+        if instant == GENERATION
+        for cost, count in costs.items()
+    )
 
 
 def test_a_single_answer_reads_the_experts_of_its_token_and_not_all_of_them() -> None:
-    few, many = (generate(_scene(num_experts=count, tuning=FULL), rows=1, prompt_tokens=8, new_tokens=4) for count in (4, 64))
+    few, many = (
+        generate(_scene(num_experts=count, tuning=FULL), rows=1, prompt_tokens=8, new_tokens=4) for count in (4, 64)
+    )
     of_one = 3 * 64 * 256 * 2
     assert _bytes_read(many) - _bytes_read(few) < 2 * of_one
 

@@ -78,7 +78,9 @@ def test_going_on_from_an_adapter_holds_a_frozen_copy_of_it() -> None:
 
 def test_a_kept_reference_needs_no_copy() -> None:
     fresh, cached = (rehearse(_scene(objective=CACHED, tuning=tuning)).trace for tuning in (LORA, GOES_ON))
-    assert cached.components(cached.marks["step"] - 1)["adapters"] == fresh.components(fresh.marks["step"] - 1)["adapters"]
+    assert (
+        cached.components(cached.marks["step"] - 1)["adapters"] == fresh.components(fresh.marks["step"] - 1)["adapters"]
+    )
 
 
 def test_validation_of_pairs_has_a_reference_too() -> None:

@@ -27,7 +27,11 @@ KEPT = "aten::_flash_attention_forward"
 
 def _scene(*, packing: bool = True, levers: dict[str, Any] | None = None, **changes: Any) -> Scene:
     plain = {"tokens": TOKENS, "supervised": 100, "rows_per_step": ROWS, "tuning": FULL}
-    return make_scene(make_config(layers=LAYERS), levers={"micro_batch": ROWS, "packing": packing} | (levers or {}), **(plain | changes))
+    return make_scene(
+        make_config(layers=LAYERS),
+        levers={"micro_batch": ROWS, "packing": packing} | (levers or {}),
+        **(plain | changes),
+    )
 
 
 def _blocks(found: Rehearsed, operation: str, instant: str) -> list[int]:
@@ -66,7 +70,11 @@ def test_backward_takes_a_tile_more_for_every_row_that_a_pack_may_have(rows_per_
 @pytest.mark.parametrize("place", ONE_BY_ONE.values(), ids=ONE_BY_ONE)
 def test_elsewhere_every_row_is_attended_by_itself(place: dict[str, Any]) -> None:
     found = rehearse(_scene(**place))
-    names = {block.operation for block in found.trace.blocks if "scaled_dot_product" in block.operation and "backward" not in block.operation}
+    names = {
+        block.operation
+        for block in found.trace.blocks
+        if "scaled_dot_product" in block.operation and "backward" not in block.operation
+    }
     (name,) = names
     answer = TOKENS * HEADS * WIDTH * 4
     assert _blocks(found, name, "forward").count(answer) == LAYERS * ROWS
@@ -75,7 +83,12 @@ def test_elsewhere_every_row_is_attended_by_itself(place: dict[str, Any]) -> Non
 def test_a_head_wider_than_the_kernel_takes_is_attended_row_by_row() -> None:
     wide = make_config(layers=LAYERS, head_dim=256)
     operations = {
-        capability: {b.operation for b in rehearse(make_scene(wide, levers={"micro_batch": 2, "packing": True}, capability=capability)).trace.blocks}
+        capability: {
+            b.operation
+            for b in rehearse(
+                make_scene(wide, levers={"micro_batch": 2, "packing": True}, capability=capability)
+            ).trace.blocks
+        }
         for capability in ((8, 9), (9, 0))
     }
     assert KEPT in operations[9, 0]
@@ -94,7 +107,9 @@ def test_full_packs_cost_what_full_padded_micro_batches_do(place: dict[str, Any]
     """Within the buffers of attention: the worst pack holds the tokens of the worst padded micro-batch."""
     packed, padded = (_peak(_scene(packing=packing, **place)) for packing in (True, False))
     assert packed == pytest.approx(padded, rel=0.05)
-    packed_flops, padded_flops = (total_flops(rehearse(_scene(packing=packing, **place)).trace) for packing in (True, False))
+    packed_flops, padded_flops = (
+        total_flops(rehearse(_scene(packing=packing, **place)).trace) for packing in (True, False)
+    )
     assert packed_flops == pytest.approx(padded_flops, rel=0.01)
 
 

@@ -50,14 +50,18 @@ def test_a_config_of_no_causal_language_model_is_refused_with_a_remedy(config: d
     assert refused.value.remedy
 
 
-@pytest.mark.parametrize("wrong", [{"hidden_size": "wide"}, {"num_attention_heads": 7}], ids=["no number", "no divisor"])
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_size": "wide"}, {"num_attention_heads": 7}], ids=["no number", "no divisor"]
+)
 def test_a_config_with_impossible_values_is_refused_with_a_remedy(wrong: dict[str, Any]) -> None:
     with pytest.raises(ModelError) as refused:
         rehearse(_scene(make_config(**wrong)))
     assert refused.value.remedy
 
 
-def _with_mlp(layer: int, change: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Callable[[nn.Module], None]:
+def _with_mlp(
+    layer: int, change: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+) -> Callable[[nn.Module], None]:
     """Wraps the forward of one layer's MLP."""
 
     def adjust(model: nn.Module) -> None:
@@ -118,7 +122,9 @@ def test_dropout_costs_one_byte_for_each_element_on_a_card() -> None:
 
 
 def test_dropout_costs_what_its_input_does_on_the_processor() -> None:
-    plain, dropped = (rehearse(_scene(tuning=ON_Q.model_copy(update={"dropout": share}), **PROCESSOR)) for share in (0.0, 0.1))
+    plain, dropped = (
+        rehearse(_scene(tuning=ON_Q.model_copy(update={"dropout": share}), **PROCESSOR)) for share in (0.0, 0.1)
+    )
     assert _kept_after_forward(dropped) - _kept_after_forward(plain) == 4 * 512 * 576
 
 
@@ -130,7 +136,9 @@ def test_a_turing_card_takes_the_efficient_kernel_with_repeated_heads() -> None:
     assert not {name for name in _operations(turing) if "flash" in name or "cudnn" in name}
 
     def copies(found: Rehearsed, num_bytes: int) -> int:
-        made = Counter(b.operation for b in found.trace.blocks if b.module.endswith("self_attn") and b.num_bytes == num_bytes)
+        made = Counter(
+            b.operation for b in found.trace.blocks if b.module.endswith("self_attn") and b.num_bytes == num_bytes
+        )
         return made["aten::clone"]
 
     of_two_layers_in_two_steps = 2 * 2 * 2
@@ -138,7 +146,9 @@ def test_a_turing_card_takes_the_efficient_kernel_with_repeated_heads() -> None:
 
 
 def test_hopper_takes_cudnn_and_blackwell_for_desktops_does_not() -> None:
-    assert [rehearse(_scene(capability=capability)).kernels.attention_kernel for capability in ((8, 0), (9, 0), (12, 0))] == [
+    assert [
+        rehearse(_scene(capability=capability)).kernels.attention_kernel for capability in ((8, 0), (9, 0), (12, 0))
+    ] == [
         "flash",
         "cudnn",
         "flash",
@@ -196,7 +206,10 @@ def _frees_in_a_row_sorted(events: list[tuple[int, bool]]) -> list[list[tuple[in
 
 def test_validation_is_an_instant_of_its_own_and_keeps_nothing_for_backward() -> None:
     scene = _scene()
-    without, peaks = rehearse(scene).trace.peaks(), rehearse(replace(scene, validation=(scene.tokens, scene.supervised))).trace.peaks()
+    without, peaks = (
+        rehearse(scene).trace.peaks(),
+        rehearse(replace(scene, validation=(scene.tokens, scene.supervised))).trace.peaks(),
+    )
     assert "validation" not in without
     assert {name: peaks[name] for name in without} == without
     assert 0 < peaks["validation"] < peaks["backward"]
@@ -220,14 +233,27 @@ def test_generation_takes_more_with_every_row_and_token() -> None:
 
 
 def test_an_encoder_is_no_causal_language_model() -> None:
-    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
     with pytest.raises(ModelError, match="bert is an encoder"):
         rehearse(_scene(config))
 
 
 def test_capped_attention_scores_are_rehearsed_as_they_are_trained() -> None:
     """Gemma 2: SDPA would leave the cap out, so its attention holds the scores themselves."""
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 300,
+    }
 
     def peak(tokens: int) -> int:
         config = {"model_type": "gemma2", "num_hidden_layers": 2, **shape}
@@ -238,7 +264,26 @@ def test_capped_attention_scores_are_rehearsed_as_they_are_trained() -> None:
 
 def test_a_model_that_stretches_its_positions_can_be_rehearsed() -> None:
     factors = [1.0] * 8
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 64}
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0}
-    config = {"model_type": "phi3", "num_hidden_layers": 2, **shape, "original_max_position_embeddings": 64, "rope_scaling": rope}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 64,
+    }
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 300,
+        "pad_token_id": 0,
+    }
+    config = {
+        "model_type": "phi3",
+        "num_hidden_layers": 2,
+        **shape,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": rope,
+    }
     assert rehearse(_scene(config, tuning=Lora(kind="lora", rank=4))).unreached == ()

@@ -54,7 +54,9 @@ def test_a_vision_adapter_on_rows_without_images_is_found_with_its_reason() -> N
     found = rehearse(scene)
     assert {name.split(".")[3] for name in found.unreached} == {"visual"}
     (cause,) = found.causes
-    assert cause.startswith(("the tower projector, the tower vision: no row has an image", "the tower vision, the tower projector: no row"))
+    assert cause.startswith(
+        ("the tower projector, the tower vision: no row has an image", "the tower vision, the tower projector: no row")
+    )
     assert rehearse(replace(scene, tuning=LANGUAGE)).unreached == ()
 
 
@@ -64,7 +66,9 @@ def test_only_what_looks_is_trained_and_nothing_is_shown() -> None:
     assert "no row has an image" in found.causes[0]
 
 
-@pytest.mark.parametrize(("family", "recompute"), [("qwen2_5_vl", 0), ("qwen2_5_vl", 10), ("llava", 5), ("qwen3_vl", 0)])
+@pytest.mark.parametrize(
+    ("family", "recompute"), [("qwen2_5_vl", 0), ("qwen2_5_vl", 10), ("llava", 5), ("qwen3_vl", 0)]
+)
 def test_a_few_layers_stand_for_all_of_the_language_tower(family: str, recompute: int) -> None:
     scene = _scene(family, layers=10, levers=Levers(micro_batch=2, recompute=recompute, loss_chunk=16))
     memo: dict[str, Rehearsed] = {}
@@ -78,13 +82,19 @@ def test_a_frozen_tower_keeps_nothing_and_a_trained_one_less_where_it_is_compute
     again = Levers(micro_batch=2, recompute=2, loss_chunk=16)
 
     def kept(tuning: Tuning, levers: Levers) -> int:
-        trace = rehearse(_scene("qwen2_5_vl", tuning, config=config, grids=((1, 16, 16),), tokens=100, levers=levers)).trace
+        trace = rehearse(
+            _scene("qwen2_5_vl", tuning, config=config, grids=((1, 16, 16),), tokens=100, levers=levers)
+        ).trace
         alive, blocks = set[int](), trace.blocks
         for ident, is_new in trace.events:
             if is_new and blocks[ident].instant == "loss":
                 break  # all of the forward has been, nothing of the backward
             (alive.add if is_new else alive.discard)(ident)
-        return sum(blocks[ident].num_bytes for ident in alive if ".visual.blocks." in blocks[ident].module and blocks[ident].instant == "forward")
+        return sum(
+            blocks[ident].num_bytes
+            for ident in alive
+            if ".visual.blocks." in blocks[ident].module and blocks[ident].instant == "forward"
+        )
 
     assert kept(LANGUAGE, Levers(micro_batch=2, loss_chunk=16)) == 0
     whole, less = kept(EVERYWHERE, Levers(micro_batch=2, loss_chunk=16)), kept(EVERYWHERE, again)

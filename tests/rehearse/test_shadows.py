@@ -40,7 +40,9 @@ def dtypes_through(model: nn.Module, given: torch.dtype) -> tuple[torch.dtype, t
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("bits", "shadow_of"), [(4, Nf4Linear), (8, Int8Linear)])
-def test_dora_on_a_quantised_layer_answers_in_fp32_as_peft_on_bitsandbytes_does(bits: int, shadow_of: Any, given: torch.dtype) -> None:
+def test_dora_on_a_quantised_layer_answers_in_fp32_as_peft_on_bitsandbytes_does(
+    bits: int, shadow_of: Any, given: torch.dtype
+) -> None:
     pytest.importorskip("bitsandbytes")
     real = with_dora(quantised_layer(bits, WIDTH, WIDTH, device="cpu"), bits)
     with torch.device("meta"):
@@ -59,14 +61,20 @@ def test_a_layer_in_four_bits_answers_in_the_precision_of_its_input(given: torch
 
 
 @pytest.mark.parametrize(
-    ("base_bits", "is_dora", "wanted"), [(4, True, torch.float32), (8, True, torch.float32), (4, False, torch.bfloat16), (None, True, torch.bfloat16)]
+    ("base_bits", "is_dora", "wanted"),
+    [(4, True, torch.float32), (8, True, torch.float32), (4, False, torch.bfloat16), (None, True, torch.bfloat16)],
 )
-def test_a_rehearsal_has_hidden_states_in_fp32_where_dora_meets_quantised_layers(base_bits: int | None, is_dora: bool, wanted: torch.dtype) -> None:
+def test_a_rehearsal_has_hidden_states_in_fp32_where_dora_meets_quantised_layers(
+    base_bits: int | None, is_dora: bool, wanted: torch.dtype
+) -> None:
     seen: set[torch.dtype] = set()
 
     def listen(model: nn.Module) -> None:
         for layer in layers_of(model):
             layer.register_forward_hook(lambda *called: seen.add(called[-1].dtype))
 
-    rehearse(make_scene(make_config(layers=2), tuning=LORA.model_copy(update={"base_bits": base_bits, "dora": is_dora})), adjust=listen)
+    rehearse(
+        make_scene(make_config(layers=2), tuning=LORA.model_copy(update={"base_bits": base_bits, "dora": is_dora})),
+        adjust=listen,
+    )
     assert seen == {wanted}

@@ -20,7 +20,9 @@ ADAPTED = Lora(kind="lora", rank=64, targets=("q_proj", "v_proj"))
 @cache
 def _whole(tuning: Tuning) -> Trace:
     """Wide and deep enough that weights and their state are most of the peak."""
-    return rehearse_depth(make_scene(make_config("llama-3.2-1b", layers=32), tuning=tuning, tokens=64, supervised=63)).trace
+    return rehearse_depth(
+        make_scene(make_config("llama-3.2-1b", layers=32), tuning=tuning, tokens=64, supervised=63)
+    ).trace
 
 
 def _bytes_by_category(trace: Trace) -> Counter[str]:
@@ -59,7 +61,9 @@ def test_zero2_divides_gradients_and_optimizer_state(tuning: Tuning) -> None:
     assert [shares[category] for category in divided] == [pytest.approx(1 / CARDS, rel=0.01)] * 2
 
 
-@pytest.mark.parametrize(("tuning", "held"), [(FULL, {"weights"}), (ADAPTED, {"weights", "adapters"})], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("tuning", "held"), [(FULL, {"weights"}), (ADAPTED, {"weights", "adapters"})], ids=["full", "lora"]
+)
 def test_zero3_divides_the_weights_too(tuning: Tuning, held: set[str]) -> None:
     shares = _shares(tuning, "zero3")
     assert {category for category, share in shares.items() if share < 1} == {"gradients", "optimizer", *held}
@@ -85,7 +89,9 @@ def test_more_cards_hold_less_each() -> None:
 
 def _whole_at_any_time() -> int:
     """Bytes that zero3 holds whole beside its share of everything."""
-    bucket, both = (_bytes_by_category(sharded(_whole(FULL), sharding, CARDS))["workspace"] for sharding in ("zero2", "zero3"))
+    bucket, both = (
+        _bytes_by_category(sharded(_whole(FULL), sharding, CARDS))["workspace"] for sharding in ("zero2", "zero3")
+    )
     return both - bucket
 
 

@@ -18,10 +18,22 @@ from finefit.spec.models import Lora
 from finefit.spec.schema import AdamW
 from tests.rehearse.conftest import FULL, LORA, make_config, make_scene
 
-NARROW = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+NARROW = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 FEW = Lora(kind="lora", rank=8, targets=("q_proj", "down_proj"))
 """Adapters on two of seven products: half the operations, the same paths."""
-MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 GEMMA: dict[str, Any] = {"model_type": "gemma3_text", "sliding_window": 64}
 
 
@@ -50,15 +62,23 @@ SCENES: dict[str, Scene] = {
     "MLP in tiles": _scene(is_quick=True, levers={"mlp_tiles": 4}),
     "full tuning": _scene(tuning=FULL),
     "full tuning, tied": _scene(_config(tied=True), tuning=FULL),
-    "4 bits, optimizer in 8": _scene(tuning=Lora(kind="lora", rank=8, targets=("q_proj",), base_bits=4), optimizer=AdamW(lr=1e-4, kind="adamw_8bit")),
+    "4 bits, optimizer in 8": _scene(
+        tuning=Lora(kind="lora", rank=8, targets=("q_proj",), base_bits=4), optimizer=AdamW(lr=1e-4, kind="adamw_8bit")
+    ),
     "quick": _scene(is_quick=True, levers={"recompute": 6}),
     "quick, accumulating": _scene(is_quick=True, accumulates=True),
     "validated": _scene(validation=(100, 99)),
     "processor": _scene(device="cpu", capability=(0, 0), precision="fp32"),
     "kinds of layers alternate": _scene(
-        _config(10, **GEMMA, layer_types=_alternating(10)), tokens=128, supervised=127, is_quick=True, levers={"recompute": 10}
+        _config(10, **GEMMA, layer_types=_alternating(10)),
+        tokens=128,
+        supervised=127,
+        is_quick=True,
+        levers={"recompute": 10},
     ),
-    "a period of six kinds": _scene(_config(30, **GEMMA), tokens=128, supervised=127, is_quick=True, tuning=Lora(kind="lora", targets=("q_proj",))),
+    "a period of six kinds": _scene(
+        _config(30, **GEMMA), tokens=128, supervised=127, is_quick=True, tuning=Lora(kind="lora", targets=("q_proj",))
+    ),
     "experts": _scene(_config(**MOE), tuning=LORA, is_quick=True, levers={"recompute": 6}),
     "experts in full": _scene(_config(**MOE), tuning=FULL),
 }
@@ -92,13 +112,17 @@ def test_a_stretched_rehearsal_is_the_whole_one(scene: Scene) -> None:
 
 def test_layers_without_rotary_embedding_are_not_taken_for_others() -> None:
     """Every fourth one of smollm3."""
-    scene = _scene(_config(12, model_type="smollm3", pad_token_id=0), tuning=FULL, is_quick=True, tokens=128, supervised=127)
+    scene = _scene(
+        _config(12, model_type="smollm3", pad_token_id=0), tuning=FULL, is_quick=True, tokens=128, supervised=127
+    )
     assert replay(rehearse_depth(scene).trace.stream()) == replay(rehearse(scene).trace.stream())
 
 
 def test_a_depth_below_four_periods_is_executed_as_it_is() -> None:
     """gemma3 repeats after six layers; of thirteen none can be left out."""
-    scene = _scene(_config(13, **GEMMA), tokens=128, supervised=127, is_quick=True, tuning=Lora(kind="lora", targets=("q_proj",)))
+    scene = _scene(
+        _config(13, **GEMMA), tokens=128, supervised=127, is_quick=True, tuning=Lora(kind="lora", targets=("q_proj",))
+    )
     memo: dict[str, Rehearsed] = {}
     found = rehearse_depth(scene, memo)
     assert runs_of(layer_kinds(read_config(scene.config)), 0) == (Run(13, 6),)
@@ -151,13 +175,19 @@ def test_recomputed_and_kept_layers_are_two_runs() -> None:
     assert runs_of(["layer"] * 9, 4) == (Run(4), Run(5))
     assert runs_of(["layer"] * 9, 0) == runs_of(["layer"] * 9, 9) == (Run(9),)
     assert runs_of(["local", "local", "global"] * 3, 0) == (Run(9, 3),)
-    assert runs_of(["dense", "sparse", "sparse", "sparse"], 0) == (Run(4, 4),)  # a first layer unlike the rest never repeats
+    assert runs_of(["dense", "sparse", "sparse", "sparse"], 0) == (
+        Run(4, 4),
+    )  # a first layer unlike the rest never repeats
 
 
 def test_a_cut_config_keeps_the_kinds_of_its_layers() -> None:
     whole = {"num_hidden_layers": 4, "layer_types": _alternating(4), "mlp_only_layers": [1]}
     short = cut(whole, ["sliding_attention", "full_attention dense"])
-    assert short == {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "mlp_only_layers": [1]}
+    assert short == {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_only_layers": [1],
+    }
 
 
 def test_one_dense_layer_among_experts_is_rehearsed_in_full() -> None:

@@ -47,7 +47,9 @@ PROJECTOR = Subset(kind="subset", trainable=("projector",))
 
 def _config(family: str, layers: int = 1, **vision: Any) -> dict[str, Any]:
     tower = TOWERS.get(family, {"num_hidden_layers": 7}) | vision
-    values: dict[str, Any] = vlm_config(family, vision_config=tower, text_config={"num_hidden_layers": layers} | _kinds(family, layers)).to_dict()
+    values: dict[str, Any] = vlm_config(
+        family, vision_config=tower, text_config={"num_hidden_layers": layers} | _kinds(family, layers)
+    ).to_dict()
     return values
 
 
@@ -86,14 +88,18 @@ SCENES: dict[str, Scene] = {
     "Qwen2.5-VL, nothing shown": _scene("qwen2_5_vl", LANGUAGE, grids=()),
     "Qwen3-VL": _scene("qwen3_vl"),
     "LLaVA": _scene("llava", is_quick=False),
-    "LLaVA, several layers read": _scene("llava", config=_config("llava", num_hidden_layers=14) | {"vision_feature_layer": [-2, 6]}),
+    "LLaVA, several layers read": _scene(
+        "llava", config=_config("llava", num_hidden_layers=14) | {"vision_feature_layer": [-2, 6]}
+    ),
     "LLaVA, the projector": _scene("llava", PROJECTOR, levers=AGAIN),
     "LLaVA-NeXT": _scene("llava_next", levers=AGAIN),
     "Idefics3": _scene("idefics3", is_quick=False, levers=AGAIN),
     "SmolVLM, fused": _scene("smolvlm", levers={"kernels": "fused"}),
     "Gemma 3": _scene("gemma3"),
     "PaliGemma": _scene("paligemma", levers=AGAIN),
-    "PaliGemma on a processor": _scene("paligemma", device="cpu", capability=(0, 0), precision="fp32", levers={"adapter_inputs": "fp32"}),
+    "PaliGemma on a processor": _scene(
+        "paligemma", device="cpu", capability=(0, 0), precision="fp32", levers={"adapter_inputs": "fp32"}
+    ),
 }
 
 
@@ -108,7 +114,9 @@ def test_a_stretched_tower_is_the_whole_one(scene: Scene) -> None:
     assert stretched.peaks() == whole.peaks()
     assert total_flops(stretched) == total_flops(whole)
     assert phase_seconds(stretched, _USUAL) == pytest.approx(phase_seconds(whole, _USUAL), rel=1e-5)
-    assert {block.module for block in stretched.blocks} >= {block.module for block in whole.blocks if block.instant == "forward"}
+    assert {block.module for block in stretched.blocks} >= {
+        block.module for block in whole.blocks if block.instant == "forward"
+    }
     assert not list(check_whole(stretched))
 
 
@@ -152,7 +160,9 @@ def test_a_layer_is_named_by_its_number(tuning: Tuning, *, is_named: bool) -> No
         ("idefics3", {}, "layer layer layer layer layer layer layer"),
     ],
 )
-def test_kinds_of_layers_are_read_from_the_config_and_a_cut_one_keeps_them(family: str, changes: dict[str, Any], kinds: str) -> None:
+def test_kinds_of_layers_are_read_from_the_config_and_a_cut_one_keeps_them(
+    family: str, changes: dict[str, Any], kinds: str
+) -> None:
     values = _config(family) | changes
     config = read_config(values)
     assert tower_kinds(config) == kinds.split()
@@ -199,7 +209,9 @@ def _layers_that(sizes: list[int], *, odd: bool = False) -> Trace:
             trace.free(trace.allocate(Block(size, "forward", f"tower.{at - 1}", "aten::mm", at), at), at, "forward")
         trace.costs["forward", at] = {Cost(float(size), 1.0, True): 1}  # type: ignore[assignment]
     trace.allocate(Block(512, "forward", "layers.0", "aten::mm", 0), 0)
-    for ident in reversed([ident for ident, block in enumerate(trace.blocks) if block.num_bytes == 512 and block.unit > 0]):
+    for ident in reversed(
+        [ident for ident, block in enumerate(trace.blocks) if block.num_bytes == 512 and block.unit > 0]
+    ):
         trace.free(ident, trace.blocks[ident].unit, "backward")
     return trace
 
@@ -212,7 +224,9 @@ def test_each_layer_is_written_as_the_one_that_it_is_like() -> None:
     whole = _layers_that(wanted)
     assert [size for _, size in found.stream()] == [size for _, size in whole.stream()]
     assert found.units == whole.units
-    assert [found.blocks[ident].module for ident, _ in found.events] == [whole.blocks[ident].module for ident, _ in whole.events]
+    assert [found.blocks[ident].module for ident, _ in found.events] == [
+        whole.blocks[ident].module for ident, _ in whole.events
+    ]
     assert total_flops(found) == sum(wanted)
     assert not list(check_whole(found))
 

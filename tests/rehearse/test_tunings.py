@@ -48,7 +48,9 @@ def test_adapters_in_bf16_take_half_with_their_gradients_and_moments() -> None:
     assert narrow.unreached == ()
 
     def gradients(found: Rehearsed) -> int:
-        return sum(block.num_bytes for at, block in enumerate(found.trace.blocks) if found.trace.category(at) == "gradients")
+        return sum(
+            block.num_bytes for at, block in enumerate(found.trace.blocks) if found.trace.category(at) == "gradients"
+        )
 
     assert gradients(narrow) == gradients(wide) // 2
 
@@ -69,7 +71,9 @@ def test_dora_makes_whole_weights_in_every_step_and_reaches_all_it_trains(bits: 
     plain, dora = (rehearse(_scene(tuning=lora(dora=is_dora, base_bits=bits))) for is_dora in (False, True))
     assert dora.unreached == ()
     largest = max(
-        block.num_bytes for block in dora.trace.blocks if block.module.endswith("lora_magnitude_vector.default") and block.instant == "forward"
+        block.num_bytes
+        for block in dora.trace.blocks
+        if block.module.endswith("lora_magnitude_vector.default") and block.instant == "forward"
     )
     assert largest >= 4 * HIDDEN * WIDE  # the product of A and B beside the weight
     assert total_flops(dora.trace) > total_flops(plain.trace)
@@ -105,7 +109,9 @@ def test_eight_bits_are_a_byte_for_each_weight_and_a_scale_for_each_row() -> Non
     assert size.parameters == plain.parameters
     assert plain.weight_bytes - size.weight_bytes == 2 * LINEAR
     rows = 2 * (2 * HIDDEN + 2 * KEYS + 2 * WIDE + HIDDEN)
-    half, eight = (_held_before_the_last_step(rehearse(_scene(tuning=tuning)))["weights"] for tuning in (LORA, lora(base_bits=8)))
+    half, eight = (
+        _held_before_the_last_step(rehearse(_scene(tuning=tuning)))["weights"] for tuning in (LORA, lora(base_bits=8))
+    )
     assert half - eight == pytest.approx(2 * LINEAR - 4 * rows, abs=2 * 7 * 2 * 512)
 
 
@@ -129,7 +135,9 @@ def test_in_eight_bits_the_inputs_of_layers_stay_though_these_are_computed_again
 def test_under_autocast_an_adapter_on_packed_weights_takes_its_input_as_it_is() -> None:
     """peft's layers for bitsandbytes make no fp32 copy, whatever the lever says."""
     for bits in (4, 8):
-        asked, unasked = (_peak(_scene(tuning=lora(base_bits=bits), levers={"adapter_inputs": kind})) for kind in ("bf16", "fp32"))
+        asked, unasked = (
+            _peak(_scene(tuning=lora(base_bits=bits), levers={"adapter_inputs": kind})) for kind in ("bf16", "fp32")
+        )
         assert asked == unasked
 
 

@@ -10,7 +10,16 @@ from finefit.artifacts.evaluations import DatasetScores, EvalResult, Score
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import RunError
 from finefit.pipeline.create import stage_of
-from finefit.report.board import best_of, boards, in_order, require_metric, samples, scores_document, shown_n, shown_value
+from finefit.report.board import (
+    best_of,
+    boards,
+    in_order,
+    require_metric,
+    samples,
+    scores_document,
+    shown_n,
+    shown_value,
+)
 from finefit.report.run import evals_table
 from finefit.stats.metrics import Metric
 from tests.evals import make_item, make_result
@@ -32,13 +41,18 @@ def _shown(renderable: RenderableType, width: int = 200) -> str:
     return shown.getvalue()
 
 
-@pytest.mark.parametrize(("metric", "value", "words"), [(EXACT, 0.125, "12.5%"), (BLEU, 34.56, "34.6"), (PERPLEXITY, 1234.5, "1,230")])
+@pytest.mark.parametrize(
+    ("metric", "value", "words"), [(EXACT, 0.125, "12.5%"), (BLEU, 34.56, "34.6"), (PERPLEXITY, 1234.5, "1,230")]
+)
 def test_a_value_is_shown_in_its_own_unit(metric: Metric, value: float, words: str) -> None:
     assert shown_value(metric, value) == words
 
 
 def test_the_best_is_the_highest_and_of_what_should_be_low_the_lowest() -> None:
-    assert best_of([_result("base", 0.1), _result("checkpoint-3", 0.4), _result("checkpoint-6", 0.2)], None).checkpoint == "checkpoint-3"  # type: ignore[union-attr]
+    assert (
+        best_of([_result("base", 0.1), _result("checkpoint-3", 0.4), _result("checkpoint-6", 0.2)], None).checkpoint
+        == "checkpoint-3"
+    )  # type: ignore[union-attr]
     low = [_result("base", 9.0, PERPLEXITY), _result("checkpoint-3", 4.0, PERPLEXITY)]
     assert best_of(low, None) is low[1]
 
@@ -60,7 +74,10 @@ def test_another_metric_can_decide_and_one_that_is_not_there_is_named() -> None:
     require_metric(pair, "bleu")
     with pytest.raises(RunError) as caught:
         require_metric(pair, "blue")
-    assert (caught.value.problem, caught.value.remedy) == ("--by blue: no task here has such a metric", "there are bleu, exact")
+    assert (caught.value.problem, caught.value.remedy) == (
+        "--by blue: no task here has such a metric",
+        "there are bleu, exact",
+    )
 
 
 def test_a_sample_shows_what_it_is_a_sample_of() -> None:
@@ -70,19 +87,28 @@ def test_a_sample_shows_what_it_is_a_sample_of() -> None:
 
 def test_the_board_has_checkpoints_in_order_with_loss_interval_n_and_coverage_and_marks_the_best(run: RunDir) -> None:
     note(run, event="validated", step=9, validation_loss=0.75)
-    results = [_result("checkpoint-12", 0.2), _result("checkpoint-9", 0.5, coverage=0.9, warnings=("few items",)), _result("base", 0.1)]
+    results = [
+        _result("checkpoint-12", 0.2),
+        _result("checkpoint-9", 0.5, coverage=0.9, warnings=("few items",)),
+        _result("base", 0.1),
+    ]
     shown = _shown(boards(results, run))
     names = [line.split()[1] for line in shown.splitlines() if line.startswith("│") and line.split()[1] != "│"]
     assert names == ["base", "checkpoint-9", "checkpoint-12"]
     for part in ("checkpoint-9 *", "0.7500", "50.0%", "25.0% .. 75.0%", "90%", "* best by exact", "note: few items"):
         assert part in shown
-    assert "less is better" in _shown(boards([_result("base", 9.0, PERPLEXITY), _result("checkpoint-9", 4.0, PERPLEXITY)], run))
+    assert "less is better" in _shown(
+        boards([_result("base", 9.0, PERPLEXITY), _result("checkpoint-9", 4.0, PERPLEXITY)], run)
+    )
 
 
 @pytest.mark.parametrize("width", [80, 110, 300])
 def test_no_figure_is_cut_off_however_narrow_the_terminal(run: RunDir, width: int) -> None:
     metrics = {f"metric_{at}": Score(value=at / 10 + 0.0123, low=at / 10, high=at / 10 + 0.05) for at in range(9)}
-    shown = _shown(boards([make_result("base", metrics=metrics), make_result("checkpoint-1234", metrics=metrics)], run), width=width)
+    shown = _shown(
+        boards([make_result("base", metrics=metrics), make_result("checkpoint-1234", metrics=metrics)], run),
+        width=width,
+    )
     assert max(map(len, shown.splitlines())) <= width
     assert all(f"metric_{at}" in shown and f"{at / 10 + 0.0123:.3g}" in shown for at in range(1, 9))
     assert shown.count("…") == 0
@@ -127,10 +153,22 @@ def test_a_board_tells_the_scores_of_every_source(run: RunDir) -> None:
     part = DatasetScores(n=20, coverage=0.5, metrics={"exact": Score(value=0.25, low=0.1, high=0.4)})
     results = [_result("base", 0.5, by_dataset={"charts": part}), _result("checkpoint-3", 0.75)]
     shown = _shown(boards(results, run))
-    assert next(line for line in shown.splitlines() if "charts" in line).split() == ["│", "charts", "│", "25.0%", "│", "20", "│", "50%", "│"]
+    assert next(line for line in shown.splitlines() if "charts" in line).split() == [
+        "│",
+        "charts",
+        "│",
+        "25.0%",
+        "│",
+        "20",
+        "│",
+        "50%",
+        "│",
+    ]
     assert "10.0% .. 40.0%" in shown
     document = scores_document(results, stage_of(run))
-    assert document[0]["by_dataset"] == {"charts": {"n": 20, "coverage": 0.5, "metrics": {"exact": {"value": 0.25, "low": 0.1, "high": 0.4}}}}
+    assert document[0]["by_dataset"] == {
+        "charts": {"n": 20, "coverage": 0.5, "metrics": {"exact": {"value": 0.25, "low": 0.1, "high": 0.4}}}
+    }
     assert document[1]["by_dataset"] == {}
     table = _shown(evals_table(results))
     assert next(line for line in table.splitlines() if "charts" in line).split()[2:] == [

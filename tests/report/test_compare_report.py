@@ -54,15 +54,30 @@ def _shown(comparison: Comparison, width: int = 120) -> str:
 
 
 def _without_seeds_of(folder: Path, *, missing: bool) -> Comparison:
-    runs = [make_run(folder / f"s-{seed}", results={"checkpoint-6": HITS}, overrides=[f"seed={seed}"]) for seed in (1, 2)]
+    runs = [
+        make_run(folder / f"s-{seed}", results={"checkpoint-6": HITS}, overrides=[f"seed={seed}"]) for seed in (1, 2)
+    ]
     last = make_run(folder / "s-3", results={} if missing else {"checkpoint-6": MISSES}, overrides=["seed=3"])
     return compare([str(run.path) for run in (*runs, last)])
 
 
 def test_the_terminal_names_settings_before_scores_and_scores_before_items(compared: Comparison) -> None:
     text = _shown(compared)
-    marks = ["settings that differ", "tuning.rank", "one setting differs: tuning.rank", "without effect on a score: name", "task exact_match"]
-    marks += ["70.0%  39.7% .. 89.2%", "b-1 less a-1, 10 items", "70.0% -> 50.0%", "-20.0 pp", "1 better, 6 equal, 3 worse by hit", "most gained"]
+    marks = [
+        "settings that differ",
+        "tuning.rank",
+        "one setting differs: tuning.rank",
+        "without effect on a score: name",
+        "task exact_match",
+    ]
+    marks += [
+        "70.0%  39.7% .. 89.2%",
+        "b-1 less a-1, 10 items",
+        "70.0% -> 50.0%",
+        "-20.0 pp",
+        "1 better, 6 equal, 3 worse by hit",
+        "most gained",
+    ]
     marks += ["most lost", "foretold -> measured", "note: exact_match: 10 items: the intervals may be too narrow"]
     places = [text.index(mark) for mark in marks]
     assert places == sorted(places)
@@ -84,7 +99,10 @@ def test_a_missing_run_is_missing_in_every_view(tmp_path: Path) -> None:
 
 
 def test_items_are_ranked_by_a_metric_that_they_have(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / n, results={"checkpoint-6": hits}, metrics=(rate("acc"), HIT)) for n, hits in (("a-1", HITS), ("b-1", MISSES))]
+    runs = [
+        make_run(tmp_path / n, results={"checkpoint-6": hits}, metrics=(rate("acc"), HIT))
+        for n, hits in (("a-1", HITS), ("b-1", MISSES))
+    ]
     found = compare([str(run.path) for run in runs])
     assert "1 better, 6 equal, 3 worse by hit" in _shown(found)
     assert "1 better, 6 equal, 3 worse by hit" in page(found)
@@ -120,7 +138,10 @@ def test_nothing_in_an_answer_becomes_a_part_of_the_page(evil: Comparison) -> No
 
 def test_the_page_asks_for_nothing_from_elsewhere(compared: Comparison) -> None:
     text = page(compared)
-    assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\s\"']+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert "url(http" not in text
     assert "@import" not in text
     assert "default-src 'none'" in text
@@ -176,7 +197,9 @@ def test_the_document_is_the_record_and_strict_json(compared: Comparison) -> Non
 
 
 def test_data_sets_stand_below_their_model_with_intervals_everywhere(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / f"{name}-1", results={"checkpoint-6": hits}) for name, hits in (("a", HITS), ("b", MISSES))]
+    runs = [
+        make_run(tmp_path / f"{name}-1", results={"checkpoint-6": hits}) for name, hits in (("a", HITS), ("b", MISSES))
+    ]
     split_by_dataset(runs[0], {"charts": 4, "<i>scans</i>": 6})
     found = compare([str(run.path) for run in runs])
     assert re.search(r"  charts\s+│\s+4 │\s+100% │\s+75.0%  30.1% .. 95.4%", _shown(found))
@@ -199,7 +222,11 @@ def test_numbers_are_shown_in_their_unit() -> None:
 
 def test_what_was_foretold_is_held_against_what_was_measured() -> None:
     row = Foretold(what="peak memory", unit="bytes", predicted=(2**31, None, 2**30), measured=(2**30, 2**30, None))
-    assert [foretold_words(row, at) for at in range(3)] == ["2.00 GiB -> 1.00 GiB (+100%)", "1.00 GiB measured", "1.00 GiB foretold"]
+    assert [foretold_words(row, at) for at in range(3)] == [
+        "2.00 GiB -> 1.00 GiB (+100%)",
+        "1.00 GiB measured",
+        "1.00 GiB foretold",
+    ]
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:

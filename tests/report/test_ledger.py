@@ -29,7 +29,18 @@ TRAIN = SourceLedger(
     supervised_tokens=4938,
 )
 TEST = replace(
-    TRAIN, split="test", records=1, read=1, used=1, cut=0, cut_tokens=0, dropped={}, examples=0, repeated=0, tokens=77, supervised_tokens=0
+    TRAIN,
+    split="test",
+    records=1,
+    read=1,
+    used=1,
+    cut=0,
+    cut_tokens=0,
+    dropped={},
+    examples=0,
+    repeated=0,
+    tokens=77,
+    supervised_tokens=0,
 )
 FOUND = Preparation(
     sources=(TRAIN, TEST),

@@ -43,7 +43,9 @@ def test_without_a_terminal_lines_are_plain_whole_and_the_same_in_the_log(run: R
     assert _logged(run) == lines
 
 
-def test_progress_is_told_from_time_to_time_and_not_at_every_tick(run: RunDir, shown: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_from_time_to_time_and_not_at_every_tick(
+    run: RunDir, shown: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr("finefit.report.live.time.monotonic", lambda: now)
     view = RunView(run, _plain(shown))

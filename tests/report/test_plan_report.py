@@ -19,14 +19,26 @@ from tests.forecasts import COMPONENTS, GIB, make_forecast
 NOW = datetime(2025, 7, 1, 9, 0)
 
 
-def make_suggestion(*changes: str, fits: bool = True, is_exact: bool = True, peak_gib: float = 22.8, **others: Any) -> Suggestion:
+def make_suggestion(
+    *changes: str, fits: bool = True, is_exact: bool = True, peak_gib: float = 22.8, **others: Any
+) -> Suggestion:
     values: dict[str, Any] = {"saves_bytes": 11 * GIB, "price": "9 % slower", "step_seconds": 0.47} | others
     return Suggestion(changes=changes, peak_bytes=int(peak_gib * GIB), fits=fits, is_exact=is_exact, **values)
 
 
-LOSSY = make_suggestion("tuning.base_bits=4", is_exact=False, peak_gib=12.4, price="weights in 4 bits: scores may fall", step_seconds=0.61)
-RECOMPUTE = make_suggestion("levers.recompute=all", "levers.loss_chunk=512", price="9 % slower: 16 more layers are computed twice")
-OFFLOAD = make_suggestion("levers.offload=inputs", fits=False, peak_gib=24.1, price="21 % slower: inputs wait in host memory", step_seconds=0.52)
+LOSSY = make_suggestion(
+    "tuning.base_bits=4", is_exact=False, peak_gib=12.4, price="weights in 4 bits: scores may fall", step_seconds=0.61
+)
+RECOMPUTE = make_suggestion(
+    "levers.recompute=all", "levers.loss_chunk=512", price="9 % slower: 16 more layers are computed twice"
+)
+OFFLOAD = make_suggestion(
+    "levers.offload=inputs",
+    fits=False,
+    peak_gib=24.1,
+    price="21 % slower: inputs wait in host memory",
+    step_seconds=0.52,
+)
 
 
 def too_large(**changes: Any) -> Forecast:
@@ -62,7 +74,9 @@ EVERY_KIND = [
     make_forecast(),
     too_large(),
     make_forecast(gradients=unreached(), uncertainty=None, notes=()),
-    make_forecast(card="24GiB", step_seconds=None, tokens_per_second=None, total_seconds=None, cost=None, price_per_hour=None),
+    make_forecast(
+        card="24GiB", step_seconds=None, tokens_per_second=None, total_seconds=None, cost=None, price_per_hour=None
+    ),
 ]
 
 
@@ -71,13 +85,17 @@ def test_the_verdict_says_both_numbers_and_what_is_left() -> None:
 
 
 def test_the_verdict_says_both_numbers_and_what_is_too_much() -> None:
-    assert shown(too_large()).splitlines()[0] == "sft does not fit: needs 33.9 GiB, RTX 4090 has 23.5 (10.4 GiB too much)"
+    assert (
+        shown(too_large()).splitlines()[0] == "sft does not fit: needs 33.9 GiB, RTX 4090 has 23.5 (10.4 GiB too much)"
+    )
 
 
 def test_a_verdict_by_a_hair_shows_the_hair() -> None:
     peak_bytes = make_forecast().peak_bytes
     assert "(0.00 GiB" not in shown(make_forecast(budget_bytes=peak_bytes - GIB // 50))
-    assert "needs 21.34 GiB, RTX 4090 has 21.32 (0.02 GiB too much)" in shown(make_forecast(budget_bytes=peak_bytes - GIB // 50))
+    assert "needs 21.34 GiB, RTX 4090 has 21.32 (0.02 GiB too much)" in shown(
+        make_forecast(budget_bytes=peak_bytes - GIB // 50)
+    )
 
 
 def test_several_cards_are_counted_once_and_judged_each() -> None:
@@ -97,7 +115,10 @@ def test_the_legend_sums_to_the_peak(forecast: Forecast, width: int) -> None:
 
 def test_the_legend_goes_down_by_size_and_ends_with_what_comes_on_top() -> None:
     text = shown(make_forecast(), 60)
-    places = [text.index(f" {name} ") for name in ("weights", "activations", "loss", "temporary", "optimizer state", "gradients")]
+    places = [
+        text.index(f" {name} ")
+        for name in ("weights", "activations", "loss", "temporary", "optimizer state", "gradients")
+    ]
     assert places == sorted(places)
     assert [name in text for name in ("held by the allocator", "CUDA context", "margin")] == [True] * 3
 
@@ -148,10 +169,21 @@ def test_colours_take_the_place_of_letters() -> None:
 def test_instants_stand_in_the_order_of_a_step_and_the_peak_with_its_place() -> None:
     text = shown(make_forecast())
     rows = text[text.index("allocated") : text.index("time ")]
-    assert re.findall(r"([a-z]+) +\d+\.\d\d +#", rows) == ["load", "batch", "forward", "loss", "backward", "update", "validation", "generation"]
+    assert re.findall(r"([a-z]+) +\d+\.\d\d +#", rows) == [
+        "load",
+        "batch",
+        "forward",
+        "loss",
+        "backward",
+        "update",
+        "validation",
+        "generation",
+    ]
     assert line_with(text, "#  peak").strip().startswith("backward")
     assert "            peak in layers.27.mlp.down_proj.lora_A, log_softmax backward\n" in text
-    assert line_with(shown(make_forecast(), 140), "#  peak").endswith("#  peak in layers.27.mlp.down_proj.lora_A, log_softmax backward")
+    assert line_with(shown(make_forecast(), 140), "#  peak").endswith(
+        "#  peak in layers.27.mlp.down_proj.lora_A, log_softmax backward"
+    )
 
 
 def test_time_and_cost_in_words() -> None:
@@ -196,9 +228,14 @@ def test_rows_parameters_machine_and_certainty_take_a_line_each() -> None:
 
 def test_evaluations_stand_with_their_memory_and_a_rough_time() -> None:
     alone = Room(rows=1, tokens=200256, mlp_tiles=4, reserved_bytes=40 * GIB, batch_seconds=95.0)
-    shared, spread = Room(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4), Room(rows=2, tokens=9, devices=2, is_spread=True)
+    shared, spread = (
+        Room(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4),
+        Room(rows=2, tokens=9, devices=2, is_spread=True),
+    )
     text = shown(make_forecast(rooms={"qmsum": alone, "rouge": shared, "amr": spread}), width=160)
-    assert "qmsum: one answer at a time, 40.00 GiB, about 1 min 35 s for a batch of the longest, MLPs in 4 pieces" in text
+    assert (
+        "qmsum: one answer at a time, 40.00 GiB, about 1 min 35 s for a batch of the longest, MLPs in 4 pieces" in text
+    )
     assert "rouge: 64 answers at a time, 3.00 GiB, items shared over 4 processes" in text
     assert "amr: 2 answers at a time, one model spread over 2 cards" in text
     assert "evaluation" not in shown(make_forecast())
@@ -267,7 +304,15 @@ def test_no_more_than_eight_groups_are_named() -> None:
 def test_suggestions_are_numbered_with_exact_ones_first() -> None:
     assert in_order((LOSSY, RECOMPUTE, OFFLOAD)) == (RECOMPUTE, OFFLOAD, LOSSY)
     text = shown(too_large(), 140)
-    assert line_with(text, "recompute=all").split()[:7] == ["1", "levers.recompute=all", "22.80", "yes", "0.47", "s", "exact"]
+    assert line_with(text, "recompute=all").split()[:7] == [
+        "1",
+        "levers.recompute=all",
+        "22.80",
+        "yes",
+        "0.47",
+        "s",
+        "exact",
+    ]
     assert line_with(text, "offload=inputs").split()[:4] == ["2", "levers.offload=inputs", "24.10", "no"]
     assert line_with(text, "base_bits=4").split()[0] == "3"
     assert text.endswith("finefit plan SPEC --apply 1 writes the first into the spec\n")
@@ -317,7 +362,10 @@ def test_the_cheapest_and_the_fastest_are_marked() -> None:
     assert line_with(text, "RTX 3090").endswith("cheapest")
     assert line_with(text, "H100 SXM").endswith("fastest")
     assert line_with(text, "RTX 4080").endswith("fits with recompute=all, loss_chunk=512")
-    assert re.search(r"yes +21.3 of +23.5 +micro 4, recompute 12, chunk 1,024 +3 h 12 min +Tue 12:12 +0.96", line_with(text, "RTX 3090"))
+    assert re.search(
+        r"yes +21.3 of +23.5 +micro 4, recompute 12, chunk 1,024 +3 h 12 min +Tue 12:12 +0.96",
+        line_with(text, "RTX 3090"),
+    )
 
 
 def test_one_card_may_be_both_and_one_may_have_no_way_to_fit() -> None:
@@ -357,7 +405,15 @@ def test_the_stage_that_fills_its_card_most_stands_at_the_top_of_the_document() 
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.043, "43 ms"), (0.43, "0.43 s"), (12.34, "12.3 s"), (59.96, "1 min 0 s"), (517, "8 min 37 s"), (11520, "3 h 12 min"), (187300, "2 d 4 h")],
+    [
+        (0.043, "43 ms"),
+        (0.43, "0.43 s"),
+        (12.34, "12.3 s"),
+        (59.96, "1 min 0 s"),
+        (517, "8 min 37 s"),
+        (11520, "3 h 12 min"),
+        (187300, "2 d 4 h"),
+    ],
 )
 def test_durations_have_two_units_at_most(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -57,10 +57,20 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
             "step 3: validation loss 1.5000, perplexity 4.482",
         ),
         (
-            {"event": "validated", "step": 3, "validation_loss": 0.5, "rewards_chosen": 0.2, "accuracy": 0.75, "margin": 1.25},
+            {
+                "event": "validated",
+                "step": 3,
+                "validation_loss": 0.5,
+                "rewards_chosen": 0.2,
+                "accuracy": 0.75,
+                "margin": 1.25,
+            },
             "step 3: validation loss 0.5000, accuracy 75.0%, margin 1.2500",
         ),
-        ({"event": "validation_not_finite", "step": 3, "found": "nan"}, "step 3: validation loss nan, so this step cannot be the best"),
+        (
+            {"event": "validation_not_finite", "step": 3, "found": "nan"},
+            "step 3: validation loss nan, so this step cannot be the best",
+        ),
         (
             {
                 "event": "rescued",
@@ -85,7 +95,10 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
             {"event": "validation_left_out", "step": 4, "found": "CUDA"},
             "step 4: validation does not fit even row by row with every exact lever pulled; it is left out, and training goes on",
         ),
-        ({"event": "spike", "step": 4, "found": 9.5, "usual": 1.25}, "step 4: loss 9.5000 leaps out of the steps before it, whose median is 1.2500"),
+        (
+            {"event": "spike", "step": 4, "found": 9.5, "usual": 1.25},
+            "step 4: loss 9.5000 leaps out of the steps before it, whose median is 1.2500",
+        ),
         (
             {"event": "stalled", "seconds": 612.3, "allowed_seconds": 600.0, "since": "step 4"},
             "nothing has gone on for 612 s since step 4; the stacks of all threads are in the log",
@@ -95,29 +108,60 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
             "mlflow failed; mlflow is not installed: pip install mlflow; the run's own metrics are whole",
         ),
         (
-            {"event": "tracker_failed", "tracker": "wandb", "lost_lines": 1200, "found": "its process ended with 1", "log": "logs/tracker-wandb.log"},
+            {
+                "event": "tracker_failed",
+                "tracker": "wandb",
+                "lost_lines": 1200,
+                "found": "its process ended with 1",
+                "log": "logs/tracker-wandb.log",
+            },
             "wandb did not get 1,200 lines; its process ended with 1; see logs/tracker-wandb.log; the run's own metrics are whole",
         ),
         (
-            {"event": "tracker_failed", "tracker": "wandb", "lost_lines": 2, "found": "", "log": "logs/tracker-wandb.log"},
+            {
+                "event": "tracker_failed",
+                "tracker": "wandb",
+                "lost_lines": 2,
+                "found": "",
+                "log": "logs/tracker-wandb.log",
+            },
             "wandb did not get 2 lines; see logs/tracker-wandb.log; the run's own metrics are whole",
         ),
         (
-            {"event": "audited", "step": 2, "tensors": 9, "reached": 8, "zero": ["a", "b", "c", "d", "e"], "idle": ["x.experts.{0,3}.up"]},
+            {
+                "event": "audited",
+                "step": 2,
+                "tensors": 9,
+                "reached": 8,
+                "zero": ["a", "b", "c", "d", "e"],
+                "idle": ["x.experts.{0,3}.up"],
+            },
             "step 2: the gradient is exactly zero for a, b, c and 2 more; it is missing, since no row came to these experts, for x.experts.{0,3}.up",
         ),
-        ({"event": "audited", "step": 2, "tensors": 9, "reached": 9, "faint": ["a", "b", "c"]}, "step 2: the gradient is rounding for a, b, c"),
-        ({"event": "loss_scale", "step": 4, "scale": 32768.0}, "step 4 overflowed in fp16 and is made again with loss scale 32768"),
+        (
+            {"event": "audited", "step": 2, "tensors": 9, "reached": 9, "faint": ["a", "b", "c"]},
+            "step 2: the gradient is rounding for a, b, c",
+        ),
+        (
+            {"event": "loss_scale", "step": 4, "scale": 32768.0},
+            "step 4 overflowed in fp16 and is made again with loss scale 32768",
+        ),
         (
             {"event": "dpo_start", "found": 0.6931471824645996, "allowed": 1e-5},
             "before the first step the DPO loss is 0.693147, and ln 2 is 0.693147",
         ),
-        ({"event": "dpo_start", "found": "nan", "allowed": 1e-5}, "before the first step the DPO loss is nan, and ln 2 is 0.693147"),
+        (
+            {"event": "dpo_start", "found": "nan", "allowed": 1e-5},
+            "before the first step the DPO loss is nan, and ln 2 is 0.693147",
+        ),
         (
             {"event": "measured", "step": 1, "measured_bytes": 11 << 30, "foretold_bytes": 10 << 30, "error": -0.0909},
             "memory is not as planned: 11.00 GiB reserved with the longest rows, 10.00 GiB foretold (-9.1%); please report it",
         ),
-        ({"event": "amended", "step": 3, "changes": ["save.keep: 2 -> 3"], "note": ""}, "after step 3: save.keep: 2 -> 3"),
+        (
+            {"event": "amended", "step": 3, "changes": ["save.keep: 2 -> 3"], "note": ""},
+            "after step 3: save.keep: 2 -> 3",
+        ),
     ],
 )
 def test_an_event_is_told_once_in_words(run: RunDir, line: dict[str, object], words: str) -> None:

@@ -145,13 +145,17 @@ def test_a_demo_compares_base_and_final_on_three_messages_whatever_else_was_scor
     text = shown.getvalue()
     assert "checkpoint-9" not in text
     assert text.count("reference: [7]") == 3
-    assert [line for line in text.splitlines() if line.strip().startswith("add ")] == [line for line in text.splitlines() if " and " in line][:3]
+    assert [line for line in text.splitlines() if line.strip().startswith("add ")] == [
+        line for line in text.splitlines() if " and " in line
+    ][:3]
     for at in range(3):
         (line,) = [line for line in text.splitlines() if f"base [{at}]" in line]
         assert f"checkpoint-12 [{at}]" in line
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3600, "1:00:00"), (90061, "25:01:01")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3600, "1:00:00"), (90061, "25:01:01")]
+)
 def test_time_as_people_read_it(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
 

@@ -44,4 +44,9 @@ def test_nothing_is_told_of_towers_where_a_model_sees_nothing() -> None:
 def test_both_documents_hold_the_numbers() -> None:
     forecast = make_forecast(towers=TOWERS)
     for document in (forecast_object(forecast), check_document((), forecast, None, None)):
-        assert document["towers"]["vision"] == {"parameters": 668_000_000, "trainable": 4_000, "tensors": 24, "unreached": 2}
+        assert document["towers"]["vision"] == {
+            "parameters": 668_000_000,
+            "trainable": 4_000,
+            "tensors": 24,
+            "unreached": 2,
+        }

@@ -44,11 +44,19 @@ def stack(tmp_path: Path) -> Stack:
     images = tmp_path / "images"
     images.mkdir()
     one, two = _png(1, images), _png(2, images)
-    kept = [[str(images / "drawn-1.png"), "", _sha256(one), [40, 30], [1], 9], ["pictures.zip", _sha256(two), _sha256(two), [40, 30], [1], 9]]
+    kept = [
+        [str(images / "drawn-1.png"), "", _sha256(one), [40, 30], [1], 9],
+        ["pictures.zip", _sha256(two), _sha256(two), [40, 30], [1], 9],
+    ]
     prompts = ["prompt 0", MARKED, "prompt 2"]
-    rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}]} for text in prompts]
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}]} for text in prompts
+    ]
     rows[0]["pictures"], rows[1]["pictures"] = kept, [[str(images / "drawn-2.png"), "", _sha256(two), [40, 30], [1], 9]]
-    run = make_run(tmp_path / "run-1", {"base": _items([one, two], [two]), "checkpoint-4": _items([one, two], [two], answer="other")})
+    run = make_run(
+        tmp_path / "run-1",
+        {"base": _items([one, two], [two]), "checkpoint-4": _items([one, two], [two], answer="other")},
+    )
     set_rows(run, rows)
     with zipfile.ZipFile(run.stage(1, "sft").prepared("pictures.zip"), "w") as archive:
         archive.writestr(_sha256(two), two)
@@ -62,7 +70,10 @@ def _stack(run: Path) -> Stack:
 def _items(*shown: list[bytes], answer: str = "answer") -> tuple[EvalItem, ...]:
     """With the mark that a template of some model writes in the place of an image."""
     first, second, third = make_items(3, answer)
-    images = [tuple(ItemImage(name=f"/data/{at}.png", sha256=_sha256(content)) for content in contents) for at, contents in enumerate(shown)]
+    images = [
+        tuple(ItemImage(name=f"/data/{at}.png", sha256=_sha256(content)) for content in contents)
+        for at, contents in enumerate(shown)
+    ]
     second = replace(second, prompt="<|user|>look here <|img|>, prompt 1<|end|>\n<|assistant|>")
     return replace(first, images=images[0]), replace(second, images=images[1]), third
 
@@ -123,17 +134,25 @@ def test_pairs_take_their_images_along_and_are_read_as_training_rows(stack: Stac
     lines = [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
     assert [len(line["images"]) for line in lines] == [2, 1]
     for line, sheet in zip(lines, stack.sheets, strict=False):
-        assert [_sha256((out / name).read_bytes()) for name in line["images"]] == [exhibit.sha256 for exhibit in sheet.images]
+        assert [_sha256((out / name).read_bytes()) for name in line["images"]] == [
+            exhibit.sha256 for exhibit in sheet.images
+        ]
     assert [len(row.images) for row in _read(out / "pairs.jsonl")] == [2, 1]
 
 
 @pytest.mark.parametrize("name", ["verdicts.jsonl", "verdicts.csv"])
-def test_verdicts_name_the_images_that_lie_beside_them_and_only_those_that_were_judged(stack: Stack, tmp_path: Path, name: str) -> None:
+def test_verdicts_name_the_images_that_lie_beside_them_and_only_those_that_were_judged(
+    stack: Stack, tmp_path: Path, name: str
+) -> None:
     path = tmp_path / "out" / name
     path.parent.mkdir()
     export_verdicts(path, stack, [OPENED, make_verdict(stack, 1, 1, "tie"), make_verdict(stack, 2, 2, "tie")])
     text = path.read_text()
-    rows: list[Any] = list(csv.DictReader(text.splitlines())) if path.suffix == ".csv" else [json.loads(line) for line in text.splitlines()]
+    rows: list[Any] = (
+        list(csv.DictReader(text.splitlines()))
+        if path.suffix == ".csv"
+        else [json.loads(line) for line in text.splitlines()]
+    )
     named = rows[0]["images"] if path.suffix == ".csv" else rows[0]["images"][0]
     assert (path.parent / named).read_bytes() == content_of(stack.sheets[1].images[0])
     assert len(list((path.parent / "verdicts-images").iterdir())) == 1

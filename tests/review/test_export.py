@@ -40,7 +40,11 @@ def test_json_lines_hold_every_standing_verdict_with_its_texts(tmp_path: Path) -
         ("item-1", "second", MODELS[1], False),
     ]
     assert rows[0]["stood_first"] == MODELS[1]
-    assert rows[0]["answers"][1] == {"model": MODELS[1], "answer": f"{MODELS[1]} answers 0", "reasons": ["fabricated", "other"]}
+    assert rows[0]["answers"][1] == {
+        "model": MODELS[1],
+        "answer": f"{MODELS[1]} answers 0",
+        "reasons": ["fabricated", "other"],
+    }
 
 
 def test_a_table_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -74,7 +78,10 @@ def _read_pairs(path: Path) -> Sequence[Row]:
 def test_pairs_are_read_as_preference_pairs(tmp_path: Path, is_text: bool) -> None:
     stack = make_stack(4)
     if is_text:
-        stack = replace(stack, sheets=tuple(replace(sheet, prompt=(Said(role="", text=sheet.prompt[0].text),)) for sheet in stack.sheets))
+        stack = replace(
+            stack,
+            sheets=tuple(replace(sheet, prompt=(Said(role="", text=sheet.prompt[0].text),)) for sheet in stack.sheets),
+        )
     export_pairs(tmp_path / "pairs.jsonl", stack, _judged(stack))
     first, second = _read_pairs(tmp_path / "pairs.jsonl")
     assert [message.content for message in first.messages] == ["question 0", f"{MODELS[0]} answers 0"]
@@ -126,7 +133,9 @@ def test_a_prompt_takes_its_tools_along(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     stack = make_stack(120)
     stack = replace(stack, sheets=(*stack.sheets[:-1], replace(stack.sheets[-1], tools=json.dumps(tools))))
-    export_pairs(tmp_path / "pairs.jsonl", stack, [OPENED, *(make_verdict(stack, at + 1, at, "first") for at in range(120))])
+    export_pairs(
+        tmp_path / "pairs.jsonl", stack, [OPENED, *(make_verdict(stack, at + 1, at, "first") for at in range(120))]
+    )
     pairs = _read_pairs(tmp_path / "pairs.jsonl")
     assert [json.loads(pair.tools or "[]") for pair in pairs] == [[]] * 119 + [tools]
 
@@ -143,7 +152,18 @@ def test_of_one_model_the_reference_is_preferred_to_a_bad_answer() -> None:
     stack = make_single(3)
     without = Sheet(key="item-2", prompt=stack.sheets[2].prompt, answers=stack.sheets[2].answers)
     stack = replace(stack, sheets=(*stack.sheets[:2], without))
-    entries: list[Entry] = [OPENED, make_verdict(stack, 1, 0, "bad"), make_verdict(stack, 2, 1, "good"), make_verdict(stack, 3, 2, "bad")]
+    entries: list[Entry] = [
+        OPENED,
+        make_verdict(stack, 1, 0, "bad"),
+        make_verdict(stack, 2, 1, "good"),
+        make_verdict(stack, 3, 2, "bad"),
+    ]
     pairs = preference_pairs(stack, entries)
-    assert pairs.rows == ({"prompt": [{"role": "user", "content": "question 0"}], "chosen": "reference 0", "rejected": f"{MODELS[0]} answers 0"},)
+    assert pairs.rows == (
+        {
+            "prompt": [{"role": "user", "content": "question 0"}],
+            "chosen": "reference 0",
+            "rejected": f"{MODELS[0]} answers 0",
+        },
+    )
     assert pairs.left_out == {"good": 1, "bad, and no reference to prefer": 1}

@@ -45,7 +45,13 @@ def test_preference_counts_ties_and_leaves_skips_out() -> None:
 
 @pytest.mark.parametrize(
     ("letters", "expected"),
-    [(("1", "1", "2"), "first"), (("1", "2", "."), "split"), (("s", "2", "."), "second"), (("s", "s", "s"), "skip"), (("1", "2", "t"), "split")],
+    [
+        (("1", "1", "2"), "first"),
+        (("1", "2", "."), "split"),
+        (("s", "2", "."), "second"),
+        (("s", "s", "s"), "skip"),
+        (("1", "2", "t"), "split"),
+    ],
 )
 def test_an_item_has_the_choice_of_most_raters(letters: tuple[str, str, str], expected: str) -> None:
     entries, _ = _choices(dict(zip(("ann", "bob", "cleo"), letters, strict=True)))
@@ -75,7 +81,11 @@ def test_reasons_are_counted_by_model_where_half_of_the_raters_marked_them() -> 
         make_verdict(stack, 4, 1, "tie"),
     ]
     left, right = results_of(stack, entries).faults
-    assert (left.model, left.bad, {name for name, count in left.reasons.items() if count}) == (MODELS[0], wilson(1, 2), {"fabricated"})
+    assert (left.model, left.bad, {name for name, count in left.reasons.items() if count}) == (
+        MODELS[0],
+        wilson(1, 2),
+        {"fabricated"},
+    )
     assert (right.bad, sum(right.reasons.values())) == (wilson(0, 2), 0)
 
 
@@ -114,5 +124,7 @@ def test_each_rater_has_a_line_of_their_own() -> None:
 
 def test_verdicts_on_other_texts_are_counted_and_not_mixed_in() -> None:
     foreign = make_stack(2, models=("other-1:base", "right-1:base"))
-    found = results_of(make_stack(2), [OPENED, make_verdict(foreign, 1, 0, "first"), make_verdict(make_stack(2), 2, 1, "second")])
+    found = results_of(
+        make_stack(2), [OPENED, make_verdict(foreign, 1, 0, "first"), make_verdict(make_stack(2), 2, 1, "second")]
+    )
     assert (found.judged, found.other_texts) == (1, 1)

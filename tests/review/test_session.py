@@ -14,7 +14,17 @@ from finefit.artifacts.journal import read_lines
 from finefit.errors import DiskFull, RunError
 from finefit.review.session import Press, Refused, Session, Stale, open_session
 from finefit.review.stack import Stack
-from finefit.review.verdicts import Entry, Opened, Revealed, Undone, Verdict, of_stack, read_entries, seen_before, standing
+from finefit.review.verdicts import (
+    Entry,
+    Opened,
+    Revealed,
+    Undone,
+    Verdict,
+    of_stack,
+    read_entries,
+    seen_before,
+    standing,
+)
 from tests.reviews import MODELS, OPENED, in_memory, make_single, make_stack, make_verdict, on_disk, side_of
 
 
@@ -341,9 +351,16 @@ def test_what_is_judged_after_the_results_is_known_as_such() -> None:
 
 def test_a_verdict_on_a_text_that_was_replaced_does_not_count() -> None:
     old = make_stack(2)
-    verdicts: list[Entry] = [make_verdict(old, 1, 0, "first"), make_verdict(old, 2, 1, "second"), Undone(at=OPENED.at, rater="ann", number=1)]
+    verdicts: list[Entry] = [
+        make_verdict(old, 1, 0, "first"),
+        make_verdict(old, 2, 1, "second"),
+        Undone(at=OPENED.at, rater="ann", number=1),
+    ]
     changed = make_stack(2)
-    sheets = (changed.sheets[0], type(changed.sheets[1])(key="item-1", prompt=changed.sheets[1].prompt, answers=("new", "right answers 1")))
+    sheets = (
+        changed.sheets[0],
+        type(changed.sheets[1])(key="item-1", prompt=changed.sheets[1].prompt, answers=("new", "right answers 1")),
+    )
     new = Stack(name="review", task="summary", models=MODELS, sheets=sheets)
     assert standing(of_stack(verdicts, old)) == [verdicts[1]]
     assert standing(of_stack(verdicts, new)) == []

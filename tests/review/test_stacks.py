@@ -17,7 +17,11 @@ def _named(*targets: Path | str, checkpoint: str | None = None) -> list[Named]:
 
 
 def test_one_run_gives_the_answers_of_its_final_checkpoint(tmp_path: Path) -> None:
-    results = {"base": make_items(3, "base"), "checkpoint-4": make_items(3, "four"), "checkpoint-8": make_items(3, "eight")}
+    results = {
+        "base": make_items(3, "base"),
+        "checkpoint-4": make_items(3, "four"),
+        "checkpoint-8": make_items(3, "eight"),
+    }
     make_run(tmp_path / "a-1", results, final="checkpoint-8")
     stack = stack_of_runs(_named(tmp_path / "a-1"))
     assert stack.models == ("a-1:checkpoint-8",)
@@ -36,7 +40,11 @@ def test_one_run_gives_the_answers_of_its_final_checkpoint(tmp_path: Path) -> No
     ],
 )
 def test_a_checkpoint_can_be_named(tmp_path: Path, target: str, checkpoint: str | None, answer: str) -> None:
-    results = {"base": make_items(3, "base"), "checkpoint-4": make_items(3, "four"), "checkpoint-8": make_items(3, "eight")}
+    results = {
+        "base": make_items(3, "base"),
+        "checkpoint-4": make_items(3, "four"),
+        "checkpoint-8": make_items(3, "eight"),
+    }
     make_run(tmp_path / "a-1", results, final="checkpoint-8")
     assert stack_of_runs(_named(f"{tmp_path}/{target}", checkpoint=checkpoint)).sheets[0].answers == (answer,)
 
@@ -70,7 +78,11 @@ def test_the_same_item_twice_is_two_sheets(tmp_path: Path) -> None:
         items = make_items(2, name)
         make_run(tmp_path / name, {"base": (*items, replace(items[0], item=2, answer=f"{name} again"))})
     stack = stack_of_runs(_named(tmp_path / "a-1", tmp_path / "b-1"))
-    assert [sheet.answers for sheet in stack.sheets] == [("a-1 0", "b-1 0"), ("a-1 1", "b-1 1"), ("a-1 again", "b-1 again")]
+    assert [sheet.answers for sheet in stack.sheets] == [
+        ("a-1 0", "b-1 0"),
+        ("a-1 1", "b-1 1"),
+        ("a-1 again", "b-1 again"),
+    ]
     assert len({sheet.key for sheet in stack.sheets}) == len({sheet.handle for sheet in stack.sheets}) == 3
 
 
@@ -93,8 +105,13 @@ def test_a_prompt_is_shown_as_messages_where_they_are_what_was_asked(tmp_path: P
 CALL = {"name": "weather", "arguments": "{}"}
 
 
-@pytest.mark.parametrize(("answer", "is_whole"), [({"tool_calls": [CALL]}, False), ({"reasoning": "Well."}, False), ({"tool_calls": []}, True)])
-def test_a_sheet_knows_the_tools_of_its_prompt_and_what_its_reference_lacks(tmp_path: Path, answer: dict[str, Any], is_whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "is_whole"),
+    [({"tool_calls": [CALL]}, False), ({"reasoning": "Well."}, False), ({"tool_calls": []}, True)],
+)
+def test_a_sheet_knows_the_tools_of_its_prompt_and_what_its_reference_lacks(
+    tmp_path: Path, answer: dict[str, Any], is_whole: bool
+) -> None:
     run = make_run(tmp_path / "a-1", {"base": make_items(1)})
     messages = [{"role": "user", "content": "prompt 0"}, {"role": "assistant", "content": "[7]"} | answer]
     set_rows(run, [{"messages": messages, "tools": "[{}]"}])
@@ -103,11 +120,15 @@ def test_a_sheet_knows_the_tools_of_its_prompt_and_what_its_reference_lacks(tmp_
 
 
 @pytest.mark.parametrize(("shown", "is_rendered"), [("<think>Hm.</think>", True), ("", False)])
-def test_thoughts_in_a_prompt_count_where_the_template_has_kept_them(tmp_path: Path, shown: str, is_rendered: bool) -> None:
+def test_thoughts_in_a_prompt_count_where_the_template_has_kept_them(
+    tmp_path: Path, shown: str, is_rendered: bool
+) -> None:
     asked = f"<|user|>prompt 0<|assistant|>{shown}seven<|user|>Sure?<|assistant|>"
     run = make_run(tmp_path / "a-1", {"base": [replace(make_items(1)[0], prompt=asked)]})
     turns = [("user", "prompt 0", ""), ("assistant", "seven", "Hm."), ("user", "Sure?", ""), ("assistant", "[7]", "")]
-    set_rows(run, [{"messages": [{"role": role, "content": text, "reasoning": thought} for role, text, thought in turns]}])
+    set_rows(
+        run, [{"messages": [{"role": role, "content": text, "reasoning": thought} for role, text, thought in turns]}]
+    )
     assert stack_of_runs(_named(tmp_path / "a-1")).sheets[0].is_rendered == is_rendered
 
 
@@ -122,14 +143,26 @@ def test_rows_that_have_changed_are_not_taken_for_what_was_asked(tmp_path: Path)
     ("results", "targets", "more", "message"),
     [
         ({"a-1": {"base": make_items(1)}}, ["a-1", "a-1"], {}, "both sides are a-1:base"),
-        ({"a-1": {"base": make_items(1)}, "b-1": {"base": make_items(1, first=1)}}, ["a-1", "b-1"], {}, "have no item of json_match in common"),
-        ({"a-1": {"base": make_items(1)}}, ["a-1:checkpoint-3"], {}, "has no result of json_match for checkpoint-3; there is base"),
+        (
+            {"a-1": {"base": make_items(1)}, "b-1": {"base": make_items(1, first=1)}},
+            ["a-1", "b-1"],
+            {},
+            "have no item of json_match in common",
+        ),
+        (
+            {"a-1": {"base": make_items(1)}},
+            ["a-1:checkpoint-3"],
+            {},
+            "has no result of json_match for checkpoint-3; there is base",
+        ),
         ({"a-1": {"base": make_items(1)}}, ["a-1"], {"task": "rouge"}, "has no result of rouge"),
         ({"a-1": {}, "b-1": {"base": make_items(1)}}, ["a-1", "b-1"], {}, "a-1 has none; .*b-1 has json_match"),
         ({"a-1": {"base": [replace(make_items(1)[0], answer="")]}}, ["a-1"], {}, "asked for no answers"),
     ],
 )
-def test_what_cannot_be_judged_is_told(tmp_path: Path, results: dict[str, Any], targets: list[str], more: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_judged_is_told(
+    tmp_path: Path, results: dict[str, Any], targets: list[str], more: dict[str, Any], message: str
+) -> None:
     for name, by_checkpoint in results.items():
         make_run(tmp_path / name, by_checkpoint)
     with pytest.raises(RunError, match=message):
@@ -141,7 +174,11 @@ def _rows(*rows: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_rows_of_a_file_are_a_stack_of_one_or_of_two() -> None:
-    one = stack_of_rows(_rows({"prompt": "q", "answer": "a", "reference": "r", "source": "doc 7", "id": "x"}), file="made.csv", name="made")
+    one = stack_of_rows(
+        _rows({"prompt": "q", "answer": "a", "reference": "r", "source": "doc 7", "id": "x"}),
+        file="made.csv",
+        name="made",
+    )
     assert one.models == ("made.csv:answer",)
     assert (one.sheets[0].key, one.sheets[0].place, one.sheets[0].reference) == ("x", "doc 7", "r")
     two = stack_of_rows(_rows({"prompt": "q", "answer_a": "a", "answer_b": None}), file="made.csv", name="made")

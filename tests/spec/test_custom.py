@@ -30,7 +30,10 @@ def test_a_spec_names_file_and_tokenizer_and_the_entry_is_build_by_default() -> 
 
 
 def test_a_stage_goes_on_with_the_model_of_another() -> None:
-    found = pipeline(first=TRAIN | {"model": SPEC["model"], "tuning": {"kind": "full"}}, second=TRAIN | {"model": {"kind": "stage", "name": "first"}})
+    found = pipeline(
+        first=TRAIN | {"model": SPEC["model"], "tuning": {"kind": "full"}},
+        second=TRAIN | {"model": {"kind": "stage", "name": "first"}},
+    )
     assert found.order() == ("first", "second")
 
 

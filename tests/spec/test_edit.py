@@ -34,7 +34,14 @@ def test_comments_order_and_quotes_stay() -> None:
     assert [line.split(":")[0] for line in changed.splitlines() if line[:1].isalpha()] == [
         *("name", "model", "tuning", "data", "optimizer", "levers"),
     ]
-    for kept in ("# the first attempt", "# names the folder", "# as in the paper", "# the end", '"owner/name"', "lr: 1e-4"):
+    for kept in (
+        "# the first attempt",
+        "# names the folder",
+        "# as in the paper",
+        "# the end",
+        '"owner/name"',
+        "lr: 1e-4",
+    ):
         assert kept in changed
 
 
@@ -56,9 +63,14 @@ def test_keys_that_are_not_there_are_made_at_the_end() -> None:
     assert changed.index("save:") > changed.index("levers:")
 
 
-@pytest.mark.parametrize("override", ["tuning={kind: lora, rank: 64, alpha: 128}", "levers.keep_attention=true", "levers.loss_chunk=none", "seed=7"])
+@pytest.mark.parametrize(
+    "override",
+    ["tuning={kind: lora, rank: 64, alpha: 128}", "levers.keep_attention=true", "levers.loss_chunk=none", "seed=7"],
+)
 def test_a_written_change_means_what_the_override_means(override: str) -> None:
-    assert parse_spec(changed_text(TEXT, [override]), where="spec.yaml") == parse_spec(TEXT, where="spec.yaml", overrides=(override,))
+    assert parse_spec(changed_text(TEXT, [override]), where="spec.yaml") == parse_spec(
+        TEXT, where="spec.yaml", overrides=(override,)
+    )
 
 
 def test_an_item_of_a_list_is_changed_in_its_place() -> None:
@@ -74,5 +86,7 @@ def test_an_item_of_a_list_is_changed_where_it_stands() -> None:
 
 
 def test_an_item_of_a_list_that_stands_in_the_base_is_not_written_beside_it() -> None:
-    with pytest.raises(SpecError, match=r"evaluate stands in base\.yaml, so evaluate\.0\.batch=auto cannot be written here"):
+    with pytest.raises(
+        SpecError, match=r"evaluate stands in base\.yaml, so evaluate\.0\.batch=auto cannot be written here"
+    ):
         changed_text("base: base.yaml\nname: a\n", ["levers.micro_batch=4", "evaluate.0.batch=auto"])

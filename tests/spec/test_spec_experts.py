@@ -37,7 +37,11 @@ stages:
             "stage scores: models.by_gate chooses among law, thin and answers nothing itself; thin is not among the models here, or another one",
         ),
         ("models: {law: {kind: stage, name: law}, ", "models: {", "law is not among the models here, or another one"),
-        ("[{task: rouge}]", "[{task: {kind: lm_eval, tasks: [arc]}}]", "lm_eval brings items of its own, whose prompts models.by_gate cannot see"),
+        (
+            "[{task: rouge}]",
+            "[{task: {kind: lm_eval, tasks: [arc]}}]",
+            "lm_eval brings items of its own, whose prompts models.by_gate cannot see",
+        ),
         (
             "merge_adapter, model: {kind: stage, name: thin}",
             "merge_adapter, model: {kind: stage, name: law}",
@@ -75,11 +79,18 @@ def test_models_that_do_not_fit_where_they_are_named_are_refused(old: str, new: 
 
 
 def test_an_adapter_of_ones_own_can_be_merged_into_a_model_without_one() -> None:
-    assert pipeline(EXPERTS.replace("merge_adapter, model: {kind: stage, name: thin}", "merge_adapter, adapter: a, model: {kind: stage, name: law}"))
+    assert pipeline(
+        EXPERTS.replace(
+            "merge_adapter, model: {kind: stage, name: thin}",
+            "merge_adapter, adapter: a, model: {kind: stage, name: law}",
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    ("of_gate", "of_questions"), [("amr", "amr"), ("{kind: python, path: form.py}", "{kind: python, path: copy.py}")], ids=["equal", "files"]
+    ("of_gate", "of_questions"),
+    [("amr", "amr"), ("{kind: python, path: form.py}", "{kind: python, path: copy.py}")],
+    ids=["equal", "files"],
 )
 def test_a_gate_may_learn_from_rows_that_are_built_as_those_that_it_chooses_by(of_gate: str, of_questions: str) -> None:
     assert pipeline(EXPERTS, f"stages.gate.task={of_gate}", f"stages.scores.data.task={of_questions}")
@@ -113,7 +124,9 @@ def mixed(tuning: str, *, is_merged: bool = False, more: str = "") -> Pipeline:
     return pipeline(MIXED + trained + merged + MIX.format(base=M, law=LAW, maths=MATHS, more=more))
 
 
-@pytest.mark.parametrize("more", ["", ", merge: average", ", router: {kind: select_one, expert: maths}"], ids=["mixture", "average", "one"])
+@pytest.mark.parametrize(
+    "more", ["", ", merge: average", ", router: {kind: select_one, expert: maths}"], ids=["mixture", "average", "one"]
+)
 @pytest.mark.parametrize(
     ("tuning", "is_merged", "words"),
     [
@@ -127,18 +140,28 @@ def mixed(tuning: str, *, is_merged: bool = False, more: str = "") -> Pipeline:
             False,
             "trains tuning.trainable: layers.*.self_attn; give it tuning: {kind: subset, trainable",
         ),
-        ("{kind: subset, trainable: [layers.*.mlp, norm, layers.0, '0.*']}", False, "trains tuning.trainable: norm, layers.0, 0.*; give it"),
+        (
+            "{kind: subset, trainable: [layers.*.mlp, norm, layers.0, '0.*']}",
+            False,
+            "trains tuning.trainable: norm, layers.0, 0.*; give it",
+        ),
         (
             "{kind: lora}",
             True,
             "stage thin, by which expert maths and the base differ, trains tuning.targets: all-linear; give it tuning: {kind: subset",
         ),
         ("{kind: lora, targets: [down_proj, q_proj]}", True, "trains tuning.targets: q_proj; give it"),
-        ("{kind: lora, targets: {language: [o_proj]}}", True, "targets: [gate_proj, up_proj, down_proj] and a stage of kind merge_adapter behind it"),
+        (
+            "{kind: lora, targets: {language: [o_proj]}}",
+            True,
+            "targets: [gate_proj, up_proj, down_proj] and a stage of kind merge_adapter behind it",
+        ),
     ],
     ids=["full", "attention", "some", "all-linear", "query", "tower"],
 )
-def test_an_expert_that_learns_outside_of_its_mlps_is_refused_before_it_is_trained(tuning: str, is_merged: bool, words: str, more: str) -> None:
+def test_an_expert_that_learns_outside_of_its_mlps_is_refused_before_it_is_trained(
+    tuning: str, is_merged: bool, words: str, more: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         mixed(tuning, is_merged=is_merged, more=more)
     assert "stage mix is built of models that differ in their MLPs alone" in str(caught.value)
@@ -162,7 +185,10 @@ def test_an_expert_that_learns_in_its_mlps_or_is_left_out_is_taken(tuning: str, 
     ("more", "words"),
     [
         ("shared: base", "shared: an average has no router"),
-        ("routing: top_1", "routing: an average has no router and nothing to choose among; leave it out, or set merge: mixture"),
+        (
+            "routing: top_1",
+            "routing: an average has no router and nothing to choose among; leave it out, or set merge: mixture",
+        ),
         ("top_k: 1", "top_k: an average has no router"),
         ("routing: weighted_sum, shared: base", "routing, shared: an average has no router"),
         ("router: {kind: select_one, expert: law}", "router: an average has no router"),
@@ -206,18 +232,27 @@ def centroids(of_law: str, more: str, *, is_merged: bool = False) -> Pipeline:
     law = f"  {'thin' if is_merged else 'law'}: {{kind: train, tuning: {tuning}, data: {{train: [{{path: a.jsonl}}]{of_law}}}}}\n"
     merged = "  law: {kind: merge_adapter, model: {kind: stage, name: thin}}\n" if is_merged else ""
     router = f", router: {{kind: centroids, data: {{law: {{path: a.jsonl}}, maths: {{path: b.jsonl}}}}{more}}}"
-    return pipeline(MIXED + law + merged + f"  maths: {{kind: train, tuning: {MLPS}}}\n" + MIX.format(base=M, law=LAW, maths=MATHS, more=router))
+    return pipeline(
+        MIXED
+        + law
+        + merged
+        + f"  maths: {{kind: train, tuning: {MLPS}}}\n"
+        + MIX.format(base=M, law=LAW, maths=MATHS, more=router)
+    )
 
 
 FORM = ", task: {kind: python, path: form.py}"
 
 
 @pytest.mark.parametrize(("is_merged", "trained"), [(False, "law"), (True, "thin")], ids=["whole", "merged"])
-def test_a_router_that_would_start_from_rows_in_a_form_that_its_experts_do_not_know_is_refused(is_merged: bool, trained: str) -> None:
+def test_a_router_that_would_start_from_rows_in_a_form_that_its_experts_do_not_know_is_refused(
+    is_merged: bool, trained: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         centroids(FORM, "", is_merged=is_merged)
-    assert f"stage mix starts its router from rows as they are, and stage {trained}, where expert law learns, builds its rows with " in str(
-        caught.value
+    assert (
+        f"stage mix starts its router from rows as they are, and stage {trained}, where expert law learns, builds its rows with "
+        in str(caught.value)
     )
 
 

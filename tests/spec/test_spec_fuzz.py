@@ -30,7 +30,22 @@ evaluate: [{task: exact_match, limit: 10}]
 """
 SCRAPS = [
     *":-,[]{}#&*!|>'\"%@`~?\\\t\n\r\0\ufeff\u2028é💥\ud800",
-    *["0", "-1", "1e999", ".nan", "null", "true", "kind", "levers", "9" * 5000, " " * 9, "[" * 50, '"\\x', "\n---\n", "\n...\n"],
+    *[
+        "0",
+        "-1",
+        "1e999",
+        ".nan",
+        "null",
+        "true",
+        "kind",
+        "levers",
+        "9" * 5000,
+        " " * 9,
+        "[" * 50,
+        '"\\x',
+        "\n---\n",
+        "\n...\n",
+    ],
     *["&a ", "*a", "!!set ", "!!binary ", "<<: ", "? ", "%YAML 1.1\n", "%TAG ! x\n"],
 ]
 MUTATIONS = 2000
@@ -63,9 +78,18 @@ def test_only_a_spec_error_leaves_a_mutated_file() -> None:
 
 def test_only_a_spec_error_leaves_a_mutated_override() -> None:
     rng = random.Random(1)
-    overrides = ["schedule.epochs=2", "data.train.0.path=x.jsonl", "tuning={kind: full}", "levers.micro_batch=4", "evaluate=[]"]
+    overrides = [
+        "schedule.epochs=2",
+        "data.train.0.path=x.jsonl",
+        "tuning={kind: full}",
+        "levers.micro_batch=4",
+        "evaluate=[]",
+    ]
     small = "name: a\nmodel: {kind: hub, id: b}\ntuning: {kind: full}\ndata: {train: [{path: c}]}\noptimizer: {lr: 1}\n"
-    accepted = sum(is_accepted(small, mutated(rng.choice(overrides), rng), mutated(rng.choice(overrides), rng)) for _ in range(MUTATIONS))
+    accepted = sum(
+        is_accepted(small, mutated(rng.choice(overrides), rng), mutated(rng.choice(overrides), rng))
+        for _ in range(MUTATIONS)
+    )
     assert 0 < accepted < MUTATIONS
 
 

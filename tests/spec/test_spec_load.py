@@ -79,7 +79,9 @@ def test_intervals_are_written_in_words(text: str, interval: Interval) -> None:
     assert parsed(GOOD, f"save.every={text}").save.every == interval
 
 
-@pytest.mark.parametrize("text", ["0 steps", "00 steps", "steps", "200", "-1 steps", "2 epochs", "{unit: steps, count: -3}"])
+@pytest.mark.parametrize(
+    "text", ["0 steps", "00 steps", "steps", "200", "-1 steps", "2 epochs", "{unit: steps, count: -3}"]
+)
 def test_what_is_no_interval_is_refused_with_examples(text: str) -> None:
     line = complaint(GOOD + f"save: {{every: {text}}}\n")
     assert line.startswith("run.yaml:11 save.every: ")
@@ -87,7 +89,10 @@ def test_what_is_no_interval_is_refused_with_examples(text: str) -> None:
 
 
 def test_json_and_back_is_the_same_spec_and_the_same_text() -> None:
-    text = GOOD + "validate: {every: epoch}\nevaluate: [{task: exact_match, limit: 10}]\nlevers: {micro_batch: 2}\non_nan: {kind: skip}\n"
+    text = (
+        GOOD
+        + "validate: {every: epoch}\nevaluate: [{task: exact_match, limit: 10}]\nlevers: {micro_batch: 2}\non_nan: {kind: skip}\n"
+    )
     spec = parsed(text, "optimizer.lr=0.1234567890123456789", "tuning.targets=[q_proj, v_proj]", "optimizer.clip=null")
     document = spec_to_json(spec)
     assert spec_from_json(document) == spec
@@ -102,12 +107,17 @@ def test_damaged_json_is_a_spec_error() -> None:
 
 
 def test_a_misspelt_key_gets_the_nearest_one() -> None:
-    assert complaint(GOOD.replace("rank", "rnak")) == "run.yaml:5 tuning.rnak: there is no such key; did you mean `rank`?"
+    assert (
+        complaint(GOOD.replace("rank", "rnak")) == "run.yaml:5 tuning.rnak: there is no such key; did you mean `rank`?"
+    )
 
 
 def test_an_unheard_of_key_gets_the_list() -> None:
     cut = complaint(GOOD.replace("rank: 8", "rank: 8\n  144:"))
-    assert cut == "run.yaml:6 tuning.144: there is no such key; was a number cut by its comma? write it without, as in 262144"
+    assert (
+        cut
+        == "run.yaml:6 tuning.144: there is no such key; was a number cut by its comma? write it without, as in 262144"
+    )
     keys = "`kind`, `rank`, `alpha`, `dropout`, `targets`, `base_bits`, `rank_stabilised`, `dora`, `weights`, `adapter`"
     expected = f"run.yaml:5 tuning.colour: there is no such key; the keys here are {keys}"
     assert complaint(GOOD.replace("rank", "colour")) == expected
@@ -128,16 +138,24 @@ def test_a_wrong_kind_gets_all_kinds_and_the_nearest() -> None:
 
 
 def test_a_missing_kind_gets_all_kinds() -> None:
-    assert complaint(GOOD.replace("kind: hub, ", "")) == "run.yaml:2 model.kind: missing; give `hub`, `folder`, `embedded`, `shape`, `custom`"
+    assert (
+        complaint(GOOD.replace("kind: hub, ", ""))
+        == "run.yaml:2 model.kind: missing; give `hub`, `folder`, `embedded`, `shape`, `custom`"
+    )
 
 
 def test_a_kind_without_its_mapping_is_shown_the_mapping() -> None:
-    expected = 'run.yaml:11 on_nan: "stop" is text; a mapping with `kind: stop`, `kind: skip`, `kind: roll_back` is needed'
+    expected = (
+        'run.yaml:11 on_nan: "stop" is text; a mapping with `kind: stop`, `kind: skip`, `kind: roll_back` is needed'
+    )
     assert complaint(GOOD + "on_nan: stop\n") == expected
 
 
 def test_a_wrong_word_gets_the_accepted_words() -> None:
-    assert complaint(GOOD + "device: gpu\n") == 'run.yaml:11 device: "gpu" is not accepted; accepted: `auto`, `cpu`, `cuda`'
+    assert (
+        complaint(GOOD + "device: gpu\n")
+        == 'run.yaml:11 device: "gpu" is not accepted; accepted: `auto`, `cpu`, `cuda`'
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +190,10 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str
     [
         ("validation: {}", "data.validation: give either path or share"),
         ("validation: {path: b.jsonl, share: 0.1}", "data.validation: give either path or share"),
-        ("validation: {share: 0.1, limit: 9}", "data.validation: fields, limit, where and images_root belong to a path; a share has those of train"),
+        (
+            "validation: {share: 0.1, limit: 9}",
+            "data.validation: fields, limit, where and images_root belong to a path; a share has those of train",
+        ),
         ("validation: {share: 1.0}", "data.validation.share: 1.0 is out of range; give less than 1"),
         ("test: {path: b.jsonl, weight: 2}", "data: test.weight: only train has weights, a test row is answered once"),
         ("test: [{path: b.jsonl}, {path: c/b.csv}]", "data: test has two sources called b; give them a name each"),
@@ -180,7 +201,10 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str
         ("test: [{}]", "data.test.0.path: missing; give text"),
         ("test: []", "data.test: [] has 0 items; give at least 1"),
         ("test: {path: b.jsonl, limit: 0}", "data.test.limit: 0 is out of range; give at least 1"),
-        ("test: b.jsonl", f'data.test: "b.jsonl" is text; a mapping with the keys {SOURCE} or a list or `null` is needed'),
+        (
+            "test: b.jsonl",
+            f'data.test: "b.jsonl" is text; a mapping with the keys {SOURCE} or a list or `null` is needed',
+        ),
         ("too_long: cut", 'data.too_long: "cut" is not accepted; accepted: `error`, `drop`, `cut_prompt`'),
         ("drop_at_most: 2", "data.drop_at_most: 2 is out of range; give at most 1"),
         (
@@ -199,16 +223,24 @@ def test_rows_that_cannot_be_meant_are_refused(setting: str, problem: str) -> No
 
 def test_a_test_may_have_several_sources_and_a_task_is_asked_of_some() -> None:
     tests = "data.test=[{path: val/docs.json}, {path: hf://datasets/a/charts@main, name: charts-2}, {path: hf://datasets/a/text@main/}]"
-    spec = parsed(GOOD, tests, "evaluate=[{task: anls, sources: [docs, text]}, {task: relaxed_accuracy, sources: [charts-2]}]")
+    spec = parsed(
+        GOOD, tests, "evaluate=[{task: anls, sources: [docs, text]}, {task: relaxed_accuracy, sources: [charts-2]}]"
+    )
     assert [source.label for source in spec.data.test_sources()] == ["docs", "charts-2", "text"]
     assert spec_from_json(spec_to_json(spec)) == spec
     said = complaint(GOOD + "evaluate: [{task: anls, sources: [papers]}]\n", tests)
     assert said.endswith("evaluate: anls is asked of papers; data.test has docs, charts-2, text")
-    assert complaint(GOOD + "evaluate: [{task: anls, sources: [papers]}]\n").endswith("anls is asked of papers; data.test has no source")
+    assert complaint(GOOD + "evaluate: [{task: anls, sources: [papers]}]\n").endswith(
+        "anls is asked of papers; data.test has no source"
+    )
 
 
 def test_sources_are_told_by_split() -> None:
-    spec = parsed(GOOD, "data.validation={path: b.csv, limit: 5, fields: {prompt: ask, answer: reply}}", "data.test={path: c.json}")
+    spec = parsed(
+        GOOD,
+        "data.validation={path: b.csv, limit: 5, fields: {prompt: ask, answer: reply}}",
+        "data.test={path: c.json}",
+    )
     sources = spec.data.sources()
     assert {split: [source.path for source in found] for split, found in sources.items()} == {
         "train": ["a.jsonl"],
@@ -237,9 +269,13 @@ def test_a_decimal_comma_is_not_taken_for_thousands() -> None:
     assert complaint(GOOD.replace("1e-5", "0,001")) == 'run.yaml:10 optimizer.lr: "0,001" is text; a number is needed'
 
 
-@pytest.mark.parametrize(("text", "shown"), [(".nan", "NaN"), (".inf", "Infinity"), ("-.INF", "-Infinity"), ("1e999", "Infinity")])
+@pytest.mark.parametrize(
+    ("text", "shown"), [(".nan", "NaN"), (".inf", "Infinity"), ("-.INF", "-Infinity"), ("1e999", "Infinity")]
+)
 def test_numbers_are_finite(text: str, shown: str) -> None:
-    assert complaint(GOOD.replace("1e-5", text)) == f"run.yaml:10 optimizer.lr: {shown} is not finite; a number is needed"
+    assert (
+        complaint(GOOD.replace("1e-5", text)) == f"run.yaml:10 optimizer.lr: {shown} is not finite; a number is needed"
+    )
 
 
 def test_a_number_for_a_name_gets_quotes() -> None:
@@ -247,25 +283,37 @@ def test_a_number_for_a_name_gets_quotes() -> None:
 
 
 def test_a_name_that_is_no_folder_name_is_refused() -> None:
-    assert complaint(GOOD.replace("medical", "a/b")).startswith('run.yaml:1 name: "a/b" is no name; use letters, digits, `.`, `_` and `-`')
+    assert complaint(GOOD.replace("medical", "a/b")).startswith(
+        'run.yaml:1 name: "a/b" is no name; use letters, digits, `.`, `_` and `-`'
+    )
 
 
 def test_the_name_of_an_evaluation_has_no_dot() -> None:
     said = complaint(GOOD + "evaluate: [{task: rouge, name: v1.2}]\n")
-    assert said == 'run.yaml:11 evaluate.0.name: "v1.2" is no name; use letters, digits, `_` and `-`, 64 at most, a letter or digit first'
+    assert (
+        said
+        == 'run.yaml:11 evaluate.0.name: "v1.2" is no name; use letters, digits, `_` and `-`, 64 at most, a letter or digit first'
+    )
 
 
 @pytest.mark.parametrize("file", ["v1.2.py", "my task.py", "_u.py", "đo.py", f"{'x' * 65}.py"])
 def test_a_task_file_that_cannot_give_its_name_needs_one(file: str) -> None:
     own = f'evaluate: [{{task: {{kind: python, path: "tasks/{file}"}}}}]\n'
     said = complaint(GOOD + own)
-    assert said.startswith(f"run.yaml:11 evaluate.0: a task is called as its file is, and '{file.removesuffix('.py')}' is no name; give name: with")
+    assert said.startswith(
+        f"run.yaml:11 evaluate.0: a task is called as its file is, and '{file.removesuffix('.py')}' is no name; give name: with"
+    )
     assert parsed(GOOD + own.replace("}}]", "}, name: mine}]")).evaluate[0].label == "mine"
 
 
 def test_a_union_that_no_member_takes_is_told_once() -> None:
-    assert complaint(GOOD + "levers: {micro_batch: x}\n") == ('run.yaml:11 levers.micro_batch: "x" is text; a whole number or `auto` is needed')
-    assert complaint(GOOD + "levers: {micro_batch: 0}\n") == "run.yaml:11 levers.micro_batch: 0 is out of range; give at least 1"
+    assert complaint(GOOD + "levers: {micro_batch: x}\n") == (
+        'run.yaml:11 levers.micro_batch: "x" is text; a whole number or `auto` is needed'
+    )
+    assert (
+        complaint(GOOD + "levers: {micro_batch: 0}\n")
+        == "run.yaml:11 levers.micro_batch: 0 is out of range; give at least 1"
+    )
 
 
 def test_a_list_with_bad_items_is_not_also_called_too_short() -> None:
@@ -276,7 +324,10 @@ def test_a_list_with_bad_items_is_not_also_called_too_short() -> None:
 
 
 def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
-    text = GOOD.replace("hub", "hubb").replace("rank: 8", "rank: eight\n  rank: 9").replace("lr: 1e-5", "lr: -1") + "sed: 1\n"
+    text = (
+        GOOD.replace("hub", "hubb").replace("rank: 8", "rank: eight\n  rank: 9").replace("lr: 1e-5", "lr: -1")
+        + "sed: 1\n"
+    )
     lines = complaints(text.replace("rank: 9", "rnk: 9"), "global_batch=x", "oops")
     assert [line.split(": ")[0] for line in lines] == [
         "run.yaml:2 model.kind",
@@ -332,7 +383,12 @@ def test_yaml_beyond_plain_values_is_refused(text: str, problem: str) -> None:
 
 def test_overrides_reach_into_mappings_and_lists() -> None:
     spec = parsed(GOOD, "schedule.epochs=2", "data.train.0.path=x.jsonl", "tuning={kind: full}", "optimizer.clip=null")
-    assert (spec.schedule.epochs, spec.data.train[0].path, spec.tuning.kind, spec.optimizer.clip) == (2, "x.jsonl", "full", None)
+    assert (spec.schedule.epochs, spec.data.train[0].path, spec.tuning.kind, spec.optimizer.clip) == (
+        2,
+        "x.jsonl",
+        "full",
+        None,
+    )
 
 
 def test_a_later_override_wins() -> None:
@@ -344,7 +400,9 @@ def test_an_override_replaces_a_word_by_a_mapping() -> None:
 
 
 def test_an_override_mends_the_file() -> None:
-    assert parsed(GOOD.replace("{kind: hub, id: owner/name}", "oops"), "model={kind: folder, path: m}").model == FolderModel(kind="folder", path="m")
+    assert parsed(
+        GOOD.replace("{kind: hub, id: owner/name}", "oops"), "model={kind: folder, path: m}"
+    ).model == FolderModel(kind="folder", path="m")
 
 
 @pytest.mark.parametrize("override", ["", "seed", "=1", "seed=", "seed= ", "a..b=1", ".a=1", "a b=1", "seed: 1"])
@@ -359,7 +417,10 @@ def test_what_is_no_override_is_refused_with_an_example(override: str) -> None:
     [
         ("schedule.epochs=two", 'schedule.epochs: "two" is text; a whole number or `null` is needed'),
         ("shedule.epochs=2", "shedule: there is no such key; did you mean `schedule`?"),
-        ("data.train.1.path=b", "data.train.1.path: `1` is no item of a list of 1 (the first is 0); override the whole list"),
+        (
+            "data.train.1.path=b",
+            "data.train.1.path: `1` is no item of a list of 1 (the first is 0); override the whole list",
+        ),
         ("data.train=[]", "data.train: [] has 0 items; give at least 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1: missing; give a number"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: [0.9, 0.9, 0.9] has 3 items; give at most 2"),

@@ -78,7 +78,9 @@ def test_an_override_reaches_one_stage_or_the_defaults_of_all() -> None:
 
 
 def test_a_training_is_a_spec_of_its_own_with_what_is_said_of_all_stages() -> None:
-    found = pipeline(MEDICAL).spec_of("dpo", model=FolderModel(kind="folder", path="there"), tuning=Lora(kind="lora", rank=8, adapter="a"))
+    found = pipeline(MEDICAL).spec_of(
+        "dpo", model=FolderModel(kind="folder", path="there"), tuning=Lora(kind="lora", rank=8, adapter="a")
+    )
     assert isinstance(found, Spec)
     assert (found.name, found.seed, found.card, found.objective.kind) == ("medical-dpo", 7, "12GiB", "dpo")
     assert Spec.model_validate_json(spec_to_json(found)) == found
@@ -113,15 +115,31 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
             "stage://pears/train.jsonl",
             "stage dpo stands on stage pears, which is not there; the stages are dpo, sft",
         ),
-        ('of: ["scores:sft", dpo]', "of: [pairs]", "stage table wants the scores of stage pairs, and make_pairs makes none"),
-        ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo wants the model of stage pairs, and make_pairs makes none"),
+        (
+            'of: ["scores:sft", dpo]',
+            "of: [pairs]",
+            "stage table wants the scores of stage pairs, and make_pairs makes none",
+        ),
+        (
+            "{kind: stage, name: sft}",
+            "{kind: stage, name: pairs}",
+            "stage dpo wants the model of stage pairs, and make_pairs makes none",
+        ),
         ("  pairs: {kind", "  DPO: {kind", "stages dpo and DPO would write into one folder"),
-        ("  pairs: {kind", "  all: {kind", "a stage cannot be called all, which means every stage in --force all; give it another name"),
+        (
+            "  pairs: {kind",
+            "  all: {kind",
+            "a stage cannot be called all, which means every stage in --force all; give it another name",
+        ),
         ("  pairs: {kind", "  sft: {kind", "stages.sft: given twice, first at spec.yaml:16"),
         ("lr: 5e-6}", "lrr: 5e-6}", "spec.yaml:14 stages.dpo.optimizer.lrr: there is no such key; did you mean `lr`?"),
         ("rank: 8", "rank: high", 'spec.yaml:6 stages.dpo.tuning.rank: "high" is text'),
         ("kind: make_pairs", "kind: make_pears", "accepted: `train`, `evaluate`, `compare`, `make_pairs`"),
-        ("objective: {kind: dpo}", "objective: {kind: dpo}\n    tuning: {kind: full}", "put a stage of kind merge_adapter between"),
+        (
+            "objective: {kind: dpo}",
+            "objective: {kind: dpo}\n    tuning: {kind: full}",
+            "put a stage of kind merge_adapter between",
+        ),
         ("objective: {kind: dpo}", "objective: {kind: dpo}\n    tuning: {rank: 16}", "whose tuning.rank is 8, not 16"),
         ("evaluate: [{task: hallucination}]", "evaluate: []", "evaluate"),
         (
@@ -157,8 +175,16 @@ def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> Non
         ("stage://pairs/test.jsonl", "stage://pairs/t?st.json", "stage scores wants t?st.json of stage pairs"),
         ("stage://pairs/test.jsonl", "stage://pairs/../sft/rows.jsonl", "leads out of the stage's own folder"),
         ("stage://pairs/test.jsonl", "stage://sft//etc/passwd", "leads out of the stage's own folder"),
-        ("stage://pairs/test.jsonl", "stage:///test.jsonl", "stage scores has stage:///test.jsonl at data.test.path, which names no stage"),
-        ("scores:sft", "scores:stf", "stage table wants scores:stf, and stf is no model of stage scores; it has sft, dpo"),
+        (
+            "stage://pairs/test.jsonl",
+            "stage:///test.jsonl",
+            "stage scores has stage:///test.jsonl at data.test.path, which names no stage",
+        ),
+        (
+            "scores:sft",
+            "scores:stf",
+            "stage table wants scores:stf, and stf is no model of stage scores; it has sft, dpo",
+        ),
         ('["scores:sft", dpo]', "[sft]", "stage table wants the scores of stage sft, which is scored on nothing"),
         ("dpo]", '"dpo:base"]', "stage table wants dpo:base, and no task of stage dpo scores the starting model"),
         ("dpo]", '"dpo:bets"]', "stage table wants dpo:bets, which is no checkpoint"),
@@ -172,8 +198,16 @@ def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> Non
             "task: rouge, base: false}",
             "no two of what stage table compares are scored on one task (scores:sft on hallucination, dpo:final on rouge); give their stages one",
         ),
-        ('["scores:sft", dpo]', '["scores:sft"]', "stage table compares scores:sft with nothing; name another beside it"),
-        ('["scores:sft", dpo]', '[dpo, "dpo:final"]', "stage table compares dpo:final with nothing; name another beside it"),
+        (
+            '["scores:sft", dpo]',
+            '["scores:sft"]',
+            "stage table compares scores:sft with nothing; name another beside it",
+        ),
+        (
+            '["scores:sft", dpo]',
+            '[dpo, "dpo:final"]',
+            "stage table compares dpo:final with nothing; name another beside it",
+        ),
         (
             '["scores:sft", dpo]',
             "[dpo]",
@@ -190,7 +224,9 @@ def test_what_another_stage_will_never_have_is_refused_by_name(old: str, new: st
     assert words in refusal(old, new)
 
 
-@pytest.mark.parametrize("path", ["stage://pairs/*.jsonl", "stage://pairs", "stage://pairs/report.json", "stage://sft/model.safetensors"])
+@pytest.mark.parametrize(
+    "path", ["stage://pairs/*.jsonl", "stage://pairs", "stage://pairs/report.json", "stage://sft/model.safetensors"]
+)
 def test_patterns_folders_and_files_that_the_spec_cannot_know_of_are_taken(path: str) -> None:
     assert pipeline(MEDICAL.replace("stage://pairs/test.jsonl", path)).order()
 
@@ -205,9 +241,7 @@ def test_a_training_alone_is_compared_with_where_it_started(of: str) -> None:
     assert pipeline(MEDICAL.replace('["scores:sft", dpo]', of).replace("hallucination, base: false", "rouge")).order()
 
 
-PAIRS = (
-    "name: x\nstages: {{pairs: {{kind: make_pairs, method: {{kind: rules{method}}}, train: [{{path: a.jsonl{weight}}}], test: {{path: b.jsonl}}}}}}\n"
-)
+PAIRS = "name: x\nstages: {{pairs: {{kind: make_pairs, method: {{kind: rules{method}}}, train: [{{path: a.jsonl{weight}}}], test: {{path: b.jsonl}}}}}}\n"
 
 
 @pytest.mark.parametrize(
@@ -230,12 +264,18 @@ PAIRS = (
             "per_row: 5 pairs of a row, each by another rule, and there are 4 (entity, number, negation, fabrication); give at most 4",
         ),
         (", per_row: 3, shares: {number: 0, entity: 0.0}", "", "there are 2 (negation, fabrication); give at most 2"),
-        ("", ", weight: 2", "train.0.weight: a pair is made once; give the weight to the training that reads the pairs"),
+        (
+            "",
+            ", weight: 2",
+            "train.0.weight: a pair is made once; give the weight to the training that reads the pairs",
+        ),
     ],
     ids=["unknown", "negative", "none", "too many", "too many of those left", "weight"],
 )
 def test_pairs_that_no_rule_could_make_are_refused_when_the_spec_is_read(method: str, weight: str, words: str) -> None:
-    assert pipeline(PAIRS.format(method=", per_row: 2, shares: {number: 0, entity: 0, negation: 2}", weight=", weight: 0.5"))
+    assert pipeline(
+        PAIRS.format(method=", per_row: 2, shares: {number: 0, entity: 0, negation: 2}", weight=", weight: 0.5")
+    )
     with pytest.raises(SpecError) as caught:
         pipeline(PAIRS.format(method=method, weight=weight))
     assert words in str(caught.value)
@@ -258,11 +298,27 @@ stages:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('["{before}"]', '["stage://first/first.txt"]', "stages.second: arguments: a change of stage://first/first.txt would run nothing again"),
+        (
+            '["{before}"]',
+            '["stage://first/first.txt"]',
+            "stages.second: arguments: a change of stage://first/first.txt would run nothing again",
+        ),
         ('["{before}"]', '["--in=stage://first/first.txt"]', "name it under inputs, and its name in braces here"),
-        ('["{raw}"', '["{rwa}"', "stages.first: arguments: {rwa} names no input of this stage; there are {raw}, {output}"),
-        ("inputs: {raw: raw.txt}", "inputs: {raw: raw.txt, output: a.txt}", "stages.first: inputs: {output} is the stage's own folder already"),
-        ("stage://first/first.txt", "stage://first/typo.txt", "it makes first.txt, parts/all; declare it in its outputs"),
+        (
+            '["{raw}"',
+            '["{rwa}"',
+            "stages.first: arguments: {rwa} names no input of this stage; there are {raw}, {output}",
+        ),
+        (
+            "inputs: {raw: raw.txt}",
+            "inputs: {raw: raw.txt, output: a.txt}",
+            "stages.first: inputs: {output} is the stage's own folder already",
+        ),
+        (
+            "stage://first/first.txt",
+            "stage://first/typo.txt",
+            "it makes first.txt, parts/all; declare it in its outputs",
+        ),
         ("stage://first/first.txt", "stage://first/parts/other", "stage second wants parts/other of stage first"),
     ],
 )
@@ -280,6 +336,8 @@ def test_a_folder_that_a_script_declares_holds_whatever_lies_in_it(path: str) ->
 
 def test_a_stage_is_named_wherever_a_path_stands() -> None:
     """Whatever is replaced is looked at when it is asked what has changed, too."""
-    stage = pipeline(SCRIPTS.replace("script: a.py, inputs: {before", "script: stage://first/parts/all/own.py, inputs: {before")).stages["second"]
+    stage = pipeline(
+        SCRIPTS.replace("script: a.py, inputs: {before", "script: stage://first/parts/all/own.py, inputs: {before")
+    ).stages["second"]
     assert [path for _, _, path in paths_of(stage)] == ["stage://first/parts/all/own.py", "stage://first/first.txt"]
     assert needs(stage) == ("first",)

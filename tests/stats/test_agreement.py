@@ -6,7 +6,9 @@ from finefit.stats import kappa, preference, sign_test, wilson
 
 
 def _pairs(both: int, first: int, second: int, neither: int) -> list[tuple[str, str]]:
-    return [("bad", "bad")] * both + [("bad", "good")] * first + [("good", "bad")] * second + [("good", "good")] * neither
+    return (
+        [("bad", "bad")] * both + [("bad", "good")] * first + [("good", "bad")] * second + [("good", "good")] * neither
+    )
 
 
 def test_kappa_of_the_textbook_example() -> None:

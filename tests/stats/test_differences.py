@@ -36,13 +36,17 @@ def _graphs(rng: np.random.Generator, n: int, shift: float) -> Pair:
     tables = []
     for less in (0.0, shift):
         matched = rng.binomial(gold, np.clip(ease - less, 0, 1)) * (rng.random(n) > 0.15)
-        tables.append(np.stack([matched, np.where(matched > 0, matched + rng.poisson(3, size=n), 0), gold], axis=1).astype(float))
+        tables.append(
+            np.stack([matched, np.where(matched > 0, matched + rng.poisson(3, size=n), 0), gold], axis=1).astype(float)
+        )
     return tables[0], tables[1]
 
 
 def _likelihoods(rng: np.random.Generator, n: int, shift: float) -> Pair:
     tokens, hardness = 1 + rng.poisson(rng.gamma(1.5, 20, size=n)), rng.gamma(4, 0.4, size=n)
-    first, second = (np.stack([tokens * hardness * rng.gamma(20, (1 + more) / 20, size=n), tokens], axis=1) for more in (0.0, shift))
+    first, second = (
+        np.stack([tokens * hardness * rng.gamma(20, (1 + more) / 20, size=n), tokens], axis=1) for more in (0.0, shift)
+    )
     return first, second
 
 

@@ -49,7 +49,9 @@ def test_wilson_covers_the_true_rate_95_times_in_100() -> None:
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 @pytest.mark.parametrize(("freedom", "within"), [(1, 1e-9), (2, 1e-9), (3, 0.05), (5, 0.01), (11, 1e-3), (49, 1e-5)])
 def test_students_quantile_is_scipys(freedom: int, within: float, confidence: float) -> None:
-    assert student_quantile(confidence, freedom) == pytest.approx(student.ppf((1 + confidence) / 2, freedom), rel=within)
+    assert student_quantile(confidence, freedom) == pytest.approx(
+        student.ppf((1 + confidence) / 2, freedom), rel=within
+    )
 
 
 def test_the_interval_of_a_difference_is_bonett_and_prices() -> None:
@@ -62,7 +64,9 @@ def test_the_interval_of_a_difference_is_bonett_and_prices() -> None:
 
 
 @pytest.mark.parametrize(("gained", "lost", "n"), [(0, 0, 1), (5, 0, 5), (0, 5, 5), (0, 0, 40), (3, 3, 6)])
-def test_the_interval_of_a_difference_holds_what_was_seen_and_no_more_than_there_is(gained: int, lost: int, n: int) -> None:
+def test_the_interval_of_a_difference_holds_what_was_seen_and_no_more_than_there_is(
+    gained: int, lost: int, n: int
+) -> None:
     low, high = difference_ends(gained, lost, n)
     assert -1 <= low <= (gained - lost) / n <= high <= 1
     assert low < high

@@ -136,7 +136,9 @@ class Training:
     ) -> None:
         self.kind, self.ranks, self.model, self.device = kind, ranks, model, device
         levers = PULLED_IN_THREE if kind == "zero3" else replace(PULLED, kernels=kernels)
-        self.engine = make_engine(kind, ranks, device, halves=precision == "bf16" and isinstance(model, LlamaForCausalLM))
+        self.engine = make_engine(
+            kind, ranks, device, halves=precision == "bf16" and isinstance(model, LlamaForCausalLM)
+        )
         self.forward = self.engine.around(lambda: self._bind(levers, precision))
         self.optimizer = self.engine.prepare(model, lambda m: make_optimizer(m, ADAMW, device=device))
         self.forward = self.engine.around(lambda: self._bind(levers, precision))  # as when levers change
@@ -200,7 +202,9 @@ class Training:
         self.optimizer.state.clear()
         for name, parameter in trainable(self.model).items():
             self.engine.put_weight(parameter, weights[name])
-            kept = {key.rsplit("/", 1)[1]: value.clone() for key, value in slots.items() if key.rsplit("/", 1)[0] == name}
+            kept = {
+                key.rsplit("/", 1)[1]: value.clone() for key, value in slots.items() if key.rsplit("/", 1)[0] == name
+            }
             self.engine.put_slots(self.optimizer, parameter, kept)
 
 
@@ -236,7 +240,9 @@ def facts(training: Training) -> dict[str, Any]:
         "parameters": len(parameters),
         "values_here": sum(_held(p) for p in parameters.values()),
         "values": sum(training.engine.weight(p).numel() for p in parameters.values()),
-        "state_here": sum(_held(v) for slots in training.optimizer.state.values() for name, v in slots.items() if name != "step"),
+        "state_here": sum(
+            _held(v) for slots in training.optimizer.state.values() for name, v in slots.items() if name != "step"
+        ),
         "state": sum(value.numel() for name, value in training.slots().items() if not name.endswith("/step")),
         "dtypes": {str(p.dtype) for p in parameters.values()},
     }
@@ -290,7 +296,9 @@ def as_rank(rank: int, size: int, kind: Kind, folder: Path, port: int) -> None:
     torch.save(train(Training(kind, ranks, mixed(), precision="bf16"), steps=2), folder / f"{kind}-mixed-{rank}.pt")
     torch.save(train(Training(kind, ranks, tuned(LORA), kernels="fused"), steps=2), folder / f"{kind}-fused-{rank}.pt")
     if kind == "fsdp2":
-        torch.save(train(Training(kind, ranks, tuned(FULL), precision="bf16"), steps=2), folder / f"{kind}-halves-{rank}.pt")
+        torch.save(
+            train(Training(kind, ranks, tuned(FULL), precision="bf16"), steps=2), folder / f"{kind}-halves-{rank}.pt"
+        )
     dist.destroy_process_group()
 
 

@@ -46,7 +46,10 @@ def unequal_examples(*, seed: int = 0) -> list[Example]:
     def text(length: int) -> str:
         return "x" + "".join(chance.choice(LETTERS) for _ in range(length - 1))
 
-    return [only_example(RENDERER, (Message("user", text(prompt)), Message("assistant", text(answer)))) for prompt, answer in LENGTHS]
+    return [
+        only_example(RENDERER, (Message("user", text(prompt)), Message("assistant", text(answer))))
+        for prompt, answer in LENGTHS
+    ]
 
 
 def cut(examples: Sequence[Example], micro_batch: int) -> list[Batch]:
@@ -70,7 +73,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def take_gradients(model: nn.Module, batches: Sequence[Batch], *, objective: Objective = sft, forward: Forward | None = None) -> Taken:
+def take_gradients(
+    model: nn.Module, batches: Sequence[Batch], *, objective: Objective = sft, forward: Forward | None = None
+) -> Taken:
     """One step that is not applied."""
     gradients: dict[str, Tensor] = {}
 
@@ -79,11 +84,15 @@ def take_gradients(model: nn.Module, batches: Sequence[Batch], *, objective: Obj
         return False
 
     optimizer = make_optimizer(model, ADAMW)
-    outcome = optimizer_step(batches, forward=forward or bind(model), objective=objective, optimizer=optimizer, clip=None, decide=note)
+    outcome = optimizer_step(
+        batches, forward=forward or bind(model), objective=objective, optimizer=optimizer, clip=None, decide=note
+    )
     return Taken(outcome=outcome, gradients=gradients)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], *, objective: Objective = sft) -> StepOutcome:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], *, objective: Objective = sft
+) -> StepOutcome:
     return optimizer_step(batches, forward=bind(model), objective=objective, optimizer=optimizer, clip=1.0, decide=bool)
 
 
@@ -92,4 +101,6 @@ def assert_same_step(left: Taken, right: Taken) -> None:
     torch.testing.assert_close(left.outcome.loss, right.outcome.loss, rtol=1e-6, atol=1e-6)
     assert left.gradients.keys() == right.gradients.keys()
     for name, gradient in left.gradients.items():
-        torch.testing.assert_close(gradient, right.gradients[name], rtol=1e-6, atol=1e-6, msg=f"the gradients of {name} differ")
+        torch.testing.assert_close(
+            gradient, right.gradients[name], rtol=1e-6, atol=1e-6, msg=f"the gradients of {name} differ"
+        )

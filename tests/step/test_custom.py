@@ -35,7 +35,9 @@ LORA = Lora(kind="lora", rank=2)
 def made(folder: Path, code: str = CODE, tuning: Any = LORA) -> tuple[nn.Module, Compose]:
     """With adapters away from zero, so that every factor gets a gradient."""
     (folder / "my_model.py").write_text(code, encoding="utf-8")
-    asked = CustomModel(kind="custom", file="my_model.py", config=CONFIG, tokenizer=FolderModel(kind="folder", path="t"))
+    asked = CustomModel(
+        kind="custom", file="my_model.py", config=CONFIG, tokenizer=FolderModel(kind="folder", path="t")
+    )
     model = make_trainable(load_custom(asked, folder, device="cpu", dtype=torch.float32, seed=1), tuning, name="m")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -52,7 +54,10 @@ def own(model: nn.Module) -> Own:
 
 def cut(compose: Compose, examples: Sequence[Example], micro_batch: int) -> list[Batch]:
     seeds = [seed_of(7, 3, at) for at in range(len(examples))]
-    return [compose(examples[at : at + micro_batch], seeds[at : at + micro_batch]) for at in range(0, len(examples), micro_batch)]
+    return [
+        compose(examples[at : at + micro_batch], seeds[at : at + micro_batch])
+        for at in range(0, len(examples), micro_batch)
+    ]
 
 
 def gradients(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -64,7 +69,9 @@ def gradients(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, dict[s
 
     forward = bind(model)
     objective = make_objective(Sft(kind="sft"), LORA, model, forward)
-    outcome = optimizer_step(batches, forward=forward, objective=objective, optimizer=optimizer, clip=None, decide=decide)
+    outcome = optimizer_step(
+        batches, forward=forward, objective=objective, optimizer=optimizer, clip=None, decide=decide
+    )
     return float(outcome.loss), taken
 
 
@@ -88,7 +95,10 @@ def test_any_cut_into_micro_batches_gives_the_same_loss_and_gradients(tuning: An
 def test_what_is_drawn_for_a_row_depends_on_seed_step_and_row_alone(tmp_path: Path) -> None:
     _, compose = made(tmp_path)
     examples = unequal_examples()[:3]
-    together, *alone = compose(examples, [5, 6, 7]), *(compose([example], [seed]) for example, seed in zip(examples, (5, 6, 7), strict=True))
+    together, *alone = (
+        compose(examples, [5, 6, 7]),
+        *(compose([example], [seed]) for example, seed in zip(examples, (5, 6, 7), strict=True)),
+    )
     for at, one in enumerate(alone):
         assert one.extra is not None
         assert together.extra is not None
@@ -142,8 +152,14 @@ def test_a_sum_is_proved_and_a_mean_is_refused(tmp_path: Path) -> None:
     examples = unequal_examples()[:2]
     for code, words in (
         (CODE, None),
-        (CODE.replace('reduction="sum")', 'reduction="mean")'), r"has a loss of .* for 2 rows together and of .* for each alone"),
-        (CODE.replace("return int((inputs", "return 1 + int((inputs"), r"counts \d+ for 2 rows together and \d+ for each alone"),
+        (
+            CODE.replace('reduction="sum")', 'reduction="mean")'),
+            r"has a loss of .* for 2 rows together and of .* for each alone",
+        ),
+        (
+            CODE.replace("return int((inputs", "return 1 + int((inputs"),
+            r"counts \d+ for 2 rows together and \d+ for each alone",
+        ),
     ):
         model, compose = made(tmp_path, code)
         (both,), parts = cut(compose, examples, 2), cut(compose, examples, 1)
@@ -161,7 +177,9 @@ def test_what_fails_in_the_loss_is_told_by_line_and_a_lack_of_memory_is_left_as_
     batch = compose(unequal_examples()[:1], [0])
     with pytest.raises(ModelError, match=rf"my_model.py:{line} failed in loss: ValueError: no such thing"):
         bind(model)(batch)
-    model, compose = made(tmp_path, CODE.replace(place, place + "        raise torch.OutOfMemoryError('CUDA out of memory')\n"))
+    model, compose = made(
+        tmp_path, CODE.replace(place, place + "        raise torch.OutOfMemoryError('CUDA out of memory')\n")
+    )
     with pytest.raises(torch.OutOfMemoryError):
         bind(model)(batch)
 

@@ -25,7 +25,14 @@ from finefit.step.objective import is_cached, keep_start, make_objective, starti
 from tests.step.conftest import FULL, LORA, RENDERER, Taken, take_gradients, trainable, tuned
 
 BETA = 0.2
-SIDES = (((3, 2), (3, 9)), ((60, 5), (60, 50)), ((1, 90), (1, 4)), ((40, 40), (40, 39)), ((7, 1), (7, 2)), ((50, 30), (50, 3)))
+SIDES = (
+    ((3, 2), (3, 9)),
+    ((60, 5), (60, 50)),
+    ((1, 90), (1, 4)),
+    ((40, 40), (40, 39)),
+    ((7, 1), (7, 2)),
+    ((50, 30), (50, 3)),
+)
 
 
 def make_pairs(*, seed: int = 0) -> list[Pair]:
@@ -33,7 +40,9 @@ def make_pairs(*, seed: int = 0) -> list[Pair]:
     chance = random.Random(seed)
 
     def side(prompt: int, answer: int) -> Example:
-        return Example(tuple(chance.randrange(5, 200) for _ in range(prompt + answer)), (False,) * prompt + (True,) * answer)
+        return Example(
+            tuple(chance.randrange(5, 200) for _ in range(prompt + answer)), (False,) * prompt + (True,) * answer
+        )
 
     return [Pair(side(*chosen), side(*rejected)) for chosen, rejected in SIDES]
 
@@ -49,7 +58,9 @@ def assert_same(left: Taken, right: Taken) -> None:
     assert left.gradients.keys() == right.gradients.keys()
     for name, gradient in left.gradients.items():
         atol = 1e-6 * right.outcome.grad_norm.item()
-        torch.testing.assert_close(gradient, right.gradients[name], rtol=1e-6, atol=atol, msg=f"the gradients of {name} differ")
+        torch.testing.assert_close(
+            gradient, right.gradients[name], rtol=1e-6, atol=atol, msg=f"the gradients of {name} differ"
+        )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])

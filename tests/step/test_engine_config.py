@@ -81,7 +81,10 @@ def test_a_file_that_agrees_is_kept_for_what_the_spec_does_not_say() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0, optimizer.lr is 0.01"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler is given"),
         ({"elasticity": {"enabled": True}}, "elasticity is given"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'zero_optimization.offload_optimizer.device is "cpu"'),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            'zero_optimization.offload_optimizer.device is "cpu"',
+        ),
     ],
 )
 def test_a_file_that_contradicts_the_spec_is_refused_by_name(own: dict[str, Any], named: str) -> None:
@@ -91,7 +94,12 @@ def test_a_file_that_contradicts_the_spec_is_refused_by_name(own: dict[str, Any]
 
 
 def test_all_contradictions_are_told_at_once() -> None:
-    own = {"train_batch_size": 8, "gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 3}}
+    own = {
+        "train_batch_size": 8,
+        "gradient_clipping": 1.0,
+        "scheduler": {"type": "WarmupLR"},
+        "zero_optimization": {"stage": 3},
+    }
     assert len(list(contradictions(make_stage(engine=zero()), own))) == 4
 
 
@@ -117,17 +125,39 @@ def test_a_file_that_is_missing_or_no_json_is_an_error_with_its_name(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "named", "remedy"),
     [
-        ({"engine": FSDP2, "optimizer": AdamW(kind="adamw_8bit", lr=1e-3)}, "optimizer.kind adamw_8bit", "optimizer.kind=adamw"),
+        (
+            {"engine": FSDP2, "optimizer": AdamW(kind="adamw_8bit", lr=1e-3)},
+            "optimizer.kind adamw_8bit",
+            "optimizer.kind=adamw",
+        ),
         ({"engine": FSDP2, "tuning": Lora(kind="lora", base_bits=4)}, "tuning.base_bits 4", "engine.kind: ddp"),
         ({"engine": zero(3), "tuning": Lora(kind="lora", base_bits=8)}, "tuning.base_bits 8", "engine.kind: ddp"),
-        ({"engine": zero(2), "tuning": Lora(kind="lora", weights="bf16")}, "tuning.weights bf16", "tuning.weights=fp32"),
-        ({"engine": zero(3), "levers": Levers(micro_batch=1, kernels="fused")}, "levers.kernels fused", "levers.kernels=torch"),
-        ({"engine": zero(3), "levers": Levers(micro_batch=1, recompute=1, keep_attention=True)}, "levers.keep_attention", "keep_attention=false"),
+        (
+            {"engine": zero(2), "tuning": Lora(kind="lora", weights="bf16")},
+            "tuning.weights bf16",
+            "tuning.weights=fp32",
+        ),
+        (
+            {"engine": zero(3), "levers": Levers(micro_batch=1, kernels="fused")},
+            "levers.kernels fused",
+            "levers.kernels=torch",
+        ),
+        (
+            {"engine": zero(3), "levers": Levers(micro_batch=1, recompute=1, keep_attention=True)},
+            "levers.keep_attention",
+            "keep_attention=false",
+        ),
         ({"engine": zero(3), "levers": Levers(micro_batch=1, mlp_tiles=4)}, "levers.mlp_tiles 4", "levers.mlp_tiles=1"),
-        ({"engine": DDP, "levers": Levers(micro_batch=1, update="inside")}, "levers.update inside", "levers.update=after"),
+        (
+            {"engine": DDP, "levers": Levers(micro_batch=1, update="inside")},
+            "levers.update inside",
+            "levers.update=after",
+        ),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_by_name_with_what_mends_it(changes: dict[str, Any], named: str, remedy: str, tmp_path: Path) -> None:
+def test_what_an_engine_cannot_do_is_refused_by_name_with_what_mends_it(
+    changes: dict[str, Any], named: str, remedy: str, tmp_path: Path
+) -> None:
     stage = make_stage(**changes)
     (finding,) = problems_of(stage)
     assert finding.level == "error"
@@ -144,7 +174,10 @@ def test_no_remedy_names_the_engine_that_there_is() -> None:
 
 
 @pytest.mark.parametrize("tuning", [LORA, FULL], ids=lambda t: t.kind)
-@pytest.mark.parametrize("engine", [Single(kind="single"), Parallel(kind="ddp", devices=2), FullyShard(kind="fsdp2", devices=2), zero(2), zero(3)])
+@pytest.mark.parametrize(
+    "engine",
+    [Single(kind="single"), Parallel(kind="ddp", devices=2), FullyShard(kind="fsdp2", devices=2), zero(2), zero(3)],
+)
 def test_nothing_else_is_refused(engine: Any, tuning: Any) -> None:
     assert problems_of(make_stage(engine=engine, tuning=tuning)) == []
 

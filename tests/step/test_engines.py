@@ -51,7 +51,9 @@ def test_gradients_of_two_ranks_are_those_of_one_process(kind: Kind, training: s
 
 @pytest.mark.parametrize("training", TRAININGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_and_state_after_ten_clipped_steps_are_those_of_one_process(kind: Kind, training: str, company: Company) -> None:
+def test_weights_and_state_after_ten_clipped_steps_are_those_of_one_process(
+    kind: Kind, training: str, company: Company
+) -> None:
     """Every second step has one row, so that the other rank has none; one step is not applied. `-on`: three steps more, from the single process's
     weights and state put into another training."""
     wanted = company.alone(training)
@@ -85,7 +87,9 @@ def test_a_base_in_bf16_takes_adapters_in_fp32(kind: Kind, company: Company) -> 
     assert wanted.facts["dtypes"] == {"torch.bfloat16", "torch.float32"}
     for found in company.ranks(kind, "mixed"):
         assert found.facts["dtypes"] == wanted.facts["dtypes"]
-        if kind == "zero3":  # its hooks change the order in which gradients in bf16 are added; a hundredth of the largest is their rounding
+        if (
+            kind == "zero3"
+        ):  # its hooks change the order in which gradients in bf16 are added; a hundredth of the largest is their rounding
             _assert_close(found.gradients, wanted.gradients, 1e-3)
         else:
             _assert_close(found.gradients, wanted.gradients, 1e-6)

@@ -52,7 +52,9 @@ OTHER_HEADS: list[type[PretrainedConfig]] = [Gemma2Config, GraniteConfig, Cohere
 
 
 @pytest.mark.parametrize("config", [*PLAIN_HEADS, *OTHER_HEADS], ids=lambda c: c.__name__)
-def test_a_head_is_fused_only_where_logits_are_its_product_and_nothing_else(config: type[PretrainedConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_fused_only_where_logits_are_its_product_and_nothing_else(
+    config: type[PretrainedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SIZES)).requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -172,7 +174,9 @@ def test_other_kinds_of_adapters_are_computed_as_they_are(kind: str) -> None:
     assert_same_step(take_gradients(model, batches, forward=bind(model, is_fused=True)), take_gradients(plain, batches))
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, LlamaMLP, LlamaAttention, Qwen3RMSNorm, Qwen3MLP, Qwen3Attention, Gemma3RMSNorm])
+@pytest.mark.parametrize(
+    "kind", [LlamaRMSNorm, LlamaMLP, LlamaAttention, Qwen3RMSNorm, Qwen3MLP, Qwen3Attention, Gemma3RMSNorm]
+)
 def test_modules_are_known_by_their_code(kind: type[nn.Module]) -> None:
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)

@@ -26,8 +26,12 @@ PULLED = {
     "mlp in tiles": replace(PLAIN, mlp_tiles=3),
     "fused": replace(PLAIN, kernels="fused"),
     "fused, recomputed": replace(PLAIN, kernels="fused", recompute=2, loss_chunk=7),
-    "fused, offloaded, attention kept, in tiles": replace(PLAIN, kernels="fused", recompute=2, offload=True, keep_attention=True, mlp_tiles=3),
-    "everything": replace(PLAIN, recompute=2, offload=True, keep_attention=True, mlp_tiles=4, loss_chunk=5, adapter_inputs="bf16"),
+    "fused, offloaded, attention kept, in tiles": replace(
+        PLAIN, kernels="fused", recompute=2, offload=True, keep_attention=True, mlp_tiles=3
+    ),
+    "everything": replace(
+        PLAIN, recompute=2, offload=True, keep_attention=True, mlp_tiles=4, loss_chunk=5, adapter_inputs="bf16"
+    ),
 }
 
 
@@ -54,7 +58,9 @@ def test_an_exact_lever_leaves_loss_and_gradients_equal(tuning: Tuning, levers: 
     assert_same_step(_taken(tuned(tuning), levers), _taken(tuned(tuning), PLAIN))
 
 
-@pytest.mark.parametrize("levers", [PULLED["all layers recomputed"], PULLED["inputs offloaded"]], ids=["recomputed", "offloaded"])
+@pytest.mark.parametrize(
+    "levers", [PULLED["all layers recomputed"], PULLED["inputs offloaded"]], ids=["recomputed", "offloaded"]
+)
 def test_dropout_is_drawn_again_as_it_was(levers: Levers) -> None:
     def taken(levers: Levers) -> Taken:
         model = tuned(LORA, dropout=0.3)

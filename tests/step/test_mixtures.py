@@ -77,6 +77,8 @@ def test_two_ranks_train_what_one_process_does(kind: Kind, alone: Left, tmp_path
         assert found.losses == pytest.approx(alone.losses, rel=1e-5)
         assert found.norms == pytest.approx(alone.norms, rel=1e-5)
         for name, gradient in alone.gradients.items():
-            torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=f"the gradients of {name} differ")
+            torch.testing.assert_close(
+                found.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=f"the gradients of {name} differ"
+            )
         for name, weight in alone.weights.items():
             torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-5, msg=f"{name} differs")

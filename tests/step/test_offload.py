@@ -78,7 +78,9 @@ def test_rows_of_many_lengths_need_no_more_host_memory_than_the_longest() -> Non
     assert sum(held.numel() for held in store._free) <= 4 * 120 * 4
 
 
-def test_a_tensor_of_the_device_stands_among_the_arguments_of_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_the_device_stands_among_the_arguments_of_what_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By those torch knows whose random numbers to keep: without one, dropout on a card would be drawn anew."""
     devices: list[list[str]] = []
 

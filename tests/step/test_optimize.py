@@ -16,7 +16,20 @@ from finefit.step.forward import bind
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer, optimizer_tensors
 from tests.conftest import Bent
-from tests.step.conftest import ADAMW, FULL, LORA, TUNINGS, Taken, assert_same_step, cut, step, take_gradients, trainable, tuned, unequal_examples
+from tests.step.conftest import (
+    ADAMW,
+    FULL,
+    LORA,
+    TUNINGS,
+    Taken,
+    assert_same_step,
+    cut,
+    step,
+    take_gradients,
+    trainable,
+    tuned,
+    unequal_examples,
+)
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: t.kind)
@@ -35,7 +48,10 @@ def test_loss_and_gradients_are_those_of_masked_labels_over_full_logits(tuning: 
     input_ids = torch.tensor([[*e.tokens, *[1] * (width - len(e.tokens))] for e in examples])
     mask = torch.tensor([[1] * len(e.tokens) + [0] * (width - len(e.tokens)) for e in examples])
     labels = torch.tensor(
-        [[t if s else -100 for t, s in zip(e.tokens, e.supervised, strict=True)] + [-100] * (width - len(e.tokens)) for e in examples]
+        [
+            [t if s else -100 for t, s in zip(e.tokens, e.supervised, strict=True)] + [-100] * (width - len(e.tokens))
+            for e in examples
+        ]
     )
     logits = model(input_ids=input_ids, attention_mask=mask).logits
     total = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
@@ -64,7 +80,9 @@ def _widened(batch: Batch, by: int) -> Batch:
     rows, width = batch.input_ids_BT.shape
     padding = torch.full((rows, by), 1)
     row, at = batch.positions_N // width, batch.positions_N % width
-    return replace(batch, input_ids_BT=torch.cat([batch.input_ids_BT, padding], dim=1), positions_N=row * (width + by) + at)
+    return replace(
+        batch, input_ids_BT=torch.cat([batch.input_ids_BT, padding], dim=1), positions_N=row * (width + by) + at
+    )
 
 
 @pytest.mark.parametrize("clip", [1e-3, 0.5, 1e6])
@@ -141,7 +159,9 @@ def test_training_learns_the_rows_by_heart() -> None:
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=lambda t: t.kind)
-def test_an_update_inside_backward_ends_where_one_after_it_does_and_holds_one_gradient_at_a_time(tuning: Tuning) -> None:
+def test_an_update_inside_backward_ends_where_one_after_it_does_and_holds_one_gradient_at_a_time(
+    tuning: Tuning,
+) -> None:
     after, inside = tuned(tuning), tuned(tuning)
     (batch,) = cut(unequal_examples(), 8)
     most: list[int] = []
@@ -179,7 +199,11 @@ def test_inside_backward_a_gradient_that_is_not_finite_leaves_its_tensor_alone()
     name, last = next(reversed(trainable(model).items()))
     before = deepcopy(model.state_dict())
     last.register_hook(lambda gradient: torch.full_like(gradient, math.nan))  # type: ignore[no-untyped-call]
-    outcome = optimizer_step([batch], forward=bind(model), objective=sft, optimizer=optimizer, clip=None, decide=bool, update="inside")
+    outcome = optimizer_step(
+        [batch], forward=bind(model), objective=sft, optimizer=optimizer, clip=None, decide=bool, update="inside"
+    )
     assert not outcome.applied
     assert torch.equal(model.state_dict()[name], before[name])
-    assert not torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(
+        model.state_dict()["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
+    )

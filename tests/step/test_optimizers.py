@@ -24,9 +24,15 @@ def test_what_needs_a_card_is_refused_by_name_without_one(kind: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name", "bits", "is_paged"),
-    [("adamw_8bit", "AdamW8bit", 8, False), ("paged_adamw", "PagedAdamW", 32, True), ("paged_adamw_8bit", "PagedAdamW8bit", 8, True)],
+    [
+        ("adamw_8bit", "AdamW8bit", 8, False),
+        ("paged_adamw", "PagedAdamW", 32, True),
+        ("paged_adamw_8bit", "PagedAdamW8bit", 8, True),
+    ],
 )
-def test_each_kind_is_its_own_optimizer_with_the_settings_that_were_asked_for(kind: Any, name: str, bits: int, is_paged: bool) -> None:
+def test_each_kind_is_its_own_optimizer_with_the_settings_that_were_asked_for(
+    kind: Any, name: str, bits: int, is_paged: bool
+) -> None:
     pytest.importorskip("bitsandbytes")
     spec = AdamW(kind=kind, lr=3e-4, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
     optimizer: Any = make_optimizer(tuned(FULL), spec, device="cuda")
@@ -36,7 +42,12 @@ def test_each_kind_is_its_own_optimizer_with_the_settings_that_were_asked_for(ki
     assert {p.ndim for p in matrices["params"]} == {2}
     assert {p.ndim for p in others["params"]} == {1}
     for group, decay in ((matrices, 0.1), (others, 0.0)):
-        assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (3e-4, (0.8, 0.95), 1e-6, decay)
+        assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (
+            3e-4,
+            (0.8, 0.95),
+            1e-6,
+            decay,
+        )
 
 
 def test_moments_are_kept_in_what_their_weights_are_in() -> None:

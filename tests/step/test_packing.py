@@ -89,7 +89,9 @@ def _model(kind: str, tuning: Tuning = FULL, *, packing: bool = True) -> nn.Modu
     """Weights and adapters so far from zero that every row makes a difference to every other that sees it."""
     config = tiny_config(kind)
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention("cpu", (0, 0), "fp32", config, packing=packing))
+    base = AutoModelForCausalLM.from_config(
+        config, attn_implementation=choose_attention("cpu", (0, 0), "fp32", config, packing=packing)
+    )
     for parameter in base.parameters():
         if parameter.ndim >= 2:
             parameter.data.mul_(5)
@@ -130,7 +132,9 @@ def _assert_near(left: Taken, right: Taken) -> None:
     assert left.gradients.keys() == right.gradients.keys()
     for name, wanted in right.gradients.items():
         scale = float(wanted.abs().max())
-        torch.testing.assert_close(left.gradients[name], wanted, rtol=0, atol=2e-4 * scale + 1e-6, msg=f"the gradients of {name} differ")
+        torch.testing.assert_close(
+            left.gradients[name], wanted, rtol=0, atol=2e-4 * scale + 1e-6, msg=f"the gradients of {name} differ"
+        )
 
 
 # loss and gradients
@@ -158,7 +162,9 @@ def test_a_model_type_that_may_be_packed_gives_every_row_what_it_gives_it_alone(
         packed_N = forward(pack(examples))
         blind_N = forward(replace(pack(examples), packed=None))
     torch.testing.assert_close(packed_N, alone_N, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(blind_N, alone_N, rtol=1e-2, atol=1e-2), "rows that see one another make no difference: the comparison says nothing"
+    assert not torch.allclose(blind_N, alone_N, rtol=1e-2, atol=1e-2), (
+        "rows that see one another make no difference: the comparison says nothing"
+    )
     assert can_pack(tiny_config(kind), max(LENGTHS)) is None
 
 
@@ -166,7 +172,10 @@ def test_a_model_type_that_may_be_packed_gives_every_row_what_it_gives_it_alone(
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=12), st.integers(1, 5))
 def test_rows_of_any_lengths_give_the_same_gradient_packed_and_padded(lengths: list[int], micro_batch: int) -> None:
     model, examples = _SHARED, _examples(lengths, seed=sum(lengths))
-    _assert_near(take_gradients(model, _packs(examples, micro_batch)), take_gradients(model, micro_batches(examples, micro_batch=micro_batch, pad=0)))
+    _assert_near(
+        take_gradients(model, _packs(examples, micro_batch)),
+        take_gradients(model, micro_batches(examples, micro_batch=micro_batch, pad=0)),
+    )
 
 
 _SHARED = _model("llama")
@@ -178,7 +187,9 @@ def test_a_row_is_what_it_is_whatever_its_neighbours() -> None:
     found = []
     for seed in (1, 2):
         before, after = _examples([5, 9], seed=seed), _examples([4], seed=seed)
-        *_, logprobs_N, _ = torch.split(forward(pack([*before, row, *after])), supervised_counts_of([*before, row, *after]).tolist())
+        *_, logprobs_N, _ = torch.split(
+            forward(pack([*before, row, *after])), supervised_counts_of([*before, row, *after]).tolist()
+        )
         found.append(logprobs_N)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert len(found[0]) == sum(row.supervised)
@@ -244,11 +255,21 @@ def test_heads_that_are_repeated_for_older_cards_are_packed_alike() -> None:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, 10, "caps its attention scores"),
         ("mistral", {"sliding_window": 4096}, 4097, "4097 tokens, the model's window 4096"),
         ("gemma3_text", {"sliding_window": 512}, 513, "513 tokens, the model's window 512"),
-        ("phi3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 64}, 65, "more than 64"),
+        (
+            "phi3",
+            {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                "max_position_embeddings": 64,
+            },
+            65,
+            "more than 64",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_a_model_that_cannot_be_packed_is_refused_with_the_reason(kind: str, changes: dict[str, Any], longest: int, words: str) -> None:
+def test_a_model_that_cannot_be_packed_is_refused_with_the_reason(
+    kind: str, changes: dict[str, Any], longest: int, words: str
+) -> None:
     config = AutoConfig.for_model(kind)
     for name, value in changes.items():
         setattr(config, name, value)

@@ -88,13 +88,18 @@ def test_a_tensor_need_not_begin_at_a_word_nor_be_contiguous() -> None:
     assert int(proof._checksum(matrix.t())) == int(proof._checksum(matrix.t().contiguous()))
 
 
-@pytest.mark.parametrize("change", [lambda p: p.view(-1)[-1].add_(1), lambda p: p.mul_(-1), lambda p: p.copy_(p.flip(0))])
+@pytest.mark.parametrize(
+    "change", [lambda p: p.view(-1)[-1].add_(1), lambda p: p.mul_(-1), lambda p: p.copy_(p.flip(0))]
+)
 def test_a_frozen_tensor_that_moved_is_named(change: Callable[[Tensor], Tensor]) -> None:
     model = tuned(LORA)
     before = frozen_sums(model)
     with torch.no_grad():
         change(model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"))
-    with pytest.raises(FinefitError, match=r"^1 of 20 frozen tensors changed during training: \S*layers.1.mlp.up_proj.base_layer.weight$"):
+    with pytest.raises(
+        FinefitError,
+        match=r"^1 of 20 frozen tensors changed during training: \S*layers.1.mlp.up_proj.base_layer.weight$",
+    ):
         require_unmoved(before, model)
 
 

@@ -24,7 +24,9 @@ def _fake_model(tuning: Tuning, mode: FakeTensorMode) -> nn.Module:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
                 with mode:
-                    made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = nn.Parameter(
+                        torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                    )
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             with mode:

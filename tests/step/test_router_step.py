@@ -56,7 +56,9 @@ def mixture(family: str = "mixtral", *, tuning: Tuning = GATES, packing: bool = 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(SHAPE | changed))
     attention = choose_attention("cpu", (0, 0), "fp32", config, packing=packing)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation=choose_experts())
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, experts_implementation=choose_experts()
+    )
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     trained: nn.Module = make_trainable(model, tuning, name="tiny")
@@ -69,7 +71,9 @@ def objective_of(model: nn.Module, *, asked: Router = ROUTER, tuning: Tuning = G
 
 def taken(model: nn.Module, batches: Sequence[Batch], levers: Levers = PLAIN, *, precision: str = "fp32") -> Taken:
     pull(model, levers, Elsewhere())
-    forward = bind(model, loss_chunk=levers.loss_chunk, is_fused=levers.kernels == "fused", autocast=autocast_for("cpu", precision))
+    forward = bind(
+        model, loss_chunk=levers.loss_chunk, is_fused=levers.kernels == "fused", autocast=autocast_for("cpu", precision)
+    )
     return take_gradients(model, batches, objective=objective_of(model), forward=forward)
 
 
@@ -81,7 +85,9 @@ def test_every_cut_into_micro_batches_gives_the_same_gradient(family: str) -> No
     for micro_batch in (1, 3):
         found = taken(mixture(family), cut(unequal_examples(), micro_batch))
         assert_same_step(found, whole)
-        assert {k: v.item() for k, v in found.outcome.measures.items()} == pytest.approx({k: v.item() for k, v in whole.outcome.measures.items()})
+        assert {k: v.item() for k, v in found.outcome.measures.items()} == pytest.approx(
+            {k: v.item() for k, v in whole.outcome.measures.items()}
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,13 +118,17 @@ def test_an_exact_lever_leaves_the_routers_gradient_equal(family: str, levers: L
 
 def test_balance_reaches_the_gradient_and_only_the_routers_move() -> None:
     model, batches = mixture(), cut(unequal_examples(), 8)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {f"model.layers.{at}.mlp.gate.weight" for at in range(2)}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        f"model.layers.{at}.mlp.gate.weight" for at in range(2)
+    }
     with_balance = take_gradients(model, batches, objective=objective_of(model))
     without = take_gradients(model, batches, objective=objective_of(model, asked=Router(kind="router", balance=0.0)))
     means = {name: value.item() for name, value in with_balance.outcome.measures.items()}
     assert with_balance.outcome.loss.item() == pytest.approx(means["lm_loss"] + 0.3 * means["balance"], rel=1e-6)
     assert without.outcome.loss.item() == pytest.approx(means["lm_loss"], rel=1e-6)
-    assert all((with_balance.gradients[name] - without.gradients[name]).abs().max() > 1e-4 for name in without.gradients)
+    assert all(
+        (with_balance.gradients[name] - without.gradients[name]).abs().max() > 1e-4 for name in without.gradients
+    )
 
 
 def test_under_autocast_the_balance_is_taken_in_fp32() -> None:

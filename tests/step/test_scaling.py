@@ -78,7 +78,9 @@ def test_fp16_gradients_that_would_vanish_are_kept_by_the_scale() -> None:
     assert errors[1024.0] < 0.02 < errors[2.0**-12]
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_products_are_taken_in_the_precision_that_was_asked_for(precision: str, dtype: torch.dtype) -> None:
     with autocast_for("cpu", precision):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

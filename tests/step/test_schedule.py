@@ -46,7 +46,9 @@ def test_cosine_is_half_way_at_half_time_and_zero_after_the_last_step() -> None:
 
 
 @given(kind=st.sampled_from(KINDS), total=st.integers(1, 300), share=st.floats(0, 0.99), peak=st.floats(1e-6, 1))
-def test_it_never_falls_in_warm_up_nor_rises_after_it_and_stays_in_bounds(kind: Kind, total: int, share: float, peak: float) -> None:
+def test_it_never_falls_in_warm_up_nor_rises_after_it_and_stays_in_bounds(
+    kind: Kind, total: int, share: float, peak: float
+) -> None:
     warmup = int(share * total)
     rates = _rates(kind, total=total, warmup=warmup, peak=peak)
     assert all(0 < rate <= peak for rate in rates)

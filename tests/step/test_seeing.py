@@ -16,9 +16,13 @@ FAMILIES = [*GRIDS]
 PLAIN = Levers(micro_batch=2)
 
 
-def _found(model: nn.Module, family: str, levers: Levers, rows: tuple[int, ...] = (2, 1), **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _found(
+    model: nn.Module, family: str, levers: Levers, rows: tuple[int, ...] = (2, 1), **how: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     pull(model, levers)
-    loss = -bind(model, loss_chunk=levers.loss_chunk, is_fused=levers.kernels == "fused")(shown(family, rows, **how)).sum()
+    loss = -bind(model, loss_chunk=levers.loss_chunk, is_fused=levers.kernels == "fused")(
+        shown(family, rows, **how)
+    ).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), gradients(model)
 

@@ -64,7 +64,10 @@ def test_ranks_with_and_without_images_train_as_one_process_does() -> None:
         for name, tensor in weights.items():
             torch.testing.assert_close(own[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
         assert [line["ranks"] for line in lines] == [[COUNTS, {"language": 28}]] * 2
-        assert all(line["towers"] == {name: {"tensors": count, "reached": count} for name, count in COUNTS.items()} for line in lines)
+        assert all(
+            line["towers"] == {name: {"tensors": count, "reached": count} for name, count in COUNTS.items()}
+            for line in lines
+        )
 
 
 def test_steps_that_show_nothing_leave_the_audit_waiting_for_one_that_does() -> None:

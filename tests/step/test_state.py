@@ -17,7 +17,11 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> li
 
 
 def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {**{name: p.detach().clone() for name, p in model.named_parameters()}, **optimizer_tensors(model, optimizer), "rng": torch.get_rng_state()}
+    return {
+        **{name: p.detach().clone() for name, p in model.named_parameters()},
+        **optimizer_tensors(model, optimizer),
+        "rng": torch.get_rng_state(),
+    }
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -73,7 +77,9 @@ def test_a_state_from_before_the_first_step_leaves_no_moments_behind(tmp_path: P
         (LORA, Lora(kind="lora", rank=4, alpha=8, targets=("q_proj",)), "not trained here"),
     ],
 )
-def test_a_foreign_optimizer_state_is_refused_and_changes_nothing(theirs: Tuning, ours: Tuning, reason: str, tmp_path: Path) -> None:
+def test_a_foreign_optimizer_state_is_refused_and_changes_nothing(
+    theirs: Tuning, ours: Tuning, reason: str, tmp_path: Path
+) -> None:
     foreign = tuned(theirs)
     foreign_optimizer = make_optimizer(foreign, ADAMW)
     _train(foreign, foreign_optimizer, 1)

@@ -93,7 +93,9 @@ def _trainer(model: nn.Module, folder: Path, *, micro_batch: int, **more: Any) -
     )
     gradients = _Gradients()
     rows = Dataset.from_list(PAIRS)
-    return DPOTrainer(model=model, args=config, train_dataset=rows, processing_class=TOKENIZER, callbacks=[gradients], **more), gradients
+    return DPOTrainer(
+        model=model, args=config, train_dataset=rows, processing_class=TOKENIZER, callbacks=[gradients], **more
+    ), gradients
 
 
 def _train_with_trl(trainer: DPOTrainer, gradients: _Gradients) -> Trained:
@@ -102,7 +104,10 @@ def _train_with_trl(trainer: DPOTrainer, gradients: _Gradients) -> Trained:
     return Trained(
         first_gradients=gradients.taken,
         losses=[entry["loss"] for entry in logs],
-        rewards=[tuple(entry[f"rewards/{name}"] for name in ("chosen", "rejected", "accuracies", "margins")) for entry in logs],
+        rewards=[
+            tuple(entry[f"rewards/{name}"] for name in ("chosen", "rejected", "accuracies", "margins"))
+            for entry in logs
+        ],
         weights={name: p.detach().clone() for name, p in trainable(trainer.model).items()},
     )
 
@@ -118,7 +123,9 @@ def _train_with_finefit(model: nn.Module, objective: Objective, pairs: Sequence[
     outcomes = []
     for at in range(0, NUM_STEPS * GLOBAL_BATCH, GLOBAL_BATCH):
         batches = micro_batches(pairs[at : at + GLOBAL_BATCH], micro_batch=micro_batch, pad=RENDERER.pad)
-        outcomes.append(optimizer_step(batches, forward=forward, objective=objective, optimizer=optimizer, clip=None, decide=note))
+        outcomes.append(
+            optimizer_step(batches, forward=forward, objective=objective, optimizer=optimizer, clip=None, decide=note)
+        )
     names = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
     return Trained(
         first_gradients=taken[0],
@@ -148,16 +155,26 @@ def _away(model: nn.Module) -> None:
 def _assert_same(ours: Trained, theirs: Trained, *, tolerance: float = 1e-6) -> None:
     """Gradients to `tolerance` of the norm of all of them."""
     assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=1e-6, abs=1e-6)
-    assert ours.rewards[0] == pytest.approx(theirs.rewards[0], rel=1e-6, abs=5e-6)  # of sums of 100 nats, whose last bit is 8e-6
+    assert ours.rewards[0] == pytest.approx(
+        theirs.rewards[0], rel=1e-6, abs=5e-6
+    )  # of sums of 100 nats, whose last bit is 8e-6
     assert min(abs(reward) for reward in ours.rewards[0]) > 1e-3  # a reference that is the policy would pass otherwise
     assert min(gradient.abs().max() for gradient in ours.first_gradients.values()) > 1e-4
     assert ours.first_gradients.keys() == theirs.first_gradients.keys()
     norm = torch.nn.utils.get_total_norm(list(theirs.first_gradients.values())).item()
     for name, gradient in ours.first_gradients.items():
-        torch.testing.assert_close(gradient, theirs.first_gradients[name], rtol=1e-6, atol=tolerance * norm, msg=f"the gradients of {name} differ")
+        torch.testing.assert_close(
+            gradient,
+            theirs.first_gradients[name],
+            rtol=1e-6,
+            atol=tolerance * norm,
+            msg=f"the gradients of {name} differ",
+        )
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
     for name, tensor in ours.weights.items():
-        torch.testing.assert_close(tensor, theirs.weights[name], rtol=1e-4, atol=1e-5, msg=f"{name} differs after {NUM_STEPS} steps")
+        torch.testing.assert_close(
+            tensor, theirs.weights[name], rtol=1e-4, atol=1e-5, msg=f"{name} differs after {NUM_STEPS} steps"
+        )
 
 
 def test_both_sides_are_the_tokens_of_trl(tmp_path: Path) -> None:

@@ -63,7 +63,13 @@ class _Gradients(TrainerCallback):  # type: ignore[misc]
 
 
 def _train_with_trl(
-    model: nn.Module, rows: Sequence[dict[str, Any]], tokenizer: Any, folder: Path, *, micro_batch: int, clip: float | None
+    model: nn.Module,
+    rows: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    folder: Path,
+    *,
+    micro_batch: int,
+    clip: float | None,
 ) -> Trained:
     disable_progress_bars()
     config = SFTConfig(
@@ -91,7 +97,13 @@ def _train_with_trl(
         seed=0,
     )
     gradients = _Gradients()
-    trainer = SFTTrainer(model=model, args=config, train_dataset=Dataset.from_list(list(rows)), processing_class=tokenizer, callbacks=[gradients])
+    trainer = SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_list(list(rows)),
+        processing_class=tokenizer,
+        callbacks=[gradients],
+    )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Trained(
@@ -102,7 +114,9 @@ def _train_with_trl(
     )
 
 
-def _train_with_finefit(model: nn.Module, examples: Sequence[Example], *, micro_batch: int, clip: float | None) -> Trained:
+def _train_with_finefit(
+    model: nn.Module, examples: Sequence[Example], *, micro_batch: int, clip: float | None
+) -> Trained:
     optimizer, forward = make_optimizer(model, AdamW(lr=1e-2)), bind(model)
     taken: list[dict[str, Tensor]] = []
 
@@ -113,7 +127,9 @@ def _train_with_finefit(model: nn.Module, examples: Sequence[Example], *, micro_
     outcomes = []
     for at in range(0, NUM_STEPS * GLOBAL_BATCH, GLOBAL_BATCH):
         batches = cut(examples[at : at + GLOBAL_BATCH], micro_batch)
-        outcomes.append(optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=clip, decide=note))
+        outcomes.append(
+            optimizer_step(batches, forward=forward, objective=sft, optimizer=optimizer, clip=clip, decide=note)
+        )
     return Trained(
         first_gradients=taken[0],
         losses=[outcome.loss.item() for outcome in outcomes],
@@ -124,7 +140,10 @@ def _train_with_finefit(model: nn.Module, examples: Sequence[Example], *, micro_
 
 def _plain_examples(tokenizer: Any) -> list[Example]:
     renderer = Renderer(tokenizer, "plain")
-    return [only_example(renderer, (Message("user", row["prompt"]), Message("assistant", row["completion"]))) for row in PLAIN]
+    return [
+        only_example(renderer, (Message("user", row["prompt"]), Message("assistant", row["completion"])))
+        for row in PLAIN
+    ]
 
 
 def _chat_examples() -> list[Example]:
@@ -132,12 +151,20 @@ def _chat_examples() -> list[Example]:
     rows = []
     for at, row in enumerate(PLAIN):
         turns = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
-        rows.append(only_example(RENDERER, (Message("system", "Be brief."), *turns, Message("user", "more"), *turns[1:]) if at % 3 == 0 else turns))
+        rows.append(
+            only_example(
+                RENDERER,
+                (Message("system", "Be brief."), *turns, Message("user", "more"), *turns[1:]) if at % 3 == 0 else turns,
+            )
+        )
     return rows
 
 
 def _labelled(examples: Sequence[Example]) -> list[dict[str, Any]]:
-    return [{"input_ids": list(e.tokens), "labels": [t if s else -100 for t, s in zip(e.tokens, e.supervised, strict=True)]} for e in examples]
+    return [
+        {"input_ids": list(e.tokens), "labels": [t if s else -100 for t, s in zip(e.tokens, e.supervised, strict=True)]}
+        for e in examples
+    ]
 
 
 def _close(left: dict[str, Tensor], right: dict[str, Tensor], *, atol: float) -> None:
@@ -182,13 +209,21 @@ def test_weights_after_three_clipped_steps_are_those_of_trl(tuning: Tuning, tmp_
 def test_conversational_rows_are_tokenised_as_trl_does_up_to_the_end_of_the_turn(tmp_path: Path) -> None:
     """TRL also supervises the line break that the template writes after the end token; generation never gets that far."""
     rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "completion": [{"role": "assistant", "content": row["completion"]}]} for row in PLAIN
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+        for row in PLAIN
     ]
-    config = SFTConfig(output_dir=str(tmp_path), completion_only_loss=True, max_length=None, use_cpu=True, bf16=False, report_to="none")
+    config = SFTConfig(
+        output_dir=str(tmp_path), completion_only_loss=True, max_length=None, use_cpu=True, bf16=False, report_to="none"
+    )
     prepared = SFTTrainer(
         model=tuned(TUNINGS[0]), args=config, train_dataset=Dataset.from_list(rows), processing_class=make_tokenizer()
     ).train_dataset
     line_break = RENDERER.tokenizer("\n")["input_ids"]
     for row, theirs in zip(PLAIN, prepared, strict=True):
-        ours = _labelled([only_example(RENDERER, (Message("user", row["prompt"]), Message("assistant", row["completion"])))])[0]
+        ours = _labelled(
+            [only_example(RENDERER, (Message("user", row["prompt"]), Message("assistant", row["completion"])))]
+        )[0]
         assert [ours["input_ids"] + line_break, ours["labels"] + line_break] == [theirs["input_ids"], theirs["labels"]]

@@ -34,7 +34,9 @@ def test_every_run_audits_its_first_two_backwards(lora: Reference) -> None:
     assert finish(start(where)) == 0, words(where)
     first, second = audited(where)
     assert (first["step"], second["step"]) == (1, 2)
-    assert first["tensors"] == first["reached"] == second["reached"] == 28  # A and B of seven layers' parts in two layers
+    assert (
+        first["tensors"] == first["reached"] == second["reached"] == 28
+    )  # A and B of seven layers' parts in two layers
     assert all("lora_A" in name for name in first["waiting"])
     assert len(first["waiting"]) == 7  # grouped: both layers in one name
     assert not {"zero", "faint", "not_finite", "idle"} & first.keys()
@@ -50,7 +52,9 @@ def test_a_tensor_that_no_gradient_reaches_stops_the_run_before_the_first_update
 
         def detached(*args: Any, **rest: Any) -> nn.Module:
             model = really(*args, **rest)
-            model.get_submodule("base_model.model.model.layers.1.mlp").register_forward_hook(lambda *given: given[-1].detach())
+            model.get_submodule("base_model.model.model.layers.1.mlp").register_forward_hook(
+                lambda *given: given[-1].detach()
+            )
             return model
 
         setattr(worker, "make_trainable", detached)  # noqa: B010
@@ -123,7 +127,9 @@ def look(model: Parts, *, steps: int = 1, finite: Tensor = FINITE) -> list[dict[
 
 
 def test_an_unused_module_is_an_error_with_its_reason() -> None:
-    with pytest.raises(FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight") as raised:
+    with pytest.raises(
+        FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight"
+    ) as raised:
         look(Parts())
     assert "unused: gets no input" in raised.value.remedy
 
@@ -173,7 +179,9 @@ def test_gradients_that_are_given_back_within_backward_are_heard_as_they_come_by
         parameter.register_post_accumulate_grad_hook(given_back)  # type: ignore[no-untyped-call]
     audit.hear()
     model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight"):
+    with pytest.raises(
+        FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight"
+    ):
         audit.decide(1, lambda: model(torch.ones(2, 3)), FINITE)
     del model.unused
     for step in (1, 2):
@@ -206,7 +214,9 @@ def test_what_any_rank_holds_a_gradient_of_is_reached() -> None:
     model = Parts()
     told: list[dict[str, Any]] = []
     model(torch.ones(2, 3)).sum().backward()
-    Audit(model, ALONE, Halves({"unused.weight": 1.0}), lambda **event: told.append(event)).decide(1, lambda: None, FINITE)
+    Audit(model, ALONE, Halves({"unused.weight": 1.0}), lambda **event: told.append(event)).decide(
+        1, lambda: None, FINITE
+    )
     assert told[0]["reached"] == 5
 
 

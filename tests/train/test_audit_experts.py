@@ -53,7 +53,10 @@ def _routed(logits_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 def test_experts_without_tokens_are_named_by_their_numbers_and_no_error(mixture: nn.Module, inside: bool) -> None:
     _leave_out(mixture, [0, 3])
     found = _audited(mixture, inside=inside)
-    assert set(found["idle"]) == {"model.layers.{0..1}.mlp.experts.{0,3}.down_proj", "model.layers.{0..1}.mlp.experts.{0,3}.gate_up_proj"}
+    assert set(found["idle"]) == {
+        "model.layers.{0..1}.mlp.experts.{0,3}.down_proj",
+        "model.layers.{0..1}.mlp.experts.{0,3}.gate_up_proj",
+    }
     assert found["tensors"] == found["reached"] == len(list(mixture.parameters()))
     assert "zero" not in found
 

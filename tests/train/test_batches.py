@@ -49,7 +49,9 @@ def test_rows_of_text_are_collated_here_and_rows_with_images_by_others() -> None
     assert digest([call_for(live, [TEXT, TEXT], [0, 1], 0)()]) == digest([Collator(pad=0)([TEXT, TEXT])])
 
 
-def test_the_worst_batch_is_decoded_by_others_too_and_is_what_it_would_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worst_batch_is_decoded_by_others_too_and_is_what_it_would_be_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_vlm("qwen2_5_vl", tmp_path / "model")
     draw(tmp_path, "a.png", 1, size=(90, 60)), draw(tmp_path, "b.png", 2)
     write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png"), asked(1, "b.png", question="And which one is this?")])
@@ -62,7 +64,11 @@ def test_the_worst_batch_is_decoded_by_others_too_and_is_what_it_would_be_here(t
         live: Any = SimpleNamespace(compose=None, collator=collator, workers=workers)
         found = cut(live, [worst] * 2, range(2), "measure", micro_batch=1)
     assert [digest([batch]) for batch in found] == [digest([here])] * 2
-    assert all(torch.equal(batch.extra.tensors["pixel_values"], here.extra.tensors["pixel_values"]) for batch in found if batch.extra and here.extra)
+    assert all(
+        torch.equal(batch.extra.tensors["pixel_values"], here.extra.tensors["pixel_values"])
+        for batch in found
+        if batch.extra and here.extra
+    )
 
 
 def _never(*_: Any, **__: Any) -> NoReturn:

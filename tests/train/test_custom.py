@@ -41,7 +41,9 @@ def batches_made_here() -> None:
 
 def job_of(folder: Path, **changes: Any) -> Job:
     def project(place: Path, *, spec: str) -> Path:  # noqa: ARG001
-        return make_own_project(place, **({"evaluate": None, "levers": FIXED, "schedule": {"epochs": 1, "warmup": 0.1}} | changes))
+        return make_own_project(
+            place, **({"evaluate": None, "levers": FIXED, "schedule": {"epochs": 1, "warmup": 0.1}} | changes)
+        )
 
     return make_job(folder, project=project)
 
@@ -86,7 +88,9 @@ def test_two_ranks_train_what_one_does_whatever_the_micro_batch(tmp_path: Path) 
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-5)
-    audited = [line for rank in (0, 1) for line in read_lines(several.metrics_of(rank)) if line.get("event") == "gradients"]
+    audited = [
+        line for rank in (0, 1) for line in read_lines(several.metrics_of(rank)) if line.get("event") == "gradients"
+    ]
     assert not any(line.get("unreached") for line in audited)
 
 
@@ -99,7 +103,9 @@ def test_a_loss_that_is_a_mean_ends_the_run_before_its_first_step(tmp_path: Path
     assert not list(read_steps(where.metrics))
 
 
-def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_rows_and_then_with_layers_computed_again(tmp_path: Path) -> None:
+def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_rows_and_then_with_layers_computed_again(
+    tmp_path: Path,
+) -> None:
     """As long as more than one row is there, or layers are kept, memory is short; a rehearsal does not know that."""
     short = (
         "        is_large = len(inputs['ids']) > 1 or not hasattr(self.blocks[0].forward, 'func')\n"
@@ -109,7 +115,9 @@ def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_rows_and_then_with_l
     place = "    def loss(self, inputs):\n"
     job = job_of(
         tmp_path,
-        code=CODE.replace(place, place + "        self.short(inputs)\n").replace(place, "    def short(self, inputs):\n" + short + "\n" + place),
+        code=CODE.replace(place, place + "        self.short(inputs)\n").replace(
+            place, "    def short(self, inputs):\n" + short + "\n" + place
+        ),
     )
     where = job.fresh()
     assert finish(start(where, batches_made_here)) == 0, words(where)

@@ -49,7 +49,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a deleted file": lambda c: (c / "finefit_rng.safetensors").unlink(),
     "a deleted manifest": lambda c: (c / "finefit_manifest.json").unlink(),
     "swapped files": lambda c: swap(c / "adapter_config.json", c / "tokenizer_config.json"),
-    "a file of another checkpoint": lambda c: shutil.copy(c.parent / "checkpoint-6" / "finefit_optimizer.safetensors", c),
+    "a file of another checkpoint": lambda c: shutil.copy(
+        c.parent / "checkpoint-6" / "finefit_optimizer.safetensors", c
+    ),
     "an added file": lambda c: (c / "model.safetensors").write_bytes(b"x"),
 }
 
@@ -101,7 +103,9 @@ def test_a_run_whose_checkpoints_were_removed_starts_over_bit_identical(lora: Re
     assert outcome(where) == lora.outcome
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_both_names(lora: Reference, stopped: StageDir, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_both_names(
+    lora: Reference, stopped: StageDir, tmp_path: Path
+) -> None:
     foreign = make_job(tmp_path / "other", model_seed=1).fresh()
     assert finish(start(foreign, lambda: at_step(13, lambda: send_self(signal.SIGKILL)))) == -signal.SIGKILL
     where = lora.job.copy(stopped.run)

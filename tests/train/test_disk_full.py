@@ -15,7 +15,21 @@ from finefit.artifacts.checkpoint import list_checkpoints, problems
 from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.trainings import StageResult
-from tests.faults import PAGE, Job, Reference, at_operation, at_step, fill_disk, finish, hidden, make_job, outcome, small_disk, start, words
+from tests.faults import (
+    PAGE,
+    Job,
+    Reference,
+    at_operation,
+    at_step,
+    fill_disk,
+    finish,
+    hidden,
+    make_job,
+    outcome,
+    small_disk,
+    start,
+    words,
+)
 
 STOPPED = 3
 DISK_BYTES = 8 << 20
@@ -61,14 +75,18 @@ def test_a_save_without_room_is_not_begun(job: Job, disk: Path, lora: Reference)
     assert_goes_on(where, disk, lora)
 
 
-def test_a_disk_that_fills_up_at_any_page_of_a_save_damages_nothing(job: Job, disk: Path, lora: Reference, count: Callable[[str], None]) -> None:
+def test_a_disk_that_fills_up_at_any_page_of_a_save_damages_nothing(
+    job: Job, disk: Path, lora: Reference, count: Callable[[str], None]
+) -> None:
     """The same run meets a full disk at one page after the other: first, middle and last byte of each file are among them."""
     where = job.fresh()
     checkpoint = where.checkpoints / "checkpoint-6"
     pages = 0
     while True:
         fill = partial(fill_disk, disk, leave_pages=pages)
-        code = finish(start(where, partial(at_operation, where.checkpoints, "os.mkdir", r"\.staging-checkpoint-6", fill)))
+        code = finish(
+            start(where, partial(at_operation, where.checkpoints, "os.mkdir", r"\.staging-checkpoint-6", fill))
+        )
         if checkpoint.exists():
             break
         assert code == STOPPED
@@ -87,7 +105,9 @@ def test_a_disk_that_fills_up_at_any_page_of_a_save_damages_nothing(job: Job, di
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_disk_that_fills_up_between_saves_stops_the_run_resumably(job: Job, disk: Path, lora: Reference, step: int) -> None:
+def test_a_disk_that_fills_up_between_saves_stops_the_run_resumably(
+    job: Job, disk: Path, lora: Reference, step: int
+) -> None:
     """Not even a line of the journal has room, nor the result."""
     where = job.fresh()
 
@@ -111,7 +131,10 @@ def test_a_name_that_finds_no_room_stops_the_run_resumably(job: Job, disk: Path,
     def no_more_names() -> None:
         limit_names(disk, os.statvfs(disk).f_files - os.statvfs(disk).f_ffree)
 
-    assert finish(start(where, lambda: at_operation(where.checkpoints, "os.symlink", r"\.best\..*", no_more_names))) == STOPPED
+    assert (
+        finish(start(where, lambda: at_operation(where.checkpoints, "os.symlink", r"\.best\..*", no_more_names)))
+        == STOPPED
+    )
     assert f"{where.checkpoints / 'best'} needs " in words(where)
     limit_names(disk, 100_000)
     assert_goes_on(where, disk, lora)
@@ -121,12 +144,23 @@ def limit_names(disk: Path, num_inodes: int) -> None:
     subprocess.run(["mount", "-o", f"remount,nr_inodes={num_inodes}", str(disk)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root has run the tests above; others run them in a namespace of their own")
+@pytest.mark.skipif(
+    os.geteuid() == 0, reason="root has run the tests above; others run them in a namespace of their own"
+)
 def test_the_disk_faults_hold_without_root() -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system lets users make no mount namespace, so no small disk can be had without root")
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "-k", "disk", __file__, str(Path(__file__).parent.parent / "artifacts")]
+    pytest_here = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "disk",
+        __file__,
+        str(Path(__file__).parent.parent / "artifacts"),
+    ]
     inside = subprocess.run([unshare, "-rm", *pytest_here], capture_output=True, text=True, check=False)
     assert inside.returncode == 0, inside.stdout
     assert " 1 skipped" in inside.stdout  # this one

@@ -48,7 +48,9 @@ from tests.faults import (
 )
 from tests.pairs import DPO, make_pairs_project
 
-FULL = DPO.replace("tuning: {kind: lora, rank: 4, alpha: 8, dropout: 0.1}", "tuning: {kind: full}").replace("lr: 1e-2", "lr: 1e-3")
+FULL = DPO.replace("tuning: {kind: lora, rank: 4, alpha: 8, dropout: 0.1}", "tuning: {kind: full}").replace(
+    "lr: 1e-2", "lr: 1e-3"
+)
 GOES_ON = DPO.replace("dropout: 0.1}", "dropout: 0.1, adapter: before}")
 
 
@@ -106,7 +108,9 @@ def test_a_run_starts_at_ln_2_and_learns_what_is_preferred(kind: str, request: p
     assert "perplexity" not in validated[0]
     steps = read_steps(where.metrics)
     assert len(steps) == 18
-    assert all(step["margin"] == pytest.approx(step["rewards_chosen"] - step["rewards_rejected"], abs=1e-5) for step in steps)
+    assert all(
+        step["margin"] == pytest.approx(step["rewards_chosen"] - step["rewards_rejected"], abs=1e-5) for step in steps
+    )
     assert sum(step["rows"] for step in steps) == 3 * 22
 
 
@@ -123,7 +127,9 @@ def test_the_check_of_the_start_leaves_no_trace_in_the_run(lora: Reference) -> N
 
 
 def test_a_reference_from_kept_numbers_trains_as_one_from_the_model(lora: Reference, tmp_path: Path) -> None:
-    kept = make_reference(make_job(tmp_path, spec=DPO.replace("kind: dpo}", "kind: dpo, reference: cached}"), project=make_pairs_project))
+    kept = make_reference(
+        make_job(tmp_path, spec=DPO.replace("kind: dpo}", "kind: dpo, reference: cached}"), project=make_pairs_project)
+    )
     ours, theirs = ([loss for _, loss, _, _ in found.outcome.steps] for found in (kept, lora))
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert _first_run(kept).reference.exists()
@@ -134,7 +140,9 @@ def test_a_reference_from_kept_numbers_trains_as_one_from_the_model(lora: Refere
 
 
 @pytest.mark.parametrize("kind", ["lora", "full", "goes_on"])
-def test_runs_killed_at_random_times_end_bit_identical(kind: str, request: pytest.FixtureRequest, count: Callable[[str], None]) -> None:
+def test_runs_killed_at_random_times_end_bit_identical(
+    kind: str, request: pytest.FixtureRequest, count: Callable[[str], None]
+) -> None:
     found: Reference = request.getfixturevalue(kind)
     chance, kills = random.Random(kind), max(2, KILLS // 7)
     where = found.job.fresh()
@@ -264,7 +272,9 @@ def begin() -> Iterator[Begin]:
         yield partial(_begin, journals)
 
 
-def _begin(journals: ExitStack, where: StageDir, *, stop_after: int | None = None) -> tuple[Start, _Counting, dict[str, ExamplePairs]]:
+def _begin(
+    journals: ExitStack, where: StageDir, *, stop_after: int | None = None
+) -> tuple[Start, _Counting, dict[str, ExamplePairs]]:
     stage, stop = read_record(where.stage, Stage), StopRequest()
     model = make_trainable(
         load_base(where.run / stage.model.path, device="cpu", dtype=torch.float32),  # type: ignore[union-attr]

@@ -13,7 +13,9 @@ from finefit.train.feed import Feeder
 
 def _batch(step: int) -> Batch:
     ids = torch.tensor([[step, step]])
-    return Batch(input_ids_BT=ids, positions_N=torch.tensor([0]), targets_N=torch.tensor([step]), num_supervised=1, num_tokens=2)
+    return Batch(
+        input_ids_BT=ids, positions_N=torch.tensor([0]), targets_N=torch.tensor([step]), num_supervised=1, num_tokens=2
+    )
 
 
 def _made(step: int) -> list[Batch]:
@@ -87,7 +89,10 @@ def test_an_error_in_the_thread_is_raised_where_its_step_is_taken() -> None:
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_no_thread_outlives_the_loop(ends: str) -> None:
-    with pytest.raises(KeyboardInterrupt) if ends == "badly" else torch.no_grad(), Feeder(_made, total_steps=100) as feeder:
+    with (
+        pytest.raises(KeyboardInterrupt) if ends == "badly" else torch.no_grad(),
+        Feeder(_made, total_steps=100) as feeder,
+    ):
         feeder.take(0)
         assert len(_feeders()) == 1
         if ends == "badly":
@@ -108,7 +113,10 @@ def test_a_lack_of_host_memory_is_named_with_what_is_free_and_is_resumable() -> 
     def make(_: int) -> list[Batch]:
         raise MemoryError
 
-    with Feeder(make, total_steps=3) as feeder, pytest.raises(WorkerDied, match=r"micro-batches of step 1: \d+\.\d GiB are free") as raised:
+    with (
+        Feeder(make, total_steps=3) as feeder,
+        pytest.raises(WorkerDied, match=r"micro-batches of step 1: \d+\.\d GiB are free") as raised,
+    ):
         feeder.take(0)
     assert raised.value.exit_code == 3
 

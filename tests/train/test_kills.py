@@ -98,7 +98,10 @@ def stage_of(operation: Operation) -> str | None:
 def points_inside_saves(operations: list[Operation], wanted: int, seed: int) -> list[int]:
     """One for each stage of a save, and others drawn from all operations."""
     chance = random.Random(seed)
-    inside = {stage: [at for at, operation in enumerate(operations) if stage_of(operation) == stage] for stage in STAGES_OF_A_SAVE}
+    inside = {
+        stage: [at for at, operation in enumerate(operations) if stage_of(operation) == stage]
+        for stage in STAGES_OF_A_SAVE
+    }
     chosen = [chance.choice(inside[stage]) for stage in STAGES_OF_A_SAVE]
     others = sorted(set(chain.from_iterable(inside.values())) - set(chosen))
     return (chosen + chance.sample(others, max(0, wanted - len(chosen))))[:wanted]
@@ -119,7 +122,9 @@ def test_runs_killed_inside_a_save_end_bit_identical(lora: Reference, count: Cal
     kill_at_operations(lora, points)
     stages = {stage_of(lora.operations[point]) for point in points}
     assert stages == set(STAGES_OF_A_SAVE)
-    count(f"F2  LoRA: {len(points)} kills inside a save, at all of its {len(stages)} stages, {len(points)} bit-identical")
+    count(
+        f"F2  LoRA: {len(points)} kills inside a save, at all of its {len(stages)} stages, {len(points)} bit-identical"
+    )
 
 
 def test_whole_models_killed_inside_a_save_end_bit_identical(full: Reference, count: Callable[[str], None]) -> None:
@@ -150,7 +155,12 @@ def test_a_run_that_dies_within_a_file_ends_bit_identical(lora: Reference, limit
 def half_removed(lora: Reference) -> StageDir:
     """Killed while an old checkpoint was being removed, with a half-written checkpoint and a half-made link lying about as well."""
     where = lora.job.fresh()
-    begun = start(where, lambda: at_operation(where.checkpoints, "os.remove", r"finefit_rng\.safetensors", lambda: send_self(signal.SIGKILL)))
+    begun = start(
+        where,
+        lambda: at_operation(
+            where.checkpoints, "os.remove", r"finefit_rng\.safetensors", lambda: send_self(signal.SIGKILL)
+        ),
+    )
     assert finish(begun) == -signal.SIGKILL
     staging = where.checkpoints / ".staging-checkpoint-12"
     staging.mkdir()
@@ -159,13 +169,17 @@ def half_removed(lora: Reference) -> StageDir:
     return where
 
 
-def test_runs_killed_during_resume_end_bit_identical(lora: Reference, half_removed: StageDir, count: Callable[[str], None]) -> None:
+def test_runs_killed_during_resume_end_bit_identical(
+    lora: Reference, half_removed: StageDir, count: Callable[[str], None]
+) -> None:
     """Also the resume of a killed resume."""
     trace = half_removed.run / "operations.txt"
     probe = lora.job.copy(half_removed.run)
     assert finish(start(probe, lambda: record_operations(probe.checkpoints, trace))) == 0
     operations = [Operation(*line.split("\t")) for line in trace.read_text().splitlines()]
-    resuming = next(at for at, operation in enumerate(operations) if operation == Operation("os.mkdir", ".staging-checkpoint-12"))
+    resuming = next(
+        at for at, operation in enumerate(operations) if operation == Operation("os.mkdir", ".staging-checkpoint-12")
+    )
     points = random.Random(5).sample(range(resuming), KILLS // 4 * 2)
     for first, second in zip(points[::2], points[1::2], strict=True):
         where = lora.job.copy(half_removed.run)
@@ -178,7 +192,9 @@ def test_runs_killed_during_resume_end_bit_identical(lora: Reference, half_remov
     count(f"F3  {len(points)} kills during resume, {len(points)} bit-identical")
 
 
-def test_a_run_killed_between_weights_and_optimizer_of_a_resume_ends_bit_identical(lora: Reference, half_removed: StageDir) -> None:
+def test_a_run_killed_between_weights_and_optimizer_of_a_resume_ends_bit_identical(
+    lora: Reference, half_removed: StageDir
+) -> None:
     where = lora.job.copy(half_removed.run)
 
     def die(*_: object, **__: object) -> None:
@@ -191,7 +207,9 @@ def test_a_run_killed_between_weights_and_optimizer_of_a_resume_ends_bit_identic
 
 def test_runs_killed_during_rotation_end_bit_identical(lora: Reference, count: Callable[[str], None]) -> None:
     rotation = [
-        at for at, operation in enumerate(lora.operations) if stage_of(operation) in ("before an old one is hidden", "while an old one is removed")
+        at
+        for at, operation in enumerate(lora.operations)
+        if stage_of(operation) in ("before an old one is hidden", "while an old one is removed")
     ]
     points = random.Random(6).sample(rotation, KILLS // 4)
     kill_at_operations(lora, points)

@@ -91,7 +91,9 @@ def test_a_gradient_that_overflows_halves_the_scale_and_is_no_nan_event(job: Job
     assert fallen == [2.0**16 / 2**n for n in range(1, len(fallen) + 1)]
     assert events(where, "not_finite") == []
     assert [line["step"] for line in read_steps(where.metrics)] == list(range(1, 19))
-    assert last_scale(where) == LossScale(scale=fallen[-1], good_steps=18 - int(events(where, "loss_scale")[-1]["step"]) + 1)
+    assert last_scale(where) == LossScale(
+        scale=fallen[-1], good_steps=18 - int(events(where, "loss_scale")[-1]["step"]) + 1
+    )
 
 
 @pytest.mark.parametrize("killed_at", [2, 6, 13])

@@ -69,20 +69,26 @@ def test_a_package_that_only_one_rank_has_is_named(stage: Stage) -> None:
 
 def test_another_stage_record_is_another_run(stage: Stage) -> None:
     odd = replace(VISITORS[2], stage_sha256="6" * 64)
-    assert "rank 2 (process 102 on node-2) has stage.json 666666666666, the others 555555555555" in refused([*VISITORS[:2], odd], stage)
+    assert "rank 2 (process 102 on node-2) has stage.json 666666666666, the others 555555555555" in refused(
+        [*VISITORS[:2], odd], stage
+    )
 
 
 @pytest.mark.parametrize(("seen", "words"), [("b" * 64, "bbbbbbbbbbbb"), ("missing", "missing")])
 def test_data_that_one_rank_sees_otherwise_is_named(stage: Stage, seen: str, words: str) -> None:
     odd = replace(VISITORS[1], prepared={"train.safetensors": seen})
     problem = refused([VISITORS[0], odd, VISITORS[2]], stage)
-    assert f"rank 1 (process 101 on node-1) sees data/train.safetensors as {words}, the run was prepared with aaaaaaaaaaaa" in problem
+    assert (
+        f"rank 1 (process 101 on node-1) sees data/train.safetensors as {words}, the run was prepared with aaaaaaaaaaaa"
+        in problem
+    )
 
 
 def test_a_card_that_somebody_else_uses_is_named_and_refused_where_the_stage_cannot_fit(stage: Stage) -> None:
     used = [VISITORS[0], replace(VISITORS[1], free_bytes=50 * GIB), VISITORS[2]]
-    assert f"rank 1 (process 101 on node-1) has {50 * GIB:,} bytes free on cuda:0 H200, another {80 * GIB:,}; {60 * GIB:,} are needed" in refused(
-        used, stage
+    assert (
+        f"rank 1 (process 101 on node-1) has {50 * GIB:,} bytes free on cuda:0 H200, another {80 * GIB:,}; {60 * GIB:,} are needed"
+        in refused(used, stage)
     )
     (remark,) = require_alike(used, replace(stage, foretold_bytes=40 * GIB))
     assert remark.startswith("rank 1 (process 101 on node-1) has")

@@ -29,7 +29,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Stag
     """By tuning, as one process leaves it."""
     found = {}
     for tuning, spec in SPECS.items():
-        job = make_job(tmp_path_factory.mktemp(tuning), spec=spec, project=partial(make_mixture_project, family="qwen2"))
+        job = make_job(
+            tmp_path_factory.mktemp(tuning), spec=spec, project=partial(make_mixture_project, family="qwen2")
+        )
         where = job.fresh()
         assert finish(start(where)) == 0, words(where)
         found[tuning] = (job, where)
@@ -41,8 +43,13 @@ def weights(where: StageDir) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("tuning", "kind"), [("routers", "ddp"), ("routers", "fsdp2"), ("routers", "zero2"), ("full", "fsdp2"), ("full", "zero3")])
-def test_two_ranks_go_on_from_one_and_come_to_what_it_comes_to(tuning: str, kind: str, alone: dict[str, tuple[Job, StageDir]]) -> None:
+@pytest.mark.parametrize(
+    ("tuning", "kind"),
+    [("routers", "ddp"), ("routers", "fsdp2"), ("routers", "zero2"), ("full", "fsdp2"), ("full", "zero3")],
+)
+def test_two_ranks_go_on_from_one_and_come_to_what_it_comes_to(
+    tuning: str, kind: str, alone: dict[str, tuple[Job, StageDir]]
+) -> None:
     if kind.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the extra finefit[deepspeed] is not installed")
     job, reference = alone[tuning]
@@ -54,8 +61,13 @@ def test_two_ranks_go_on_from_one_and_come_to_what_it_comes_to(tuning: str, kind
     losses = [[line["loss"] for line in read_steps(found.metrics)] for found in (reference, where)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     if tuning == "routers":
-        mine, base = weights(where), dict(AutoModelForCausalLM.from_pretrained(reference.run.parents[1] / "model").named_parameters())
-        assert {name for name in base if not torch.equal(mine[name], base[name])} == {f"model.layers.{at}.mlp.gate.weight" for at in range(2)}
+        mine, base = (
+            weights(where),
+            dict(AutoModelForCausalLM.from_pretrained(reference.run.parents[1] / "model").named_parameters()),
+        )
+        assert {name for name in base if not torch.equal(mine[name], base[name])} == {
+            f"model.layers.{at}.mlp.gate.weight" for at in range(2)
+        }
         assert read_record(where.result, StageResult).frozen_unchanged is True
         assert where.routing.exists() == (kind != "fsdp2")
         assert ("routing is not measured: the model is divided" in words(where)) == (kind == "fsdp2")

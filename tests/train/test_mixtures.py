@@ -23,7 +23,9 @@ TUNINGS = {"full": "{kind: full}", "routers": "{kind: subset, trainable: [mlp.ga
 def spec(tuning: str) -> str:
     """Six steps, the third of which is saved; levers are fixed, since nothing here is about planning."""
     levers = "{micro_batch: 2, recompute: none, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1, adapter_inputs: fp32}"
-    return re.sub(r"levers: .*\n", f"levers: {levers}\n", re.sub(r"tuning: .*\n", f"tuning: {tuning}\n", TRAINING)).replace("epochs: 3", "epochs: 1")
+    return re.sub(
+        r"levers: .*\n", f"levers: {levers}\n", re.sub(r"tuning: .*\n", f"tuning: {tuning}\n", TRAINING)
+    ).replace("epochs: 3", "epochs: 1")
 
 
 @pytest.fixture(scope="module", params=TUNINGS)
@@ -62,7 +64,10 @@ def test_a_killed_run_ends_bit_identical(job: Job, whole: StageDir) -> None:
 
 def test_plain_transformers_reads_the_checkpoint_with_equal_logits(whole: StageDir) -> None:
     folder = whole.checkpoints / "final"
-    ours, plain = load_base(folder, device="cpu", dtype=torch.float32), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours, plain = (
+        load_base(folder, device="cpu", dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
     ids_BT = torch.arange(5, 45).view(2, 20)
     with torch.no_grad():
         torch.testing.assert_close(ours(input_ids=ids_BT).logits, plain(input_ids=ids_BT).logits, rtol=1e-5, atol=1e-5)
@@ -70,7 +75,10 @@ def test_plain_transformers_reads_the_checkpoint_with_equal_logits(whole: StageD
 
 def test_the_trained_part_has_moved_and_no_other(tuning: str, whole: StageDir, job: Job) -> None:
     start_folder: Path = job.pristine.parent.parent / "model"
-    before, after = (load_base(f, device="cpu", dtype=torch.float32).state_dict() for f in (start_folder, whole.checkpoints / "final"))
+    before, after = (
+        load_base(f, device="cpu", dtype=torch.float32).state_dict()
+        for f in (start_folder, whole.checkpoints / "final")
+    )
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     if tuning == "routers":
         assert moved == {name for name in before if name.endswith("mlp.gate.weight")}
@@ -83,8 +91,12 @@ def test_routers_that_are_trained_in_halves_leave_the_files_of_the_experts_as_th
     job = make_job(tmp_path, spec=spec(TUNINGS["routers"]) + "precision: bf16\n", project=make_mixture_project)
     where = job.fresh()
     assert finish(start(where)) == 0, words(where)
-    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final"))
-    moved = {name for name in before if before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name])}
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final")
+    )
+    moved = {
+        name for name in before if before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name])
+    }
     assert before.keys() == after.keys()
     assert moved == {name for name in before if name.endswith("mlp.gate.weight")}
 
@@ -99,7 +111,9 @@ def test_a_mixture_in_halves_that_is_trained_whole_is_saved_in_fp32_with_all_of_
     """Also what stands in for a shared expert and is not trained; plain transformers then rounds nothing."""
     where = make_job(tmp_path, spec=spec(TUNINGS["full"]), project=_halved).fresh()
     assert finish(start(where)) == 0, words(where)
-    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final"))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final")
+    )
     assert before.keys() == after.keys()
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}
     assert AutoModelForCausalLM.from_pretrained(where.checkpoints / "final").dtype is torch.float32

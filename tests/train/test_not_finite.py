@@ -17,7 +17,20 @@ from finefit.objective.batch import Batch, Forward, LossSum
 from finefit.objective.sft import sft
 from finefit.train import worker
 from tests.conftest import Bent
-from tests.faults import TRAINING, Job, Outcome, Reference, at_step, digests, finish, make_job, outcome, send_self, start, words
+from tests.faults import (
+    TRAINING,
+    Job,
+    Outcome,
+    Reference,
+    at_step,
+    digests,
+    finish,
+    make_job,
+    outcome,
+    send_self,
+    start,
+    words,
+)
 
 DIVERGED = 1
 POISONS = ("nan loss", "inf loss", "inf gradient")

@@ -23,7 +23,12 @@ def values(ended: list[Ended]) -> list[Any]:
 
 
 def test_one_rank_is_told_by_itself() -> None:
-    assert (ONE_RANK.any(True), ONE_RANK.any(False), ONE_RANK.gather("x"), ONE_RANK.is_first) == (True, False, ["x"], True)
+    assert (ONE_RANK.any(True), ONE_RANK.any(False), ONE_RANK.gather("x"), ONE_RANK.is_first) == (
+        True,
+        False,
+        ["x"],
+        True,
+    )
 
 
 def test_what_any_rank_claims_every_rank_hears_and_what_all_have_comes_by_rank() -> None:
@@ -31,7 +36,13 @@ def test_what_any_rank_claims_every_rank_hears_and_what_all_have_comes_by_rank()
         with joined(place, open_store(place, patience=SHORT), device="cpu") as ranks:
             heard = [ranks.any(place.rank == 1), ranks.any(False)]
             ranks.barrier()
-            return (ranks.rank, ranks.size, ranks.is_first, heard, list(ranks.gather({"rank": place.rank, "pid_is_own": True})))
+            return (
+                ranks.rank,
+                ranks.size,
+                ranks.is_first,
+                heard,
+                list(ranks.gather({"rank": place.rank, "pid_is_own": True})),
+            )
 
     told = [{"rank": 0, "pid_is_own": True}, {"rank": 1, "pid_is_own": True}]
     assert values(as_ranks(2, act)) == [(0, 2, True, [True, False], told), (1, 2, False, [True, False], told)]

@@ -30,7 +30,11 @@ WORKER = "finefit.train.worker"
 def sure(spec: str) -> str:
     """Without chance, with levers that every engine has, and with all its checkpoints."""
     levers = "levers: {micro_batch: 2, kernels: torch, keep_attention: false}"
-    return spec.replace("dropout: 0.1", "dropout: 0.0").replace("keep: 2", "keep: 9").replace("levers: {micro_batch: 2}", levers)
+    return (
+        spec.replace("dropout: 0.1", "dropout: 0.0")
+        .replace("keep: 2", "keep: 9")
+        .replace("levers: {micro_batch: 2}", levers)
+    )
 
 
 TWO = "engine: {kind: ddp, devices: 2}\n"
@@ -96,7 +100,9 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 @pytest.mark.parametrize("kind", ENGINES)
-def test_ranks_go_on_from_a_single_process_and_it_goes_on_from_them(kind: str, tuning: str, alone: dict[str, tuple[Job, StageDir]]) -> None:
+def test_ranks_go_on_from_a_single_process_and_it_goes_on_from_them(
+    kind: str, tuning: str, alone: dict[str, tuple[Job, StageDir]]
+) -> None:
     """Weights and optimizer state are taken up whole, so the numbers differ by the order of sums alone; names and files are the same."""
     if kind.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the extra finefit[deepspeed] is not installed")
@@ -109,7 +115,9 @@ def test_ranks_go_on_from_a_single_process_and_it_goes_on_from_them(kind: str, t
     random = load_file(where.checkpoints / "final" / "finefit_rng.safetensors")
     assert sorted(random) == ["rank0/cpu", "rank1/cpu"]
     assert not torch.equal(random["rank0/cpu"], random["rank1/cpu"])
-    assert [line["batch"] for line in read_steps(where.metrics)][:12] == [line["batch"] for line in read_steps(reference.metrics)][:12]
+    assert [line["batch"] for line in read_steps(where.metrics)][:12] == [
+        line["batch"] for line in read_steps(reference.metrics)
+    ][:12]
     wanted = [line["loss"] for line in read_steps(reference.metrics)]
     assert [line["loss"] for line in read_steps(where.metrics)] == pytest.approx(wanted, rel=1e-4)
     assert (where.path / "deepspeed.json").exists() == kind.startswith("zero")

@@ -30,7 +30,19 @@ from finefit.train.batches import capacity_under
 from finefit.train.corrections import Corrections
 from finefit.train.worker import work
 from tests.conftest import make_model_folder, make_project
-from tests.faults import TRAINING, Job, Reference, at_step, finish, make_job, make_reference, outcome, send_self, start, words
+from tests.faults import (
+    TRAINING,
+    Job,
+    Reference,
+    at_step,
+    finish,
+    make_job,
+    make_reference,
+    outcome,
+    send_self,
+    start,
+    words,
+)
 from tests.ranks import as_ranks
 from tests.step.company import make_stage
 
@@ -115,19 +127,26 @@ def levers_of(where: StageDir) -> Levers:
 
 def largest_difference(left: StageDir, right: StageDir) -> float:
     theirs = load_file(right.checkpoints / "final" / TRAINED)
-    return max(float((tensor - theirs[name]).abs().max()) for name, tensor in load_file(left.checkpoints / "final" / TRAINED).items())
+    return max(
+        float((tensor - theirs[name]).abs().max())
+        for name, tensor in load_file(left.checkpoints / "final" / TRAINED).items()
+    )
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The job of `lora`, begun with a micro-batch of one row."""
-    return make_reference(make_job(tmp_path_factory.mktemp("single"), spec=TRAINING.replace("micro_batch: 2", "micro_batch: 1")))
+    return make_reference(
+        make_job(tmp_path_factory.mktemp("single"), spec=TRAINING.replace("micro_batch: 2", "micro_batch: 1"))
+    )
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """All four rows of a step at once, no dropout."""
-    return make_job(tmp_path_factory.mktemp("plain"), spec=STILL.replace("{micro_batch: 2}", UNPULLED), project=still_project)
+    return make_job(
+        tmp_path_factory.mktemp("plain"), spec=STILL.replace("{micro_batch: 2}", UNPULLED), project=still_project
+    )
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +155,9 @@ def unfaulted(plain: Job) -> StageDir:
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_run_rescued_at_its_first_step_is_the_run_that_began_with_the_smaller_micro_batch(lora: Reference, single: Reference, place: str) -> None:
+def test_a_run_rescued_at_its_first_step_is_the_run_that_began_with_the_smaller_micro_batch(
+    lora: Reference, single: Reference, place: str
+) -> None:
     """Bit for bit, dropout included: weights, optimizer, random numbers, every loss and the rows of every step."""
     where = run(lora.job, lambda: run_out(in_training(rows=1), where=place))
     assert outcome(where) == single.outcome
@@ -146,7 +167,9 @@ def test_a_run_rescued_at_its_first_step_is_the_run_that_began_with_the_smaller_
     assert levers_of(where).micro_batch == 1
 
 
-def test_a_rescue_at_the_longest_batch_changes_neither_rows_nor_loss_nor_weights(plain: Job, unfaulted: StageDir) -> None:
+def test_a_rescue_at_the_longest_batch_changes_neither_rows_nor_loss_nor_weights(
+    plain: Job, unfaulted: StageDir
+) -> None:
     """Steps before it are bit-identical to those of a run without the fault; what follows is equal to 1e-5."""
     longest = max(line["tokens"] for line in read_lines(unfaulted.metrics) if "tokens" in line)
     where = run(plain, lambda: run_out(longer_than(longest - 1)))
@@ -159,7 +182,9 @@ def test_a_rescue_at_the_longest_batch_changes_neither_rows_nor_loss_nor_weights
     assert [step for step, *_ in ours.steps] == [step for step, *_ in theirs.steps]
     assert all(abs(a[1] - b[1]) < 1e-5 for a, b in zip(ours.steps, theirs.steps, strict=True))
     assert largest_difference(where, unfaulted) < 1e-5
-    counted = [[line["supervised_tokens"] for line in read_lines(w.metrics) if "loss" in line] for w in (where, unfaulted)]
+    counted = [
+        [line["supervised_tokens"] for line in read_lines(w.metrics) if "loss" in line] for w in (where, unfaulted)
+    ]
     assert counted[0] == counted[1]
 
 
@@ -187,7 +212,9 @@ def test_what_a_failed_attempt_left_in_the_gradients_is_gone(lora: Reference) ->
 
 
 @pytest.mark.parametrize("killed_at", [5, 8])
-def test_a_killed_run_goes_on_under_the_corrected_levers_and_ends_bit_identical(lora: Reference, killed_at: int) -> None:
+def test_a_killed_run_goes_on_under_the_corrected_levers_and_ends_bit_identical(
+    lora: Reference, killed_at: int
+) -> None:
     """Also from a checkpoint that is older than the rescue, and where the memory that was missing is there again."""
 
     def short() -> None:
@@ -222,7 +249,9 @@ def test_validation_that_runs_out_shrinks_and_training_does_not_notice(lora: Ref
     assert levers_of(where).micro_batch == 2
 
 
-def test_a_validation_that_does_not_fit_row_by_row_is_made_in_chunks_and_tiles_and_training_is_not(lora: Reference) -> None:
+def test_a_validation_that_does_not_fit_row_by_row_is_made_in_chunks_and_tiles_and_training_is_not(
+    lora: Reference,
+) -> None:
     """No step sees the levers that are pulled for a validation."""
 
     def tight(levers: Levers, _: Batch) -> bool:
@@ -297,13 +326,17 @@ def test_at_one_row_the_next_exact_levers_are_pulled_one_by_one(plain: Job, unfa
     assert levers_of(where).mlp_tiles == 8
 
 
-def test_with_every_lever_pulled_the_run_stops_resumable_and_goes_on_when_there_is_room(plain: Job, unfaulted: StageDir) -> None:
+def test_with_every_lever_pulled_the_run_stops_resumable_and_goes_on_when_there_is_room(
+    plain: Job, unfaulted: StageDir
+) -> None:
     where = plain.fresh()
     assert finish(start(where, lambda: run_out(from_step(8, in_training(rows=0))))) == STOPPED
     failure = read_record(where.result, StageResult).failure
     assert failure is not None
     assert failure.exit_code == STOPPED
-    assert failure.problem.startswith("step 8 is out of memory with every exact lever pulled, 1 row(s) at a time: CUDA out of memory")
+    assert failure.problem.startswith(
+        "step 8 is out of memory with every exact lever pulled, 1 row(s) at a time: CUDA out of memory"
+    )
     assert "finefit plan" in failure.remedy or "--set" in failure.remedy
     assert finish(start(where)) == 0
     assert largest_difference(where, unfaulted) < 1e-5
@@ -335,7 +368,9 @@ def test_out_of_memory_within_an_update_returns_to_the_last_checkpoint(plain: Jo
     assert outcome(where).steps[:6] == outcome(unfaulted).steps[:6]
 
 
-def test_out_of_memory_within_an_update_before_the_first_checkpoint_starts_again_under_the_next_levers(plain: Job, unfaulted: StageDir) -> None:
+def test_out_of_memory_within_an_update_before_the_first_checkpoint_starts_again_under_the_next_levers(
+    plain: Job, unfaulted: StageDir
+) -> None:
     where = plain.fresh()
     before = read_record(where.stage, Stage).levers
     assert finish(start(where, lambda: short_in_update(2))) == STOPPED
@@ -367,7 +402,9 @@ def test_another_error_is_no_lack_of_memory(lora: Reference) -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+            ),
             True,
         ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
@@ -480,7 +517,9 @@ def two_micro_batches(short_rank: int | None, at: str) -> Callable[[Any, Engine]
 
 @pytest.mark.parametrize("short_rank", [0, 1])
 @pytest.mark.parametrize("place", ["before the exchange", "in its last backward"])
-def test_when_one_rank_runs_out_all_ranks_try_again_and_none_exchanges_gradients(tmp_path: Path, short_rank: int, place: str) -> None:
+def test_when_one_rank_runs_out_all_ranks_try_again_and_none_exchanges_gradients(
+    tmp_path: Path, short_rank: int, place: str
+) -> None:
     lives = ranks_of(tmp_path)
     found = both(lives, two_micro_batches(short_rank, place))
     assert all(isinstance(one, rescue.Shortage) for one in found), found
@@ -501,7 +540,9 @@ def as_two(job: Job, prepare: Callable[[int], None]) -> StageDir:
     return where
 
 
-def test_two_real_ranks_of_which_one_runs_out_end_as_two_that_began_with_the_smaller_micro_batch(tmp_path: Path) -> None:
+def test_two_real_ranks_of_which_one_runs_out_end_as_two_that_began_with_the_smaller_micro_batch(
+    tmp_path: Path,
+) -> None:
     """Bit for bit, and in backward, where the other rank already waits for its gradients."""
     asked, smaller = (
         make_job(tmp_path / name, spec=PAIR.replace("micro_batch: 2", f"micro_batch: {rows}"), project=still_project)
@@ -520,7 +561,11 @@ def test_two_real_ranks_of_which_one_runs_out_end_as_two_that_began_with_the_sma
 
 def test_two_ranks_take_the_same_next_levers(tmp_path: Path) -> None:
     left, right = ranks_of(tmp_path)
-    assert rescue.next_levers(Levers(micro_batch=4), left) == rescue.next_levers(Levers(micro_batch=4), right) == Levers(micro_batch=2)
+    assert (
+        rescue.next_levers(Levers(micro_batch=4), left)
+        == rescue.next_levers(Levers(micro_batch=4), right)
+        == Levers(micro_batch=2)
+    )
 
 
 def test_a_rank_that_runs_out_within_the_exchange_ends_resumable_with_its_correction_written(tmp_path: Path) -> None:

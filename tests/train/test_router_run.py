@@ -25,7 +25,9 @@ from tests.mixtures import make_mixture_project
 
 LEVERS = "{micro_batch: 2, recompute: 1, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1, adapter_inputs: fp32}"
 GATES = "tuning: {kind: subset, trainable: [mlp.gate]}\nobjective: {kind: router, balance: 0.1}\n"
-SPEC = re.sub(r"levers: .*\n", f"levers: {LEVERS}\n", re.sub(r"tuning: .*\n", GATES, TRAINING)).replace("epochs: 3", "epochs: 1")
+SPEC = re.sub(r"levers: .*\n", f"levers: {LEVERS}\n", re.sub(r"tuning: .*\n", GATES, TRAINING)).replace(
+    "epochs: 3", "epochs: 1"
+)
 
 
 def make_projects(folder: Path, *, spec: str, family: str) -> Path:
@@ -62,7 +64,9 @@ def test_only_routers_move_and_a_killed_run_ends_bit_identical(tmp_path: Path, f
     assert result.trainable_parameters == 2 * 3 * 16
     before = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
     after = dict(AutoModelForCausalLM.from_pretrained(whole.checkpoints / "final").named_parameters())
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {f"model.layers.{at}.mlp.gate.weight" for at in range(2)}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        f"model.layers.{at}.mlp.gate.weight" for at in range(2)
+    }
 
 
 def test_where_tokens_go_is_recorded_by_source_and_drawn(tmp_path: Path) -> None:
@@ -84,7 +88,9 @@ def test_where_tokens_go_is_recorded_by_source_and_drawn(tmp_path: Path) -> None
 def test_what_the_template_writes_before_every_row_is_not_counted(tmp_path: Path) -> None:
     where = job_of(tmp_path, re.sub(r"  validation: .*\n", "", SPEC)).fresh()
     assert finish(start(where)) == 0, words(where)
-    rows = [example.tokens for example in open_examples(where.prepared("train.safetensors")) if isinstance(example, Example)]
+    rows = [
+        example.tokens for example in open_examples(where.prepared("train.safetensors")) if isinstance(example, Example)
+    ]
     before = make_tokenizer()("<|user|>add ")["input_ids"]
     assert all(row[: len(before)] == tuple(before) for row in rows)
     (source,) = read_record(where.routing, Routing).sources.values()

@@ -93,7 +93,9 @@ def test_two_processes_train_as_one_does(alone: tuple[Job, StageDir], tmp_path: 
     _by_two(where)
     ones, twos = read_steps(alone[1].metrics), read_steps(where.metrics)
     assert [line["loss"] for line in twos] == pytest.approx([line["loss"] for line in ones], rel=1e-5)
-    wanted, found = (load_file(place.checkpoints / "final" / "adapter_model.safetensors") for place in (alone[1], where))
+    wanted, found = (
+        load_file(place.checkpoints / "final" / "adapter_model.safetensors") for place in (alone[1], where)
+    )
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
@@ -121,7 +123,9 @@ def test_a_first_step_that_shows_nothing_is_not_held_against_the_towers_that_loo
         (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text), encoding="utf-8")
         return path
 
-    spec = SPEC.replace("[{path: train.jsonl}]", "[{path: text.jsonl}, {path: train.jsonl}]").replace("global_batch: 4", "global_batch: 1")
+    spec = SPEC.replace("[{path: train.jsonl}]", "[{path: text.jsonl}, {path: train.jsonl}]").replace(
+        "global_batch: 4", "global_batch: 1"
+    )
     spec = spec.replace("steps: 4", "steps: 12").replace("seed: 7", f"seed: {_seed_that_begins_with_text()}")
     where = _finished(make_job(tmp_path, spec=spec, project=project))
     first, *_, last = _audits(where)
@@ -138,7 +142,10 @@ def test_pairs_are_learnt_and_no_image_is_decoded_in_the_process_that_trains(tmp
         path = _project(folder, spec=spec)
         for name in ("train", "validation"):
             rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-            write_jsonl(folder / f"{name}.jsonl", [row | {"chosen": (right := row.pop("answer")), "rejected": f"no {right}"} for row in rows])
+            write_jsonl(
+                folder / f"{name}.jsonl",
+                [row | {"chosen": (right := row.pop("answer")), "rejected": f"no {right}"} for row in rows],
+            )
         return path
 
     def decoding_nothing() -> None:
@@ -148,7 +155,9 @@ def test_pairs_are_learnt_and_no_image_is_decoded_in_the_process_that_trains(tmp
         setattr(looking, "decode", never)  # noqa: B010
 
     fields = "fields: {prompt: question, chosen: chosen, rejected: rejected, images: image}"
-    spec = SPEC.replace("train.jsonl}", f"train.jsonl, {fields}}}").replace("validation.jsonl}", f"validation.jsonl, {fields}}}")
+    spec = SPEC.replace("train.jsonl}", f"train.jsonl, {fields}}}").replace(
+        "validation.jsonl}", f"validation.jsonl, {fields}}}"
+    )
     spec = spec.replace("steps: 4", "steps: 2") + "objective: {kind: dpo, reference: cached}\n"
     where = make_job(tmp_path, spec=spec, project=project).fresh()
     assert finish(start(where, decoding_nothing)) == 0, words(where)

@@ -63,7 +63,12 @@ def test_a_signal_leaves_one_checkpoint_and_the_same_call_goes_on(lora: Referenc
 
 def test_a_signal_between_step_and_save_writes_no_second_checkpoint(lora: Reference) -> None:
     where = lora.job.fresh()
-    begun = start(where, lambda: at_operation(where.checkpoints, "fsync", r"\.staging-checkpoint-6/.*", lambda: send_self(signal.SIGTERM)))
+    begun = start(
+        where,
+        lambda: at_operation(
+            where.checkpoints, "fsync", r"\.staging-checkpoint-6/.*", lambda: send_self(signal.SIGTERM)
+        ),
+    )
     assert finish(begun) == STOPPED
     assert steps_saved(where) == [3, 6]
     assert finish(start(where)) == 0
@@ -73,7 +78,15 @@ def test_a_signal_between_step_and_save_writes_no_second_checkpoint(lora: Refere
 def test_a_signal_while_the_model_is_loaded_stops_before_the_first_step(lora: Reference) -> None:
     where = lora.job.fresh()
     assert (
-        finish(start(where, lambda: at_operation(where.path / "data", "open", r"train\.safetensors", lambda: send_self(signal.SIGTERM)))) == STOPPED
+        finish(
+            start(
+                where,
+                lambda: at_operation(
+                    where.path / "data", "open", r"train\.safetensors", lambda: send_self(signal.SIGTERM)
+                ),
+            )
+        )
+        == STOPPED
     )
     assert read_steps(where.metrics) == []
     assert finish(start(where)) == 0
@@ -91,7 +104,12 @@ def test_a_second_sigint_stops_at_once_without_damage(lora: Reference, stage: st
 
     def prepare() -> None:
         at_step(5, twice)
-        at_operation(where.checkpoints, "write", r"\.staging-checkpoint-5/finefit_manifest.json", lambda: send_self(signal.SIGINT))
+        at_operation(
+            where.checkpoints,
+            "write",
+            r"\.staging-checkpoint-5/finefit_manifest.json",
+            lambda: send_self(signal.SIGINT),
+        )
 
     assert finish(start(where, prepare)) == STOPPED
     assert steps_saved(where) == [3]
@@ -106,7 +124,9 @@ def test_a_signal_in_the_last_step_lets_the_run_finish(lora: Reference) -> None:
     assert outcome(where) == lora.outcome
 
 
-def test_every_stop_of_a_run_that_is_stopped_again_and_again_is_bit_identical(lora: Reference, count: Callable[[str], None]) -> None:
+def test_every_stop_of_a_run_that_is_stopped_again_and_again_is_bit_identical(
+    lora: Reference, count: Callable[[str], None]
+) -> None:
     where = lora.job.fresh()
     for step in range(1, 18):
         assert finish(start(where, partial(at_step, step, partial(send_self, signal.SIGUSR1)))) == STOPPED

@@ -68,7 +68,9 @@ def test_a_skewed_curve_raises_less_than_one_false_alarm_in_twenty_thousand_step
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("at", [25, 400, 1999])
-def test_a_leap_to_five_times_the_loss_is_told_at_its_step(curve: Callable[[random.Random, int], float], at: int) -> None:
+def test_a_leap_to_five_times_the_loss_is_told_at_its_step(
+    curve: Callable[[random.Random, int], float], at: int
+) -> None:
     chance = random.Random(3)
     losses = [curve(chance, step) for step in range(STEPS)]
     losses[at] = 5 * curve(random.Random(0), at)

@@ -97,7 +97,9 @@ def failures(where: StageDir) -> list[dict[str, Any]]:
     return [line for line in read_lines(where.metrics) if line.get("event") == "tracker_failed"]
 
 
-def test_a_tracker_gets_the_numbers_of_every_step_and_validation_and_nothing_else(tracked: Job, lora: Reference, fakes: Path, tmp_path: Path) -> None:
+def test_a_tracker_gets_the_numbers_of_every_step_and_validation_and_nothing_else(
+    tracked: Job, lora: Reference, fakes: Path, tmp_path: Path
+) -> None:
     where, seen = tracked.fresh(), tmp_path / "seen"
     assert finish(start(where, with_fake(fakes, seen))) == 0, words(where)
     assert outcome(where) == lora.outcome
@@ -113,7 +115,16 @@ def test_a_tracker_gets_the_numbers_of_every_step_and_validation_and_nothing_els
 
 
 @pytest.mark.parametrize(
-    "fault", ["raises in init", "raises in log", "blocks in init", "blocks in log", "blocks in finish", "dies in log", "exits in init"]
+    "fault",
+    [
+        "raises in init",
+        "raises in log",
+        "blocks in init",
+        "blocks in log",
+        "blocks in finish",
+        "dies in log",
+        "exits in init",
+    ],
 )
 def test_whatever_a_tracker_does_the_run_ends_bit_identical_with_all_its_metrics(
     tracked: Job, lora: Reference, fakes: Path, tmp_path: Path, fault: str
@@ -128,7 +139,9 @@ def test_whatever_a_tracker_does_the_run_ends_bit_identical_with_all_its_metrics
     assert told["found"]
 
 
-def test_a_secret_of_the_environment_is_not_told_by_a_tracker_s_error(tracked: Job, fakes: Path, tmp_path: Path) -> None:
+def test_a_secret_of_the_environment_is_not_told_by_a_tracker_s_error(
+    tracked: Job, fakes: Path, tmp_path: Path
+) -> None:
     where = tracked.fresh()
     fault = with_fake(fakes, tmp_path / "seen", FAKE_FAULT="raises in log", FAKE_API_TOKEN="hunter2")
     assert finish(start(where, fault)) == 0, words(where)
@@ -189,7 +202,9 @@ def test_only_numbers_leave_the_machine(tmp_path: Path) -> None:
     assert [(point.step, point.values) for point in found] == [(1, {"loss": 2.5})]
 
 
-def test_a_run_that_goes_on_sends_only_what_is_new(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_sends_only_what_is_new(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where, seen = make_stage(tmp_path), tmp_path / "seen"
     monkeypatch.syspath_prepend(fakes)
     for name, value in {"PYTHONPATH": str(fakes), "FAKE_SEEN": str(seen)}.items():
@@ -200,10 +215,16 @@ def test_a_run_that_goes_on_sends_only_what_is_new(tmp_path: Path, fakes: Path, 
     assert steps == [1, 1, 2, 1, 1, 2]
 
 
-def test_a_tracker_ends_by_itself_when_nobody_is_left_to_end_it(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_ends_by_itself_when_nobody_is_left_to_end_it(
+    tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = make_stage(tmp_path)
     monkeypatch.syspath_prepend(fakes)
-    for name, value in {"PYTHONPATH": str(fakes), "FAKE_SEEN": str(tmp_path / "seen"), "FAKE_FAULT": "blocks in log"}.items():
+    for name, value in {
+        "PYTHONPATH": str(fakes),
+        "FAKE_SEEN": str(tmp_path / "seen"),
+        "FAKE_FAULT": "blocks in log",
+    }.items():
         monkeypatch.setenv(name, value)
     with Journal(where.metrics) as metrics:
         left = Tracking(where, [Tracker(kind="trackio")], lambda **_: None, last_seconds=0.5)
@@ -224,7 +245,10 @@ def test_the_real_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
     events = EventAccumulator(str(where.path / "tensorboard"))
     events.Reload()
-    values = {name: [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors(name)] for name in events.Tags()["tensors"]}
+    values = {
+        name: [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
     assert values["loss"] == [(1, 2.5), (2, 1.5)]
     assert values["validation_loss"] == [(1, 2.0)]
 

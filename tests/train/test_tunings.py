@@ -34,7 +34,9 @@ TUNINGS = {
 def spec(tuning: str) -> str:
     """Six steps, the third of which is saved; levers are fixed, since nothing here is about planning."""
     levers = "{micro_batch: 2, recompute: none, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1, adapter_inputs: fp32}"
-    return re.sub(r"levers: .*\n", f"levers: {levers}\n", re.sub(r"tuning: .*\n", f"tuning: {tuning}\n", TRAINING)).replace("epochs: 3", "epochs: 1")
+    return re.sub(
+        r"levers: .*\n", f"levers: {levers}\n", re.sub(r"tuning: .*\n", f"tuning: {tuning}\n", TRAINING)
+    ).replace("epochs: 3", "epochs: 1")
 
 
 def make_first(folder: Path) -> Path:

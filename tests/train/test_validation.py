@@ -107,8 +107,12 @@ def _one_pair(model: nn.Module, at: int) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-@pytest.mark.parametrize("make", [lambda model, **rest: _live(model, unequal_examples()[:5], **rest), _dpo_live], ids=["sft", "dpo"])
-def test_the_parts_of_all_ranks_are_the_whole_and_every_rank_calls_the_model_equally_often(make: Any, size: int) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda model, **rest: _live(model, unequal_examples()[:5], **rest), _dpo_live], ids=["sft", "dpo"]
+)
+def test_the_parts_of_all_ranks_are_the_whole_and_every_rank_calls_the_model_equally_often(
+    make: Any, size: int
+) -> None:
     model = tuned(LORA)
     whole = make(model)
     validate(whole, 2)
@@ -151,5 +155,7 @@ def test_a_validation_that_runs_out_of_memory_leaves_the_model_training() -> Non
 
 def test_a_loss_beyond_all_numbers_has_no_perplexity() -> None:
     model = tuned(LORA)
-    found = validate(_live(model, unequal_examples(), forward=lambda batch: torch.full((batch.num_supervised,), -1000.0)), 2)
+    found = validate(
+        _live(model, unequal_examples(), forward=lambda batch: torch.full((batch.num_supervised,), -1000.0)), 2
+    )
     assert found == {"validation_loss": 1000.0}

@@ -24,7 +24,10 @@ def test_a_stall_is_told_once_with_the_stacks_of_all_threads(tmp_path: Path) -> 
     def stands_still_here() -> None:
         release.wait(30)
 
-    with (tmp_path / "log").open("w") as log, Watchdog(lambda **event: told.append(event), patience=PATIENCE, log=log) as dog:
+    with (
+        (tmp_path / "log").open("w") as log,
+        Watchdog(lambda **event: told.append(event), patience=PATIENCE, log=log) as dog,
+    ):
         thread = threading.Thread(target=stands_still_here)
         thread.start()
         dog.beat("step 7")

@@ -19,7 +19,9 @@ from finefit.stats.agreement import preference
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install -y --no-install-recommends chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here; apt-get install -y --no-install-recommends chromium"
+)
 expect.set_options(timeout=30_000)
 
 
@@ -46,7 +48,9 @@ def _opened(browser: Browser, width: int = 1280) -> Iterator[Watched]:
     watched = Watched(context.new_page(), [], [])
     watched.page.on("request", lambda request: watched.requests.append(request))  # a function, for playwright marks it
     watched.page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-    watched.page.on("console", lambda message: watched.complaints.append(message.text) if message.type == "error" else None)
+    watched.page.on(
+        "console", lambda message: watched.complaints.append(message.text) if message.type == "error" else None
+    )
     yield watched
     context.close()
 
@@ -54,7 +58,14 @@ def _opened(browser: Browser, width: int = 1280) -> Iterator[Watched]:
 @contextmanager
 def _served(folder: Path, *arguments: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     command = [sys.executable, "-m", "finefit", "review", "--answers", "answers.jsonl", *arguments, "--json"]
-    child = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"NO_COLOR": "1"},
+    )
     try:
         assert child.stdout is not None
         yield json.loads(child.stdout.readline())["url"], child
@@ -76,7 +87,10 @@ def _write(folder: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rows = [{"prompt": f"question {at}", "answer_a": f"alpha {at}", "answer_b": f"beta {at}", "reference": f"right {at}"} for at in range(24)]
+    rows = [
+        {"prompt": f"question {at}", "answer_a": f"alpha {at}", "answer_b": f"beta {at}", "reference": f"right {at}"}
+        for at in range(24)
+    ]
     return _write(tmp_path, rows)
 
 
@@ -170,7 +184,10 @@ def test_reasons_and_notes_are_marked_by_keys_and_come_back_with_undo(browser: B
         expect(page.locator("#note")).to_have_value("1 s u")
         side = "alpha" if _key(page, "alpha") == "1" else "beta"
         _judge(page, "t", 1)
-    by_model = {fault["model"][-1]: {reason for reason, count in fault["reasons"].items() if count} for fault in _results(folder)["faults"]}
+    by_model = {
+        fault["model"][-1]: {reason for reason, count in fault["reasons"].items() if count}
+        for fault in _results(folder)["faults"]
+    }
     first, second = ("a", "b") if side == "alpha" else ("b", "a")
     assert by_model == {first: {"wrong inference"}, second: {"unsupported"}}
 
@@ -179,7 +196,16 @@ HOSTILE = "<script>window.hacked = 1</script><img src='http://evil.example/x.png
 
 
 def test_html_in_an_answer_stays_text_and_no_request_leaves(browser: Browser, tmp_path: Path) -> None:
-    rows = [{"prompt": HOSTILE, "answer_a": HOSTILE, "answer_b": f"{HOSTILE} other", "reference": HOSTILE, "source": HOSTILE, "id": HOSTILE}]
+    rows = [
+        {
+            "prompt": HOSTILE,
+            "answer_a": HOSTILE,
+            "answer_b": f"{HOSTILE} other",
+            "reference": HOSTILE,
+            "source": HOSTILE,
+            "id": HOSTILE,
+        }
+    ]
     with _served(_write(tmp_path, rows)) as (url, _), _opened(browser) as watched:
         page = watched.page
         _begin(page, url, "<img src=x onerror=window.hacked=3>")
@@ -206,13 +232,19 @@ def test_the_page_and_its_addresses_name_no_model(browser: Browser, folder: Path
         _begin(watched.page, url, "ann")
         bodies = [response.text() for request in watched.requests if (response := request.response()) is not None]
         assert len(bodies) >= 5
-        assert not any("secret" in text or "answer_a" in text for text in [*bodies, watched.page.content(), *(r.url for r in watched.requests)])
+        assert not any(
+            "secret" in text or "answer_a" in text
+            for text in [*bodies, watched.page.content(), *(r.url for r in watched.requests)]
+        )
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_wider_than_the_page(browser: Browser, tmp_path: Path, width: int) -> None:
     long = "word" * 200 + "\n" + "many words " * 2000
-    with _served(_write(tmp_path, [{"prompt": long, "answer_a": long, "answer_b": long}])) as (url, _), _opened(browser, width) as watched:
+    with (
+        _served(_write(tmp_path, [{"prompt": long, "answer_a": long, "answer_b": long}])) as (url, _),
+        _opened(browser, width) as watched,
+    ):
         _begin(watched.page, url, "ann")
         assert watched.page.evaluate("() => document.documentElement.scrollWidth") <= width
         for button in watched.page.locator("#legend button").all():

@@ -30,7 +30,9 @@ def stack(tmp_path: Path) -> Stack:
     notes[0x0112] = 6
     PIL.Image.new("RGBA", (30, 20), (0, 0, 0, 0)).save(turned, exif=notes)
     whole = make_stack(2)
-    return replace(whole, sheets=(replace(whole.sheets[0], images=(_exhibit(plain), _exhibit(turned))), whole.sheets[1]))
+    return replace(
+        whole, sheets=(replace(whole.sheets[0], images=(_exhibit(plain), _exhibit(turned))), whole.sheets[1])
+    )
 
 
 @pytest.fixture
@@ -78,10 +80,16 @@ def test_an_image_that_is_gone_another_or_none_is_told(client: Client, stack: St
     assert exhibit.path is not None
     exhibit.path.write_bytes(b"another")
     response = client.get(f"/api/image/{exhibit.sha256}")
-    assert (response.status_code, response.json()["error"].split(":")[0]) == (410, "plain.png has changed since it was answered")
+    assert (response.status_code, response.json()["error"].split(":")[0]) == (
+        410,
+        "plain.png has changed since it was answered",
+    )
     exhibit.path.unlink()
     response = client.get(f"/api/image/{exhibit.sha256}")
-    assert (response.status_code, response.json()["error"]) == (410, "plain.png is not there any more (No such file or directory)")
+    assert (response.status_code, response.json()["error"]) == (
+        410,
+        "plain.png is not there any more (No such file or directory)",
+    )
 
 
 def test_bytes_that_were_never_an_image_are_told(tmp_path: Path) -> None:

@@ -69,7 +69,12 @@ def _post(client: Client, name: str, status: int = 200, **body: Any) -> Any:
 
 def _judge(client: Client, press: str, status: int = 200, *, rater: str = "ann", **more: Any) -> Any:
     turn = _post(client, "turn", rater=rater)
-    return _post(client, "verdict", status, **{"rater": rater, "sheet": turn["face"]["handle"], "press": press, "reasons": [[], []]} | more)
+    return _post(
+        client,
+        "verdict",
+        status,
+        **{"rater": rater, "sheet": turn["face"]["handle"], "press": press, "reasons": [[], []]} | more,
+    )
 
 
 def test_a_verdict_is_kept_and_answered_with_the_next_sheet(client: Client, written: list[Entry]) -> None:
@@ -105,7 +110,11 @@ def test_no_answer_names_a_model_until_the_results_are_asked_for() -> None:
     session, written = in_memory(secret)
     with _client(session) as client:
         said = [client.get(path).text for path in ("/", "/review.js", "/review.css")]
-        said += [json.dumps(_post(client, "begin")), json.dumps(_judge(client, "1")), json.dumps(_post(client, "undo", rater="ann"))]
+        said += [
+            json.dumps(_post(client, "begin")),
+            json.dumps(_judge(client, "1")),
+            json.dumps(_post(client, "undo", rater="ann")),
+        ]
         said.append(client.get("/secret", headers=ORIGIN).text)
         assert not any("secret-" in text for text in said)
         assert not any(isinstance(entry, Revealed) for entry in written)
@@ -121,20 +130,44 @@ def test_results_need_a_word_of_their_own(client: Client, written: list[Entry], 
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1", "127.0.0.1:8001", "localhost", "[::1]:8000", "127.0.0.1:8000.evil.example", ""]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1",
+        "127.0.0.1:8001",
+        "localhost",
+        "[::1]:8000",
+        "127.0.0.1:8000.evil.example",
+        "",
+    ],
 )
 @pytest.mark.parametrize("path", ["/", "/review.js", "/api/turn"])
 def test_a_foreign_host_is_refused(client: Client, host: str, path: str) -> None:
     response = client.get(path, headers={"Host": host})
     assert response.status_code == 421
-    assert client.post("/api/turn", json={"rater": "ann"}, headers={"Host": host, "Origin": f"http://{host}"}).status_code == 421
+    assert (
+        client.post("/api/turn", json={"rater": "ann"}, headers={"Host": host, "Origin": f"http://{host}"}).status_code
+        == 421
+    )
 
 
 @pytest.mark.parametrize(
-    "origin", [None, "null", "http://evil.example", "https://127.0.0.1:8000", "http://127.0.0.1", "http://127.0.0.1:8001", "http://localhost:8000"]
+    "origin",
+    [
+        None,
+        "null",
+        "http://evil.example",
+        "https://127.0.0.1:8000",
+        "http://127.0.0.1",
+        "http://127.0.0.1:8001",
+        "http://localhost:8000",
+    ],
 )
 @pytest.mark.parametrize("name", APIS)
-def test_a_post_without_our_own_origin_is_refused(client: Client, written: list[Entry], origin: str | None, name: str) -> None:
+def test_a_post_without_our_own_origin_is_refused(
+    client: Client, written: list[Entry], origin: str | None, name: str
+) -> None:
     headers = {} if origin is None else {"Origin": origin}
     assert client.post(f"/api/{name}", json={"rater": "ann"}, headers=headers).status_code == 403
     assert written == [OPENED]
@@ -201,9 +234,13 @@ def test_a_long_body_is_refused_and_one_at_the_limit_is_read(client: Client) -> 
     assert client.post("/api/turn", content=fits, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 50_000, b'{"rater": 7}', b'{"rater": "ann", "more": 1}', b"null"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 50_000, b'{"rater": 7}', b'{"rater": "ann", "more": 1}', b"null"]
+)
 @pytest.mark.parametrize("name", ["turn", "verdict", "undo", "results", "login"])
-def test_what_the_page_does_not_send_is_no_fault_of_ours(client: Client, written: list[Entry], body: bytes, name: str) -> None:
+def test_what_the_page_does_not_send_is_no_fault_of_ours(
+    client: Client, written: list[Entry], body: bytes, name: str
+) -> None:
     response = client.post(f"/api/{name}", content=body, headers={**ORIGIN, "Content-Type": "application/json"})
     assert response.status_code == 400
     assert written == [OPENED]
@@ -220,21 +257,31 @@ def test_what_the_page_does_not_send_is_no_fault_of_ours(client: Client, written
         ({"sheet": "other"}, 409),
     ],
 )
-def test_a_decision_that_means_nothing_is_refused(client: Client, written: list[Entry], more: dict[str, Any], status: int) -> None:
+def test_a_decision_that_means_nothing_is_refused(
+    client: Client, written: list[Entry], more: dict[str, Any], status: int
+) -> None:
     sheet = _post(client, "turn", rater="ann")["face"]["handle"]
     _post(client, "verdict", status, **{"rater": "ann", "sheet": sheet, "press": "1", "reasons": [[], []]} | more)
     assert written == [OPENED]
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("GET", "/review.js"), ("GET", "/nothing"), ("POST", "/api/begin"), ("PUT", "/")])
-def test_every_answer_forbids_framing_sniffing_keeping_and_foreign_scripts(client: Client, method: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/"), ("GET", "/review.js"), ("GET", "/nothing"), ("POST", "/api/begin"), ("PUT", "/")]
+)
+def test_every_answer_forbids_framing_sniffing_keeping_and_foreign_scripts(
+    client: Client, method: str, path: str
+) -> None:
     headers = client.request(method, path, headers=ORIGIN | {"Content-Type": "application/json"}, content=b"{}").headers
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
     assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
     assert "unsafe" not in headers["content-security-policy"]
-    assert (headers["x-content-type-options"], headers["cache-control"], headers["referrer-policy"]) == ("nosniff", "no-store", "no-referrer")
+    assert (headers["x-content-type-options"], headers["cache-control"], headers["referrer-policy"]) == (
+        "nosniff",
+        "no-store",
+        "no-referrer",
+    )
 
 
 def test_the_page_asks_for_nothing_from_elsewhere_and_has_no_script_of_its_own(client: Client) -> None:
@@ -297,7 +344,16 @@ def _refused_by_token(client: Client, name: str) -> None:
 @pytest.mark.parametrize(
     "cookie",
     [
-        *("finefit-8000=wrong", "finefit-8000=", "finefit-8000", "other=1", "finefit-8000=\xe9", '"', TOKEN.secret, f"finefit-8000={TOKEN.secret}"),
+        *(
+            "finefit-8000=wrong",
+            "finefit-8000=",
+            "finefit-8000",
+            "other=1",
+            "finefit-8000=\xe9",
+            '"',
+            TOKEN.secret,
+            f"finefit-8000={TOKEN.secret}",
+        ),
         *(f"finefit-8001={TOKEN.session}", f"other={TOKEN.session}", f"finefit-8000={TOKEN.session}x"),
     ],
 )
@@ -307,10 +363,16 @@ def test_another_cookie_is_no_token(cookie: str) -> None:
         assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 401
 
 
-@pytest.mark.parametrize("others", ["", 'a={"b": 1, "c": [2]}; ', "odd name=1; ", "=; ;; ", "finefit-8000=of-an-earlier-start; ", "\xe9=\xe9; "])
+@pytest.mark.parametrize(
+    "others",
+    ["", 'a={"b": 1, "c": [2]}; ', "odd name=1; ", "=; ;; ", "finefit-8000=of-an-earlier-start; ", "\xe9=\xe9; "],
+)
 def test_a_cookie_is_found_among_odd_ones_of_other_programs(others: str) -> None:
     with _client(in_memory(make_stack())[0], token=TOKEN) as client:
-        headers: dict[str, Any] = {**ORIGIN, "Cookie": f"{others}{TOKEN.cookie.partition(';')[0]}; last=1".encode("latin-1")}
+        headers: dict[str, Any] = {
+            **ORIGIN,
+            "Cookie": f"{others}{TOKEN.cookie.partition(';')[0]}; last=1".encode("latin-1"),
+        }
         assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 200
 
 
@@ -327,7 +389,15 @@ def test_a_token_shows_itself_to_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.1.2.3", True), ("0.0.0.0", False), ("192.168.0.4", False), ("box", False)],
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("127.1.2.3", True),
+        ("0.0.0.0", False),
+        ("192.168.0.4", False),
+        ("box", False),
+    ],
 )
 def test_loopback_is_known(host: str, expected: bool) -> None:
     assert is_loopback(host) == expected

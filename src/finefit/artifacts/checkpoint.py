@@ -55,7 +55,9 @@ def write_checkpoint(
     if (available := free(folder)) < needed_bytes:
         raise disk_full(final, needed_bytes, available, remedy=_FEWER)
     staging = folder / f"{_STAGING}{final.name}"
-    with full_disk_named(final, needed_bytes, remedy=_FEWER):  # around the clean-up: the bytes it names as free are those for the next attempt
+    with full_disk_named(
+        final, needed_bytes, remedy=_FEWER
+    ):  # around the clean-up: the bytes it names as free are those for the next attempt
         staging.mkdir()
         try:
             fill(staging)
@@ -116,7 +118,10 @@ def _differences(checkpoint: Path) -> list[str]:
 def _listed(text: bytes) -> dict[str, tuple[int, str]] | None:
     """None unless the bytes are those that would be written for what they say: a flip that leaves the meaning alone is a flip too."""
     try:
-        files = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in json.loads(text)["files"].items()}
+        files = {
+            str(name): (int(entry["size_bytes"]), str(entry["sha256"]))
+            for name, entry in json.loads(text)["files"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return files if _manifest(files) == text else None

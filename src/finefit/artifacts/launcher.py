@@ -61,7 +61,9 @@ def _is_killed_by_kernel() -> bool:
     """Linux does so where it is asked; others do not know the call."""
     if sys.platform != "linux":
         return False
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), *[ctypes.c_ulong(0)] * 3) == 0)
+    return bool(
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), *[ctypes.c_ulong(0)] * 3) == 0
+    )
 
 
 def _kill_self() -> None:
@@ -133,14 +135,21 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     if not environment[name].isdigit():
-        raise RunError(f"{name}={environment[name]} in the environment is no number", "torchrun sets it; unset RANK to let finefit start its ranks")
+        raise RunError(
+            f"{name}={environment[name]} in the environment is no number",
+            "torchrun sets it; unset RANK to let finefit start its ranks",
+        )
     return int(environment[name])
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:
     """For a child that is no rank, such as an evaluation that a rank starts."""
     foreign = (*_RANK_VARIABLES, *_STARTER_VARIABLES)
-    return {name: value for name, value in environment.items() if name not in foreign and not name.startswith("TORCHELASTIC_")}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in foreign and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def allocator_setting(environment: Mapping[str, str]) -> str | None:
@@ -177,4 +186,8 @@ _RECORDED_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "DS_")
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Those that decide how ranks meet and how fast they are."""
-    return {name: value for name, value in sorted(environment.items()) if name in _RECORDED or name.startswith(_RECORDED_FAMILIES)}
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name in _RECORDED or name.startswith(_RECORDED_FAMILIES)
+    }

@@ -26,7 +26,12 @@ def keep_measurement(found: Measurement) -> None:
     place = finefit_cache() / "measurements.jsonl"
     place.parent.mkdir(parents=True, exist_ok=True)
     with Journal(place) as journal:
-        journal.write(card=found.card, foretold_bytes=found.foretold_bytes, measured_bytes=found.measured_bytes, versions=_versions())
+        journal.write(
+            card=found.card,
+            foretold_bytes=found.foretold_bytes,
+            measured_bytes=found.measured_bytes,
+            versions=_versions(),
+        )
 
 
 def uncertainty(card: str) -> float | None:

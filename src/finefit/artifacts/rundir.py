@@ -130,7 +130,10 @@ class StageDir:
         """A prepared file, as it was when the run began."""
         path = self.prepared(name)
         if not path.exists() or read_file(path, self.path).sha256 != sha256[name]:
-            raise DataError(f"the prepared rows {path.name} are missing or have changed since this run began", "start again with --new")
+            raise DataError(
+                f"the prepared rows {path.name} are missing or have changed since this run began",
+                "start again with --new",
+            )
         return path
 
     def evaluation(self, task: str, checkpoint: str, limit: int | None = None) -> "EvalPaths":
@@ -187,7 +190,11 @@ class RunDir:
     def stages(self) -> list[StageDir]:
         """Those that are there, in their order; what else lies among them is somebody else's."""
         folder = self.path / "stages"
-        found = [(int(m[1]), p) for p in folder.iterdir() if (m := _STAGE.fullmatch(p.name)) and p.is_dir()] if folder.is_dir() else []
+        found = (
+            [(int(m[1]), p) for p in folder.iterdir() if (m := _STAGE.fullmatch(p.name)) and p.is_dir()]
+            if folder.is_dir()
+            else []
+        )
         return [StageDir(path) for _, path in sorted(found)]
 
     @property
@@ -247,7 +254,11 @@ class EvalPaths:
 
     def answered(self) -> list[Path]:
         """Every file of items that there is, however many processes wrote them."""
-        return [path for path in (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl"))) if path.exists()]
+        return [
+            path
+            for path in (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl")))
+            if path.exists()
+        ]
 
     def _files(self) -> tuple[Path, ...]:
         """The request last: what a kill leaves half done is found by it."""
@@ -294,8 +305,15 @@ def is_pipeline(path: Path) -> bool:
 def open_run(path: Path) -> RunDir:
     """One run: its directory, or `runs/medical-1/sft` for a stage of a pipeline."""
     found = find_run(path)
-    if not is_run(found) and (inside := [str(path / one.name) for one in sorted(found.glob("*/")) if is_run(one) and not one.name.startswith(".")]):
-        raise RunError(f"{path} is no run directory: it holds {len(inside)} of them, and one is meant here", f"name one of them: {', '.join(inside)}")
+    if not is_run(found) and (
+        inside := [
+            str(path / one.name) for one in sorted(found.glob("*/")) if is_run(one) and not one.name.startswith(".")
+        ]
+    ):
+        raise RunError(
+            f"{path} is no run directory: it holds {len(inside)} of them, and one is meant here",
+            f"name one of them: {', '.join(inside)}",
+        )
     if not is_run(found):
         raise RunError(f"{path} is no run directory: it holds no run.json", "runs lie under runs/<name>-<n>")
     if is_pipeline(found):
@@ -307,7 +325,9 @@ def open_run(path: Path) -> RunDir:
 def find_run(path: Path) -> Path:
     """The folder that is meant: `runs/medical-1/sft` is that of a stage, wherever it lies, and `runs/medical-1/scores/base` one within it. Any other
     path is itself."""
-    if path.exists() and not (is_pipeline(path.parent) and path.name in _places(path.parent)):  # a stage may be called `logs`
+    if path.exists() and not (
+        is_pipeline(path.parent) and path.name in _places(path.parent)
+    ):  # a stage may be called `logs`
         return path
     for parent in path.parents:
         if is_pipeline(parent):
@@ -322,7 +342,10 @@ def find_run(path: Path) -> Path:
 def _places(pipeline: Path) -> dict[str, str]:
     """Of the stages, by their names, relative to the run directory."""
     try:
-        return {str(stage["name"]): str(stage["place"]) for stage in json.loads((pipeline / "stages.json").read_bytes())["stages"]}
+        return {
+            str(stage["name"]): str(stage["place"])
+            for stage in json.loads((pipeline / "stages.json").read_bytes())["stages"]
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{pipeline / 'stages.json'} cannot be read: {error}", "start again with --new") from None
 

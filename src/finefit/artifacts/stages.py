@@ -48,7 +48,11 @@ def shown_parts(path: Path) -> tuple[str, ...]:
     for at, part in enumerate(parts):
         if part == "stages" and at + 1 < len(parts) and is_pipeline(Path(*parts[:at])):
             continue
-        named = _NUMBERED.fullmatch(part) if at and parts[at - 1] == "stages" and is_pipeline(Path(*parts[: at - 1])) else None
+        named = (
+            _NUMBERED.fullmatch(part)
+            if at and parts[at - 1] == "stages" and is_pipeline(Path(*parts[: at - 1]))
+            else None
+        )
         found.append(named[1] if named else part)
     return tuple(found)
 

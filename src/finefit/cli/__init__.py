@@ -37,7 +37,9 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before peft imports it: it tells of kernels that it looks for on the hub
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # before peft imports it: it tells of kernels that it looks for on the hub
     try:
         app()
     except FinefitError as error:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 _SHOWN_ALIKE = 8
 
-Show = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Show the first N training examples as the model will see them.")]
+Show = Annotated[
+    int,
+    typer.Option("--show", min=0, metavar="N", help="Show the first N training examples as the model will see them."),
+]
 
 
 def check(
@@ -64,7 +67,9 @@ def check(
             findings = in_order((*findings, *data_findings(spec, base, prepared)))
         efficiency = prepared.efficiency(spec, foretold.levers) if prepared else None
     if as_json:
-        typer.echo(json.dumps(check_document(findings, foretold, prepared.record if prepared else None, efficiency), indent=2))
+        typer.echo(
+            json.dumps(check_document(findings, foretold, prepared.record if prepared else None, efficiency), indent=2)
+        )
     else:
         if prepared is not None:
             show_ledger(prepared.record, console)

@@ -17,7 +17,11 @@ def tell_code(spec: "Spec | Pipeline", base: Path, console: "Console") -> None:
     from finefit.spec.stages import Pipeline
 
     tell_models(
-        [model for stage in spec.stages.values() for _, model in models_of(stage)] if isinstance(spec, Pipeline) else [spec.model], base, console
+        [model for stage in spec.stages.values() for _, model in models_of(stage)]
+        if isinstance(spec, Pipeline)
+        else [spec.model],
+        base,
+        console,
     )
 
 

@@ -23,10 +23,19 @@ _HTML = "Write one page with plots that needs nothing else."
 
 def compare(
     targets: Annotated[list[str], typer.Argument(metavar="RUN", help=_RUN)],
-    checkpoint: Annotated[str | None, typer.Option(help="final, best, base, or a step number, for runs that name none.")] = None,
-    task: Annotated[str | None, typer.Option(help="One task; by default all that two of the runs were scored on.")] = None,
-    varies: Annotated[list[str] | None, typer.Option("--varies", metavar="KEY", help="A setting that is meant to differ; may be repeated.")] = None,
-    show: Annotated[int, typer.Option(min=0, help="Items shown of each kind: most gained, most lost, most reworded.")] = 3,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="final, best, base, or a step number, for runs that name none.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="One task; by default all that two of the runs were scored on.")
+    ] = None,
+    varies: Annotated[
+        list[str] | None,
+        typer.Option("--varies", metavar="KEY", help="A setting that is meant to differ; may be repeated."),
+    ] = None,
+    show: Annotated[
+        int, typer.Option(min=0, help="Items shown of each kind: most gained, most lost, most reworded.")
+    ] = 3,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help=_HTML)] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables for a paper.")] = None,
     as_json: AsJson = False,
@@ -48,14 +57,25 @@ def compare(
     console = open_console(as_json=as_json)
     for path in (html, markdown):
         if path is not None and not path.resolve().parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.resolve().parent}", "make it first, or name another place")
+            raise UserError(
+                f"{path} cannot be written: there is no folder {path.resolve().parent}",
+                "make it first, or name another place",
+            )
     is_for_one = as_json or html is not None or markdown is not None
-    for found in _found(targets, checkpoint=checkpoint, task=task, varies=tuple(varies or ()), show=show, is_for_one=is_for_one):
+    for found in _found(
+        targets, checkpoint=checkpoint, task=task, varies=tuple(varies or ()), show=show, is_for_one=is_for_one
+    ):
         _show(found, console, html, markdown, as_json=as_json)
 
 
 def _found(
-    targets: list[str], *, checkpoint: str | None, task: str | None, varies: tuple[str, ...], show: int, is_for_one: bool
+    targets: list[str],
+    *,
+    checkpoint: str | None,
+    task: str | None,
+    varies: tuple[str, ...],
+    show: int,
+    is_for_one: bool,
 ) -> "tuple[Comparison, ...]":
     """What a pipeline has compared is shown as it is; anything else is compared now. `is_for_one`: several would not go where it is written."""
     from finefit.compare.comparing import compare as made
@@ -64,7 +84,8 @@ def _found(
     before = () if checkpoint or task or varies else kept(targets)
     if len(before) > 1 and is_for_one:
         raise UserError(
-            f"{targets[0]} has {len(before)} comparisons, and one can be written", f"name one of its stages that compare: {targets[0]}/STAGE"
+            f"{targets[0]} has {len(before)} comparisons, and one can be written",
+            f"name one of its stages that compare: {targets[0]}/STAGE",
         )
     return before or (made(widened(targets), checkpoint=checkpoint, task=task, declared=varies, show=show),)
 

@@ -64,7 +64,9 @@ def read_torch(machine: "Machine") -> "TorchView":
         warnings.simplefilter("always")
         num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
         cuda = tuple(read_cuda_device(index) for index in range(num_cuda))
-    cpu = Device(name="cpu", description=machine.cpu_model, memory_bytes=machine.memory_bytes, has_bf16=None, problem=None)
+    cpu = Device(
+        name="cpu", description=machine.cpu_model, memory_bytes=machine.memory_bytes, has_bf16=None, problem=None
+    )
     return TorchView(
         devices=(cpu, *cuda),
         cuda_build=torch.version.cuda,

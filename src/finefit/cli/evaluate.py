@@ -21,16 +21,33 @@ def evaluate(
     ] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: final, best, base, a step number, or all.")] = "final",
     task: Annotated[
-        list[str] | None, typer.Option(help="A task, a mapping in YAML, or a .yaml or .py file; may be repeated. By default those of the spec.")
+        list[str] | None,
+        typer.Option(
+            help="A task, a mapping in YAML, or a .yaml or .py file; may be repeated. By default those of the spec."
+        ),
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="FILE", help="Other rows than the run's own; a model needs some.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Other rows than the run's own; a model needs some.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A seeded sample of the items instead of all.")] = None,
-    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="By default that of the run, or a card where there is one.")] = None,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="What an adapter is laid over, if not what it names itself.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="By default that of the run, or a card where there is one.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="What an adapter is laid over, if not what it names itself.")
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Answers at a time; by default as many as the plan finds room for.")] = None,
-    answers: Annotated[Path | None, typer.Option(metavar="FILE", help="Answers that were made elsewhere, with the prompt or id of each.")] = None,
-    by: Annotated[str | None, typer.Option(metavar="METRIC", help="What the best checkpoint is best by; by default the task's own score.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Answers at a time; by default as many as the plan finds room for.")
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answers that were made elsewhere, with the prompt or id of each."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="What the best checkpoint is best by; by default the task's own score."),
+    ] = None,
     show: Annotated[int, typer.Option(min=0, help="So many answers, evenly spaced.")] = 0,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,

@@ -85,7 +85,13 @@ class Judging:
     def _pressed(self, key: str, turn: Turn, face: Face, marks: _Marks) -> Turn | None:
         """None where the sheet stays."""
         if key in _PRESSES:
-            return self._session.judge(turn.rater, face.handle, _PRESSES[key], reasons=[sorted(names) for names in marks.reasons], note=marks.note)
+            return self._session.judge(
+                turn.rater,
+                face.handle,
+                _PRESSES[key],
+                reasons=[sorted(names) for names in marks.reasons],
+                note=marks.note,
+            )
         if key == "u":
             return self._session.undo(turn.rater)
         if key == "r":

@@ -24,7 +24,12 @@ Cards = Annotated[
     ),
 ]
 Apply = Annotated[int | None, typer.Option("--apply", metavar="N", min=1, help="Write suggestion N into the spec.")]
-InFull = Annotated[str | None, typer.Option("--stage", metavar="STAGE", help="Of several stages: which one to show in full; default: the fullest.")]
+InFull = Annotated[
+    str | None,
+    typer.Option(
+        "--stage", metavar="STAGE", help="Of several stages: which one to show in full; default: the fullest."
+    ),
+]
 
 
 def plan(
@@ -33,7 +38,10 @@ def plan(
     overrides: Set = None,
     apply: Apply = None,
     stage: InFull = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run one real step on the longest rows of this machine's card and compare.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Run one real step on the longest rows of this machine's card and compare."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what a run needs on a card, without a GPU and without weights: memory, its peak's place, time, and what would make it fit. Of a
@@ -58,7 +66,10 @@ def plan(
     console = open_console(as_json=as_json)
     spec = load_any(target, tuple(overrides or ()))
     if apply is not None and overrides:
-        raise UserError("--apply writes into the spec, which --set overrides only for this command", "write the overrides into the spec first")
+        raise UserError(
+            "--apply writes into the spec, which --set overrides only for this command",
+            "write the overrides into the spec first",
+        )
     asked = tuple(cards or (spec.card,))
     for card in asked:
         parse_card(card)  # a misspelt name is told before anything is read

@@ -30,7 +30,9 @@ def recipes(
     if name is None:
         found = shipped.all_recipes()
         if as_json:
-            typer.echo(json.dumps([{"name": r.name, "purpose": r.purpose, "spec": str(r.spec)} for r in found], indent=2))
+            typer.echo(
+                json.dumps([{"name": r.name, "purpose": r.purpose, "spec": str(r.spec)} for r in found], indent=2)
+            )
         else:
             width = max(len(recipe.name) for recipe in found)
             for recipe in found:
@@ -40,7 +42,16 @@ def recipes(
     if to is not None:
         shipped.copy_recipe(recipe, to)
     if as_json:
-        typer.echo(json.dumps({"name": recipe.name, "purpose": recipe.purpose, "spec": str(to / recipe.spec.name if to else recipe.spec)}, indent=2))
+        typer.echo(
+            json.dumps(
+                {
+                    "name": recipe.name,
+                    "purpose": recipe.purpose,
+                    "spec": str(to / recipe.spec.name if to else recipe.spec),
+                },
+                indent=2,
+            )
+        )
     elif to is not None:
         typer.echo(f"next     finefit run {to / recipe.spec.name}")
     else:

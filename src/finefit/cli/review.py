@@ -25,28 +25,49 @@ _LOOPBACK = "127.0.0.1"
 
 def review(
     targets: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help="One or two evaluated runs, or PIPELINE/STAGE.")
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help="One or two evaluated runs, or PIPELINE/STAGE."
+        ),
     ] = None,
     answers: Annotated[
-        Path | None, typer.Option(help="Answers made elsewhere: CSV or JSONL with prompt and answer, or answer_a and answer_b.")
+        Path | None,
+        typer.Option(help="Answers made elsewhere: CSV or JSONL with prompt and answer, or answer_a and answer_b."),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Whose answers are judged; by default the first task that all have a result for.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Of runs that name none: final, best, base or a step number.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Whose answers are judged; by default the first task that all have a result for.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Of runs that name none: final, best, base or a step number.")
+    ] = None,
     rater: Annotated[str | None, typer.Option(help="Who judges; the page asks otherwise.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the review: reviews/NAME.jsonl in the (first) run directory.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the review: reviews/NAME.jsonl in the (first) run directory.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A sample of the items, the same for every rater.")] = None,
     overlap: Annotated[
-        int | None, typer.Option(min=0, help="So many items for every rater, each other one for one rater; by default all for all.")
+        int | None,
+        typer.Option(
+            min=0, help="So many items for every rater, each other one for one rater; by default all for all."
+        ),
     ] = None,
     no_reference: Annotated[bool, typer.Option("--no-reference", help="Do not show the reference.")] = False,
     seed: Annotated[int | None, typer.Option(help="Of a new review's order; by default drawn.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Judge here instead of on a page.")] = False,
-    results: Annotated[bool, typer.Option("--results", help="What the verdicts come to so far; it names the models.")] = False,
+    results: Annotated[
+        bool, typer.Option("--results", help="What the verdicts come to so far; it names the models.")
+    ] = False,
     export: Annotated[Path | None, typer.Option(help="Write all verdicts to this .jsonl or .csv file.")] = None,
-    export_pairs: Annotated[Path | None, typer.Option(help="Write preference pairs for a DPO training to this .jsonl file.")] = None,
-    host: Annotated[str, typer.Option(help="Listen on another address than this machine's own loopback; raters then need a token.")] = _LOOPBACK,
+    export_pairs: Annotated[
+        Path | None, typer.Option(help="Write preference pairs for a DPO training to this .jsonl file.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Listen on another address than this machine's own loopback; raters then need a token.")
+    ] = _LOOPBACK,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
-    token: Annotated[bool, typer.Option("--token", help=f"Ask for a token on loopback too; it is that of ${TOKEN}, or a new one.")] = False,
+    token: Annotated[
+        bool, typer.Option("--token", help=f"Ask for a token on loopback too; it is that of ${TOKEN}, or a new one.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Judge answers blind, on a local page or in the terminal: one model's as good or bad, or which of two is better.
@@ -68,10 +89,14 @@ def review(
     console = open_console(as_json=as_json)
     stack, folder = _stack(targets or [], answers, task=task, checkpoint=checkpoint, name=name)
     if results or export or export_pairs:
-        return _report(stack, folder, console, limit=limit, shows=results, verdicts=export, pairs=export_pairs, as_json=as_json)
+        return _report(
+            stack, folder, console, limit=limit, shows=results, verdicts=export, pairs=export_pairs, as_json=as_json
+        )
     from finefit.review.session import open_session
 
-    with open_session(stack, folder, seed=seed, limit=limit, overlap=overlap, shows_reference=not no_reference) as session:
+    with open_session(
+        stack, folder, seed=seed, limit=limit, overlap=overlap, shows_reference=not no_reference
+    ) as session:
         if terminal:
             _in_terminal(session, rater, console)
         else:
@@ -79,7 +104,9 @@ def review(
     return None
 
 
-def _stack(targets: list[str], answers: Path | None, *, task: str | None, checkpoint: str | None, name: str | None) -> "tuple[Stack, Path]":
+def _stack(
+    targets: list[str], answers: Path | None, *, task: str | None, checkpoint: str | None, name: str | None
+) -> "tuple[Stack, Path]":
     """What is judged, and the folder that `reviews/` lies in."""
     from finefit.errors import UserError
     from finefit.review.runs import Named, stack_of_runs
@@ -88,10 +115,15 @@ def _stack(targets: list[str], answers: Path | None, *, task: str | None, checkp
         raise UserError(f"--name {name} is no name of a file", "give a plain name: it becomes reviews/NAME.jsonl")
     if answers is not None:
         if targets:
-            raise UserError("runs and --answers were both given", "a file is judged by itself: it may hold the answers of two models")
+            raise UserError(
+                "runs and --answers were both given",
+                "a file is judged by itself: it may hold the answers of two models",
+            )
         return _stack_of_file(answers, name), answers.parent
     if not 1 <= len(targets) <= 2:
-        raise UserError(f"{len(targets)} runs were named; one is judged as good or bad, two against one another", "name one or two")
+        raise UserError(
+            f"{len(targets)} runs were named; one is judged as good or bad, two against one another", "name one or two"
+        )
     named = [Named.parse(target, checkpoint) for target in targets]
     return stack_of_runs(named, task=task, name=name), named[0].run.path
 
@@ -113,7 +145,15 @@ def _stack_of_file(path: Path, name: str | None) -> "Stack":
 
 
 def _report(
-    stack: "Stack", folder: Path, console: "Console", *, limit: int | None, shows: bool, verdicts: Path | None, pairs: Path | None, as_json: bool
+    stack: "Stack",
+    folder: Path,
+    console: "Console",
+    *,
+    limit: int | None,
+    shows: bool,
+    verdicts: Path | None,
+    pairs: Path | None,
+    as_json: bool,
 ) -> None:
     from finefit.report.review import pairs_words, results_document, results_view
     from finefit.review.export import export_pairs, export_verdicts
@@ -165,7 +205,9 @@ def _known(rater: str) -> str:
         raise UserError(str(reason), "give another --rater") from None
 
 
-def _on_page(session: "Session", rater: str | None, console: "Console", *, host: str, port: int, asks_token: bool, as_json: bool) -> None:
+def _on_page(
+    session: "Session", rater: str | None, console: "Console", *, host: str, port: int, asks_token: bool, as_json: bool
+) -> None:
     from finefit.web.guard import Guard, Token
     from finefit.web.review import review_app
     from finefit.web.serve import bound, is_loopback, names_of, serve
@@ -174,7 +216,9 @@ def _on_page(session: "Session", rater: str | None, console: "Console", *, host:
     given = _given_token()
     with bound(host, port) as listening:
         port = listening.getsockname()[1]
-        token = Token(secret=given or secrets.token_urlsafe(24), port=port) if asks_token or not is_loopback(host) else None
+        token = (
+            Token(secret=given or secrets.token_urlsafe(24), port=port) if asks_token or not is_loopback(host) else None
+        )
         names = names_of(host, port)
         address = f"http://{names[0]}/" + (f"#token={token.secret}" if token and not given else "")
         app = Guard(review_app(session, rater=known, token=token), hosts=names, token=token)
@@ -183,7 +227,11 @@ def _on_page(session: "Session", rater: str | None, console: "Console", *, host:
             beside = f", with #token= and the value of ${TOKEN} behind it" if token and given else ""
             console.print(f"judge at {address}{beside}\nCtrl-C ends it", soft_wrap=True)
             if as_json:
-                typer.echo(json.dumps({"url": address, "items": len(session.stack.sheets), "models": len(session.stack.models)}))
+                typer.echo(
+                    json.dumps(
+                        {"url": address, "items": len(session.stack.sheets), "models": len(session.stack.models)}
+                    )
+                )
 
         with suppress(KeyboardInterrupt):  # how a server ends
             serve(app, listening, ready=ready)
@@ -196,5 +244,8 @@ def _given_token() -> str | None:
 
     given = os.environ.get(TOKEN)
     if given is not None and len(given) < _SHORTEST_TOKEN:
-        raise UserError(f"${TOKEN} has {len(given)} characters, and can be guessed", f"give at least {_SHORTEST_TOKEN}, or none: then one is made")
+        raise UserError(
+            f"${TOKEN} has {len(given)} characters, and can be guessed",
+            f"give at least {_SHORTEST_TOKEN}, or none: then one is made",
+        )
     return given

@@ -14,7 +14,16 @@ import typer
 from finefit.cli.code import tell_code
 from finefit.cli.console import open_console
 from finefit.cli.options import AsJson, New, Runs, Set
-from finefit.cli.run_stages import Call, Wish, has_stages, open_place, refuse_changes, refuse_for_one, refuse_ranks, run_stages
+from finefit.cli.run_stages import (
+    Call,
+    Wish,
+    has_stages,
+    open_place,
+    refuse_changes,
+    refuse_for_one,
+    refuse_ranks,
+    run_stages,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,10 +41,16 @@ def run(
     target: Annotated[Path, typer.Argument(metavar="SPEC_OR_RUN", help="A spec file, or a run directory to go on in.")],
     overrides: Set = None,
     new: New = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Go on without this terminal; follow with `finefit watch`.")] = False,
-    first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Make this stage again, and all that stand on it.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on without this terminal; follow with `finefit watch`.")
+    ] = False,
+    first: Annotated[
+        str | None, typer.Option("--from", metavar="STAGE", help="Make this stage again, and all that stand on it.")
+    ] = None,
     only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Carry out this stage alone.")] = None,
-    force: Annotated[list[str] | None, typer.Option("--force", metavar="STAGE", help="Make this stage again; `all` for every one.")] = None,
+    force: Annotated[
+        list[str] | None, typer.Option("--force", metavar="STAGE", help="Make this stage again; `all` for every one.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell which stages would run, and why.")] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -112,7 +127,9 @@ def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
         console.print(f"next     finefit eval {place.path} --checkpoint all", soft_wrap=True)
 
 
-def open_or_create(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None = None) -> "RunDir":
+def open_or_create(
+    target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None = None
+) -> "RunDir":
     """The run that this command means: the directory itself, the newest with the same digest, or a new one. `nodes`: that ranks were started on
     already."""
     if target.is_dir():
@@ -127,7 +144,10 @@ def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "
 
     place = open_run(target)
     if new:
-        raise RunError("--new starts from a spec file, not from a run directory", f"give the spec file that {target} was started from")
+        raise RunError(
+            "--new starts from a spec file, not from a run directory",
+            f"give the spec file that {target} was started from",
+        )
     tell_code(spec_from_json(place.spec_json.read_text(encoding="utf-8")), place.path, console)
     with console.status("comparing model and data with what the run began with"):
         from finefit.pipeline.resume import amend
@@ -138,7 +158,9 @@ def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "
     return place
 
 
-def _from_spec(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None) -> "RunDir":
+def _from_spec(
+    target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None
+) -> "RunDir":
     from finefit.artifacts.rundir import newest_with_digest
     from finefit.spec.load import load_spec, whole_text
 
@@ -178,12 +200,17 @@ def carry_out(place: "RunDir", console: "Console", *, train: "Train | None" = No
         execute(place, tick=view.tick, warn=view.say, train=train)
 
 
-def _as_rank(at: "Place", target: Path, overrides: tuple[str, ...], *, new: bool, detach: bool, runs: Path, as_json: bool) -> None:
+def _as_rank(
+    at: "Place", target: Path, overrides: tuple[str, ...], *, new: bool, detach: bool, runs: Path, as_json: bool
+) -> None:
     """One of several ranks that torchrun, accelerate or SLURM has started: the first one speaks, the others follow it."""
     from finefit.errors import RunError
 
     if detach:
-        raise RunError(f"--detach does not go with ranks that were started from outside (WORLD_SIZE={at.size})", "let what started them go on alone")
+        raise RunError(
+            f"--detach does not go with ranks that were started from outside (WORLD_SIZE={at.size})",
+            "let what started them go on alone",
+        )
     if code := be_rank(target, overrides, new=new, runs=runs, as_json=as_json):
         raise typer.Exit(code)
 
@@ -233,7 +260,9 @@ def _spec_of(target: Path, overrides: tuple[str, ...]) -> "Spec":
     place = open_run(target)
     record = read_record(place.run, Run)
     if record.kind == "eval":
-        raise RunError(f"{target.name} holds an evaluation and nothing to train", f"`finefit eval {target}` goes on with it")
+        raise RunError(
+            f"{target.name} holds an evaluation and nothing to train", f"`finefit eval {target}` goes on with it"
+        )
     return load_spec(place.spec_yaml, (*record.overrides, *overrides))
 
 
@@ -250,17 +279,28 @@ def _submit(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, 
         overrides = ()
     else:
         require_inputs(spec, target.resolve().parent)
-    call, again = (partial(be_rank, target.resolve(), overrides, new=is_new, runs=runs.resolve()) for is_new in (new, False))
+    call, again = (
+        partial(be_rank, target.resolve(), overrides, new=is_new, runs=runs.resolve()) for is_new in (new, False)
+    )
     sent = submit(spec, RankTask(call, again), folder=runs.resolve() / "slurm")
     if as_json:
-        typer.echo(json.dumps({"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)}, indent=2))
+        typer.echo(
+            json.dumps(
+                {"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)}, indent=2
+            )
+        )
         return
-    console.print(f"job      {sent.job} is queued; it saves before its time is up, and is queued again until it is done", soft_wrap=True)
+    console.print(
+        f"job      {sent.job} is queued; it saves before its time is up, and is queued again until it is done",
+        soft_wrap=True,
+    )
     console.print(f"script   {sent.script}", soft_wrap=True)
     console.print(f"next     squeue -j {sent.job}\n         tail -F {sent.log}", soft_wrap=True)
 
 
-def _first_rank(at: "Place", store: "Store", target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool) -> None:
+def _first_rank(
+    at: "Place", store: "Store", target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool
+) -> None:
     from finefit.artifacts.records import Run, read_record
     from finefit.pipeline.outside import Invitation, engine_overrides, first_of_all
     from finefit.spec.load import load_spec

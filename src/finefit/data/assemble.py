@@ -4,7 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from finefit.data.cells import Fault, answers, distinct, filled, images, is_given, passages, scalar, several, shown, text, verdict
+from finefit.data.cells import (
+    Fault,
+    answers,
+    distinct,
+    filled,
+    images,
+    is_given,
+    passages,
+    scalar,
+    several,
+    shown,
+    text,
+    verdict,
+)
 from finefit.data.columns import Column
 from finefit.data.conversations import IMAGE_MARK, Conversation, check_answered, conversation, is_conversation, tools
 from finefit.data.records import Record, Value
@@ -60,7 +73,12 @@ def several_questions(parts: Parts, record: Record) -> list[Row | BadRow]:
     if len(asked) != len(answered):
         raise Fault(f"has {len(asked)} {parts['prompt'].name} and {len(answered)} {parts['answer'].name}")
     names = [parts[name].keys[0] for name in ("prompt", "answer")]
-    return _each(parts, record, [dict(zip(names, both, strict=True)) for both in zip(asked, answered, strict=True)], parts["prompt"].name)
+    return _each(
+        parts,
+        record,
+        [dict(zip(names, both, strict=True)) for both in zip(asked, answered, strict=True)],
+        parts["prompt"].name,
+    )
 
 
 _TURN = {name: Column(name, (name,)) for name in ("context", "prompt", "answer")}
@@ -68,8 +86,16 @@ _TURN = {name: Column(name, (name,)) for name in ("context", "prompt", "answer")
 
 def meeting(parts: Parts, record: Record) -> list[Row | BadRow]:
     """QMSum: a meeting, and queries about it."""
-    said = [_said(entry, f"{parts['context'].name}[{at}]") for at, entry in enumerate(_entries(parts["context"], record.value))]
-    queries = [_query(entry, parts[name].name) for name in ("general", "specific") if name in parts for entry in _entries(parts[name], record.value)]
+    said = [
+        _said(entry, f"{parts['context'].name}[{at}]")
+        for at, entry in enumerate(_entries(parts["context"], record.value))
+    ]
+    queries = [
+        _query(entry, parts[name].name)
+        for name in ("general", "specific")
+        if name in parts
+        for entry in _entries(parts[name], record.value)
+    ]
     return _each(_TURN, record, [{"context": "\n".join(said), **query} for query in queries], "queries")
 
 
@@ -106,7 +132,9 @@ def _query(entry: object, place: str) -> Value:
 
 def _chat_row(parts: Parts, record: Record) -> Row:
     column = parts["messages"]
-    return _row(parts, record, _opened(parts, record.value, conversation(column.value(record.value), column.name)), num_given=0)
+    return _row(
+        parts, record, _opened(parts, record.value, conversation(column.value(record.value), column.name)), num_given=0
+    )
 
 
 def _question_row(parts: Parts, record: Record) -> Row:
@@ -156,7 +184,11 @@ def _asked(parts: Parts, value: Value) -> Conversation:
     prompt = parts["prompt"].value(value) if "prompt" in parts else None
     if not is_conversation(prompt):
         return _opened(parts, value, Conversation((*_history(parts, value), Message("user", _question(parts, value)))))
-    if lost := [parts[name].name for name in ("context", "input", "history") if name in parts and is_given(parts[name].get(value))]:
+    if lost := [
+        parts[name].name
+        for name in ("context", "input", "history")
+        if name in parts and is_given(parts[name].get(value))
+    ]:
         raise Fault(f"{parts['prompt'].name} is a list of messages, in which {', '.join(lost)} has no place")
     return _opened(parts, value, conversation(prompt, parts["prompt"].name))
 
@@ -218,7 +250,10 @@ def _num_inside(asked: Sequence[Message], chosen: Sequence[Message], rejected: S
     """So many messages of both endings are the prompt itself."""
     if asked:
         return len(asked) if list(chosen[: len(asked)]) == list(rejected[: len(asked)]) == list(asked) else 0
-    return next((at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), min(len(chosen), len(rejected)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other),
+        min(len(chosen), len(rejected)),
+    )
 
 
 def _check_ending(asked: Sequence[Message], ending: Sequence[Message], place: str) -> None:
@@ -239,7 +274,11 @@ def _images(parts: Parts, value: Value, talk: Conversation) -> tuple[Image, ...]
     beside = images(found, parts["images"].name) if is_given(found) else ()
     if beside and talk.images:
         raise Fault(f"has images both in its messages and in {parts['images'].name}")
-    num_marks = sum(message.content.count(IMAGE_MARK) for message in talk.messages) if "images" in parts or talk.num_image_parts else 0
+    num_marks = (
+        sum(message.content.count(IMAGE_MARK) for message in talk.messages)
+        if "images" in parts or talk.num_image_parts
+        else 0
+    )
     total = beside or talk.images
     if num_marks and num_marks != len(total):
         raise Fault(f"has {num_marks} {IMAGE_MARK} marks and {len(total)} images")

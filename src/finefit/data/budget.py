@@ -42,10 +42,18 @@ def fitted(
     return tuple(kept)
 
 
-def _longest(messages: Sequence[Message], texts: Sequence[Sequence[str]], spans: Callable[[str], Sequence[Span]]) -> tuple[int, int] | None:
+def _longest(
+    messages: Sequence[Message], texts: Sequence[Sequence[str]], spans: Callable[[str], Sequence[Span]]
+) -> tuple[int, int] | None:
     """Message and part of what is asked or given by a tool; an instruction of the system only where that is used up. An answer never."""
     for roles in (("user", "tool"), ("system",)):
-        parts = [(at, part, text) for at, m in enumerate(messages) if m.role in roles for part, text in enumerate(texts[at]) if len(text) > 1]
+        parts = [
+            (at, part, text)
+            for at, m in enumerate(messages)
+            if m.role in roles
+            for part, text in enumerate(texts[at])
+            if len(text) > 1
+        ]
         sizes = [(len(spans(text)), -at, -part) for at, part, text in parts]
         sizes = [size for size in sizes if size[0] > 1]
         if sizes:

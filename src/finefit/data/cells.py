@@ -39,7 +39,9 @@ def text(value: object, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
-        raise Fault(f"{place} holds half a character, \\u{ord(value[error.start]):04x}, which no tokenizer takes") from None
+        raise Fault(
+            f"{place} holds half a character, \\u{ord(value[error.start]):04x}, which no tokenizer takes"
+        ) from None
     return value
 
 
@@ -71,7 +73,10 @@ def inserted(value: object, place: str) -> str:
         raise Fault(f"{place} has {len(labels)} labels and {len(texts)} texts")
     if not labels:
         return passages(value, place)
-    return "\n".join(f"{scalar(label, place)}. {scalar(entry, f'{place}.{label}')}" for label, entry in zip(labels, texts, strict=True))
+    return "\n".join(
+        f"{scalar(label, place)}. {scalar(entry, f'{place}.{label}')}"
+        for label, entry in zip(labels, texts, strict=True)
+    )
 
 
 def _labelled(value: object) -> tuple[list[object], list[object]]:
@@ -80,7 +85,9 @@ def _labelled(value: object) -> tuple[list[object], list[object]]:
         return [], []
     if value.keys() == {"label", "text"} and isinstance(value["label"], list) and isinstance(value["text"], list):
         return value["label"], value["text"]
-    given = {label: entry for label, entry in value.items() if entry is not None}  # a table fills in the labels that other records have
+    given = {
+        label: entry for label, entry in value.items() if entry is not None
+    }  # a table fills in the labels that other records have
     are_labels = len(given) > 1 and all(len(str(label)) == 1 and str(label).isalnum() for label in given)
     return (list(given), list(given.values())) if are_labels else ([], [])
 
@@ -149,7 +156,12 @@ def held_image(value: object) -> str | bytes | None:
         value = next((value[key] for key in ("bytes", "path", "url") if is_given(value.get(key))), None)
     if isinstance(value, bytes):
         return value or None
-    is_path = isinstance(value, str) and value.strip() and "://" not in value[:16] and not (value.startswith("<") and value.endswith(">"))
+    is_path = (
+        isinstance(value, str)
+        and value.strip()
+        and "://" not in value[:16]
+        and not (value.startswith("<") and value.endswith(">"))
+    )
     return value if isinstance(value, str) and is_path else None
 
 

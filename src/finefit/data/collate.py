@@ -62,7 +62,9 @@ def pictures_of(row: Trained) -> tuple[Picture, ...]:
 
 
 def _counted(rows: Sequence[Trained], count: Callable[[Example], int]) -> NDArray[Any]:
-    return np.array([[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows], dtype=np.int64)
+    return np.array(
+        [[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows], dtype=np.int64
+    )
 
 
 def worst_of(rows: Sequence[Trained]) -> Trained:
@@ -80,7 +82,9 @@ def worst_of(rows: Sequence[Trained]) -> Trained:
 def _stretched(example: Example, length: int, supervised: int) -> Example:
     """As long as asked for, by more of its last token; supervised at the end."""
     tokens = (*example.tokens, *example.tokens[-1:] * (length - len(example.tokens)))
-    return Example(tokens=tokens, supervised=tuple(at >= length - supervised for at in range(length)), images=example.images)
+    return Example(
+        tokens=tokens, supervised=tuple(at >= length - supervised for at in range(length)), images=example.images
+    )
 
 
 def collate(rows: Sequence[Trained], *, pad: int, lens: Lens | None = None, show: Show | None = None) -> Batch:
@@ -102,9 +106,14 @@ def _extra(examples: Sequence[Example], input_ids: NDArray[np.int64], lens: Lens
     shown = {} if show is None else {picture: show(picture) for picture in distinct}
     prompts = [_prompt_length(example) for example in examples]
     extra = lens.extra(
-        input_ids, [len(e.tokens) for e in examples], [[shown[picture] for picture in example.images] for example in examples], prompts
+        input_ids,
+        [len(e.tokens) for e in examples],
+        [[shown[picture] for picture in example.images] for example in examples],
+        prompts,
     )
-    content = "\n".join(" ".join(f"{picture.sha256}{picture.grid}" for picture in example.images) for example in examples)
+    content = "\n".join(
+        " ".join(f"{picture.sha256}{picture.grid}" for picture in example.images) for example in examples
+    )
     return replace(extra, identity=hashlib.sha256(content.encode()).hexdigest() if distinct else "")
 
 
@@ -123,7 +132,11 @@ class Collator:
 
     def __call__(self, rows: Sequence[Trained]) -> Batch:
         eye = None if self.see is None else eye_of(self.see)
-        return collate(rows, pad=self.pad) if eye is None else collate(rows, pad=self.pad, lens=eye.lens, show=partial(show, eye))
+        return (
+            collate(rows, pad=self.pad)
+            if eye is None
+            else collate(rows, pad=self.pad, lens=eye.lens, show=partial(show, eye))
+        )
 
 
 def pack(rows: Sequence[Trained]) -> Batch:
@@ -136,7 +149,13 @@ def pack(rows: Sequence[Trained]) -> Batch:
         boundaries_R1=torch.from_numpy(boundaries.astype(np.int32)),
         lengths=tuple(lengths),
     )
-    return _batch(examples, np.concatenate([e.tokens for e in examples])[None], starts=boundaries[:-1].tolist(), packed=packed, paired=paired)
+    return _batch(
+        examples,
+        np.concatenate([e.tokens for e in examples])[None],
+        starts=boundaries[:-1].tolist(),
+        packed=packed,
+        paired=paired,
+    )
 
 
 def _sequences(rows: Sequence[Trained]) -> tuple[list[Example], Paired | None]:
@@ -179,7 +198,9 @@ def _tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
-def micro_batches(rows: Sequence[Trained], *, micro_batch: int, pad: int, capacity: Capacity | None = None) -> list[Batch]:
+def micro_batches(
+    rows: Sequence[Trained], *, micro_batch: int, pad: int, capacity: Capacity | None = None
+) -> list[Batch]:
     """Of text. Packed where a capacity is given; else cut by length. The sum over the global batch is the same in any order."""
     if capacity is None:
         return [collate([rows[row] for row in group], pad=pad) for group in grouped(lengths_of(rows), micro_batch)]

@@ -114,7 +114,10 @@ class Sample:
         known = {plain(column): column for column in self.values}
         close = difflib.get_close_matches(plain(name), known, n=1)
         hint = f"did you mean {known[close[0]]}? " if close else ""
-        return DataError(f"{self.source} has no column {name}, which fields.{field} names", f"{hint}the columns are {listed(self.values)}")
+        return DataError(
+            f"{self.source} has no column {name}, which fields.{field} names",
+            f"{hint}the columns are {listed(self.values)}",
+        )
 
 
 def _keys(written: str, values: Sequence[Value]) -> tuple[str, ...]:

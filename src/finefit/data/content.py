@@ -76,7 +76,9 @@ def _first_bad_byte(file: DataFile) -> str:
 def require_distinct(names: list[str]) -> None:
     if len(set(names)) != len(names):
         repeated = next(name for name in names if names.count(name) > 1)
-        raise Broken(f"it has {printable(repeated)} twice, and the value of one would be lost", "rename or remove one of them")
+        raise Broken(
+            f"it has {printable(repeated)} twice, and the value of one would be lost", "rename or remove one of them"
+        )
 
 
 def holds_no_rows(file: DataFile) -> DataError:

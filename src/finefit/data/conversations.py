@@ -34,8 +34,32 @@ _WEIGHTS: Final = ("weight", "train")
 _TELLING: Final = frozenset(
     {
         *_WEIGHTS,
-        *("mask", "masked", "supervised", "loss", "label", "name", "text", "parts", "prefix", "suffix", "refusal", "reasoning_details"),
-        *("function", "function_call", "tool", "tools", "tool_calls", "tool_call_id", "tool_responses", *_REASONING, "content", "value"),
+        *(
+            "mask",
+            "masked",
+            "supervised",
+            "loss",
+            "label",
+            "name",
+            "text",
+            "parts",
+            "prefix",
+            "suffix",
+            "refusal",
+            "reasoning_details",
+        ),
+        *(
+            "function",
+            "function_call",
+            "tool",
+            "tools",
+            "tool_calls",
+            "tool_call_id",
+            "tool_responses",
+            *_REASONING,
+            "content",
+            "value",
+        ),
         *("image", "images", "audio", "video", "videos", "file", "files", "attachments", "documents"),
     }
 )
@@ -131,7 +155,11 @@ def _known(name: object, roles: dict[str, Role], place: str) -> Role:
 
 
 def _refuse_unknown(entry: dict[str, Any], role: Role, known: frozenset[str], place: str) -> None:
-    extra = [name for name in entry if name in _TELLING - known and is_given(entry[name]) and not _is_usual_weight(name, entry[name], role)]
+    extra = [
+        name
+        for name in entry
+        if name in _TELLING - known and is_given(entry[name]) and not _is_usual_weight(name, entry[name], role)
+    ]
     if extra:
         raise Fault(f"{place} has the field {printable(', '.join(sorted(extra)))}, which would be lost")
 
@@ -140,7 +168,12 @@ def metadata(value: object) -> set[str]:
     """Fields of messages that say nothing to a model, such as a language or a time."""
     entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
     known = _TELLING | _SHAREGPT_FIELDS | frozenset().union(*_FIELDS.values())
-    return {name for entry in entries for name in entry if isinstance(name, str) and name not in known and is_given(entry[name])}
+    return {
+        name
+        for entry in entries
+        for name in entry
+        if isinstance(name, str) and name not in known and is_given(entry[name])
+    }
 
 
 def _is_usual_weight(name: str, value: object, role: Role) -> bool:
@@ -151,7 +184,9 @@ def _is_usual_weight(name: str, value: object, role: Role) -> bool:
 def _reasoning(entry: dict[str, Any], place: str) -> str:
     found = {text(entry[name], f"{place}.{name}") for name in _REASONING if is_given(entry.get(name))}
     if len(found) > 1:
-        raise Fault(f"{place} has two different reasonings, under {', '.join(name for name in _REASONING if is_given(entry.get(name)))}")
+        raise Fault(
+            f"{place} has two different reasonings, under {', '.join(name for name in _REASONING if is_given(entry.get(name)))}"
+        )
     return found.pop() if found else ""
 
 
@@ -175,7 +210,9 @@ def _content(value: object, place: str) -> Conversation:
 
 def _image_part(part: dict[str, Any], place: str) -> list[Image]:
     """None where the part only marks the place of an image that a column holds."""
-    held = next((part[name] for name in ("image", "image_url", "bytes", "path", "url") if is_given(part.get(name))), None)
+    held = next(
+        (part[name] for name in ("image", "image_url", "bytes", "path", "url") if is_given(part.get(name))), None
+    )
     return [] if held is None else [image(held, place)]
 
 

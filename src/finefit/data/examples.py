@@ -54,7 +54,9 @@ class Draft(NamedTuple):
     rejected: list[Sheet]
 
 
-def joined(start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]], pictures: tuple[Picture, ...]) -> Example:
+def joined(
+    start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]], pictures: tuple[Picture, ...]
+) -> Example:
     tokens, supervised = [*start], (False,) * len(start)
     for segment, ids in pieces:
         tokens += ids

@@ -29,18 +29,44 @@ _FORMATS |= {f"{ending}.gz": form for ending, form in _FORMATS.items()} | {".par
 
 # What stands beside data and is none, in lower case. The first two are asked of files without a known extension, the third only of a folder's.
 _NO_DATA = (
-    *("*.md", "*.rst", "*.pdf", "*.html", "*.bib", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.webp", "*.bmp", "*.tif", "*.tiff", "*.svg"),
+    *(
+        "*.md",
+        "*.rst",
+        "*.pdf",
+        "*.html",
+        "*.bib",
+        "*.png",
+        "*.jpg",
+        "*.jpeg",
+        "*.gif",
+        "*.webp",
+        "*.bmp",
+        "*.tif",
+        "*.tiff",
+        "*.svg",
+    ),
     *("*.yaml", "*.yml", "*.toml", "*.ini", "*.cfg", "*.py", "*.ipynb", "*.sh", "*.log", "*.lock", "*.md5", "*.sha256"),
 )
 _ABOUT_DATA = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)[^.]*(\.\d+)*(\.cff)?")
-_NO_ROWS = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)([\W_].*)?\.txt|dataset_(info|infos|dict)\.json|cache-.*\.arrow")
+_NO_ROWS = re.compile(
+    r"(readme|licen[cs]e|notice|citation|changelog)([\W_].*)?\.txt|dataset_(info|infos|dict)\.json|cache-.*\.arrow"
+)
 """`notices.txt` may well be rows; the rest is what `datasets` writes."""
 
-_SPLITS = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation", "dev": "validation", "test": "test"}
+_SPLITS = {
+    "train": "train",
+    "validation": "validation",
+    "val": "validation",
+    "valid": "validation",
+    "dev": "validation",
+    "test": "test",
+}
 _WORD = re.compile(r"[^\W\d_]+")
 _SHARD = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)(?P<ending>\D*)")
 _HUB = "hf://"
-_HUB_PATH = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>refs/convert/[^/]+|refs/pr/\d+|[^/]+))?(/(?P<inside>.*))?")
+_HUB_PATH = re.compile(
+    r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>refs/convert/[^/]+|refs/pr/\d+|[^/]+))?(/(?P<inside>.*))?"
+)
 _SHOWN = 10
 
 
@@ -127,13 +153,23 @@ def _raise(error: OSError) -> None:
 
 def _is_no_data(name: str) -> bool:
     last = PurePosixPath(name).name.lower()
-    return _known_format(name) is None and (any(fnmatch(last, pattern) for pattern in _NO_DATA) or _ABOUT_DATA.fullmatch(last) is not None)
+    return _known_format(name) is None and (
+        any(fnmatch(last, pattern) for pattern in _NO_DATA) or _ABOUT_DATA.fullmatch(last) is not None
+    )
 
 
 def _with_rows(names: list[str]) -> list[str]:
     """Of a folder. `datasets` writes a state beside its info; anywhere else a file of that name is data."""
-    states = {str(PurePosixPath(name).with_name("state.json")) for name in names if PurePosixPath(name).name == "dataset_info.json"}
-    return [name for name in names if not (_is_no_data(name) or name in states or _NO_ROWS.fullmatch(PurePosixPath(name).name.lower()))]
+    states = {
+        str(PurePosixPath(name).with_name("state.json"))
+        for name in names
+        if PurePosixPath(name).name == "dataset_info.json"
+    }
+    return [
+        name
+        for name in names
+        if not (_is_no_data(name) or name in states or _NO_ROWS.fullmatch(PurePosixPath(name).name.lower()))
+    ]
 
 
 def _known_format(name: str) -> Format | None:
@@ -143,13 +179,18 @@ def _known_format(name: str) -> Format | None:
 def _format(name: str, shown: str) -> Format:
     if form := _known_format(name):
         return form
-    raise DataError(f"{shown} has no known extension", f"known are {', '.join(_FORMATS)}; of a folder, name the files that are meant by a glob")
+    raise DataError(
+        f"{shown} has no known extension",
+        f"known are {', '.join(_FORMATS)}; of a folder, name the files that are meant by a glob",
+    )
 
 
 def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
     hint = "paths are relative to the spec file; a data set of the hub is written hf://datasets/owner/name"
     if others:
-        return DataError(f"{shown} holds no data, only {len(others)} files such as {others[0]}", f"known are {', '.join(_FORMATS)}")
+        return DataError(
+            f"{shown} holds no data, only {len(others)} files such as {others[0]}", f"known are {', '.join(_FORMATS)}"
+        )
     if place.is_dir():
         return DataError(f"{shown} is a folder without files (looked in {place})", hint)
     if glob.has_magic(shown):
@@ -172,7 +213,8 @@ def _of_split(files: list[DataFile], folder: Path, split: str, shown: str) -> li
     chosen = [file for file, its in told if its == split]
     if not chosen:
         raise DataError(
-            f"{shown} holds no files for {split}; there is {_listed(files)}", f"name the files for {split} by a glob, such as {_example(files)}"
+            f"{shown} holds no files for {split}; there is {_listed(files)}",
+            f"name the files for {split} by a glob, such as {_example(files)}",
         )
     return chosen
 
@@ -199,7 +241,10 @@ def _require_one_format(files: list[DataFile], shown: str) -> None:
     formats = sorted({file.format for file in files})
     if len(formats) > 1:
         listed = "; ".join(f"{form}: {_listed(file for file in files if file.format == form)}" for form in formats)
-        raise DataError(f"{shown} holds files of several formats: {listed}", f"name those that are meant by a glob, such as {_example(files)}")
+        raise DataError(
+            f"{shown} holds files of several formats: {listed}",
+            f"name those that are meant by a glob, such as {_example(files)}",
+        )
 
 
 def _example(files: list[DataFile]) -> str:
@@ -215,8 +260,13 @@ def _listed(files: Iterable[DataFile]) -> str:
 def _parse(path: str) -> _HubPath:
     match = _HUB_PATH.fullmatch(path)
     if match is None:
-        raise DataError(f"{path} names no data set of the hub", "write hf://datasets/owner/name, then @revision and /files where they are needed")
-    return _HubPath(match["repo"], unquote(match["revision"]) if match["revision"] else None, (match["inside"] or "").strip("/"))
+        raise DataError(
+            f"{path} names no data set of the hub",
+            "write hf://datasets/owner/name, then @revision and /files where they are needed",
+        )
+    return _HubPath(
+        match["repo"], unquote(match["revision"]) if match["revision"] else None, (match["inside"] or "").strip("/")
+    )
 
 
 def _wanted(inside: str) -> list[str]:
@@ -233,21 +283,37 @@ def _snapshot(hub: _HubPath, *, local_files_only: bool = False) -> Path:
 
     wanted = _wanted(hub.inside)
     try:
-        return Path(snapshot_download(hub.repo, repo_type="dataset", revision=hub.revision, allow_patterns=wanted, local_files_only=local_files_only))
+        return Path(
+            snapshot_download(
+                hub.repo,
+                repo_type="dataset",
+                revision=hub.revision,
+                allow_patterns=wanted,
+                local_files_only=local_files_only,
+            )
+        )
     except errors.GatedRepoError:
-        raise DataError(f"{hub} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN") from None
+        raise DataError(
+            f"{hub} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
+        ) from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise DataError(
-            f"the hub has no such data set: {hub}: {_first_line(error)}", "check owner, name and revision; log in if it is private"
+            f"the hub has no such data set: {hub}: {_first_line(error)}",
+            "check owner, name and revision; log in if it is private",
         ) from None
     except errors.LocalEntryNotFoundError as error:
         raise DataError(
-            f"{hub} is not whole in the local cache and the hub cannot be reached: {_first_line(error)}", "connect, or name local files"
+            f"{hub} is not whole in the local cache and the hub cannot be reached: {_first_line(error)}",
+            "connect, or name local files",
         ) from None
     except (errors.OfflineModeIsEnabled, httpx.HTTPError) as error:
         if local_files_only:
-            raise DataError(f"{hub} cannot be downloaded: {_first_line(error)}", "connect, or name local files") from None
-        return _snapshot(hub, local_files_only=True)  # the hub lists the files of a commit even where the cache has them all
+            raise DataError(
+                f"{hub} cannot be downloaded: {_first_line(error)}", "connect, or name local files"
+            ) from None
+        return _snapshot(
+            hub, local_files_only=True
+        )  # the hub lists the files of a commit even where the cache has them all
 
 
 def _first_line(error: Exception) -> str:

@@ -20,7 +20,9 @@ Windows = NDArray[np.uint32]
 _WINDOW_BYTES = 32
 CHOSEN_BITS = 29
 """Of 32: a window whose hash is below 2**29 is chosen, one in eight."""
-_WORD_FACTORS = tuple(np.uint64(f) for f in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
+_WORD_FACTORS = tuple(
+    np.uint64(f) for f in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
+)
 _MIX_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)
 
@@ -60,7 +62,9 @@ def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "l
     digest.update(asked.encode("utf-8", "surrogatepass"))
     asked_key = _as_int(digest.digest())
     digest.update(_answer(row).encode("utf-8", "surrogatepass"))
-    folded = _folded(asked.replace(IMAGE_MARK, " ") if images else asked)  # with or without a mark it is asked about the same image
+    folded = _folded(
+        asked.replace(IMAGE_MARK, " ") if images else asked
+    )  # with or without a mark it is asked about the same image
     # An image is half of the question, and whether two images are alike is not known here.
     windows = _windows(folded) if not images else np.empty(0, np.uint32)
     earlier = _turns(row, images, with_system) if turns == "all" else ()
@@ -75,7 +79,11 @@ def prompt_key(row: Row, *, with_system: bool = False) -> int:
 
 def system_is_content(rows: Iterable[Row]) -> bool:
     """Whether the system messages of a sample differ so much that they are part of what is asked: 3 texts or more, for more than a tenth of them."""
-    systems = [_key(_folded("\n".join(_told(system)))) for row in rows if (system := [m for m in row.messages if m.role == "system"])]
+    systems = [
+        _key(_folded("\n".join(_told(system))))
+        for row in rows
+        if (system := [m for m in row.messages if m.role == "system"])
+    ]
     num_different = len(set(systems))
     return num_different >= 3 and 10 * num_different > len(systems)
 
@@ -128,7 +136,9 @@ def _answer(row: Row) -> str:
 def _said(message: Message) -> str:
     if not message.reasoning and not message.tool_calls:
         return message.content
-    return "\n".join([message.reasoning, message.content, *(f"{call.name} {call.arguments}" for call in message.tool_calls)])
+    return "\n".join(
+        [message.reasoning, message.content, *(f"{call.name} {call.arguments}" for call in message.tool_calls)]
+    )
 
 
 def _images(row: Row) -> bytes:
@@ -140,7 +150,8 @@ def _images(row: Row) -> bytes:
 
 def _image(source: str, image: Image) -> bytes:
     # A path is relative to its root, or to its file: train/1.png and test/1.png are two images.
-    content = image.data or os.path.join(image.root_name or os.path.dirname(source), image.path).encode("utf-8", "surrogatepass")  # noqa: PTH118, PTH120
+    root = image.root_name or os.path.dirname(source)  # noqa: PTH120 a name, no path
+    content = image.data or os.path.join(root, image.path).encode("utf-8", "surrogatepass")  # noqa: PTH118
     return blake2b(content, digest_size=8).digest()
 
 
@@ -198,7 +209,9 @@ def _windows(content: bytes) -> Windows:
     num_windows = len(content) - _WINDOW_BYTES + 1
     if num_windows < 1:
         return np.empty(0, np.uint32)
-    words = np.ndarray((len(content) - 7,), np.dtype("<u8"), content, strides=(1,)).copy()  # aligned, which halves the time
+    words = np.ndarray(
+        (len(content) - 7,), np.dtype("<u8"), content, strides=(1,)
+    ).copy()  # aligned, which halves the time
     hashes = words[:num_windows] * _WORD_FACTORS[0]
     for i, factor in enumerate(_WORD_FACTORS[1:], 1):
         hashes += words[8 * i : 8 * i + num_windows] * factor

@@ -68,7 +68,9 @@ def find_image(image: Image) -> Found:
             raise Fault(f"{printable(image.path)} may be {places}; name the one folder or zip with images_root")
         if found:
             return found[0]
-    raise Fault(f"{printable(image.path)} is not there: looked in {root}, and in the folders and zips in it; name another place with images_root")
+    raise Fault(
+        f"{printable(image.path)} is not there: looked in {root}, and in the folders and zips in it; name another place with images_root"
+    )
 
 
 def _inside(root: Path, path: str) -> str:
@@ -77,7 +79,9 @@ def _inside(root: Path, path: str) -> str:
         raise Fault(f"{printable(path)!r} is no path")
     name = posixpath.normpath(posixpath.relpath(path, root.as_posix()) if posixpath.isabs(path) else path)
     if name in (".", "..") or name.startswith("../"):
-        raise Fault(f"{printable(path)} lies outside of {root}, where its images start; name another folder with images_root")
+        raise Fault(
+            f"{printable(path)} lies outside of {root}, where its images start; name another folder with images_root"
+        )
     return name
 
 
@@ -96,7 +100,9 @@ def _shelves(root: Path) -> Iterator[Sequence[Path]]:
 def _inner(root: Path, changed: int) -> tuple[tuple[Path, ...], tuple[Path, ...]]:  # noqa: ARG001 a folder with other entries is listed anew
     with os.scandir(root) as entries:
         seen = sorted(
-            Path(entry.path) for entry in entries if not entry.name.startswith(".") and (entry.is_dir() or entry.name.lower().endswith(".zip"))
+            Path(entry.path)
+            for entry in entries
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.name.lower().endswith(".zip"))
         )
     return tuple(path for path in seen if path.is_dir()), tuple(path for path in seen if not path.is_dir())
 
@@ -137,7 +143,12 @@ def _in_zip(path: Path, name: str) -> list[Found]:
     members = _members(path, path.stat().st_mtime_ns, os.getpid())
     for names in _names(name):
         whole = [member for each in names for member in members.get(posixpath.basename(each), ()) if member == each]
-        below = [member for each in names for member in members.get(posixpath.basename(each), ()) if member.endswith(f"/{each}")]
+        below = [
+            member
+            for each in names
+            for member in members.get(posixpath.basename(each), ())
+            if member.endswith(f"/{each}")
+        ]
         if whole or below:
             return [_in_archive(path, member) for member in whole or below]
     return []

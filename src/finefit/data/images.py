@@ -23,7 +23,11 @@ MAX_PIXELS: Final = 89_478_485
 """Pillow's own limit: a few bytes may unpack to more memory than there is."""
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")
 """No other is tried: some start programs of their own."""
-_HEADS: Final = ((b"\x89PNG\r\n\x1a\n", struct.Struct(">II"), 16), (b"GIF8", struct.Struct("<HH"), 6), (b"BM", struct.Struct("<ii"), 18))
+_HEADS: Final = (
+    (b"\x89PNG\r\n\x1a\n", struct.Struct(">II"), 16),
+    (b"GIF8", struct.Struct("<HH"), 6),
+    (b"BM", struct.Struct("<ii"), 18),
+)
 """What a form begins with, and where width and height follow."""
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 """What Pillow raises on bytes that are no whole image."""
@@ -55,7 +59,9 @@ def size_of(image: Image, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Width and height as decoded, from the head of the file alone."""
     with _faults_of(image), _opened(image, max_pixels) as opened:
         width, height = opened.size
-        is_turned = opened.format != "TIFF" and opened.getexif().get(_ORIENTATION) in _SIDEWAYS  # Pillow turns TIFF itself
+        is_turned = (
+            opened.format != "TIFF" and opened.getexif().get(_ORIENTATION) in _SIDEWAYS
+        )  # Pillow turns TIFF itself
         return (height, width) if is_turned else (width, height)
 
 
@@ -85,7 +91,9 @@ def _opened(image: Image, max_pixels: int, content: bytes | None = None) -> PIL.
         raise Fault(f"{name_of(image)} {_unread(content)}") from None
     width, height = opened.size
     if width * height > max_pixels:
-        raise Fault(f"{name_of(image)} has too many pixels: {width:,} x {height:,}, and at most {max_pixels:,} are decoded")
+        raise Fault(
+            f"{name_of(image)} has too many pixels: {width:,} x {height:,}, and at most {max_pixels:,} are decoded"
+        )
     return opened
 
 
@@ -103,7 +111,9 @@ def _rgb(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     if image.mode.startswith("I;16"):
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise Fault(f"{name} has pixels of 32 bits, of which nothing says what is black and what is white; save it with 8 or 16")
+        raise Fault(
+            f"{name} has pixels of 32 bits, of which nothing says what is black and what is white; save it with 8 or 16"
+        )
     if not image.has_transparency_data:
         return image.convert("RGB")
     return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image.convert("RGBA")).convert("RGB")

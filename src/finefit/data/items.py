@@ -18,7 +18,10 @@ def as_item(row: Row) -> Row:
             return replace(row, messages=(Message("assistant", row.text),))
         case "pair":
             if len(row.rejected) != 1 or len(row.messages) != row.num_given + 1:
-                raise DataError("is a pair whose sides differ in more than their last answer", "give test pairs that share all but the last answer")
+                raise DataError(
+                    "is a pair whose sides differ in more than their last answer",
+                    "give test pairs that share all but the last answer",
+                )
             return replace(row, rejected=(), wrong=(row.rejected[0].content,))
         case "chat" | "judged":
             return row
@@ -62,7 +65,9 @@ def key_of(row: Row) -> str:
 def text_key(row: Row) -> str:
     """Of all but its images."""
     answer = row.text or row.answer
-    return row.key or _hashed([[asdict(message) for message in row.prompt], row.tools, answer, sorted(row.references), sorted(row.wrong)])
+    return row.key or _hashed(
+        [[asdict(message) for message in row.prompt], row.tools, answer, sorted(row.references), sorted(row.wrong)]
+    )
 
 
 def _hashed(content: list[Any]) -> str:
@@ -75,7 +80,9 @@ def read_items(path: Path) -> list[Row]:
 
 
 def _row(item: dict[str, Any], folder: Path) -> Row:
-    messages = tuple(Message(**m | {"tool_calls": tuple(ToolCall(**call) for call in m["tool_calls"])}) for m in item.pop("messages"))
+    messages = tuple(
+        Message(**m | {"tool_calls": tuple(ToolCall(**call) for call in m["tool_calls"])}) for m in item.pop("messages")
+    )
     lists: dict[str, Any] = {name: tuple(item.pop(name, ())) for name in ("references", "votes", "wrong", "repairs")}
     pictures = tuple(from_json(values, folder) for values in item.pop("pictures", ()))
     return as_item(Row(messages=messages, pictures=pictures, **lists, **item))

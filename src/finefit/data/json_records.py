@@ -58,7 +58,10 @@ def _goes_on_after_an_array(file: DataFile) -> bool:
 
 def _require_one_line(file: DataFile, text: str) -> None:
     if "\n" in text:
-        raise DataError(f"{file.name} holds several JSON values that are not one per line", f"convert it: jq -c . {file.name} > rows.jsonl")
+        raise DataError(
+            f"{file.name} holds several JSON values that are not one per line",
+            f"convert it: jq -c . {file.name} > rows.jsonl",
+        )
 
 
 def _read_lines(file: DataFile) -> Numbered:
@@ -161,7 +164,11 @@ def _entries(document: Any) -> list[Any]:
         return [document]
     if document and all(isinstance(entry, dict) and not _is_message(entry) for entry in document.values()):
         return [entry if "id" in entry else {"id": name, **entry} for name, entry in document.items()]
-    lists = [entries for entries in document.values() if isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)]
+    lists = [
+        entries
+        for entries in document.values()
+        if isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)
+    ]
     if len(lists) == 1 and not any(_is_message(entry) for entry in lists[0]):
         said = {name: document[name] for name in _SAID_ONCE if isinstance(document.get(name), str)}
         return [said | entry if isinstance(entry, dict) else entry for entry in lists[0]] if said else lists[0]

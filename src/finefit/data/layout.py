@@ -12,7 +12,9 @@ _STEPS = 50
 """Of the first epoch: enough to know, however many there are."""
 
 
-def efficiency(lengths: NDArray[np.int32], supervised: NDArray[np.int32], levers: Levers, *, global_batch: int, seed: int) -> Efficiency:
+def efficiency(
+    lengths: NDArray[np.int32], supervised: NDArray[np.int32], levers: Levers, *, global_batch: int, seed: int
+) -> Efficiency:
     """Lengths and counts of pairs have a column for each side."""
     steps = range(min(_STEPS, steps_per_epoch(len(lengths), global_batch)))
     rows = [rows_of_step(step, num_rows=len(lengths), global_batch=global_batch, seed=seed) for step in steps]
@@ -32,7 +34,9 @@ def efficiency(lengths: NDArray[np.int32], supervised: NDArray[np.int32], levers
         limits = {"max_tokens": capacity.tokens, "max_supervised": capacity.supervised, "max_rows": capacity.rows}
         packs = [best_fit(both_sides(lengths[step]), both_sides(supervised[step]), **limits) for step in rows]
         computed, batches = own, sum(map(len, packs))
-    return Efficiency(own=own / computed, batches_per_step=batches / len(rows), grouped=grouped, in_order=own / _padded(in_order))
+    return Efficiency(
+        own=own / computed, batches_per_step=batches / len(rows), grouped=grouped, in_order=own / _padded(in_order)
+    )
 
 
 def _cut(lengths: NDArray[np.int32], micro_batch: int) -> list[NDArray[np.int32]]:

@@ -80,7 +80,9 @@ class Book:
         old = self.faults.get((kind, split), Fault(kind=kind, split=split, count=0, lines=()))  # type: ignore[arg-type]
         lines = (*old.lines, line) if len(old.lines) < _SHOWN else old.lines
         remedies = dict.fromkeys(filter(None, (*old.remedy.split("\n"), remedy)))
-        self.faults[kind, split] = Fault(kind=old.kind, split=split, count=old.count + 1, lines=lines, remedy="\n".join(remedies))
+        self.faults[kind, split] = Fault(
+            kind=old.kind, split=split, count=old.count + 1, lines=lines, remedy="\n".join(remedies)
+        )
 
     def drop(self, account: Account, row: Row | BadRow, reason: str, detail: str = "") -> None:
         account.dropped[reason] += 1
@@ -97,5 +99,7 @@ class Book:
         self.note("repaired", account.split, f"{row.place} {told}")
 
     def _write(self, account: Account, row: Row | BadRow, what: str, reason: str) -> None:
-        line = LedgerRow(split=account.split, source=row.source, row=row.number, part=row.part, what=what, reason=reason)  # type: ignore[arg-type]
+        line = LedgerRow(
+            split=account.split, source=row.source, row=row.number, part=row.part, what=what, reason=reason
+        )  # type: ignore[arg-type]
         self.journal.write(**asdict(line))

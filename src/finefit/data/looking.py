@@ -42,7 +42,11 @@ class OwnEye:
     limits: ImageLimits
 
     def __call__(self) -> Eye | None:
-        return open_eye(self.folder, json.loads(self.config.read_text(encoding="utf-8")), self.limits) if self.config.is_file() else None
+        return (
+            open_eye(self.folder, json.loads(self.config.read_text(encoding="utf-8")), self.limits)
+            if self.config.is_file()
+            else None
+        )
 
 
 @lru_cache(4)
@@ -84,7 +88,9 @@ class Looker:
         try:
             return self._of_file(image) if image.path else self._picture(image, KEPT, None, image.data)
         except Fault as fault:
-            raise Fault(f"image {at + 1} of {len(row.images)}: {fault}" if len(row.images) > 1 else str(fault)) from None
+            raise Fault(
+                f"image {at + 1} of {len(row.images)}: {fault}" if len(row.images) > 1 else str(fault)
+            ) from None
 
     def _found(self, image: Image) -> Picture:
         found = find_image(image)
@@ -103,7 +109,10 @@ class Looker:
         size = decode(image, content=content).size
         try:
             grid = self._eye.grid(size)
-        except (Fault, ValueError) as error:  # of an image that the model's processor does not take, such as one of 1 x 1,000 pixels
+        except (
+            Fault,
+            ValueError,
+        ) as error:  # of an image that the model's processor does not take, such as one of 1 x 1,000 pixels
             raise Fault(f"{name_of(image)} cannot be shown: {error}") from None
         return _Measures(size, grid, sum(values.size for values in self._eye.lens.blank(grid).values()))
 
@@ -124,7 +133,9 @@ def opened(picture: Picture) -> PIL.Image.Image:
         content = unchanged(picture)
     except Fault as fault:
         whose = f"{picture.row}: its" if picture.row else "the"
-        raise DataError(f"{whose} image {fault}", "put it back as it was, or start again with --new, which prepares the rows anew") from None
+        raise DataError(
+            f"{whose} image {fault}", "put it back as it was, or start again with --new, which prepares the rows anew"
+        ) from None
     return decode(Image(path=picture.place), content=content)
 
 
@@ -153,7 +164,9 @@ class PictureKeeper:
                 continue
             if self._zip is None:
                 self._zip = zipfile.ZipFile(self._path, "w", zipfile.ZIP_STORED)
-            self._zip.writestr(zipfile.ZipInfo(picture.member), image.data)  # dated 1980, so that equal images make equal files
+            self._zip.writestr(
+                zipfile.ZipInfo(picture.member), image.data
+            )  # dated 1980, so that equal images make equal files
             self._there.add(picture.sha256)
 
     def close(self) -> None:
@@ -164,5 +177,7 @@ class PictureKeeper:
     def __enter__(self) -> "PictureKeeper":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

@@ -20,15 +20,24 @@ def placed(messages: Sequence[Message], num_images: int) -> tuple[Message, ...]:
     if not num_images:
         return tuple(messages)
     if any(message.role == "assistant" and IMAGE_MARK in message.content for message in messages):
-        raise DataError("an image stands in an answer, and models that see write text alone", f"move {IMAGE_MARK} into what is asked")
+        raise DataError(
+            "an image stands in an answer, and models that see write text alone",
+            f"move {IMAGE_MARK} into what is asked",
+        )
     found = num_marks(messages)
     if found == num_images:
         return tuple(messages)
     if found:
-        raise DataError(f"the messages have {found} {IMAGE_MARK} marks, and the row has {num_images} images", "give as many marks as images, or none")
+        raise DataError(
+            f"the messages have {found} {IMAGE_MARK} marks, and the row has {num_images} images",
+            "give as many marks as images, or none",
+        )
     first = next((at for at, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
-        raise DataError(f"the row has {num_images} images, and no message of a user that they could belong to", "give the row a prompt")
+        raise DataError(
+            f"the row has {num_images} images, and no message of a user that they could belong to",
+            "give the row a prompt",
+        )
     asked = replace(messages[first], content=IMAGE_MARK * num_images + messages[first].content)
     return (*messages[:first], asked, *messages[first + 1 :])
 
@@ -82,4 +91,7 @@ def require_image_tokens(tokens: Sequence[int], eye: Eye | None, pictures: Seque
 
 def _filled(texts: Sequence[str], mark: str, eye: Eye, pictures: Sequence[Picture]) -> list[str]:
     each = iter(pictures)
-    return ["".join([first, *(eye.text(next(each).size) + rest for rest in others)]) for first, *others in (text.split(mark) for text in texts)]
+    return [
+        "".join([first, *(eye.text(next(each).size) + rest for rest in others)])
+        for first, *others in (text.split(mark) for text in texts)
+    ]

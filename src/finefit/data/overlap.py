@@ -130,11 +130,15 @@ class OverlapIndex:
         if found is None:
             return None
         kind, distance, other_split, other = found
-        return Overlap(kind=_KINDS[kind], split=split, row=row.place, other_split=other_split, other=other, similarity=1 - distance)
+        return Overlap(
+            kind=_KINDS[kind], split=split, row=row.place, other_split=other_split, other=other, similarity=1 - distance
+        )
 
     def _equal(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
         for held in self._of_prompt(fp.prompt, split):
-            kind: OverlapKind = "row" if held.fp.exact == fp.exact else "prompt" if held.fp.asked == fp.asked else "normalised"
+            kind: OverlapKind = (
+                "row" if held.fp.exact == fp.exact else "prompt" if held.fp.asked == fp.asked else "normalised"
+            )
             yield _Match(_KINDS.index(kind), 0.0, held.split, held.place)
         for turn in fp.turns:
             for held in self._of_prompt(turn, split):
@@ -165,7 +169,9 @@ class OverlapIndex:
     def _seal(self) -> None:
         splits = {held.split for held in self._held}
         templates = (common_windows(held.fp for held in self._held if held.split == split) for split in splits)
-        self._table = _Table.of([held.fp.windows for held in self._held], np.unique(np.concatenate([self._common, *templates])))
+        self._table = _Table.of(
+            [held.fp.windows for held in self._held], np.unique(np.concatenate([self._common, *templates]))
+        )
         self._grown.clear()
 
 
@@ -275,7 +281,11 @@ class TrainDuplicates:
         repeats = (_repeats(exact), _repeats(asked, exact), _repeats(prompt, asked))
         near, similarity = self._near(prompt)
         closest = np.lexsort((near[:, 1], -similarity))[:_NUM_EXAMPLES]
-        examples = [self._example(kind, pair) for kind, pairs in zip(_KINDS, repeats, strict=False) for pair in pairs[:_NUM_EXAMPLES]]
+        examples = [
+            self._example(kind, pair)
+            for kind, pairs in zip(_KINDS, repeats, strict=False)
+            for pair in pairs[:_NUM_EXAMPLES]
+        ]
         examples += (self._example("near", near[i], float(similarity[i])) for i in closest)
         num_exact, num_prompt, num_normalised = map(len, repeats)
         return DuplicateReport(
@@ -292,7 +302,16 @@ class TrainDuplicates:
         keys = np.array([entry[:3] for entry in entries], np.uint64)
         sources, numbers, parts = (np.array([entry[i] for entry in entries], np.int64) for i in (3, 4, 5))
         start = self._blocks[-1].stop if self._blocks else 0
-        self._blocks.append(_Block(start, keys, sources.astype(np.int32), numbers, parts.astype(np.int32), *_signatures(windows, self._common)))
+        self._blocks.append(
+            _Block(
+                start,
+                keys,
+                sources.astype(np.int32),
+                numbers,
+                parts.astype(np.int32),
+                *_signatures(windows, self._common),
+            )
+        )
         self._pending.clear()
 
     def _near(self, prompt: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
@@ -300,7 +319,9 @@ class TrainDuplicates:
         wanted = np.zeros(prompt.size, np.bool_)
         wanted[np.unique(prompt, return_index=True)[1]] = True
         wanted &= np.concatenate([block.is_signed for block in self._blocks])
-        signatures = np.concatenate([block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks])
+        signatures = np.concatenate(
+            [block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks]
+        )
         rows = np.flatnonzero(wanted)
         order = np.argsort(prompt[rows])  # by hash: what is found does not depend on the order of the rows
         pairs, similarity = _near_pairs(signatures[order])
@@ -308,7 +329,14 @@ class TrainDuplicates:
 
     def _example(self, kind: OverlapKind, pair: NDArray[np.intp], similarity: float = 1.0) -> Overlap:
         earlier, later = sorted(pair.tolist())
-        return Overlap(kind=kind, split="train", row=self._place(later), other_split="train", other=self._place(earlier), similarity=similarity)
+        return Overlap(
+            kind=kind,
+            split="train",
+            row=self._place(later),
+            other_split="train",
+            other=self._place(earlier),
+            similarity=similarity,
+        )
 
     def _place(self, index: int) -> str:
         block = self._blocks[bisect_right(self._blocks, index, key=lambda block: block.start) - 1]
@@ -355,7 +383,9 @@ def _signatures(windows: Sequence[Windows], common: Windows) -> tuple[NDArray[np
     if content.size:
         starts = np.cumsum(counts[is_signed]) - counts[is_signed]
         for i, factor in enumerate(_MINIMA_FACTORS):
-            signatures[:, i] = np.minimum.reduceat(content * factor, starts).astype(np.uint16)  # the lower half: the upper is small in every minimum
+            signatures[:, i] = np.minimum.reduceat(content * factor, starts).astype(
+                np.uint16
+            )  # the lower half: the upper is small in every minimum
     return is_signed, signatures
 
 

@@ -26,7 +26,9 @@ def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_ste
     """Of `micro_batch` rows, each of `sides` sequences of the longest length with the most supervised tokens that any sequence has."""
     tokens = micro_batch * sides * longest
     most = max(_ROWS, tokens // _TOKENS_PER_ROW) // sides
-    return Capacity(tokens=tokens, supervised=micro_batch * sides * supervised, rows=max(micro_batch, min(rows_per_step, most)))
+    return Capacity(
+        tokens=tokens, supervised=micro_batch * sides * supervised, rows=max(micro_batch, min(rows_per_step, most))
+    )
 
 
 def num_sides(lengths: NDArray[Any]) -> int:
@@ -57,7 +59,9 @@ def best_fit(
     O(n log max_tokens), and a pure function of its arguments: rows of equal length keep their order."""
     tokens, counts = np.asarray(lengths, dtype=np.int64), np.asarray(supervised, dtype=np.int64)
     if len(tokens) and (tokens.max() > max_tokens or counts.max() > max_supervised):
-        raise ValueError(f"a row of {tokens.max()} tokens, {counts.max()} supervised, is larger than a pack of {max_tokens} and {max_supervised}")
+        raise ValueError(
+            f"a row of {tokens.max()} tokens, {counts.max()} supervised, is larger than a pack of {max_tokens} and {max_supervised}"
+        )
     packs: list[list[int]] = []
     room = _Room(max_tokens)
     order = np.argsort(-tokens, kind="stable")

@@ -96,10 +96,20 @@ class Work:
 
     def render(self, rows: Sequence[Row]) -> Piece:
         looked = self.look(rows)
-        seen = [row if isinstance(found, str) else replace(row, pictures=found) for row, found in zip(rows, looked, strict=True)]
-        made = iter(self._renderer.render([row for row, found in zip(seen, looked, strict=True) if not isinstance(found, str)], self._budget))
+        seen = [
+            row if isinstance(found, str) else replace(row, pictures=found)
+            for row, found in zip(rows, looked, strict=True)
+        ]
+        made = iter(
+            self._renderer.render(
+                [row for row, found in zip(seen, looked, strict=True) if not isinstance(found, str)], self._budget
+            )
+        )
         rendered = [
-            Rendered(problem=found, remedy=MEND_IMAGES) if isinstance(found, str) else _judged(next(made), pairs=self._pairs) for found in looked
+            Rendered(problem=found, remedy=MEND_IMAGES)
+            if isinstance(found, str)
+            else _judged(next(made), pairs=self._pairs)
+            for found in looked
         ]
         examples = [example for found in rendered for example in (*found.examples, *found.rejected)]
         return Piece(
@@ -109,7 +119,11 @@ class Work:
             examples=[len(found.examples) for found in rendered],
             sides=2 if self._pairs else 1,
             cut=[found.cut_tokens for found in rendered],
-            problems={at: (found.problem, found.remedy) for at, found in enumerate(rendered) if found.problem and not found.is_too_long},
+            problems={
+                at: (found.problem, found.remedy)
+                for at, found in enumerate(rendered)
+                if found.problem and not found.is_too_long
+            },
             too_long={at: found.problem for at, found in enumerate(rendered) if found.is_too_long},
             special={at: found for at, row in enumerate(rows) if (found := _special(self._renderer, row))},
             fingerprints=[fingerprint(row, with_system=self._with_system, turns=self._budget.turns) for row in seen],
@@ -124,15 +138,22 @@ def _judged(found: Rendered, *, pairs: bool) -> Rendered:
         return found
     if bool(found.rejected) is not pairs:
         return Rendered(
-            problem=_NO_PAIR if pairs else "is a preference pair among single answers", remedy="put pairs and single answers into two files"
+            problem=_NO_PAIR if pairs else "is a preference pair among single answers",
+            remedy="put pairs and single answers into two files",
         )
     if not pairs:
         return found
     (chosen,), (rejected,) = found.examples, found.rejected
     if chosen.tokens == rejected.tokens:
-        return Rendered(problem="has two sides that are the same tokens, so there is nothing to prefer", remedy="remove the pair, or mend one side")
+        return Rendered(
+            problem="has two sides that are the same tokens, so there is nothing to prefer",
+            remedy="remove the pair, or mend one side",
+        )
     if not any(chosen.supervised[1:]) or not any(rejected.supervised[1:]):
-        return Rendered(problem="has a side without a token to learn from", remedy="give the pair a prompt, and both sides an answer")
+        return Rendered(
+            problem="has a side without a token to learn from",
+            remedy="give the pair a prompt, and both sides an answer",
+        )
     return found
 
 
@@ -202,7 +223,17 @@ def _budget(data: Data) -> Budget:
 class Pieces:
     """Rows -> pieces, in their order: in this process, or for much data in several, of which each gets a little ahead and no more."""
 
-    def __init__(self, renderer: Renderer, data: Data, tokenizer: Path, *, processes: int, see: See, with_system: bool, pairs: bool = False) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        data: Data,
+        tokenizer: Path,
+        *,
+        processes: int,
+        see: See,
+        with_system: bool,
+        pairs: bool = False,
+    ) -> None:
         self.with_system = with_system
         self._here = Work(renderer, _budget(data), with_system=with_system, pairs=pairs)
         self._pool: ProcessPoolExecutor | None = None
@@ -210,7 +241,9 @@ class Pieces:
         self.largest_token = 0
         if processes > 1:
             told = (os.getpid(), tokenizer, data, see, with_system, pairs)
-            self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=told)
+            self._pool = ProcessPoolExecutor(
+                processes, mp_context=get_context("spawn"), initializer=_start_worker, initargs=told
+            )
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], Piece]]:
         for chunk, piece in self._made(iter(rows), self._here.render, _render):
@@ -243,7 +276,9 @@ class Pieces:
         except BrokenProcessPool:
             remedy = "look for a lack of host memory (dmesg), close other programs, and give the same command again"
             free = psutil.virtual_memory().available / 2**30
-            raise WorkerDied(f"a process that prepares rows was killed; {free:.1f} GiB of host memory are free now", remedy) from None
+            raise WorkerDied(
+                f"a process that prepares rows was killed; {free:.1f} GiB of host memory are free now", remedy
+            ) from None
 
     def __enter__(self) -> "Pieces":
         return self

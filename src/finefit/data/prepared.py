@@ -70,13 +70,18 @@ def prepare(
     readings, sides = _open_all(data, base, pairs=pairs, sees=sees), 2 if pairs else 1
     with ExitStack() as stack:
         book = Book(stack.enter_context(Journal(folder / "ledger.jsonl")))
-        writers = {split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors", sides=sides)) for split in ("train", "validation")}
+        writers = {
+            split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors", sides=sides))
+            for split in ("train", "validation")
+        }
         keeper, sightings = stack.enter_context(PictureKeeper(folder)), Sightings()
         sample = _sample(readings["train"])
         with_system = system_is_content(sample)
         common = common_windows(fingerprint(row, with_system=with_system) for row in sample)
         processes = num_processes(readings["train"], readings["test"] if sees else (), sees=sees)
-        pieces = stack.enter_context(Pieces(renderer, data, tokenizer, processes=processes, see=see, with_system=with_system, pairs=pairs))
+        pieces = stack.enter_context(
+            Pieces(renderer, data, tokenizer, processes=processes, see=see, with_system=with_system, pairs=pairs)
+        )
         held_out, duplicates = OverlapIndex(common), TrainDuplicates(common)
         passing = _Passing(
             data=data,
@@ -92,7 +97,9 @@ def prepare(
         prompt, most_asked = _test_items(readings["test"], renderer, passing, folder, seed, max_prompt_tokens)
         for reading in readings["validation"]:
             passing.examples(
-                book.open("validation", reading), reading, sampled(reading, 1.0, data.validation.limit if data.validation else None, seed)
+                book.open("validation", reading),
+                reading,
+                sampled(reading, 1.0, data.validation.limit if data.validation else None, seed),
             )
         chosen = choices(data, readings["train"], seed, with_system=with_system)
         for reading, (held, _) in zip(readings["train"], chosen, strict=True):
@@ -141,7 +148,9 @@ def _open_all(data: Data, base: Path, *, pairs: bool, sees: bool) -> dict[str, l
             except DataError as fault:
                 faults.append(fault)
     if faults:
-        raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy)))
+        raise DataError(
+            "\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy))
+        )
     return readings
 
 
@@ -151,7 +160,8 @@ def _require_kind(reading: Reading, split: str, *, pairs: bool, sees: bool) -> N
         return
     if row.kind == "judged" and split == "test":
         raise DataError(
-            f"{reading.source} holds answers with a verdict, of which some are wrong: they are no references", "take rows with right answers"
+            f"{reading.source} holds answers with a verdict, of which some are wrong: they are no references",
+            "take rows with right answers",
         )
     if pairs and split != "test" and row.kind != "pair":
         raise DataError(
@@ -162,7 +172,8 @@ def _require_kind(reading: Reading, split: str, *, pairs: bool, sees: bool) -> N
         what, fields = _TRAINS_ON[row.kind]
         raise DataError(
             f"{reading.source} holds {what}, and supervised fine-tuning learns from answers",
-            f"name what is to be learnt, for instance {fields}" + ("; objective: {kind: dpo} learns from both sides" if row.kind == "pair" else ""),
+            f"name what is to be learnt, for instance {fields}"
+            + ("; objective: {kind: dpo} learns from both sides" if row.kind == "pair" else ""),
         )
     if row.images and not sees:
         raise DataError(
@@ -208,11 +219,19 @@ class _Passing:
             kept = np.array([self._keeps(account, row, piece, at) for at, row in enumerate(rows)], bool)
             of_sequences = np.repeat(kept, np.array(piece.examples, np.int64) * piece.sides)
             of_tokens = np.repeat(of_sequences, piece.lengths)
-            tokens, supervised, lengths = piece.tokens[of_tokens], piece.supervised[of_tokens], piece.lengths[of_sequences]
+            tokens, supervised, lengths = (
+                piece.tokens[of_tokens],
+                piece.supervised[of_tokens],
+                piece.lengths[of_sequences],
+            )
             account.used += int(kept.sum())
             account.examples += len(lengths) // piece.sides
             account.tokens += len(tokens)
-            shown = [shown_by(rows[at].place, piece.pictures[at][:count]) for at in np.flatnonzero(kept) for count in piece.shown[at]]
+            shown = [
+                shown_by(rows[at].place, piece.pictures[at][:count])
+                for at in np.flatnonzero(kept)
+                for count in piece.shown[at]
+            ]
             account.supervised += self.writers[account.split].add(tokens, supervised, lengths, shown)
 
     def _keeps(self, account: Account, row: Row, piece: Piece, at: int) -> bool:
@@ -228,10 +247,16 @@ class _Passing:
         found = piece.fingerprints[at]
         overlap = self.held_out.find(row, found, account.split)
         if overlap is not None:
-            if self.data.overlap == "drop" and (account.split == "train" or not account.counts_records):  # of train, or held out of it
+            if self.data.overlap == "drop" and (
+                account.split == "train" or not account.counts_records
+            ):  # of train, or held out of it
                 self.book.drop(account, row, f"stands in {overlap.other_split}", f"{overlap.other}, {overlap.how}")
                 return False
-            self.book.note("overlap", overlap.other_split, f"{row.place} ({account.split}) is {overlap.other} ({overlap.other_split}): {overlap.how}")
+            self.book.note(
+                "overlap",
+                overlap.other_split,
+                f"{row.place} ({account.split}) is {overlap.other} ({overlap.other_split}): {overlap.how}",
+            )
         if account.split == "train":
             self.duplicates.add(row, found)
         else:
@@ -281,7 +306,12 @@ class _Passing:
 
 
 def _test_items(
-    readings: Sequence[Reading], renderer: Renderer, passing: _Passing, folder: Path, seed: int, max_prompt_tokens: int | None
+    readings: Sequence[Reading],
+    renderer: Renderer,
+    passing: _Passing,
+    folder: Path,
+    seed: int,
+    max_prompt_tokens: int | None,
 ) -> tuple[int | None, Grids]:
     """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of the longest prompt, and what the
     row shows that shows most."""
@@ -291,7 +321,9 @@ def _test_items(
     with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
         for source, reading in zip(sources, readings, strict=True):
             account = passing.book.open("test", reading)
-            for row, looked in passing.pieces.looked(passing.rows(account, reading, sampled(reading, 1.0, source.limit, seed))):
+            for row, looked in passing.pieces.looked(
+                passing.rows(account, reading, sampled(reading, 1.0, source.limit, seed))
+            ):
                 item, num_tokens = _test_item(row, looked, renderer, passing, account, max_prompt_tokens)
                 longest = max(longest, num_tokens)
                 if item is not None:
@@ -358,15 +390,22 @@ def _sample(readings: Sequence[Reading]) -> list[Row]:
     """Enough of every source to know what is a template, by which rows are not alike."""
     each = -(-SAMPLE_ROWS // max(1, len(readings)))
     firsts = [
-        chunked((row for row in reading.rows() if isinstance(row, Row)), max_rows=each, max_characters=_SAMPLE_CHARACTERS) for reading in readings
+        chunked(
+            (row for row in reading.rows() if isinstance(row, Row)), max_rows=each, max_characters=_SAMPLE_CHARACTERS
+        )
+        for reading in readings
     ]
     return [row for first in firsts for row in next(first, [])]
 
 
-def _closed(writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None, prompt_grids: Grids, *, sides: int) -> Lengths | None:
+def _closed(
+    writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None, prompt_grids: Grids, *, sides: int
+) -> Lengths | None:
     """The files are written as far as there are rows for them."""
     train, validation = writers["train"], writers["validation"]
-    _, most = max(train.most_shown(table), validation.most_shown(np.arange(validation.num_examples)), key=lambda found: found[0])
+    _, most = max(
+        train.most_shown(table), validation.most_shown(np.arange(validation.num_examples)), key=lambda found: found[0]
+    )
     held = (int(validation.lengths.max()), int(validation.supervised_counts.max())) if validation.num_examples else None
     if held:
         validation.close(np.arange(validation.num_examples))

@@ -7,7 +7,9 @@ from finefit.data.columns import Column, Sample
 
 _IMAGES: Final = {
     frozenset({"image_id", "flickr_original_url"}): "{image_id}.jpg",  # TextVQA
-    frozenset({"id", "imageURL", "questions"}): "{id}",  # OCR-VQA: the extension is that of the address, and many save all as .jpg
+    frozenset(
+        {"id", "imageURL", "questions"}
+    ): "{id}",  # OCR-VQA: the extension is that of the address, and many save all as .jpg
     frozenset({"image_id", "data_subtype"}): "COCO_{data_subtype}_{image_id:012}.jpg",  # VQAv2, on images of COCO
 }
 """By the columns that tell the data set."""

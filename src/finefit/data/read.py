@@ -40,10 +40,18 @@ class Join:
             return BadRow(record.source, record.number, f"has the {self.column} {shown(at)}, which {self.path} lacks")
         partner = self.partners[at]
         if partner is None:
-            return BadRow(record.source, record.number, f"has the {self.column} {shown(at)}, which occurs more than once in {self.path}")
+            return BadRow(
+                record.source,
+                record.number,
+                f"has the {self.column} {shown(at)}, which occurs more than once in {self.path}",
+            )
         for name in partner.keys() & record.value.keys():
             if partner[name] != record.value[name]:
-                return BadRow(record.source, record.number, f"has another {name} than its partner in {self.path}: {shown(partner[name])}")
+                return BadRow(
+                    record.source,
+                    record.number,
+                    f"has another {name} than its partner in {self.path}: {shown(partner[name])}",
+                )
         return replace(record, value=record.value | partner)
 
 
@@ -88,7 +96,9 @@ class Reading:
 def _rooted(row: Row | BadRow, name: str, root: str) -> Row | BadRow:
     if isinstance(row, BadRow) or not row.images:
         return row
-    return replace(row, images=tuple(replace(image, root=root, root_name=name) if image.path else image for image in row.images))
+    return replace(
+        row, images=tuple(replace(image, root=root, root_name=name) if image.path else image for image in row.images)
+    )
 
 
 def open_source(source: Source, base: Path, *, split: str) -> Reading:
@@ -136,7 +146,9 @@ def _require_some(samples: list[list[Record | BadRow]], path: str, wanted: Wante
 
 
 def _none_wanted(path: str, wanted: Wanted) -> DataError:
-    return DataError(f"{path} has no record with {told(wanted)}", "say by `where` which records are meant, such as where: {split: 1}")
+    return DataError(
+        f"{path} has no record with {told(wanted)}", "say by `where` which records are meant, such as where: {split: 1}"
+    )
 
 
 def _root(path: str, images_root: str, base: Path) -> Path:
@@ -163,7 +175,9 @@ def _shape(file: DataFile, sample: list[Record | BadRow], fields: Fields) -> Sha
 def _nothing(path: str, faults: list[BadRow]) -> DataError:
     if not faults:
         return DataError(f"{path} holds no records", "check the path, or leave the source out")
-    return DataError(f"{path} holds no record that can be read; the first: {faults[0].place} {faults[0].reason}", "mend the file")
+    return DataError(
+        f"{path} holds no record that can be read; the first: {faults[0].place} {faults[0].reason}", "mend the file"
+    )
 
 
 def _join(path: str, files: tuple[DataFile, ...], base: Path, split: str) -> Join:
@@ -175,7 +189,9 @@ def _join(path: str, files: tuple[DataFile, ...], base: Path, split: str) -> Joi
             at = record.value.get(column) if isinstance(record, Record) else None
             if isinstance(record, BadRow) or not isinstance(at, str | int):
                 reason = record.reason if isinstance(record, BadRow) else f"has no {column}"
-                raise DataError(f"{file.name}:{record.number} {reason}, so it cannot be joined", "mend or remove this record")
+                raise DataError(
+                    f"{file.name}:{record.number} {reason}, so it cannot be joined", "mend or remove this record"
+                )
             partners[at] = None if at in partners else record.value
     return Join(path=path, column=column, partners=partners)
 
@@ -186,12 +202,24 @@ def _shared_id(path: str, files: tuple[DataFile, ...], others: tuple[DataFile, .
     shared = [name for name in ours if name in theirs and plain(name).endswith("id") and plain(name) != "imageid"]
     if len(shared) == 1:
         return shared[0]
-    what = f"{', '.join(shared)} are all ids that both have" if shared else f"no id column is in both: {', '.join(ours)}; {', '.join(theirs)}"
-    raise DataError(f"{path} cannot be joined: {what}", "keep exactly one id column that both files have, such as question_id")
+    what = (
+        f"{', '.join(shared)} are all ids that both have"
+        if shared
+        else f"no id column is in both: {', '.join(ours)}; {', '.join(theirs)}"
+    )
+    raise DataError(
+        f"{path} cannot be joined: {what}", "keep exactly one id column that both files have, such as question_id"
+    )
 
 
 def _columns(files: tuple[DataFile, ...]) -> list[str]:
     """Of the first records."""
     records = (record for file in files for record in read_records(file))
-    names = (name for record in islice(records, _SAMPLE) if isinstance(record, Record) for name in record.value if is_given(record.value[name]))
+    names = (
+        name
+        for record in islice(records, _SAMPLE)
+        if isinstance(record, Record)
+        for name in record.value
+        if is_given(record.value[name])
+    )
     return list(dict.fromkeys(names))

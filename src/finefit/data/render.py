@@ -20,7 +20,15 @@ from finefit.data.budget import Budget, fitted
 from finefit.data.conversations import IMAGE_MARK
 from finefit.data.examples import Draft, Example, Rendered, Segment, Sheet, joined, too_long, unknown_character
 from finefit.data.eyes.eye import Eye
-from finefit.data.marks import filled, inlined, num_image_tokens, num_marks, placed, require_image_tokens, require_unwritten
+from finefit.data.marks import (
+    filled,
+    inlined,
+    num_image_tokens,
+    num_marks,
+    placed,
+    require_image_tokens,
+    require_unwritten,
+)
 from finefit.data.pictures import Picture
 from finefit.data.rows import Message, Row
 from finefit.data.spelling import Spelling, require_characters
@@ -31,7 +39,15 @@ from finefit.spec.rows import TEMPLATE_OPTIONS
 
 _TODAY = date(2024, 7, 26)
 """For templates that write the date (Llama 3.2, gpt-oss): a prompt shall be the same tomorrow. Llama's own fallback."""
-_RESERVED = ("messages", "conversations", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+_RESERVED = (
+    "messages",
+    "conversations",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,9 @@ class Renderer:
             "the chat template writes answers behind another text than it opens for generation; training and evaluation use the first, "
             "other programs will open the turn differently"
         )
-        ending = f"the chat template writes no end after an answer, so {eos!r} is put there: the model has to learn to stop"
+        ending = (
+            f"the chat template writes no end after an answer, so {eos!r} is put there: the model has to learn to stop"
+        )
         return (*(() if habits.is_stock else (opening,)), *(() if habits.is_ended else (ending,)))
 
     @cached_property
@@ -88,7 +106,12 @@ class Renderer:
         return prompt
 
     def prompt_tokens(
-        self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: str = "",
+        pictures: Sequence[Picture] = (),
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Cut as a training row where it is longer than `max_tokens`. `pictures`: what the images of the messages are."""
         if max_tokens is not None:
@@ -98,7 +121,9 @@ class Renderer:
             raise DataError("the prompt is empty, so there is nothing to answer to", "give the row a prompt")
         return tokens
 
-    def cut_prompt(self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = (), max_tokens: int) -> tuple[Message, ...]:
+    def cut_prompt(
+        self, messages: Sequence[Message], *, tools: str = "", pictures: Sequence[Picture] = (), max_tokens: int
+    ) -> tuple[Message, ...]:
         """The messages with so much taken out that their prompt fits. Images stay."""
         kept = fitted(
             placed(messages, len(pictures)),
@@ -136,7 +161,9 @@ class Renderer:
         """With a mark for each picture, and no text that would be taken for one."""
         if self.eye is None:
             if pictures:
-                raise DataError("the row has an image, and this model cannot see", "leave the row out, or take the image out of it")
+                raise DataError(
+                    "the row has an image, and this model cannot see", "leave the row out, or take the image out of it"
+                )
             return tuple(messages)
         messages = placed(messages, len(pictures))
         require_unwritten(messages, (self.eye.mark, self._image_token), has_images=bool(pictures))
@@ -167,7 +194,9 @@ class Renderer:
         drafts = [self._draft(row, budget.turns) for row in rows]
         segments = self._segment_ids([draft for draft in drafts if isinstance(draft, Draft)])
         return [
-            Rendered(problem=draft.problem, remedy=draft.remedy) if isinstance(draft, DataError) else self._finished(row, draft, segments, budget)
+            Rendered(problem=draft.problem, remedy=draft.remedy)
+            if isinstance(draft, DataError)
+            else self._finished(row, draft, segments, budget)
             for row, draft in zip(rows, drafts, strict=True)
         ]
 
@@ -178,7 +207,10 @@ class Renderer:
         if whole.num_tokens <= budget.max_tokens or whole.problem:
             return whole
         if budget.too_long != "cut_prompt":
-            return too_long(f"too long: {whole.num_tokens} tokens{self._of_images(row)}, max_tokens is {budget.max_tokens}", whole.num_tokens)
+            return too_long(
+                f"too long: {whole.num_tokens} tokens{self._of_images(row)}, max_tokens is {budget.max_tokens}",
+                whole.num_tokens,
+            )
         try:
             return self._cut(row, whole, budget)
         except DataError as error:
@@ -195,7 +227,13 @@ class Renderer:
 
         shared = row.messages[:num_shared]
         mark = IMAGE_MARK if row.pictures else None
-        kept = fitted(shared, length=lambda cut: rendered(cut).num_tokens, spans=self._spelling.spans, max_tokens=budget.max_tokens, mark=mark)
+        kept = fitted(
+            shared,
+            length=lambda cut: rendered(cut).num_tokens,
+            spans=self._spelling.spans,
+            max_tokens=budget.max_tokens,
+            mark=mark,
+        )
         if kept is None:
             return too_long(
                 f"too long: {whole.num_tokens} tokens{self._of_images(row)}, and without what can be cut from the prompt still more than max_tokens "
@@ -216,7 +254,9 @@ class Renderer:
 
     def _written(self, row: Row, turns: Literal["all", "last"]) -> Draft:
         if row.images and not row.pictures:
-            raise DataError("the row has an image, and this model cannot see", "leave the row out, or take the image out of it")
+            raise DataError(
+                "the row has an image, and this model cannot see", "leave the row out, or take the image out of it"
+            )
         if row.kind == "text":
             require_characters([row.text])
             self._placed([Message("user", row.text)], ())
@@ -226,7 +266,10 @@ class Renderer:
             return Draft(examples, [])
         rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
         if examples == rejected:
-            raise DataError("both sides of the pair are written alike, so there is nothing to prefer", "remove the pair, or mend one side")
+            raise DataError(
+                "both sides of the pair are written alike, so there is nothing to prefer",
+                "remove the pair, or mend one side",
+            )
         if max(len(examples), len(rejected)) > 1:
             raise DataError(
                 "the chat template writes an earlier answer of the pair differently once more follows, so its side is not one text",
@@ -266,14 +309,18 @@ class Renderer:
         if self.eye is None:
             return Sheet(segments)
         texts = filled([segment.text for segment in segments], self.eye, pictures)
-        return Sheet([Segment(text, segment.supervised) for segment, text in zip(segments, texts, strict=True)], pictures)
+        return Sheet(
+            [Segment(text, segment.supervised) for segment, text in zip(segments, texts, strict=True)], pictures
+        )
 
     def _plain(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> list[Segment]:
         if not messages or messages[-1].role != "assistant":
             raise DataError("the row has no answer behind what is given", "end the row with an answer")
         answer, eos = messages[-1], str(self.tokenizer.eos_token)
         if answer.reasoning or answer.tool_calls:
-            raise DataError("the plain template has no place for reasoning or calls of tools", "use a model with a chat template")
+            raise DataError(
+                "the plain template has no place for reasoning or calls of tools", "use a model with a chat template"
+            )
         prompt = self._plain_text(messages[:-1], tools, has_images=has_images)
         require_characters([prompt, answer.content])
         return [Segment(prompt, False), Segment(answer.content.removesuffix(eos) + eos, True)]
@@ -291,7 +338,10 @@ class Renderer:
             if segment.supervised and (unknown := self._spelling.unknown_in(segment.text, piece)):
                 return unknown_character(unknown)
         sides = [
-            tuple(joined(self._before(pieces[0][1]), pieces, sheet.pictures) for pieces, sheet in zip(side, sheets, strict=True))
+            tuple(
+                joined(self._before(pieces[0][1]), pieces, sheet.pictures)
+                for pieces, sheet in zip(side, sheets, strict=True)
+            )
             for side, sheets in zip(filled, draft, strict=True)
         ]
         try:
@@ -316,7 +366,13 @@ class Renderer:
 
     def _segment_ids(self, drafts: Sequence[Draft]) -> Iterator[list[int]]:
         """Of all segments, in order. What does not begin a text is read as the middle of one."""
-        segments = [(at > 0, segment.text) for draft in drafts for side in draft for sheet in side for at, segment in enumerate(sheet.segments)]
+        segments = [
+            (at > 0, segment.text)
+            for draft in drafts
+            for side in draft
+            for sheet in side
+            for at, segment in enumerate(sheet.segments)
+        ]
         return self._spelling.pieces(segments)
 
     def special_tokens_in(self, text: str) -> tuple[str, ...]:
@@ -327,9 +383,19 @@ class Renderer:
     def _templates(self) -> dict[bool, ChatTemplate]:
         """By whether there are tools: a model may have a template of its own for them."""
         eos = str(self.tokenizer.eos_token)
-        variables = {**self.tokenizer.special_tokens_map, **TEMPLATE_OPTIONS, "strftime_now": _TODAY.strftime, **self.template_options}
-        sources = {has_tools: str(self.tokenizer.get_chat_template(tools=[] if has_tools else None)) for has_tools in (False, True)}
-        usual = ChatTemplate(sources[False], variables, eos, re.compile(f"(?:{self._spelling.marks.pattern})+"), self._spelling.special)
+        variables = {
+            **self.tokenizer.special_tokens_map,
+            **TEMPLATE_OPTIONS,
+            "strftime_now": _TODAY.strftime,
+            **self.template_options,
+        }
+        sources = {
+            has_tools: str(self.tokenizer.get_chat_template(tools=[] if has_tools else None))
+            for has_tools in (False, True)
+        }
+        usual = ChatTemplate(
+            sources[False], variables, eos, re.compile(f"(?:{self._spelling.marks.pattern})+"), self._spelling.special
+        )
         return {False: usual, True: usual if sources[True] == sources[False] else replace(usual, source=sources[True])}
 
     def _chat(self, tools: str) -> ChatTemplate:
@@ -355,7 +421,12 @@ class Renderer:
     def sha256(self) -> str:
         """Equal hashes render equal prompts."""
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special, "start": self._spelling.start}
+        identity = {
+            "kind": self.template,
+            "template": self.tokenizer.chat_template,
+            "special": special,
+            "start": self._spelling.start,
+        }
         identity |= {"options": {**TEMPLATE_OPTIONS, **self.template_options}, "today": _TODAY.isoformat()}
         identity |= {} if self.eye is None else {"eye": self.eye.identity}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
@@ -375,7 +446,10 @@ def open_renderer(
         require_template(tokenizer, folder)
     options = dict(template_options or {})
     if reserved := sorted(set(options) & set(_RESERVED)):
-        raise DataError(f"data.template_options sets {', '.join(reserved)}, which the rows give", "take it out of data.template_options")
+        raise DataError(
+            f"data.template_options sets {', '.join(reserved)}, which the rows give",
+            "take it out of data.template_options",
+        )
     return Renderer(tokenizer, template, options, model_stops(folder, revision), eye)
 
 
@@ -384,6 +458,7 @@ def _plain_prompt(messages: Sequence[Message], tools: str) -> str:
         raise DataError("the plain template knows no tools", "use a model with a chat template")
     if [m.role for m in messages if m.role != "system"] != ["user"]:
         raise DataError(
-            f"the plain template takes one prompt and one completion, this row has {len(messages) + 1} messages", "use a model with a chat template"
+            f"the plain template takes one prompt and one completion, this row has {len(messages) + 1} messages",
+            "use a model with a chat template",
         )
     return "\n\n".join(m.content for m in messages)

@@ -29,22 +29,38 @@ class Choice:
     def require(self, ordinal: int, source: str) -> None:
         """A file that grows while it is read has rows that nothing was decided about."""
         if any(mask is not None and ordinal >= len(mask) for mask in (self.taken, self.elsewhere)):
-            raise DataError(f"{source} has changed while it was read", "give the command again when nothing writes to it")
+            raise DataError(
+                f"{source} has changed while it was read", "give the command again when nothing writes to it"
+            )
 
 
-def choices(data: Data, readings: Sequence[Reading], seed: int, *, with_system: bool) -> list[tuple[Choice | None, Choice]]:
+def choices(
+    data: Data, readings: Sequence[Reading], seed: int, *, with_system: bool
+) -> list[tuple[Choice | None, Choice]]:
     """For every training source what is held for validation, and what is trained on."""
-    chosen = [sampled(reading, source.weight, source.limit, seed) for source, reading in zip(data.train, readings, strict=True)]
+    chosen = [
+        sampled(reading, source.weight, source.limit, seed)
+        for source, reading in zip(data.train, readings, strict=True)
+    ]
     share = data.validation.share if data.validation else None
     if share is None:
         return [(None, choice) for choice in chosen]
     keys = [_keys(reading, with_system=with_system) for reading in readings]
     sizes = [len(prompts) for prompts, _ in keys]
-    taken = np.concatenate([np.ones(size, bool) if choice.taken is None else choice.taken for choice, size in zip(chosen, sizes, strict=True)])
-    offsets = np.cumsum([0, *(int(records.max(initial=0)) + 1 for _, records in keys)])  # records of different sources are different
+    taken = np.concatenate(
+        [
+            np.ones(size, bool) if choice.taken is None else choice.taken
+            for choice, size in zip(chosen, sizes, strict=True)
+        ]
+    )
+    offsets = np.cumsum(
+        [0, *(int(records.max(initial=0)) + 1 for _, records in keys)]
+    )  # records of different sources are different
     records = np.concatenate([records + np.uint64(offset) for (_, records), offset in zip(keys, offsets, strict=False)])
     held = np.zeros(len(taken), bool)
-    held[taken] = held_share(together(np.concatenate([prompts for prompts, _ in keys])[taken], records[taken]), share, seed)
+    held[taken] = held_share(
+        together(np.concatenate([prompts for prompts, _ in keys])[taken], records[taken]), share, seed
+    )
     parts = np.split(held, np.cumsum(sizes)[:-1])
     return [
         (Choice(taken=part, elsewhere=~part), Choice(taken=choice.taken, elsewhere=part, reason=choice.reason))
@@ -60,7 +76,9 @@ def sampled(reading: Reading, weight: float, limit: int | None, seed: int) -> Ch
     count = min(by_weight, limit or total, total)
     taken = np.zeros(total, bool)
     taken[np.random.RandomState(seed).permutation(total)[:count]] = True
-    return Choice(taken=taken, reason="left out by limit" if limit is not None and limit <= by_weight else "left out by weight")
+    return Choice(
+        taken=taken, reason="left out by limit" if limit is not None and limit <= by_weight else "left out by weight"
+    )
 
 
 def _keys(reading: Reading, *, with_system: bool) -> tuple[Keys, Keys]:

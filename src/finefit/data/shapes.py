@@ -55,7 +55,19 @@ _SHAPES: Final[dict[Name, tuple[Kind, Assemble]]] = {
 # names as `plain` gives them
 _SUMMARIES: Final = frozenset({"summary", "highlights"})
 _ANSWERS: Final = _SUMMARIES | {
-    *("answer", "answers", "label", "response", "output", "completion", "target", "targets", "solution", "bestanswer", "longanswer")
+    *(
+        "answer",
+        "answers",
+        "label",
+        "response",
+        "output",
+        "completion",
+        "target",
+        "targets",
+        "solution",
+        "bestanswer",
+        "longanswer",
+    )
 }
 _CHATS: Final = frozenset({"messages", "conversation", "conversations", "dialogue"})
 _SYSTEMS: Final = frozenset({"system", "systemprompt"})
@@ -63,7 +75,9 @@ _TEXTS: Final = frozenset({"text", "content"})
 _IMAGES: Final = frozenset({"image", "images", "img", "imgname", "imagepath", "imagelocalname", "imagefilename"})
 _IMAGE_URLS: Final = frozenset({"imageurl"})
 _CHOICES: Final = frozenset({"choices", "options"})
-_OTHERS: Final = frozenset({"tools", "chosen", "rejected", "ktotag", "history", "questions", "correctanswers", "incorrectanswers"})
+_OTHERS: Final = frozenset(
+    {"tools", "chosen", "rejected", "ktotag", "history", "questions", "correctanswers", "incorrectanswers"}
+)
 _MEANT: Final = PROMPTS | _ANSWERS | CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _CHOICES | _OTHERS
 
 _BESIDE: Final = frozenset({"system", "tools", "images"})
@@ -133,7 +147,8 @@ def _with_beside(seen: Sample, shape: Shape, fields: Fields, declared: dict[str,
     """Where only what stands beside a shape is declared, such as the name of an image, the rest is recognised."""
     if shape.name == "plain text":
         raise DataError(
-            f"{seen.source} holds plain text, which has no {', '.join(declared)}", "take these out of fields, or name a prompt and an answer"
+            f"{seen.source} holds plain text, which has no {', '.join(declared)}",
+            "take these out of fields, or name a prompt and an answer",
         )
     parts = dict(shape.parts) | {field: seen.column(written, field) for field, written in declared.items()}
     return replace(_shape(seen, shape.name, parts), beside=fields)
@@ -144,9 +159,12 @@ def _declared(seen: Sample, fields: dict[str, str]) -> Shape:
     if name is None or (name == "plain text" and len(fields) > 1):
         known = "; ".join(" and ".join(sorted(names, key=list(Fields.model_fields).index)) for names in _DECLARED)
         raise DataError(
-            f"{seen.source}: fields with {', '.join(fields)} tell no shape", f"give one of: {known}; all but text may have system, tools, images"
+            f"{seen.source}: fields with {', '.join(fields)} tell no shape",
+            f"give one of: {known}; all but text may have system, tools, images",
         )
-    return _shape(seen, name, {field: seen.column(written, field) for field, written in fields.items()}, is_declared=True)
+    return _shape(
+        seen, name, {field: seen.column(written, field) for field, written in fields.items()}, is_declared=True
+    )
 
 
 def _recognised(seen: Sample) -> Shape:
@@ -155,8 +173,12 @@ def _recognised(seen: Sample) -> Shape:
             return shape
     found = [shape for detect in (_chat, _several, _question) if (shape := detect(seen))]
     if len(found) > 1:
-        ways = " or as ".join(f"{shape.name} ({', '.join(column.name for column in shape.parts.values())})" for shape in found)
-        raise _ambiguous(seen, f"can be read as {ways}", (shape.parts for shape in found if shape.name != "several questions"))
+        ways = " or as ".join(
+            f"{shape.name} ({', '.join(column.name for column in shape.parts.values())})" for shape in found
+        )
+        raise _ambiguous(
+            seen, f"can be read as {ways}", (shape.parts for shape in found if shape.name != "several questions")
+        )
     return found[0] if found else _text(seen)
 
 
@@ -193,23 +215,33 @@ def _holds_prompt(value: object) -> bool:
 def _chat(seen: Sample) -> Shape | None:
     found = _chat_columns(seen)
     if len(found) > 1:
-        raise _ambiguous(seen, f"may have its messages in {' or '.join(found)}", ({"messages": Column(name)} for name in found))
+        raise _ambiguous(
+            seen, f"may have its messages in {' or '.join(found)}", ({"messages": Column(name)} for name in found)
+        )
     if not found:
         return None
     parts = {"messages": Column(found[0], (found[0],))} | _beside(seen)
     if label := _verdict(seen):
         return _shape(seen, "judged conversations", parts | {"label": label})
-    is_sharegpt = any("from" in value[0] for value in seen.values[found[0]] if is_conversation(value) and isinstance(value, list))
+    is_sharegpt = any(
+        "from" in value[0] for value in seen.values[found[0]] if is_conversation(value) and isinstance(value, list)
+    )
     return _shape(seen, "ShareGPT conversations" if is_sharegpt else "chat messages", parts)
 
 
 def _chat_columns(seen: Sample) -> list[str]:
-    return [name for name in seen.named(_CHATS) if any(isinstance(value, list) and is_conversation(value) for value in seen.values[name])]
+    return [
+        name
+        for name in seen.named(_CHATS)
+        if any(isinstance(value, list) and is_conversation(value) for value in seen.values[name])
+    ]
 
 
 def _several(seen: Sample) -> Shape | None:
     parts = _columns(seen, prompt={"questions"}, answer={"answers"})
-    is_parallel = len(parts) == 2 and all(isinstance(value, list) for column in parts.values() for value in seen.values[column.name])
+    is_parallel = len(parts) == 2 and all(
+        isinstance(value, list) for column in parts.values() for value in seen.values[column.name]
+    )
     contexts = _columns(seen, context=CONTEXTS)
     return _shape(seen, "several questions", parts | contexts | _beside(seen)) if is_parallel else None
 
@@ -225,7 +257,9 @@ def _question(seen: Sample) -> Shape | None:
         prompts, name = [{"context": Column(found, (found,))} for found in seen.named(CONTEXTS)], "document and summary"
     ways: list[Parts] = [prompt | {"answer": Column(answer, (answer,))} for prompt, answer in product(prompts, answers)]
     if len(ways) > 1:
-        raise _ambiguous(seen, f"may have its prompt in {_either(prompts)} and its answer in {' or '.join(answers)}", ways)
+        raise _ambiguous(
+            seen, f"may have its prompt in {_either(prompts)} and its answer in {' or '.join(answers)}", ways
+        )
     if not ways:
         return None
     parts = ways[0] | _truths(seen, ways[0]) | _beside(seen) | ({"label": label} if label else {})
@@ -238,7 +272,11 @@ def _require_no_choices(seen: Sample, parts: Parts) -> None:
     found = [name for name in seen.named(_CHOICES) if any(_holds_choices(value) for value in seen.values[name])]
     if "prompt" in parts and found:
         ways = [parts | {"choices": Column(name, (name,))} for name in found]
-        raise _ambiguous(seen, f"has {' and '.join(found)} beside {parts['prompt'].name}, and they would not be part of the prompt", [*ways, parts])
+        raise _ambiguous(
+            seen,
+            f"has {' and '.join(found)} beside {parts['prompt'].name}, and they would not be part of the prompt",
+            [*ways, parts],
+        )
 
 
 def _holds_choices(value: object) -> bool:
@@ -257,7 +295,11 @@ def _prompts(seen: Sample) -> list[Parts]:
         return [alpaca]
     history = {"history": alpaca["history"]} if asked == {"instruction"} and "history" in alpaca else {}
     questions: list[Parts] = [{"prompt": Column(name, (name,)), **history} for name in seen.named(PROMPTS)]
-    return [question | {"context": Column(name, (name,))} for question in questions for name in contexts] if contexts else questions
+    return (
+        [question | {"context": Column(name, (name,))} for question in questions for name in contexts]
+        if contexts
+        else questions
+    )
 
 
 def _name(parts: Parts) -> Name:
@@ -282,14 +324,18 @@ def _verdict(seen: Sample) -> Column | None:
         return tags["label"]
     label = _columns(seen, label={"label"}).get("label")
     values = seen.values[label.name] if label else []
-    are_verdicts = all(isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")) for value in values)
+    are_verdicts = all(
+        isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")) for value in values
+    )
     return label if values and are_verdicts else None
 
 
 def _judge(seen: Sample, answers: Iterable[str]) -> Column | None:
     """`kto_tag` judges any answer; `label` may be the answer itself, except beside a completion."""
     label = _verdict(seen)
-    is_judge = label is not None and (plain(label.name) != "label" or {plain(name) for name in answers} == {"completion", "label"})
+    is_judge = label is not None and (
+        plain(label.name) != "label" or {plain(name) for name in answers} == {"completion", "label"}
+    )
     return label if is_judge else None
 
 
@@ -316,7 +362,8 @@ def _columns(seen: Sample, **names: Iterable[str]) -> Parts:
         found = seen.named(frozenset(known))
         if len(found) > 1:
             raise DataError(
-                f"{seen.source} may have its {part} in {' or '.join(found)}", "rename one of these columns, or declare the shape with fields:"
+                f"{seen.source} may have its {part} in {' or '.join(found)}",
+                "rename one of these columns, or declare the shape with fields:",
             )
         if found:
             parts[part] = Column(found[0], (found[0],))
@@ -356,7 +403,10 @@ def _unused_in_messages(seen: Sample, parts: Parts) -> list[str]:
     column = parts.get("messages")
     if column is None or column.pieces:
         return []
-    return [f"{column.name}[].{name}" for name in sorted(set().union(*(metadata(column.get(record)) for record in seen.records)))]
+    return [
+        f"{column.name}[].{name}"
+        for name in sorted(set().union(*(metadata(column.get(record)) for record in seen.records)))
+    ]
 
 
 def _has_several(seen: Sample, column: Column) -> bool:
@@ -365,7 +415,10 @@ def _has_several(seen: Sample, column: Column) -> bool:
 
 
 def _either(prompts: Iterable[Parts]) -> str:
-    return " or ".join(" with ".join(prompt[part].name for part in ("prompt", "input", "context") if part in prompt) for prompt in prompts)
+    return " or ".join(
+        " with ".join(prompt[part].name for part in ("prompt", "input", "context") if part in prompt)
+        for prompt in prompts
+    )
 
 
 def _ambiguous(seen: Sample, problem: str, ways: Iterable[Mapping[str, Column]]) -> DataError:

@@ -49,8 +49,12 @@ class Sightings:
 
     def write(self, folder: Path) -> None:
         """Nothing where no image lies in a file."""
-        lines: list[object] = [{"state": state_of(path), "contents": contents} for path, contents in self._contents.items()]
-        lines += [{"root": image.root, "path": image.path, "state": _state_of_image(image)} for image in self._faulty.values()]
+        lines: list[object] = [
+            {"state": state_of(path), "contents": contents} for path, contents in self._contents.items()
+        ]
+        lines += [
+            {"root": image.root, "path": image.path, "state": _state_of_image(image)} for image in self._faulty.values()
+        ]
         if lines:
             (folder / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -68,7 +72,9 @@ def _is_unchanged(line: dict[str, object]) -> bool:
     match line:
         case {"state": [str(path), size, time], "contents": dict(contents)}:
             found = state_of(path)
-            return found == (path, size, time) or (found is not None and all(_has(path, member, sha256) for member, sha256 in contents.items()))
+            return found == (path, size, time) or (
+                found is not None and all(_has(path, member, sha256) for member, sha256 in contents.items())
+            )
         case {"root": str(root), "path": str(path), "state": state}:
             found = _state_of_image(Image(path=path, root=root))
             return (None if found is None else list(found)) == state

@@ -42,7 +42,8 @@ class Spelling:
         guard, size = self._guard
         before = self.ids([guard])[0] if size else []
         guarded, alone = (
-            str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) for ids in ([*before, *tokens], before)
+            str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            for ids in ([*before, *tokens], before)
         )
         return guarded.removeprefix(alone)
 
@@ -98,7 +99,9 @@ def require_characters(texts: Iterable[str]) -> None:
         for text in texts:
             text.encode()
     except UnicodeEncodeError:
-        raise DataError("the text holds half of a surrogate pair, which is no character", "write the file anew in UTF-8") from None
+        raise DataError(
+            "the text holds half of a surrogate pair, which is no character", "write the file anew in UTF-8"
+        ) from None
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

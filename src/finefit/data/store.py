@@ -71,7 +71,9 @@ class ExamplePairs(Sequence[Pair]):
             return [self[index] for index in range(*at.indices(len(self)))]
         start, (chosen, rejected) = int(self._arrays["starts"][at]), self.lengths[at].tolist()
         pictures = self._pictures.of(at)
-        return Pair(_example(self._arrays, start, chosen, pictures), _example(self._arrays, start + chosen, rejected, pictures))
+        return Pair(
+            _example(self._arrays, start, chosen, pictures), _example(self._arrays, start + chosen, rejected, pictures)
+        )
 
     def distinct(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Rows that hold every pair once, and for each row the place of its pair among those."""
@@ -88,7 +90,9 @@ class _Pictures:
 
     def __init__(self, arrays: dict[str, NDArray[Any]], folder: Path) -> None:
         self._arrays, self._folder = arrays, folder
-        self.num_values: NDArray[np.int64] = arrays["num_values"] if "num_values" in arrays else np.zeros(len(arrays["lengths"]), np.int64)
+        self.num_values: NDArray[np.int64] = (
+            arrays["num_values"] if "num_values" in arrays else np.zeros(len(arrays["lengths"]), np.int64)
+        )
 
     def of(self, at: int) -> tuple[Picture, ...]:
         if "shown" not in self._arrays:
@@ -198,9 +202,17 @@ class ExampleWriter:
             file.close()
         lengths, counts = self.lengths, self.supervised_counts
         starts = _starts(lengths.reshape(-1))[:: self._sides]
-        arrays: dict[str, NDArray[Any]] = {"starts": starts[table], "lengths": lengths[table], "supervised_counts": counts[table]}
+        arrays: dict[str, NDArray[Any]] = {
+            "starts": starts[table],
+            "lengths": lengths[table],
+            "supervised_counts": counts[table],
+        }
         arrays |= self._pictures.arrays(table)
-        _write(self._path, arrays, {"tokens": (self._parts["tokens"], np.int32), "supervised": (self._parts["supervised"], np.uint8)})
+        _write(
+            self._path,
+            arrays,
+            {"tokens": (self._parts["tokens"], np.int32), "supervised": (self._parts["supervised"], np.uint8)},
+        )
         self._remove_parts()
 
     def _remove_parts(self) -> None:
@@ -210,7 +222,9 @@ class ExampleWriter:
     def __enter__(self) -> "ExampleWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for file in self._files.values():
             file.close()
         self._remove_parts()
@@ -221,7 +235,9 @@ def _supervised_counts(supervised: NDArray[np.uint8], lengths: NDArray[np.int32]
     if not len(lengths):
         return np.zeros(0, np.int32)
     starts = _starts(lengths)
-    counts: NDArray[np.int32] = np.add.reduceat(supervised, starts, dtype=np.int32) - supervised[starts].astype(np.int32)
+    counts: NDArray[np.int32] = np.add.reduceat(supervised, starts, dtype=np.int32) - supervised[starts].astype(
+        np.int32
+    )
     return counts
 
 
@@ -237,9 +253,15 @@ def _write(path: Path, arrays: dict[str, NDArray[Any]], files: dict[str, tuple[P
     """A safetensors file whose large tensors come from files."""
     header: dict[str, Any] = {}
     end = 0
-    sizes = {name: array.nbytes for name, array in arrays.items()} | {name: part.stat().st_size for name, (part, _) in files.items()}
-    kinds = {name: array.dtype for name, array in arrays.items()} | {name: np.dtype(kind) for name, (_, kind) in files.items()}
-    for name in sorted(sizes, key=lambda name: -kinds[name].itemsize):  # wide ones first, so that every tensor is aligned
+    sizes = {name: array.nbytes for name, array in arrays.items()} | {
+        name: part.stat().st_size for name, (part, _) in files.items()
+    }
+    kinds = {name: array.dtype for name, array in arrays.items()} | {
+        name: np.dtype(kind) for name, (_, kind) in files.items()
+    }
+    for name in sorted(
+        sizes, key=lambda name: -kinds[name].itemsize
+    ):  # wide ones first, so that every tensor is aligned
         begin, end = end, end + sizes[name]
         shape = list(arrays[name].shape) if name in arrays else [sizes[name] // kinds[name].itemsize]
         header[name] = {"dtype": _CODES[kinds[name]], "shape": shape, "data_offsets": [begin, end]}
@@ -262,7 +284,9 @@ def _map(path: Path) -> dict[str, NDArray[Any]]:
     whole = np.memmap(path, np.uint8, mode="r")
     begin = 8 + size
     return {
-        name: whole[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        name: whole[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]]
+        .view(_DTYPES[entry["dtype"]])
+        .reshape(entry["shape"])
         for name, entry in header.items()
         if name != "__metadata__"
     }

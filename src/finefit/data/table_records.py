@@ -68,7 +68,9 @@ def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[list[str] | str]
             return
         except csv.Error as error:
             if "unexpected end of data" in str(error):
-                raise Broken("a quote is opened there and never closed", "close it, or bring the file again if it was cut off") from None
+                raise Broken(
+                    "a quote is opened there and never closed", "close it, or bring the file again if it was cut off"
+                ) from None
             yield str(error)
         else:
             if row:
@@ -79,7 +81,8 @@ def _require_names(file: DataFile, header: list[str]) -> None:
     if not all(name.strip() for name in header):
         at = next(at for at, name in enumerate(header, start=1) if not name.strip())
         raise DataError(
-            f"{file.name} has no name for column {at} of {len(header)}", "name it in the first line; pandas leaves its index out with index=False"
+            f"{file.name} has no name for column {at} of {len(header)}",
+            "name it in the first line; pandas leaves its index out with index=False",
         )
     require_distinct(header)
 
@@ -90,7 +93,9 @@ def read_table(file: DataFile) -> Numbered:
     try:
         import pyarrow as pa
     except ImportError:
-        raise DataError(f"{file.name} needs pyarrow, which is not installed", "install pyarrow, or convert the file to JSONL") from None
+        raise DataError(
+            f"{file.name} needs pyarrow, which is not installed", "install pyarrow, or convert the file to JSONL"
+        ) from None
     try:
         number = 0
         for batch in _parquet_batches(file) if file.format == "parquet" else _arrow_batches(file):

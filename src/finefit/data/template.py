@@ -58,11 +58,18 @@ class ChatTemplate:
         """`opening`: with the opening of the assistant's turn."""
         try:
             written, _ = render_jinja_template(
-                conversations=[messages], tools=tools, chat_template=self.source, add_generation_prompt=opening, **self.variables
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.source,
+                add_generation_prompt=opening,
+                **self.variables,
             )
         except TemplateSyntaxError as error:
             problem = f"the chat template of the model cannot be read: line {error.lineno}: {error.message}"
-            raise ModelError(problem, "bring the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json") from None
+            raise ModelError(
+                problem,
+                "bring the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json",
+            ) from None
         except _REFUSALS as error:
             raise DataError(
                 f"the chat template refuses this conversation: {error}",
@@ -78,7 +85,9 @@ class ChatTemplate:
         marked = self.write([*messages, self._assistant(_ANSWER)], opening=False, tools=tools)
         if marked.startswith(stock):
             return stock
-        if self.writes_reasoning and self.write([*messages, self._assistant(_ANSWER, _THOUGHT)], opening=False, tools=tools).startswith(stock):
+        if self.writes_reasoning and self.write(
+            [*messages, self._assistant(_ANSWER, _THOUGHT)], opening=False, tools=tools
+        ).startswith(stock):
             return stock
         place = marked.rfind(_ANSWER)
         if place < 0:
@@ -90,17 +99,26 @@ class ChatTemplate:
         message, habits = messages[at], self.habits
         stock = self.write(dicts[:at], opening=True, tools=tools)
         whole = self.write(dicts[: at + 1], opening=False, tools=tools)
-        if habits.is_stock and not message.reasoning and not message.tool_calls and whole.startswith(stock + habits.opening):
+        if (
+            habits.is_stock
+            and not message.reasoning
+            and not message.tool_calls
+            and whole.startswith(stock + habits.opening)
+        ):
             end = _behind(message.content, whole, len(stock) + len(habits.opening))
             if end is not None:
                 return stock, self._ended(whole, len(stock), end)
         return self._rare_turn(message, dicts[:at], tools, stock, whole)
 
-    def _rare_turn(self, message: Message, before: Sequence[Json], tools: Tools, stock: str, whole: str) -> tuple[str, str]:
+    def _rare_turn(
+        self, message: Message, before: Sequence[Json], tools: Tools, stock: str, whole: str
+    ) -> tuple[str, str]:
         """The place of the answer is not where it usually is; it is found by writing a marked one in the same setting."""
         prompt = self._prompt(stock, before, tools)
         if not whole.startswith(prompt):
-            raise self._no_room(message, before, tools) if message.reasoning else self._misplaced(message, prompt, whole)
+            raise (
+                self._no_room(message, before, tools) if message.reasoning else self._misplaced(message, prompt, whole)
+            )
         end: int | None = len(prompt)
         if message.content.strip():
             marked = self.write([*before, self._dict(replace(message, content=_ANSWER))], opening=False, tools=tools)
@@ -136,7 +154,9 @@ class ChatTemplate:
     def _no_room(self, message: Message, before: Sequence[Json], tools: Tools) -> DataError:
         thinking = replace(self, variables={**self.variables, "enable_thinking": True})
         if not self.variables["enable_thinking"] and thinking._takes(message, before, tools):
-            return DataError(f"{_NO_ROOM}: it closes the thinking at once", "set `data.template_options: {enable_thinking: true}`")
+            return DataError(
+                f"{_NO_ROOM}: it closes the thinking at once", "set `data.template_options: {enable_thinking: true}`"
+            )
         return DataError(_NO_ROOM, _WITHOUT_REASONING)
 
     def _takes(self, message: Message, before: Sequence[Json], tools: Tools) -> bool:
@@ -227,7 +247,9 @@ class ChatTemplate:
         if message.tool_calls:
             if self.call_form is None:
                 raise DataError("the chat template does not write calls of tools", _OTHER_MODEL)
-            written["tool_calls"] = [_call(call.name, call.arguments, at, self.call_form) for at, call in enumerate(message.tool_calls)]
+            written["tool_calls"] = [
+                _call(call.name, call.arguments, at, self.call_form) for at, call in enumerate(message.tool_calls)
+            ]
             if not message.content:
                 written["content"] = self.call_form.no_content
         return written
@@ -252,7 +274,9 @@ class ChatTemplate:
     def call_form(self) -> "_CallForm | None":
         """Arguments as an object, as most templates take them, or as its text; no content as an empty one, or as none."""
         for form in (_CallForm(*choice) for choice in product((False, True), ("", None))):
-            message = _message("assistant", form.no_content) | {"tool_calls": [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]}
+            message = _message("assistant", form.no_content) | {
+                "tool_calls": [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]
+            }
             if self._shows([_user(self), message], _NAME, _ANSWER):
                 return form
         return None
@@ -285,7 +309,10 @@ def _typed(text: str) -> list[dict[str, str]]:
 def _parts(text: str) -> list[dict[str, str]]:
     """Texts and images in their order."""
     first, *others = text.split(IMAGE_MARK)
-    return [*(_typed(first) if first else ()), *(part for rest in others for part in ({"type": "image"}, *(_typed(rest) if rest else ())))]
+    return [
+        *(_typed(first) if first else ()),
+        *(part for rest in others for part in ({"type": "image"}, *(_typed(rest) if rest else ()))),
+    ]
 
 
 def _reasoning(text: str) -> Json:
@@ -297,10 +324,16 @@ def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"the arguments of the call of {name!r} are not JSON: {error}", "write them as a JSON object") from None
+        raise DataError(
+            f"the arguments of the call of {name!r} are not JSON: {error}", "write them as a JSON object"
+        ) from None
     if not isinstance(decoded, dict):
         raise DataError(f"the arguments of the call of {name!r} are not a JSON object", "write them as a JSON object")
-    return {"id": f"call{at:05}", "type": "function", "function": {"name": name, "arguments": arguments if form.is_text else decoded}}
+    return {
+        "id": f"call{at:05}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments if form.is_text else decoded},
+    }
 
 
 def _thought_apart(message: Message) -> Message:
@@ -332,8 +365,13 @@ def read_tools(tools: str) -> Tools:
     except (ValueError, RecursionError) as error:
         raise DataError(f"the tools are not JSON: {error}", "write them as a JSON list") from None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-        raise DataError("the tools are not a list of JSON objects", "write them as a JSON list of objects with name, description and parameters")
-    return [tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": tool} for tool in listed]
+        raise DataError(
+            "the tools are not a list of JSON objects",
+            "write them as a JSON list of objects with name, description and parameters",
+        )
+    return [
+        tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": tool} for tool in listed
+    ]
 
 
 def require_tools(tools: Tools, prompt: str) -> None:

@@ -14,7 +14,9 @@ def open_tokenizer(folder: Path | str, *, revision: str = "main", sees: bool = F
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, revision=revision)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{folder} has no tokenizer that can be loaded: {reason}", "put the model's tokenizer files there, whole") from None
+        raise ModelError(
+            f"{folder} has no tokenizer that can be loaded: {reason}", "put the model's tokenizer files there, whole"
+        ) from None
     if sees:
         tokenizer.chat_template = _processor_template(Path(folder)) or tokenizer.chat_template
     if tokenizer.eos_token_id is None:

@@ -11,7 +11,10 @@ Wanted = Mapping[str, tuple[str, ...]]
 
 
 def wanted_of(where: Mapping[str, object]) -> Wanted:
-    return {name: tuple(scalar(value, name) for value in (values if isinstance(values, tuple) else (values,))) for name, values in where.items()}
+    return {
+        name: tuple(scalar(value, name) for value in (values if isinstance(values, tuple) else (values,)))
+        for name, values in where.items()
+    }
 
 
 def chosen(records: Iterable[Record | BadRow], wanted: Wanted) -> Iterator[Record | BadRow]:

@@ -24,7 +24,12 @@ from finefit.artifacts.launcher import end_with_parent
 from finefit.errors import FinefitError, ModelError, WorkerDied
 from finefit.facts.machine import count_cores
 
-_HIDDEN: Final = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_HIDDEN: Final = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 """Several of them share the cores with the process that trains, so each takes one."""
 _MOST: Final = 8
 _SIZE: Final = struct.Struct("<Q")
@@ -82,7 +87,9 @@ class Workers:
                 if self._is_closed:
                     raise FinefitError("a batch was asked of processes that have ended")
                 command = [sys.executable, "-P", "-m", "finefit.data.workers", str(os.getpid())]
-                self._own.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _HIDDEN)
+                self._own.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _HIDDEN
+                )
                 self._started.append(self._own.process)
         return self._own.process  # type: ignore[no-any-return]
 
@@ -132,7 +139,9 @@ def _raised(failed: _Failed) -> Exception:
         case "memory":
             return MemoryError(failed.problem)
         case "other":
-            return FinefitError(f"a process that makes micro-batches failed:\n{failed.problem}", "please report it with these lines")
+            return FinefitError(
+                f"a process that makes micro-batches failed:\n{failed.problem}", "please report it with these lines"
+            )
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:
@@ -169,13 +178,17 @@ def _answer(request: bytes) -> object:
 
 def _where(error: BaseException) -> str:
     """The last line of code that is not torch's own."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame.filename]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in frame.filename
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "in torch"
 
 
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
-    for name in _SIGNALS:  # it ends when its parent does, or is killed by it: a signal to the whole group is the parent's matter
+    for name in (
+        _SIGNALS
+    ):  # it ends when its parent does, or is killed by it: a signal to the whole group is the parent's matter
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what is called here may print, and must not be taken for an answer

@@ -77,7 +77,15 @@ def answered(paths: EvalPaths) -> dict[int, EvalItem]:
     return {item.item: item for item in found}
 
 
-def answer(work: Work, task: Task, rows: Sequence[Row], todo: Sequence[int], *, part: Part, look: Callable[[], None] = lambda: None) -> Taken:
+def answer(
+    work: Work,
+    task: Task,
+    rows: Sequence[Row],
+    todo: Sequence[int],
+    *,
+    part: Part,
+    look: Callable[[], None] = lambda: None,
+) -> Taken:
     """`look` is called after every item: the others that share them may have failed."""
     if not todo:
         return Taken()
@@ -89,10 +97,14 @@ def answer(work: Work, task: Task, rows: Sequence[Row], todo: Sequence[int], *, 
         began = time.perf_counter()
         for told in replies(voice, task, {at: rows[at] for at in todo}):
             new_tokens, is_cut = (told.answer.new_tokens, told.answer.is_cut) if told.answer else (None, False)
-            item = score_item(task, told.at, rows[told.at], prompt=told.prompt, reply=told.reply, new_tokens=new_tokens, is_cut=is_cut)
+            item = score_item(
+                task, told.at, rows[told.at], prompt=told.prompt, reply=told.reply, new_tokens=new_tokens, is_cut=is_cut
+            )
             items.write(**_ITEM.dump_python(item, mode="json"))
             look()
-        return Taken(seconds=time.perf_counter() - began, loaded_bytes=loaded_bytes, peak_bytes=_peak_bytes(subject.device))
+        return Taken(
+            seconds=time.perf_counter() - began, loaded_bytes=loaded_bytes, peak_bytes=_peak_bytes(subject.device)
+        )
 
 
 def _settle(subject: Subject, part: Part) -> None:
@@ -101,7 +113,10 @@ def _settle(subject: Subject, part: Part) -> None:
     torch.set_num_threads(max(1, subject.threads // part.of))
     if subject.device == "cuda" and part.of > 1:
         if (there := torch.cuda.device_count()) < part.of:
-            raise RunError(f"the items are to be shared over {part.of} cards, and torch sees {there} here", "`finefit doctor` says why")
+            raise RunError(
+                f"the items are to be shared over {part.of} cards, and torch sees {there} here",
+                "`finefit doctor` says why",
+            )
         torch.cuda.set_device(part.number)
 
 
@@ -139,7 +154,8 @@ def _voice(work: Work, located: Located, see: See | None, gallery: Gallery | Non
         if not is_shortage(error):
             raise
         raise Resumable(
-            f"{subject.model_name} does not fit in the memory that is free: {error}", "free the card and give the same command again"
+            f"{subject.model_name} does not fit in the memory that is free: {error}",
+            "free the card and give the same command again",
         ) from None
     if room.mlp_tiles > 1:
         pull(model, Levers(micro_batch=1, mlp_tiles=room.mlp_tiles))
@@ -164,7 +180,9 @@ def _renderer(work: Work, see: See | None) -> Renderer:
     subject, eye = work.request.subject, None if see is None else eye_of(see)
     renderer = open_renderer(work.where.tokenizer, subject.template, template_options=subject.template_options, eye=eye)
     if renderer.sha256() != subject.template_sha256:
-        raise RunError("the prompt template of this run has changed since it was trained: answers would be worth nothing")
+        raise RunError(
+            "the prompt template of this run has changed since it was trained: answers would be worth nothing"
+        )
     return renderer
 
 
@@ -176,7 +194,9 @@ def _load(work: Work, located: Located) -> nn.Module:
     dtype = torch.bfloat16 if subject.precision == "bf16" else weight_dtype(subject.precision, subject.tuning)
     start = starting_adapter(subject.tuning, run)
     if isinstance(subject.model, CustomModel):
-        return load_custom_for_answers(subject.model, run, path, device=subject.device, dtype=dtype, seed=subject.seed, start=start)
+        return load_custom_for_answers(
+            subject.model, run, path, device=subject.device, dtype=dtype, seed=subject.seed, start=start
+        )
     return load_for_answers(
         located.folder,
         path,

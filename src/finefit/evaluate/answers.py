@@ -67,7 +67,9 @@ def looking(gallery: Gallery, pictures: Pictures) -> Look:
     """At what these prompts show."""
 
     def look(input_ids_BT: NDArray[np.int64], lengths: Sequence[int]) -> Extra:
-        return gallery.lens.extra(input_ids_BT, lengths, [[gallery.show(picture) for picture in row] for row in pictures])
+        return gallery.lens.extra(
+            input_ids_BT, lengths, [[gallery.show(picture) for picture in row] for row in pictures]
+        )
 
     return look
 
@@ -88,4 +90,6 @@ def room_for(model: nn.Module, lengths: Sequence[int], room: Room) -> Room:
 
 
 def _answer(renderer: Renderer, tokens: list[int]) -> Answer:
-    return Answer(text=renderer.decode_answer(tokens), new_tokens=len(tokens), is_cut=tokens[-1] not in renderer.stop_tokens)
+    return Answer(
+        text=renderer.decode_answer(tokens), new_tokens=len(tokens), is_cut=tokens[-1] not in renderer.stop_tokens
+    )

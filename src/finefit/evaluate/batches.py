@@ -21,7 +21,12 @@ Ahead = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def in_batches(
-    lengths: Sequence[int], room: Room, compute: Callable[[list[int]], Sequence[T]], *, warn: Warn, ahead: Ahead = lambda _now, _then: None
+    lengths: Sequence[int],
+    room: Room,
+    compute: Callable[[list[int]], Sequence[T]],
+    *,
+    warn: Warn,
+    ahead: Ahead = lambda _now, _then: None,
 ) -> Iterator[tuple[int, T]]:
     """(index, result) of every row. `lengths`: tokens that each takes to its end; `compute` is given the indices of a batch. A batch that runs out of
     memory is cut in half, and so is the room for those after it."""
@@ -33,7 +38,9 @@ def in_batches(
         if isinstance(found, str):
             room = _narrower(room, len(chosen), lengths[chosen[0]], found)
             _give_back()
-            warn(f"out of memory with {len(chosen)} rows of up to {lengths[chosen[0]]:,} tokens at once; went on with {len(chosen) // 2}")
+            warn(
+                f"out of memory with {len(chosen)} rows of up to {lengths[chosen[0]]:,} tokens at once; went on with {len(chosen) // 2}"
+            )
             continue
         yield from zip(chosen, found, strict=True)
         waiting = waiting[len(chosen) :]

@@ -72,14 +72,18 @@ def prefill(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], *, m
     return context
 
 
-def behold(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], extra: Extra, *, max_new_tokens: int) -> Context:
+def behold(
+    model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], extra: Extra, *, max_new_tokens: int
+) -> Context:
     """Reads whole prompts with their images, by the model's sight: in some families the last token is seen by those before it. `extra` lies on the
     device. The cache keeps all tokens in every layer: one that slides would push out a row's own tokens and keep its padding."""
     causal, sight = causal_of(model), sight_in(model)
     assert sight is not None
     width, device = input_ids_BT.shape[1], input_ids_BT.device
     cache = DynamicCache()
-    hidden_BTH = sight.read(causal.base_model, input_ids_BT, extra, past_key_values=cache, use_cache=True).last_hidden_state
+    hidden_BTH = sight.read(
+        causal.base_model, input_ids_BT, extra, past_key_values=cache, use_cache=True
+    ).last_hidden_state
     last_B = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)], device=hidden_BTH.device)
     positions_B1 = torch.tensor(extra.host.get("next_positions", lengths), device=device).unsqueeze(1)
     unsaid_B1H = hidden_BTH.flatten(0, 1).index_select(0, last_B).unsqueeze(1)
@@ -88,7 +92,10 @@ def behold(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], extra
 
 
 def _own(lengths: Sequence[int], width: int, max_new_tokens: int, device: torch.device) -> Tensor:
-    slots_S, lengths_B1 = torch.arange(width + max_new_tokens, device=device), torch.tensor(lengths, device=device).unsqueeze(1)
+    slots_S, lengths_B1 = (
+        torch.arange(width + max_new_tokens, device=device),
+        torch.tensor(lengths, device=device).unsqueeze(1),
+    )
     return (slots_S < lengths_B1) | (slots_S >= width)
 
 
@@ -96,7 +103,9 @@ def _likeliest(logits_BV: Tensor) -> Tensor:
     return logits_BV.argmax(-1)
 
 
-def follow(model: nn.Module, context: Context, tokens_B: Tensor, pick: Callable[[Tensor], Tensor] = _likeliest) -> Tensor:
+def follow(
+    model: nn.Module, context: Context, tokens_B: Tensor, pick: Callable[[Tensor], Tensor] = _likeliest
+) -> Tensor:
     """The next token of each row behind these, as it is picked from the logits; behind prompts that were beheld, whatever these are."""
     if sight_in(model) is not None:
         return pick(_said(model, context, tokens_B)[:, -1])
@@ -128,7 +137,11 @@ def _heard(causal: PreTrainedModel, context: Context, tokens_B: Tensor) -> Tenso
     sight = sight_in(causal)
     assert sight is not None
     context.slots += 1
-    told: dict[str, Any] = {"position_ids": context.positions_B1, "attention_mask": _masks(context, causal), "past_key_values": context.cache}
+    told: dict[str, Any] = {
+        "position_ids": context.positions_B1,
+        "attention_mask": _masks(context, causal),
+        "past_key_values": context.cache,
+    }
     with sdpa_kernel(_KERNELS):
         output = sight.read(causal.base_model, tokens_B.unsqueeze(1), None, use_cache=True, **told)
     context.positions_B1 = context.positions_B1 + 1
@@ -179,24 +192,40 @@ def decode(
 ) -> list[list[int]]:
     """What follows each prompt, up to and with the first stop token. `look`: for a model that sees, what the prompts show."""
     longest = max(map(len, prompts)) + max_new_tokens
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": frozenset(stops), "device": device, "choose": choose}
+    how: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "stops": frozenset(stops),
+        "device": device,
+        "choose": choose,
+    }
     with torch.inference_mode():
         if look is not None:
             return _step_by_step(_beheld(model, prompts, look, pad, device, max_new_tokens), model, prompts, **how)
         if can_pack(causal_of(model).config, longest) is None:
-            context = prefill(model, *_padded_right([prompt[:-1] for prompt in prompts], pad, device), max_new_tokens=max_new_tokens)
+            context = prefill(
+                model, *_padded_right([prompt[:-1] for prompt in prompts], pad, device), max_new_tokens=max_new_tokens
+            )
             return _step_by_step(context, model, prompts, **how)
         return _by_transformers(model, prompts, pad=pad, **how)
 
 
-def _beheld(model: nn.Module, prompts: Sequence[Sequence[int]], look: Look, pad: int, device: str, max_new_tokens: int) -> Context:
+def _beheld(
+    model: nn.Module, prompts: Sequence[Sequence[int]], look: Look, pad: int, device: str, max_new_tokens: int
+) -> Context:
     input_ids_BT, lengths = _padded_right(prompts, pad, "cpu")
     extra = look(input_ids_BT.numpy(), lengths).moved(lambda tensor: tensor.to(device))
     return behold(model, input_ids_BT.to(device), lengths, extra, max_new_tokens=max_new_tokens)
 
 
 def _step_by_step(
-    context: Context, model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], device: str, choose: Choose
+    context: Context,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stops: frozenset[int],
+    device: str,
+    choose: Choose,
 ) -> list[list[int]]:
     """Rows that have ended leave the batch once they are half of it."""
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)
@@ -223,15 +252,26 @@ def _step_by_step(
 
 
 def _by_transformers(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: frozenset[int], pad: int, device: str, choose: Choose
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stops: frozenset[int],
+    pad: int,
+    device: str,
+    choose: Choose,
 ) -> list[list[int]]:
     """For models that are not known to follow their positions alone: padded on the left, as their own code expects it."""
     width = max(map(len, prompts))
     input_ids_BT = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(stops), pad_token_id=pad, use_cache=True)
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(stops), pad_token_id=pad, use_cache=True
+    )
     chosen = [_Chosen(choose, width)]
-    output_BT = model.generate(input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=chosen)  # type: ignore[operator]
+    output_BT = model.generate(
+        input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=config, logits_processor=chosen
+    )  # type: ignore[operator]
     return [ended(tokens, stops) for tokens in output_BT[:, width:].tolist()]
 
 

@@ -35,7 +35,9 @@ class Gallery:
     def ahead(self, now: Iterable[Picture], then: Iterable[Picture]) -> None:
         """What is shown now, all of it, and of what is shown then as much as may wait. Anything else is let go."""
         wanted = dict.fromkeys([*now, *_first(then, self._most_ahead)])
-        self._coming = {picture: self._coming.get(picture) or self._submit(_shown, self._see, picture) for picture in wanted}
+        self._coming = {
+            picture: self._coming.get(picture) or self._submit(_shown, self._see, picture) for picture in wanted
+        }
 
     def show(self, picture: Picture) -> Shown:
         found: Future[Shown] = self._coming.get(picture) or self._submit(_shown, self._see, picture)
@@ -67,10 +69,17 @@ def require_pictures(rows: Sequence[Row]) -> None:
     for row in rows:
         first |= {picture: row.place for picture in row.pictures if picture not in first}
     with ThreadPoolExecutor(_READERS) as readers:
-        faults = [f"{first[picture]}: {fault}" for picture, fault in zip(first, readers.map(_fault, first), strict=True) if fault]
+        faults = [
+            f"{first[picture]}: {fault}"
+            for picture, fault in zip(first, readers.map(_fault, first), strict=True)
+            if fault
+        ]
     if faults:
         more = f"\nand {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-        raise DataError("\n".join(faults[:_NAMED]) + more, "put the images back as they were, or prepare the rows anew: start again with --new")
+        raise DataError(
+            "\n".join(faults[:_NAMED]) + more,
+            "put the images back as they were, or prepare the rows anew: start again with --new",
+        )
 
 
 def _fault(picture: Picture) -> str:

@@ -24,7 +24,9 @@ def choose(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
     try:
         scores_VK = load_file(folder / TABLE)[SCORES]
     except (FileNotFoundError, SafetensorError, KeyError) as error:
-        raise ModelError(f"{folder / TABLE} holds no gate: {error}", "make it again: finefit run SPEC --force STAGE") from None
+        raise ModelError(
+            f"{folder / TABLE} holds no gate: {error}", "make it again: finefit run SPEC --force STAGE"
+        ) from None
     return chosen(scores_VK, experts, tokens)
 
 

@@ -72,7 +72,16 @@ def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path
         "--model_args",
         ",".join(f"{k}={v}" for k, v in model.items()),
     ]
-    words += ["--tasks", ",".join(task.tasks), "--device", subject.device, "--batch_size", str(request.room.rows), "--seed", str(subject.seed)]
+    words += [
+        "--tasks",
+        ",".join(task.tasks),
+        "--device",
+        subject.device,
+        "--batch_size",
+        str(request.room.rows),
+        "--seed",
+        str(subject.seed),
+    ]
     words += ["--output_path", str(output), "--log_samples"]
     words += ["--num_fewshot", str(task.shots)] if task.shots is not None else []
     words += ["--limit", str(settings.limit)] if settings.limit is not None else []
@@ -87,7 +96,13 @@ def _weights(where: StageDir, request: EvalRequest) -> dict[str, str]:
     if located.fingerprint != subject.model_fingerprint:
         raise RunError(f"the model {subject.model_name} has changed since this run began")
     path = None if subject.weights is None else (run / subject.weights).resolve()
-    adapter = path if path is not None and (path / ADAPTER).exists() else starting_adapter(subject.tuning, run) if path is None else None
+    adapter = (
+        path
+        if path is not None and (path / ADAPTER).exists()
+        else starting_adapter(subject.tuning, run)
+        if path is None
+        else None
+    )
     bits = base_bits(subject.tuning)
     found = {"pretrained": str((located.folder if path is None or adapter is not None else path).resolve())}
     found |= {"peft": str(adapter.resolve())} if adapter is not None else {}
@@ -99,7 +114,16 @@ def _run(command: list[str], *, cwd: Path) -> None:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     tail: list[str] = []
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=none, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment, cwd=cwd) as child:
+    with subprocess.Popen(
+        command,
+        stdin=none,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        cwd=cwd,
+    ) as child:
         assert child.stdout is not None
         try:
             for line in child.stdout:
@@ -109,7 +133,10 @@ def _run(command: list[str], *, cwd: Path) -> None:
             child.terminate()
             raise
     if child.returncode != 0:
-        raise RunError("lm-eval ended with code {}. Its last words:\n{}".format(child.returncode, "\n".join(tail)), "see logs/run.log")
+        raise RunError(
+            "lm-eval ended with code {}. Its last words:\n{}".format(child.returncode, "\n".join(tail)),
+            "see logs/run.log",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +161,10 @@ def read_output(folder: Path) -> Told:
     return Told(
         results=document["results"],
         samples=samples,
-        available=sum(int(counts.get(task, {}).get("original", len({line["doc_id"] for line in lines}))) for task, lines in samples.items()),
+        available=sum(
+            int(counts.get(task, {}).get("original", len({line["doc_id"] for line in lines})))
+            for task, lines in samples.items()
+        ),
         better=document.get("higher_is_better", {}),
         versions=document.get("versions", {}),
     )
@@ -176,7 +206,14 @@ def _figures(told: Told) -> Iterator[_Figure]:
             error = values.get(f"{metric}_stderr,{how}")
             name = metric if how == "none" else f"{metric}_{how}"
             known = error if isinstance(error, (int, float)) and math.isfinite(error) else None
-            yield _Figure(name=name if len(told.results) == 1 else f"{task}.{name}", task=task, metric=metric, filter=how, value=value, error=known)
+            yield _Figure(
+                name=name if len(told.results) == 1 else f"{task}.{name}",
+                task=task,
+                metric=metric,
+                filter=how,
+                value=value,
+                error=known,
+            )
 
 
 def make_result(request: EvalRequest, told: Told) -> EvalResult:
@@ -289,7 +326,11 @@ def _few_words(told: Told) -> Iterator[str]:
 
 
 def _reported_words(figure: _Figure) -> str:
-    known = f"its interval is {_NORMAL} x the standard error that lm-eval reports" if figure.error is not None else "it has no interval"
+    known = (
+        f"its interval is {_NORMAL} x the standard error that lm-eval reports"
+        if figure.error is not None
+        else "it has no interval"
+    )
     return f"{figure.name} is no mean of samples and stands as lm-eval reports it; {known}"
 
 

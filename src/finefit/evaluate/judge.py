@@ -39,11 +39,24 @@ class Patience:
 
 
 def judge_items(
-    task: Task, items: Sequence[EvalItem], judge: Judge, *, verdicts: Path, seed: int = 0, patience: Patience | None = None
+    task: Task,
+    items: Sequence[EvalItem],
+    judge: Judge,
+    *,
+    verdicts: Path,
+    seed: int = 0,
+    patience: Patience | None = None,
 ) -> list[EvalItem]:
     """Every item with a result gets its verdict and its mark. `verdicts`: where they are kept; what is there already is not asked again."""
-    questions = {item.item: asked(judge, prompt=item.prompt, answer=item.answer, reference=item.reference) for item in items if item.failure is None}
-    keys = {at: hashlib.sha256(f"{judge.model}\n{judge.url}\n{question}".encode()).hexdigest() for at, question in questions.items()}
+    questions = {
+        item.item: asked(judge, prompt=item.prompt, answer=item.answer, reference=item.reference)
+        for item in items
+        if item.failure is None
+    }
+    keys = {
+        at: hashlib.sha256(f"{judge.model}\n{judge.url}\n{question}".encode()).hexdigest()
+        for at, question in questions.items()
+    }
     known = {str(line["key"]): str(line["verdict"]) for line in read_lines(verdicts)}
     missing = {key: questions[at] for at, key in keys.items() if key not in known}  # equal questions are asked once
     if missing:
@@ -57,10 +70,15 @@ def judge_items(
 def marks_made_fit(task: Task, item: EvalItem) -> EvalItem:
     """An answer outlives a change of mind about judges: one that was written down with, or without, counts what the task counts now."""
     known = {name for metric in task.metrics for name in metric.counts}
-    foreign, missing = (NOT_MARKED.keys() - known) & item.counts.keys(), (NOT_MARKED.keys() & known) - item.counts.keys()
+    foreign, missing = (
+        (NOT_MARKED.keys() - known) & item.counts.keys(),
+        (NOT_MARKED.keys() & known) - item.counts.keys(),
+    )
     if not foreign and not missing:
         return item
-    counts = {name: count for name, count in item.counts.items() if name not in foreign} | {name: NOT_MARKED[name] for name in sorted(missing)}
+    counts = {name: count for name, count in item.counts.items() if name not in foreign} | {
+        name: NOT_MARKED[name] for name in sorted(missing)
+    }
     return replace(item, counts=counts, scores=task.scores(counts))
 
 
@@ -111,7 +129,12 @@ class _Line:
         )
 
     def _post(self, question: str) -> httpx.Response:
-        body = {"model": self.judge.model, "messages": [{"role": "user", "content": question}], "temperature": 0, "seed": self.seed}
+        body = {
+            "model": self.judge.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "seed": self.seed,
+        }
         return self.client.post(self.judge.url.rstrip("/") + "/chat/completions", json=body)
 
     def _shown(self, text: str) -> str:
@@ -151,7 +174,10 @@ def _secret(judge: Judge) -> str | None:
         return None
     secret = os.environ.get(judge.key, "").strip()  # read from a file it often ends with the line
     if not secret:
-        raise RunError(f"judge.key names the environment variable {judge.key}, which is not set", f"export {judge.key}=...; {_KEPT}")
+        raise RunError(
+            f"judge.key names the environment variable {judge.key}, which is not set",
+            f"export {judge.key}=...; {_KEPT}",
+        )
     if not (secret.isascii() and secret.isprintable()):
         raise RunError(
             f"judge.key names the environment variable {judge.key}, which holds characters that no header can carry: only printable ASCII can",
@@ -179,7 +205,9 @@ def _replies(line: _Line, questions: dict[str, str]) -> Iterator[tuple[str, str]
                 done.put((key, error))
 
     for _ in range(min(_AT_ONCE, len(questions))):
-        threading.Thread(target=work, daemon=True).start()  # nobody waits for one that hangs when the evaluation is stopped
+        threading.Thread(
+            target=work, daemon=True
+        ).start()  # nobody waits for one that hangs when the evaluation is stopped
     for _ in questions:
         key, reply = done.get()
         if isinstance(reply, Exception):

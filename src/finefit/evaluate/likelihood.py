@@ -27,12 +27,16 @@ LOGITS_AT_ONCE = 256
 """Tokens whose logits exist at once."""
 
 
-def examples_of(renderer: Renderer, row: Row, text: str, *, prompt: Sequence[Message], window: int) -> tuple[Example, ...]:
+def examples_of(
+    renderer: Renderer, row: Row, text: str, *, prompt: Sequence[Message], window: int
+) -> tuple[Example, ...]:
     """Of one text behind the prompt of a row: one example, or for plain text its windows."""
     budget = Budget(max_tokens=window if row.text else sys.maxsize, too_long="error", turns="last")
     (rendered,) = renderer.render([_written(row, text, prompt)], budget)
     if rendered.problem:
-        raise DataError(f"{row.place} has an answer whose likelihood cannot be asked for: {rendered.problem}", rendered.remedy)
+        raise DataError(
+            f"{row.place} has an answer whose likelihood cannot be asked for: {rendered.problem}", rendered.remedy
+        )
     return rendered.examples
 
 
@@ -45,7 +49,14 @@ def _written(row: Row, text: str, prompt: Sequence[Message]) -> Row:
 
 
 def logprobs(
-    model: nn.Module, examples: Sequence[Example], *, pad: int, room: Room, device: str, warn: Warn, gallery: Gallery | None = None
+    model: nn.Module,
+    examples: Sequence[Example],
+    *,
+    pad: int,
+    room: Room,
+    device: str,
+    warn: Warn,
+    gallery: Gallery | None = None,
 ) -> Iterator[tuple[int, float]]:
     """(index, summed log-probability of the supervised tokens) of every example. `gallery`: of a model that sees."""
     sight: dict[str, Any] = {} if gallery is None else {"lens": gallery.lens, "show": gallery.show}

@@ -32,9 +32,15 @@ class Asked:
 def require_own_answers(own: Own, task: str, *, weighs: bool) -> None:
     """`weighs`: the task asks how likely given answers are."""
     if weighs:
-        raise ModelError(f"{task} asks how likely given answers are, which {own.file.name} does not say", "evaluate a task that reads an answer")
+        raise ModelError(
+            f"{task} asks how likely given answers are, which {own.file.name} does not say",
+            "evaluate a task that reads an answer",
+        )
     if not own.generates:
-        raise ModelError(f"{task} needs answers, and {own.file.name} has no generate", "give the model a generate(inputs, *, max_new_tokens, stops)")
+        raise ModelError(
+            f"{task} needs answers, and {own.file.name} has no generate",
+            "give the model a generate(inputs, *, max_new_tokens, stops)",
+        )
 
 
 def own_answers(
@@ -56,7 +62,13 @@ def own_answers(
 def _row(prompt: Asked) -> CustomRow:
     tokens = np.asarray(prompt.tokens, dtype=np.int64)
     images = tuple(opened(picture) for picture in prompt.pictures)
-    return CustomRow(tokens=tokens, supervised=np.zeros(len(tokens), np.bool_), images=images, seed=seed_of(0, "answer", prompt.at), is_prompt=True)
+    return CustomRow(
+        tokens=tokens,
+        supervised=np.zeros(len(tokens), np.bool_),
+        images=images,
+        seed=seed_of(0, "answer", prompt.at),
+        is_prompt=True,
+    )
 
 
 def _answer(renderer: Renderer, tokens: list[int], stops: frozenset[int], most: int) -> Answer:

@@ -71,19 +71,24 @@ def replies(voice: Voice, task: Task, rows: Mapping[int, Row]) -> Iterator[Repli
     size = _SLICE * voice.room.rows if asks_twice else max(1, len(items))
     for part in (items[begin : begin + size] for begin in range(0, len(items), size)):
         complete = _weighed(voice, task, part, candidates)
-        yield from _answered(voice, list(complete)) if task.generates else (_told(voice, item, None) for item in complete)
+        yield from (
+            _answered(voice, list(complete)) if task.generates else (_told(voice, item, None) for item in complete)
+        )
 
 
 def _asked(voice: Voice, task: Task, at: int, row: Row) -> _Item:
     if row.text and task.generates:
         raise DataError(
-            f"{row.place} is plain text: it asks nothing that could be answered", "take rows with a prompt and an answer, or another task"
+            f"{row.place} is plain text: it asks nothing that could be answered",
+            "take rows with a prompt and an answer, or another task",
         )
     messages: Sequence[Message] = row.prompt
     if row.text:
         return _Item(at=at, row=row, messages=messages, tokens=array("i"))
     if voice.max_prompt_tokens is not None:
-        messages = voice.renderer.cut_prompt(messages, tools=row.tools, pictures=row.pictures, max_tokens=voice.max_prompt_tokens)
+        messages = voice.renderer.cut_prompt(
+            messages, tools=row.tools, pictures=row.pictures, max_tokens=voice.max_prompt_tokens
+        )
     tokens = voice.renderer.prompt_tokens(messages, tools=row.tools, pictures=row.pictures)
     return _Item(at=at, row=row, messages=messages, tokens=array("i", tokens))
 
@@ -91,7 +96,15 @@ def _asked(voice: Voice, task: Task, at: int, row: Row) -> _Item:
 def _answered(voice: Voice, items: Sequence[_Item]) -> Iterator[Replied]:
     if (own := own_of(voice.model)) is not None:
         asked = [Asked(at=item.at, tokens=item.tokens, pictures=item.row.pictures) for item in items]
-        told = own_answers(own, voice.renderer, asked, max_new_tokens=voice.max_new_tokens, room=voice.room, device=voice.device, warn=voice.warn)
+        told = own_answers(
+            own,
+            voice.renderer,
+            asked,
+            max_new_tokens=voice.max_new_tokens,
+            room=voice.room,
+            device=voice.device,
+            warn=voice.warn,
+        )
         return (_told(voice, items[at], answer) for at, answer in told)
     found = answers(
         voice.model,
@@ -108,12 +121,18 @@ def _answered(voice: Voice, items: Sequence[_Item]) -> Iterator[Replied]:
 
 
 def _told(voice: Voice, item: _Item, answer: Answer | None) -> Replied:
-    prompt = "" if item.row.text else voice.renderer.prompt_text(item.messages, tools=item.row.tools, pictures=item.row.pictures)
+    prompt = (
+        ""
+        if item.row.text
+        else voice.renderer.prompt_text(item.messages, tools=item.row.tools, pictures=item.row.pictures)
+    )
     reply = Reply(text=answer.text if answer else "", right=tuple(item.right), wrong=tuple(item.wrong))
     return Replied(at=item.at, prompt=prompt, reply=reply, answer=answer)
 
 
-def _weighed(voice: Voice, task: Task, items: Sequence[_Item], candidates: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Iterator[_Item]:
+def _weighed(
+    voice: Voice, task: Task, items: Sequence[_Item], candidates: Mapping[int, tuple[Sequence[str], Sequence[str]]]
+) -> Iterator[_Item]:
     """The items with the likelihoods of their candidates, each when its last one is known."""
     examples, owners = list[Example](), list[tuple[_Item, list[Likelihood], int]]()
     for item in items:
@@ -128,7 +147,15 @@ def _weighed(voice: Voice, task: Task, items: Sequence[_Item], candidates: Mappi
             yield item
     if not examples:
         return
-    known = logprobs(voice.model, examples, pad=voice.renderer.pad, room=voice.room, device=voice.device, warn=voice.warn, gallery=voice.gallery)
+    known = logprobs(
+        voice.model,
+        examples,
+        pad=voice.renderer.pad,
+        room=voice.room,
+        device=voice.device,
+        warn=voice.warn,
+        gallery=voice.gallery,
+    )
     for index, logprob in known:
         item, found, place = owners[index]
         found[place] = replace(found[place], logprob=found[place].logprob + logprob)

@@ -30,5 +30,7 @@ def _drawn(said: Tensor, temperature: float, rows_B: Tensor, step: int, logits_B
     """The first word at which the summed probabilities pass what chance says. In float64, since sums over a vocabulary in less would cut its tail."""
     summed_BV = torch.softmax(logits_BV.to(torch.float64) / temperature, dim=-1).cumsum(-1)
     wanted_B1 = said[rows_B, step].unsqueeze(1) * summed_BV[:, -1:]
-    tokens_B: Tensor = torch.searchsorted(summed_BV, wanted_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[1] - 1)
+    tokens_B: Tensor = (
+        torch.searchsorted(summed_BV, wanted_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[1] - 1)
+    )
     return tokens_B

@@ -13,7 +13,9 @@ from finefit.stats import cautions, interval_of
 from finefit.stats.metrics import Metric, table
 
 
-def score_item(task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_tokens: int | None = None, is_cut: bool = False) -> EvalItem:
+def score_item(
+    task: Task, at: int, row: Row, *, prompt: str, reply: Reply, new_tokens: int | None = None, is_cut: bool = False
+) -> EvalItem:
     try:
         task.require(row)
     except NoResult as reason:
@@ -49,7 +51,9 @@ def _candidates(reply: Reply) -> tuple[Candidate, ...]:
     found = [*((True, one) for one in reply.right), *((False, one) for one in reply.wrong)]
     if not all(math.isfinite(one.logprob) for _, one in found):
         return ()
-    return tuple(Candidate(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens) for is_right, one in found)
+    return tuple(
+        Candidate(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens) for is_right, one in found
+    )
 
 
 def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem]:
@@ -59,13 +63,20 @@ def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem
     found = [(row, item) for row, item in items if item.failure is None]
     further = task.finish([(row, reply_of(item)) for row, item in found])
     counted = {item.item: item.counts | dict(counts) for (_, item), counts in zip(found, further, strict=True)}
-    return [replace(item, counts=(counts := counted.get(item.item, item.counts)), scores=task.scores(counts)) for _, item in items]
+    return [
+        replace(item, counts=(counts := counted.get(item.item, item.counts)), scores=task.scores(counts))
+        for _, item in items
+    ]
 
 
 def reply_of(item: EvalItem) -> Reply:
     """As the task was given it."""
     right, wrong = (
-        tuple(Likelihood(text=c.text, logprob=c.logprob, tokens=c.tokens) for c in item.candidates if c.is_right == is_right)
+        tuple(
+            Likelihood(text=c.text, logprob=c.logprob, tokens=c.tokens)
+            for c in item.candidates
+            if c.is_right == is_right
+        )
         for is_right in (True, False)
     )
     return Reply(text=item.answer, right=right, wrong=wrong)
@@ -104,7 +115,10 @@ def _by_dataset(task: Task, items: Sequence[EvalItem]) -> dict[str, DatasetScore
         parts.setdefault(item.dataset, []).append(item)
     if len(parts) < 2:
         return {}
-    return {name: DatasetScores(n=len(part), coverage=_coverage(part), metrics=_scores(task, part)) for name, part in parts.items()}
+    return {
+        name: DatasetScores(n=len(part), coverage=_coverage(part), metrics=_scores(task, part))
+        for name, part in parts.items()
+    }
 
 
 def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:

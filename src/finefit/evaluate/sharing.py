@@ -94,5 +94,6 @@ def _failure(paths: EvalPaths, number: int, num_parts: int, code: int) -> Finefi
     if code < 0:
         return WorkerDied(f"{who} was ended by {signal.Signals(-code).name}", _SAME_COMMAND)
     return FinefitError(
-        f"{who} ended with code {code}, which is a fault of finefit; its words are in the run's log", "please report it with these lines"
+        f"{who} ended with code {code}, which is a fault of finefit; its words are in the run's log",
+        "please report it with these lines",
     )

@@ -60,7 +60,11 @@ def _scored(work: Work, task: Task, rows: Sequence[Row], chosen: Sequence[int]) 
     """With all that is counted once every item is answered: by the task itself, and by a judge where one is asked."""
     done, judge = answered(work.paths), work.request.evaluation.judge
     items = finished(task, [(rows[at], marks_made_fit(task, done[at])) for at in chosen])
-    return items if judge is None else judge_items(task, items, judge, verdicts=work.paths.verdicts, seed=work.request.subject.seed)
+    return (
+        items
+        if judge is None
+        else judge_items(task, items, judge, verdicts=work.paths.verdicts, seed=work.request.subject.seed)
+    )
 
 
 def answer_part(work: Work, part: Part) -> None:
@@ -102,7 +106,10 @@ def _answer_all(work: Work, task: Task, rows: Sequence[Row], chosen: list[int]) 
 
 
 def _signature(request: EvalRequest) -> dict[str, str]:
-    how = {"decoding": f"greedy, at most {request.evaluation.max_new_tokens} new tokens", "precision": request.subject.precision}
+    how = {
+        "decoding": f"greedy, at most {request.evaluation.max_new_tokens} new tokens",
+        "precision": request.subject.precision,
+    }
     return made_with() | how
 
 

@@ -25,6 +25,8 @@ def used_bytes(numbers: Collection[int] | None = None, library: ctypes.CDLL | No
 
 def _used(nvml: ctypes.CDLL, number: int) -> int | None:
     handle, memory = ctypes.c_void_p(), _Memory()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+    if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) or nvml.nvmlDeviceGetMemoryInfo(
+        handle, ctypes.byref(memory)
+    ):
         return None
     return int(memory.used)

@@ -98,27 +98,83 @@ def _nvlink(both_ways_gb: float) -> float:
 
 
 # GeForce cards have no peer access over PCIe (or, up to the 30 series, rarely), so bytes between them go through the host: half of its rate.
-_GEFORCE_20 = _Family(compute_capability=(7, 5), host=PCIE_3, link=PCIE_3 / 2, source="NVIDIA Turing GPU architecture whitepaper, reference clocks")
-_GEFORCE_30 = _Family(compute_capability=(8, 6), host=PCIE_4, link=PCIE_4 / 2, source="NVIDIA Ampere GA102 GPU architecture whitepaper v2.1")
-_GEFORCE_40 = _Family(compute_capability=(8, 9), host=PCIE_4, link=PCIE_4 / 2, source="NVIDIA Ada GPU architecture whitepaper v2.1")
-_GEFORCE_50 = _Family(compute_capability=(12, 0), host=PCIE_5, link=PCIE_5 / 2, source="NVIDIA RTX Blackwell GPU architecture whitepaper v1.1")
-_QUADRO = _Family(compute_capability=(7, 5), host=PCIE_3, link=PCIE_3, source="NVIDIA Turing GPU architecture whitepaper")
-_RTX_A = _Family(compute_capability=(8, 6), host=PCIE_4, link=PCIE_4, source="NVIDIA RTX A-series datasheet, half of the rate with sparsity")
-_RTX_ADA = _Family(compute_capability=(8, 9), host=PCIE_4, link=PCIE_4, source="NVIDIA RTX Ada datasheet, a quarter of the FP8 rate with sparsity")
-_RTX_PRO = _Family(compute_capability=(12, 0), host=PCIE_5, link=PCIE_5, source="NVIDIA RTX PRO Blackwell GPU architecture whitepaper v1.0")
+_GEFORCE_20 = _Family(
+    compute_capability=(7, 5),
+    host=PCIE_3,
+    link=PCIE_3 / 2,
+    source="NVIDIA Turing GPU architecture whitepaper, reference clocks",
+)
+_GEFORCE_30 = _Family(
+    compute_capability=(8, 6),
+    host=PCIE_4,
+    link=PCIE_4 / 2,
+    source="NVIDIA Ampere GA102 GPU architecture whitepaper v2.1",
+)
+_GEFORCE_40 = _Family(
+    compute_capability=(8, 9), host=PCIE_4, link=PCIE_4 / 2, source="NVIDIA Ada GPU architecture whitepaper v2.1"
+)
+_GEFORCE_50 = _Family(
+    compute_capability=(12, 0),
+    host=PCIE_5,
+    link=PCIE_5 / 2,
+    source="NVIDIA RTX Blackwell GPU architecture whitepaper v1.1",
+)
+_QUADRO = _Family(
+    compute_capability=(7, 5), host=PCIE_3, link=PCIE_3, source="NVIDIA Turing GPU architecture whitepaper"
+)
+_RTX_A = _Family(
+    compute_capability=(8, 6),
+    host=PCIE_4,
+    link=PCIE_4,
+    source="NVIDIA RTX A-series datasheet, half of the rate with sparsity",
+)
+_RTX_ADA = _Family(
+    compute_capability=(8, 9),
+    host=PCIE_4,
+    link=PCIE_4,
+    source="NVIDIA RTX Ada datasheet, a quarter of the FP8 rate with sparsity",
+)
+_RTX_PRO = _Family(
+    compute_capability=(12, 0),
+    host=PCIE_5,
+    link=PCIE_5,
+    source="NVIDIA RTX PRO Blackwell GPU architecture whitepaper v1.0",
+)
 _PASCAL = _Family(compute_capability=(6, 0), host=PCIE_3, link=PCIE_3, source="NVIDIA Tesla P100 datasheet")
 _VOLTA = _Family(compute_capability=(7, 0), host=PCIE_3, link=PCIE_3, source="NVIDIA V100 datasheet")
 _T4 = _Family(compute_capability=(7, 5), host=PCIE_3, link=PCIE_3, source="NVIDIA T4 datasheet, memory with ECC")
-_AMPERE_SMALL = _Family(compute_capability=(8, 6), host=PCIE_4, link=PCIE_4, source="datasheet of the card, memory with ECC")
+_AMPERE_SMALL = _Family(
+    compute_capability=(8, 6), host=PCIE_4, link=PCIE_4, source="datasheet of the card, memory with ECC"
+)
 _AMPERE = _Family(compute_capability=(8, 0), host=PCIE_4, link=PCIE_4, source="NVIDIA A100 datasheet")
 _A30 = _Family(compute_capability=(8, 0), host=PCIE_4, link=PCIE_4, source="NVIDIA A30 datasheet")
 _ADA_SERVER = _Family(
-    compute_capability=(8, 9), host=PCIE_4, link=PCIE_4, source="datasheet of the card, half of the rate with sparsity, memory with ECC"
+    compute_capability=(8, 9),
+    host=PCIE_4,
+    link=PCIE_4,
+    source="datasheet of the card, half of the rate with sparsity, memory with ECC",
 )
-_HOPPER = _Family(compute_capability=(9, 0), host=PCIE_5, link=_nvlink(900), source="NVIDIA H100 datasheet, half of the rate with sparsity")
-_H200 = _Family(compute_capability=(9, 0), host=PCIE_5, link=_nvlink(900), source="NVIDIA H200 datasheet, half of the rate with sparsity")
-_GH200 = _Family(compute_capability=(9, 0), host=C2C, link=PCIE_5, source="NVIDIA GH200 datasheet; no NVLink between single superchips is assumed")
-_BLACKWELL = _Family(compute_capability=(10, 0), host=PCIE_5, link=_nvlink(1800), source="NVIDIA HGX B200 datasheet, dense")
+_HOPPER = _Family(
+    compute_capability=(9, 0),
+    host=PCIE_5,
+    link=_nvlink(900),
+    source="NVIDIA H100 datasheet, half of the rate with sparsity",
+)
+_H200 = _Family(
+    compute_capability=(9, 0),
+    host=PCIE_5,
+    link=_nvlink(900),
+    source="NVIDIA H200 datasheet, half of the rate with sparsity",
+)
+_GH200 = _Family(
+    compute_capability=(9, 0),
+    host=C2C,
+    link=PCIE_5,
+    source="NVIDIA GH200 datasheet; no NVLink between single superchips is assumed",
+)
+_BLACKWELL = _Family(
+    compute_capability=(10, 0), host=PCIE_5, link=_nvlink(1800), source="NVIDIA HGX B200 datasheet, dense"
+)
 
 _BOOST = "fp32 from cores and boost clock on the product page, matrix rate in the generation's ratio"
 _LAPTOP = "from cores and the lowest published boost clock, as the maker's power limit decides"
@@ -132,7 +188,9 @@ CARD_KINDS: tuple[CardKind, ...] = (
     _GEFORCE_20.card("RTX 2080", 8192, 448, 40.3, 10.1),
     _GEFORCE_20.card("RTX 2080 Super", 8192, 496, 44.6, 11.2, note=_BOOST),
     _GEFORCE_20.card("RTX 2080 Ti", 11264, 616, 53.8, 13.4),
-    _QUADRO.card("Titan RTX", 24576, 672, 130.5, 16.3, note="product page: the full TU102, fp32 accumulation at the full rate"),
+    _QUADRO.card(
+        "Titan RTX", 24576, 672, 130.5, 16.3, note="product page: the full TU102, fp32 accumulation at the full rate"
+    ),
     _GEFORCE_30.card("RTX 3060", 12288, 360, 25.4, 12.7, note=_BOOST),
     _GEFORCE_30.card("RTX 3060 Ti", 8192, 448, 32.4, 16.2),
     _GEFORCE_30.card("RTX 3070", 8192, 448, 40.6, 20.3),
@@ -167,7 +225,15 @@ CARD_KINDS: tuple[CardKind, ...] = (
     _RTX_A.card("RTX A6000", 49140, 768, 154.8, 38.7, note="memory without ECC, as shipped"),
     _RTX_ADA.card("RTX 4000 Ada", 20475, 360, 81.9, 26.7, note="memory without ECC"),
     _RTX_ADA.card("RTX 6000 Ada", 49140, 960, 364.2, 91.1, note="memory without ECC"),
-    _RTX_PRO.card("RTX PRO 6000 Blackwell", 97887, 1792, 503.8, 126.0, "RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Workstation"),
+    _RTX_PRO.card(
+        "RTX PRO 6000 Blackwell",
+        97887,
+        1792,
+        503.8,
+        126.0,
+        "RTX PRO 6000 Blackwell Workstation Edition",
+        "RTX PRO 6000 Workstation",
+    ),
     _RTX_PRO.card(
         "RTX PRO 6000 Blackwell Max-Q",
         97887,
@@ -178,9 +244,22 @@ CARD_KINDS: tuple[CardKind, ...] = (
         note="Max-Q datasheet, an eighth of the FP4 rate with sparsity",
     ),
     _RTX_PRO.card(
-        "RTX PRO 6000 Blackwell Server", 97887, 1597, 480, 120, note="server datasheet, matrix rate as four times fp32, the ratio of the whitepaper"
+        "RTX PRO 6000 Blackwell Server",
+        97887,
+        1597,
+        480,
+        120,
+        note="server datasheet, matrix rate as four times fp32, the ratio of the whitepaper",
     ),
-    _PASCAL.card("P100", 16384, 732, 9.3, 9.3, "P100-PCIE-16GB", note="no tensor cores: fp16 with fp32 accumulation runs at the rate of fp32"),
+    _PASCAL.card(
+        "P100",
+        16384,
+        732,
+        9.3,
+        9.3,
+        "P100-PCIE-16GB",
+        note="no tensor cores: fp16 with fp32 accumulation runs at the rate of fp32",
+    ),
     _PASCAL.card(
         "P100-SXM2",
         16384,
@@ -210,9 +289,26 @@ CARD_KINDS: tuple[CardKind, ...] = (
     _HOPPER.card("H100-80GB", 81559, 3350, 989.4, 66.9, "H100 80GB HBM3", "H100 SXM", "H100 SXM5"),
     _HOPPER.card("H100 PCIe", 81559, 2000, 756, 51.2, "H100 80GB PCIe", link=PCIE_5),
     _HOPPER.card("H100 NVL", 95830, 3938, 835.5, 60, link=_nvlink(600), note="cards sold as bridged pairs"),
-    _H200.card("H200", 143771, 4800, 989.4, 66.9, "H200 SXM", efficiency=0.81, note="matrix efficiency measured: 800 of 989 TFLOP/s"),
+    _H200.card(
+        "H200",
+        143771,
+        4800,
+        989.4,
+        66.9,
+        "H200 SXM",
+        efficiency=0.81,
+        note="matrix efficiency measured: 800 of 989 TFLOP/s",
+    ),
     _H200.card("H200 NVL", 143771, 4800, 835.5, 60, link=PCIE_5),
     _GH200.card("GH200-96GB", 97871, 4000, 989.4, 66.9, "GH200 480GB", "GH200 120GB"),
-    _GH200.card("GH200-144GB", 145920, 4900, 989.4, 66.9, "GH200 144G HBM3e", note="memory is CUDA's total, the driver's being unpublished"),
+    _GH200.card(
+        "GH200-144GB",
+        145920,
+        4900,
+        989.4,
+        66.9,
+        "GH200 144G HBM3e",
+        note="memory is CUDA's total, the driver's being unpublished",
+    ),
     _BLACKWELL.card("B200", 183359, 7700, 2250, 75),
 )

@@ -12,11 +12,18 @@ from finefit.errors import UserError
 from finefit.facts.card_table import CARD_KINDS, CardKind
 from finefit.facts.machine import CARD_TIMEOUT_SECONDS
 
-__all__ = ["CARD_KINDS", "CardKind", "CardProcess", "CardRequest", "find_kind", "parse_card", "parse_card_processes", "read_card_processes"]
+__all__ = [
+    "CARD_KINDS",
+    "CardKind",
+    "CardProcess",
+    "CardRequest",
+    "find_kind",
+    "parse_card",
+    "parse_card_processes",
+    "read_card_processes",
+]
 
-ACCEPTED = (
-    "a card (RTX 4090, A100-80GB), a memory size (24GiB, 24GB), several (8xA100-40GB, 2x24GiB), cpu or auto; a price may follow: RTX 4090@1.10/h"
-)
+ACCEPTED = "a card (RTX 4090, A100-80GB), a memory size (24GiB, 24GB), several (8xA100-40GB, 2x24GiB), cpu or auto; a price may follow: RTX 4090@1.10/h"
 MAX_COUNT = 1024
 NUM_NEAREST = 4
 SIZE_RANGE_BYTES = (2**20, 2**42)
@@ -97,7 +104,9 @@ def read_card_processes() -> tuple[CardProcess, ...]:
         return ()
     query = [program, f"--query-compute-apps={PROCESS_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=CARD_TIMEOUT_SECONDS, check=False)
+        answer = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=CARD_TIMEOUT_SECONDS, check=False
+        )
     except (subprocess.TimeoutExpired, OSError):
         return ()
     return parse_card_processes(answer.stdout) if answer.returncode == 0 else ()
@@ -120,7 +129,10 @@ def _split_count(wanted: str, text: str) -> tuple[int | None, str]:
         return None, wanted
     digits, name = match[1], match[2].strip()
     if not re.fullmatch(r"[0-9]{1,9}", digits) or not 1 <= int(digits) <= MAX_COUNT:
-        raise UserError(f"card {text!r} asks for {digits} cards; a count is a whole number from 1 to {MAX_COUNT}", "write it as in 2x24GiB")
+        raise UserError(
+            f"card {text!r} asks for {digits} cards; a count is a whole number from 1 to {MAX_COUNT}",
+            "write it as in 2x24GiB",
+        )
     return int(digits), name
 
 
@@ -129,7 +141,8 @@ def _read_price(price: str, text: str) -> float:
     per_hour = float(match[1]) if match else math.nan
     if not (math.isfinite(per_hour) and per_hour > 0):
         raise UserError(
-            f"card {text!r} has the price {price!r}, which is no amount above 0 per hour", "write it as in RTX 4090@1.10/h, or leave it out"
+            f"card {text!r} has the price {price!r}, which is no amount above 0 per hour",
+            "write it as in RTX 4090@1.10/h, or leave it out",
         )
     return per_hour
 
@@ -142,7 +155,9 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
         return kinds[0], kinds[0].memory_bytes
     if kinds:
         names = ", ".join(kind.name for kind in kinds)
-        raise UserError(f"card {text!r} may be any of {len(kinds)} cards that differ in memory or speed", f"say which: {names}")
+        raise UserError(
+            f"card {text!r} may be any of {len(kinds)} cards that differ in memory or speed", f"say which: {names}"
+        )
     size = _SIZE.fullmatch(name)
     if size is None:
         raise UserError(f"card {text!r} is not known", f"nearest known: {_nearest(name)}; give {ACCEPTED}")
@@ -152,15 +167,20 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
 def _read_size(number: str, unit: str, text: str) -> int:
     if not unit:
         raise UserError(
-            f"card {text!r} is neither a known card nor a size: {number} has no unit", f"nearest known: {_nearest(number)}; a size is 24GiB or 24GB"
+            f"card {text!r} is neither a known card nor a size: {number} has no unit",
+            f"nearest known: {_nearest(number)}; a size is 24GiB or 24GB",
         )
     if unit.casefold() not in UNITS:
-        raise UserError(f"card {text!r} has a size in {unit!r}, which is no known unit", f"write {number}GiB (binary) or {number}GB (decimal)")
+        raise UserError(
+            f"card {text!r} has a size in {unit!r}, which is no known unit",
+            f"write {number}GiB (binary) or {number}GB (decimal)",
+        )
     num_bytes = float(number) * UNITS[unit.casefold()]
     lowest, highest = SIZE_RANGE_BYTES
     if not lowest <= num_bytes <= highest:
         raise UserError(
-            f"card {text!r} has {number} {unit} of memory; a card has between 1 MiB and 4096 GiB", "write the memory of one card, such as 24GiB"
+            f"card {text!r} has {number} {unit} of memory; a card has between 1 MiB and 4096 GiB",
+            "write the memory of one card, such as 24GiB",
         )
     return int(num_bytes)
 

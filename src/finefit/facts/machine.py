@@ -146,7 +146,9 @@ def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
 def _held_bytes(limit: Path) -> int:
     used = _read_text(limit.with_name(MEMORY_USED[limit.name]))
     entries = dict(line.split() for line in _read_text(limit.with_name("memory.stat")).splitlines())
-    pages = (entries.get(f"total_{kind}", entries.get(kind, 0)) for kind in ("active_file", "inactive_file"))  # v1 has sums over the groups inside
+    pages = (
+        entries.get(f"total_{kind}", entries.get(kind, 0)) for kind in ("active_file", "inactive_file")
+    )  # v1 has sums over the groups inside
     return int(used or 0) - sum(int(page) for page in pages)
 
 
@@ -176,7 +178,9 @@ def read_cards() -> tuple[tuple[Card, ...], str | None]:
         return (), None
     query = [program, f"--query-gpu={CARD_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=CARD_TIMEOUT_SECONDS, check=False)
+        answer = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=CARD_TIMEOUT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return (), f"nvidia-smi gave no answer within {CARD_TIMEOUT_SECONDS} s"
     except OSError as error:

@@ -85,7 +85,9 @@ def read_model_folder(path: Path) -> ModelHeader:
         weights = [read_weight_file(path / name) for name in find_weight_files(path)]
         return _summarise(config, find_texts(path), weights)
     except OSError as error:
-        raise ModelError(f"{error.filename or path} cannot be read: {error.strerror}", "check that this user may read it") from error
+        raise ModelError(
+            f"{error.filename or path} cannot be read: {error.strerror}", "check that this user may read it"
+        ) from error
 
 
 def find_texts(path: Path) -> dict[str, Path]:
@@ -122,7 +124,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} has no config.json, so it is not a model folder", _remedy_without_config(path))
     config = _read_json(file)
     if not isinstance(config, dict):
-        raise ModelError(f"{file} holds a {type(config).__name__}, not an object", "restore the file from where the model came from")
+        raise ModelError(
+            f"{file} holds a {type(config).__name__}, not an object", "restore the file from where the model came from"
+        )
     return config
 
 
@@ -138,7 +142,10 @@ def find_weight_files(path: Path) -> tuple[str, ...]:
             f"{path / pickled[0]} is pickled, which runs code when it is loaded; {path} has no {WEIGHTS}",
             "convert it to safetensors: load the model with transformers and call save_pretrained on it",
         )
-    raise ModelError(f"{path} has no weights: neither {WEIGHTS} nor {INDEX} is there", "fetch the weights, or name the folder that holds them")
+    raise ModelError(
+        f"{path} has no weights: neither {WEIGHTS} nor {INDEX} is there",
+        "fetch the weights, or name the folder that holds them",
+    )
 
 
 def _find_shards(path: Path) -> tuple[str, ...]:
@@ -149,7 +156,9 @@ def _find_shards(path: Path) -> tuple[str, ...]:
         raise ModelError(f"{path / INDEX} has no weight_map of tensor and file names", FETCH_AGAIN) from error
     missing = [name for name in shards if not (path / name).is_file()]
     if missing:
-        raise ModelError(f"{path} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}", "fetch what is missing")
+        raise ModelError(
+            f"{path} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}", "fetch what is missing"
+        )
     return tuple(shards)
 
 
@@ -162,7 +171,9 @@ def read_weight_file(path: Path) -> WeightFile:
         if start == b"version ":
             raise ModelError(f"{path} is a Git LFS pointer, not the weights", "run `git lfs pull` in its folder")
         if len(start) < 8 or header_bytes > size_bytes - 8:
-            raise ModelError(f"{path} is truncated: {size_bytes:,} bytes do not hold its header of {header_bytes:,}", FETCH_AGAIN)
+            raise ModelError(
+                f"{path} is truncated: {size_bytes:,} bytes do not hold its header of {header_bytes:,}", FETCH_AGAIN
+            )
         header = file.read(header_bytes)
     weights = WeightFile(path=path, size_bytes=size_bytes, header=header, tensors=_parse_header(path, header))
     _require_all_data(weights)
@@ -175,14 +186,18 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
         entries.pop("__metadata__", None)
         return TENSORS.validate_python(entries)
     except (ValueError, AttributeError, TypeError) as error:  # not JSON, not an object, or not entries of tensors
-        raise ModelError(f"{path} has a header that is not safetensors', so its tensors are unknown", FETCH_AGAIN) from error
+        raise ModelError(
+            f"{path} has a header that is not safetensors', so its tensors are unknown", FETCH_AGAIN
+        ) from error
 
 
 def _require_all_data(weights: WeightFile) -> None:
     end = max((tensor.data_offsets[1] for tensor in weights.tensors.values()), default=0)
     expected = 8 + len(weights.header) + end
     if weights.size_bytes < expected:
-        raise ModelError(f"{weights.path} is truncated: it has {weights.size_bytes:,} of {expected:,} bytes", FETCH_AGAIN)
+        raise ModelError(
+            f"{weights.path} is truncated: it has {weights.size_bytes:,} of {expected:,} bytes", FETCH_AGAIN
+        )
 
 
 def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str:
@@ -206,7 +221,10 @@ def _sampled_spans(file: WeightFile) -> list[tuple[int, int]]:
     last = file.size_bytes - BLOCK_BYTES
     blocks = {(last * block // (NUM_BLOCKS - 1), BLOCK_BYTES) for block in range(NUM_BLOCKS)}
     data = 8 + len(file.header)
-    heads = {(data + start, min(HEAD_BYTES, end - start)) for start, end in (tensor.data_offsets for tensor in file.tensors.values())}
+    heads = {
+        (data + start, min(HEAD_BYTES, end - start))
+        for start, end in (tensor.data_offsets for tensor in file.tensors.values())
+    }
     return sorted(blocks | heads)
 
 
@@ -228,10 +246,14 @@ def require_folder(path: Path) -> None:
     if path.is_dir():
         return
     if path.exists():
-        raise ModelError(f"{path} is a file; a model is a folder with config.json and safetensors", f"name its folder: {path.parent}")
+        raise ModelError(
+            f"{path} is a file; a model is a folder with config.json and safetensors", f"name its folder: {path.parent}"
+        )
     siblings = _folders(path.parent) if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=3, cutoff=0.5)
-    raise ModelError(f"the model folder {path} does not exist", _suggest(path.parent, near) or "paths are relative to the spec file")
+    raise ModelError(
+        f"the model folder {path} does not exist", _suggest(path.parent, near) or "paths are relative to the spec file"
+    )
 
 
 def _remedy_without_config(path: Path) -> str:

@@ -38,7 +38,9 @@ def open_card(uuid: str, library: ctypes.CDLL | None = None) -> Read | None:
 
     def read() -> Sample:
         rates, milliwatts = _Rates(), ctypes.c_uint()
-        if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) or nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)):
+        if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) or nvml.nvmlDeviceGetPowerUsage(
+            handle, ctypes.byref(milliwatts)
+        ):
             raise OSError("the driver does not say how busy the card is")
         return Sample(utilisation=rates.gpu / 100, watts=milliwatts.value / 1000)
 
@@ -81,6 +83,8 @@ class Usage:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         self._thread.join(timeout=5)

@@ -38,9 +38,13 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
             "set tuning.base_bits: 4, or tuning.dora: false",
         )
     try:
-        adapted = peft.get_peft_model(model, _config(tuning, _shortest(chosen, model), task=None if own_of(model) else "CAUSAL_LM"))
+        adapted = peft.get_peft_model(
+            model, _config(tuning, _shortest(chosen, model), task=None if own_of(model) else "CAUSAL_LM")
+        )
     except ValueError as error:  # layers that peft knows of and cannot adapt
-        raise ModelError(f"{type(model).__name__} cannot carry these adapters: {error}", "name others in tuning.targets") from error
+        raise ModelError(
+            f"{type(model).__name__} cannot carry these adapters: {error}", "name others in tuning.targets"
+        ) from error
     adapted.peft_config[TRAINED].base_model_name_or_path = name
     adapted.peft_config[TRAINED].inference_mode = False
     for parameter in _parameters_of(adapted, TRAINED).values():
@@ -76,11 +80,20 @@ def _chosen(model: PreTrainedModel, tuning: Lora) -> set[str]:
     if (own := own_of(model)) is not None:
         return adaptable_layers(own, tuning)
     head, unmoved = model.get_output_embeddings(), stand_ins_in(model)
-    modules = ((name, module) for name, module in model.named_modules() if module is not head and not is_among(name, unmoved))
+    modules = (
+        (name, module) for name, module in model.named_modules() if module is not head and not is_among(name, unmoved)
+    )
     linear = {name for name, module in modules if isinstance(module, nn.Linear | Conv1D)}
     if not linear:
-        raise ModelError(f"{type(model).__name__} has no linear layer that could carry an adapter", "train it in full: `tuning: {kind: full}`")
-    return {name for tower, layers in targets_by_tower(tuning).items() for name in _matched(_of_tower(linear, tower, model), layers, tower, model)}
+        raise ModelError(
+            f"{type(model).__name__} has no linear layer that could carry an adapter",
+            "train it in full: `tuning: {kind: full}`",
+        )
+    return {
+        name
+        for tower, layers in targets_by_tower(tuning).items()
+        for name in _matched(_of_tower(linear, tower, model), layers, tower, model)
+    }
 
 
 def targets_by_tower(tuning: Lora) -> dict[Tower, Layers]:
@@ -117,7 +130,10 @@ def _matched(linear: set[str], layers: Layers, tower: Tower, model: PreTrainedMo
         matched = {name for name in linear if name == target or name.endswith(f".{target}")}
         if not matched:
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ModelError(f"tuning.targets: {target} matches no linear layer of {place}", f"its linear layers are {', '.join(known)}")
+            raise ModelError(
+                f"tuning.targets: {target} matches no linear layer of {place}",
+                f"its linear layers are {', '.join(known)}",
+            )
         chosen |= matched
     return chosen
 
@@ -132,7 +148,9 @@ def _shortest(chosen: set[str], model: PreTrainedModel) -> list[str]:
 def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
     """peft matches names by their ends, so it may adapt more than was asked for; and nothing but adapters may be trained."""
     carrying = {name.removeprefix(_PREFIX) for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
-    trained = {name.partition(".lora_")[0].removeprefix(_PREFIX) for name, p in adapted.named_parameters() if p.requires_grad}
+    trained = {
+        name.partition(".lora_")[0].removeprefix(_PREFIX) for name, p in adapted.named_parameters() if p.requires_grad
+    }
     for odd, what in (
         (carrying - chosen, "got an adapter that was not asked for"),
         (chosen - carrying, "got no adapter"),
@@ -140,7 +158,9 @@ def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
         (chosen - trained, "has an adapter that is not trained"),
     ):
         if odd:
-            raise ModelError(f"tuning.targets: {_few(odd)} {what}", "name the layers in tuning.targets by more of their names")
+            raise ModelError(
+                f"tuning.targets: {_few(odd)} {what}", "name the layers in tuning.targets by more of their names"
+            )
 
 
 def _few(names: Iterable[str], *, most: int = 3) -> str:
@@ -156,12 +176,22 @@ def _go_on_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: str) 
     require_agreement(folder, tuning, model=name)
     stored = _stored(folder)
     wanted = adapter_tensors(adapted)
-    theirs, ours = ({key.partition(".lora_")[0].removeprefix(_PREFIX) for key in tensors} for tensors in (stored, wanted))
-    for odd, what in ((theirs - ours, "adapts layers that tuning.targets does not name"), (ours - theirs, "lacks layers that tuning.targets names")):
+    theirs, ours = (
+        {key.partition(".lora_")[0].removeprefix(_PREFIX) for key in tensors} for tensors in (stored, wanted)
+    )
+    for odd, what in (
+        (theirs - ours, "adapts layers that tuning.targets does not name"),
+        (ours - theirs, "lacks layers that tuning.targets names"),
+    ):
         if odd:
-            raise ModelError(f"the adapter in {folder.name} {what}: {_few(odd)}", "write its own layers into tuning.targets")
+            raise ModelError(
+                f"the adapter in {folder.name} {what}: {_few(odd)}", "write its own layers into tuning.targets"
+            )
     if odd := stored.keys() ^ wanted.keys() or {key for key in wanted if stored[key].shape != wanted[key].shape}:
-        raise ModelError(f"the adapter in {folder.name} was made for another model: {_few(odd)} differ", "name another one in tuning.adapter")
+        raise ModelError(
+            f"the adapter in {folder.name} was made for another model: {_few(odd)} differ",
+            "name another one in tuning.adapter",
+        )
     put_adapter_tensors(adapted, stored)
 
 
@@ -169,12 +199,16 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{folder / WEIGHTS} cannot be read: {error}", "name another adapter in tuning.adapter") from None
+        raise ModelError(
+            f"{folder / WEIGHTS} cannot be read: {error}", "name another adapter in tuning.adapter"
+        ) from None
 
 
 def adapter_tensors(adapted: peft.PeftModel) -> dict[str, Tensor]:
     """Of the adapter that is trained, by the names that they are stored under."""
-    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(adapted, adapter_name=TRAINED, save_embedding_layers=False)
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        adapted, adapter_name=TRAINED, save_embedding_layers=False
+    )
     return tensors
 
 
@@ -197,7 +231,11 @@ def freeze_reference(model: peft.PeftModel) -> None:
 
 def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """By their names without that of the adapter."""
-    return {name.replace(f".{adapter}", ""): p for name, p in model.named_parameters() if ".lora_" in name and f".{adapter}" in name}
+    return {
+        name.replace(f".{adapter}", ""): p
+        for name, p in model.named_parameters()
+        if ".lora_" in name and f".{adapter}" in name
+    }
 
 
 @contextmanager

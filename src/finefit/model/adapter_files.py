@@ -70,4 +70,6 @@ def _bytes(folder: Path, file: str) -> bytes:
         return (folder / file).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ModelError(f"{folder / file} cannot be read: {reason}", f"name a folder with {CONFIG} and {WEIGHTS}") from None
+        raise ModelError(
+            f"{folder / file} cannot be read: {reason}", f"name a folder with {CONFIG} and {WEIGHTS}"
+        ) from None

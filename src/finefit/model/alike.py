@@ -11,7 +11,15 @@ from finefit.errors import ModelError
 
 _ASIDE = frozenset(
     {
-        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "attention_dropout", "pretraining_tp"),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "use_cache",
+            "initializer_range",
+            "attention_dropout",
+            "pretraining_tp",
+        ),
         *("max_window_layers", "rope_parameters.type"),  # said again by layer_types and by rope_parameters.rope_type
     }
 )
@@ -23,13 +31,19 @@ def differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tu
     if base.get("model_type") != other.get("model_type"):
         return {"model_type": (base.get("model_type"), other.get("model_type"))}
     one, two = _deciding(base), _deciding(other)
-    return {key: (one.get(key), two.get(key)) for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)}
+    return {
+        key: (one.get(key), two.get(key)) for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)
+    }
 
 
 def require_alike(expert: str, base: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     if found := differing(base, other):
-        told = ", ".join(f"{key} {brief(theirs)} where the base has {brief(ours)}" for key, (ours, theirs) in found.items())
-        raise ModelError(f"expert {expert} computes otherwise than the base: its config.json has {told}", "train it from this base")
+        told = ", ".join(
+            f"{key} {brief(theirs)} where the base has {brief(ours)}" for key, (ours, theirs) in found.items()
+        )
+        raise ModelError(
+            f"expert {expert} computes otherwise than the base: its config.json has {told}", "train it from this base"
+        )
 
 
 def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,9 +55,13 @@ def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
         found = AutoConfig.for_model(**config).to_dict()
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"the config.json of a {kind} cannot be read: {reason}", "take the config.json of the published model") from None
+        raise ModelError(
+            f"the config.json of a {kind} cannot be read: {reason}", "take the config.json of the published model"
+        ) from None
     common = PreTrainedConfig().to_dict()
-    return {key: value for key, value in found.items() if key not in common or value != common[key]} | {"model_type": kind}
+    return {key: value for key, value in found.items() if key not in common or value != common[key]} | {
+        "model_type": kind
+    }
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,5 +76,9 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= {f"{key}.{name}": inner for name, inner in _flat(value).items()} if isinstance(value, Mapping) else {key: value}
+        found |= (
+            {f"{key}.{name}": inner for name, inner in _flat(value).items()}
+            if isinstance(value, Mapping)
+            else {key: value}
+        )
     return found

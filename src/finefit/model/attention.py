@@ -30,12 +30,59 @@ GROUPED = "_grouped"
 STRETCHED_ROPE = ("longrope", "dynamic")
 PACKABLE = frozenset(
     (
-        *("afmoe", "apertus", "arcee", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3"),
-        *("diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4"),
+        *(
+            "afmoe",
+            "apertus",
+            "arcee",
+            "axk1",
+            "bitnet",
+            "cohere",
+            "cohere2",
+            "cohere2_moe",
+            "cwm",
+            "deepseek_v2",
+            "deepseek_v3",
+        ),
+        *(
+            "diffllama",
+            "ernie4_5",
+            "ernie4_5_moe",
+            "exaone4",
+            "exaone_moe",
+            "flex_olmo",
+            "gemma",
+            "gemma3_text",
+            "glm",
+            "glm4",
+        ),
         *("glm4_moe", "glm4_moe_lite", "gpt2", "gpt_neox", "granite", "granitemoe", "granitemoeshared"),
         *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "llama"),
-        *("mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2"),
-        *("olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+        *(
+            "mellum",
+            "minicpm3",
+            "minimax_m2",
+            "ministral",
+            "ministral3",
+            "mistral",
+            "mixtral",
+            "nanochat",
+            "olmo",
+            "olmo2",
+        ),
+        *(
+            "olmo3",
+            "olmoe",
+            "persimmon",
+            "phi",
+            "phi3",
+            "phimoe",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "seed_oss",
+            "smollm3",
+        ),
         *("solar_open", "starcoder2", "youtu"),
     )
 )
@@ -50,14 +97,19 @@ def attention_here(device: str, precision: str, folder: Path, *, packing: bool =
     return choose_attention(device, capability, precision, AutoConfig.from_pretrained(folder), packing=packing)
 
 
-def choose_attention(device: str, capability: tuple[int, int], precision: str, config: PretrainedConfig, *, packing: bool = False) -> str:
+def choose_attention(
+    device: str, capability: tuple[int, int], precision: str, config: PretrainedConfig, *, packing: bool = False
+) -> str:
     """The name that transformers knows it by. One that packs is the same as without where rows are not packed."""
     if caps_scores(config):
         return "eager"
     is_fast = device == "cpu" or (capability >= (8, 0) and precision in ("bf16", "fp16"))
     name, attend = ("sdpa", sdpa_attention_forward) if is_fast else (REPEATED, _repeated)
     if packing:
-        name, attend = name + PACKED, partial(_by_row, attend, widest_head(capability) if device == "cuda" and is_fast else 0)
+        name, attend = (
+            name + PACKED,
+            partial(_by_row, attend, widest_head(capability) if device == "cuda" and is_fast else 0),
+        )
     if name != "sdpa":
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, sdpa_mask)
@@ -79,14 +131,24 @@ def for_answers(name: str) -> str:
     return name + GROUPED
 
 
-def _grouped(attend: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+def _grouped(
+    attend: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Any:
     """Of one token a row the heads that share a key stand behind one another as tokens do: each sees the same keys under the same mask."""
     groups = query.shape[1] // key.shape[1]
     is_plain = not any(kwargs.get(name) is not None for name in _UNUSUAL)
     if query.shape[2] != 1 or groups == 1 or attention_mask is None or not is_plain:
         return attend(module, query, key, value, attention_mask, **kwargs)
     side_by_side = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
-    answer = scaled_dot_product_attention(side_by_side, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    answer = scaled_dot_product_attention(
+        side_by_side, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
+    )
     return answer.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
 
 
@@ -99,10 +161,14 @@ class _Whole(nn.Module):
 _WHOLE = _Whole()
 
 
-def _repeated(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+def _repeated(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     groups = int(getattr(module, "num_key_value_groups", 1))
     kwargs.setdefault("is_causal", getattr(module, "is_causal", True))
-    answer: tuple[Tensor, None] = sdpa_attention_forward(_WHOLE, query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, **kwargs)
+    answer: tuple[Tensor, None] = sdpa_attention_forward(
+        _WHOLE, query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, **kwargs
+    )
     return answer
 
 
@@ -141,7 +207,9 @@ def _rope_limit(text: PretrainedConfig) -> int | None:
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
     limits = [
-        part.get("original_max_position_embeddings") or text.max_position_embeddings for part in parts if part.get("rope_type") in STRETCHED_ROPE
+        part.get("original_max_position_embeddings") or text.max_position_embeddings
+        for part in parts
+        if part.get("rope_type") in STRETCHED_ROPE
     ]
     return min(map(int, limits), default=None)
 
@@ -151,7 +219,11 @@ def packed_inputs(packed: Packed | None) -> dict[str, Any]:
     transformers would look for packed rows in the positions, wait for the device, and make a mask of T x T."""
     if packed is None:
         return {}
-    return {"position_ids": packed.position_ids_BT, "attention_mask": packed.boundaries_R1[None, None, None], "packed": packed}
+    return {
+        "position_ids": packed.position_ids_BT,
+        "attention_mask": packed.boundaries_R1[None, None, None],
+        "packed": packed,
+    }
 
 
 def _by_row(
@@ -169,16 +241,22 @@ def _by_row(
         return attend(module, query, key, value, attention_mask, **kwargs)
     _require_plain(packed, **kwargs)
     if has_varlen(query, key, value, widest):
-        return varlen(query, key, value, packed, dropout=kwargs.get("dropout", 0.0), scaling=kwargs.get("scaling")), None
+        return varlen(
+            query, key, value, packed, dropout=kwargs.get("dropout", 0.0), scaling=kwargs.get("scaling")
+        ), None
     return row_by_row(partial(attend, module, attention_mask=None, **kwargs), query, key, value, packed.lengths), None
 
 
 def _require_plain(packed: Packed, sliding_window: int | None = None, **kwargs: Any) -> None:
     """What `can_pack` has refused must not pass here either: it would train another model without a word."""
     if odd := [name for name in _UNUSUAL if kwargs.get(name) is not None]:
-        raise ModelError(f"this model's attention uses {odd[0]}, which packed rows cannot have", "set data.packing: none")
+        raise ModelError(
+            f"this model's attention uses {odd[0]}, which packed rows cannot have", "set data.packing: none"
+        )
     if sliding_window and max(packed.lengths) > sliding_window:
-        raise ModelError(f"a packed row is longer than the model's window of {sliding_window} tokens", "set data.packing: none")
+        raise ModelError(
+            f"a packed row is longer than the model's window of {sliding_window} tokens", "set data.packing: none"
+        )
 
 
 def row_by_row(attend: Attention, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -199,13 +277,25 @@ def has_varlen(query: Tensor, key: Tensor, value: Tensor, widest: int) -> bool:
     return is_half and width <= widest and width % 8 == 0 and key.shape[-1] == value.shape[-1] == width
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *, dropout: float, scaling: float | None) -> Tensor:
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, *, dropout: float, scaling: float | None
+) -> Tensor:
     """One kernel over all rows; it takes fewer key and value heads as they are."""
-    return varlen_between(query, key, value, packed.boundaries_R1, max(packed.lengths), dropout=dropout, scaling=scaling, is_causal=True)
+    return varlen_between(
+        query, key, value, packed.boundaries_R1, max(packed.lengths), dropout=dropout, scaling=scaling, is_causal=True
+    )
 
 
 def varlen_between(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, *, dropout: float, scaling: float | None, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    *,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool,
 ) -> Tensor:
     """`boundaries` in int32 on the device; `longest` is what lies furthest apart of them."""
     q_THW, k_THW, v_THW = (tensor.squeeze(0).transpose(0, 1) for tensor in autocast(query, key, value))

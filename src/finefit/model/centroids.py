@@ -47,7 +47,10 @@ def fit_centroids(model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> Centro
     look = partial(_hidden_states, model, skipped=skipped)
     means = {name: _moments(look(several)) for name, several in fitted.items()}
     raw = [_fisher([moments[layer] for moments in means.values()]) for layer in range(len(_mlps(model)))]
-    scaled = tuple(weight / scale for weight, scale in zip(raw, _scales(raw, [look(several) for several in fitted.values()]), strict=True))
+    scaled = tuple(
+        weight / scale
+        for weight, scale in zip(raw, _scales(raw, [look(several) for several in fitted.values()]), strict=True)
+    )
     own = {name: _own_shares(scaled, look(several), at) for at, (name, several) in enumerate(held.items())}
     return Centroids(
         routers_EH=tuple(weight.float().cpu() for weight in scaled),
@@ -72,7 +75,10 @@ def divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ...
     for name, several in rows.items():
         once = tuple(dict.fromkeys(several))
         if len(once) < 2:
-            raise DataError(f"expert {name} has {len(once)} different rows to start its router from, and one is held out", "give it more rows")
+            raise DataError(
+                f"expert {name} has {len(once)} different rows to start its router from, and one is held out",
+                "give it more rows",
+            )
         fitted[name] = tuple(row for at, row in enumerate(once) if (at + 1) % min(_HELD_OUT, len(once)))
         held[name] = tuple(row for at, row in enumerate(once) if not (at + 1) % min(_HELD_OUT, len(once)))
     _require_different(rows)
@@ -110,7 +116,14 @@ def _moments(states: Iterator[list[Tensor]]) -> list[_Moments]:
     found: list[_Moments] = []
     for layers in states:
         new = [_Moments(len(h), h.double().sum(0), h.double().square().sum(0)) for h in layers]
-        found = [_Moments(a.count + b.count, a.sum_H + b.sum_H, a.squares_H + b.squares_H) for a, b in zip(found, new, strict=True)] if found else new
+        found = (
+            [
+                _Moments(a.count + b.count, a.sum_H + b.sum_H, a.squares_H + b.squares_H)
+                for a, b in zip(found, new, strict=True)
+            ]
+            if found
+            else new
+        )
     return found
 
 
@@ -143,7 +156,10 @@ def _scales(raw: Sequence[Tensor], fitted: Sequence[Iterator[list[Tensor]]]) -> 
 def _own_shares(routers: Sequence[Tensor], states: Iterator[list[Tensor]], own: int) -> tuple[float, ...]:
     right, tokens = torch.zeros(len(routers), dtype=torch.float64), 0
     for layers in states:
-        right += torch.tensor([float(((h.double() @ w.T).argmax(1) == own).sum()) for h, w in zip(layers, routers, strict=True)], dtype=torch.float64)
+        right += torch.tensor(
+            [float(((h.double() @ w.T).argmax(1) == own).sum()) for h, w in zip(layers, routers, strict=True)],
+            dtype=torch.float64,
+        )
         tokens += len(layers[0])
     return tuple((right / tokens).tolist())
 
@@ -153,7 +169,9 @@ def _hidden_states(model: nn.Module, rows: Sequence[Row], *, skipped: int) -> It
     device = next(model.parameters()).device
     for several in _together(rows):
         width = max(map(len, several))
-        padded = torch.tensor([(*row, *(0,) * (width - len(row))) for row in several], device=device)  # behind it, so no token sees the padding
+        padded = torch.tensor(
+            [(*row, *(0,) * (width - len(row))) for row in several], device=device
+        )  # behind it, so no token sees the padding
         with torch.no_grad(), _caught(_mlps(model)) as states:
             model.base_model(input_ids=padded, use_cache=False)  # type: ignore[operator]
         yield [torch.cat([state[at, skipped : len(row)] for at, row in enumerate(several)]) for state in states]
@@ -188,5 +206,8 @@ def _caught(mlps: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 def _mlps(model: nn.Module) -> list[nn.Module]:
     found = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     if not found:
-        raise ModelError(f"{type(model).__name__} has no MLPs that are known here", "take a dense base of the llama, mistral, qwen2 or qwen3 family")
+        raise ModelError(
+            f"{type(model).__name__} has no MLPs that are known here",
+            "take a dense base of the llama, mistral, qwen2 or qwen3 family",
+        )
     return found

@@ -113,7 +113,9 @@ class Own:
     def count(self, inputs: Inputs) -> int:
         count = self._called("count", inputs)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise self.fault(f"has a count that gave {_shown(count)} for a batch of rows; give a whole number of at least 1, and no tensor")
+            raise self.fault(
+                f"has a count that gave {_shown(count)} for a batch of rows; give a whole number of at least 1, and no tensor"
+            )
         return count
 
     def loss(self, inputs: Inputs) -> Tensor:
@@ -121,16 +123,24 @@ class Own:
         given = self.module.loss(inputs)  # type: ignore[operator]
         total = _sum_in(given)
         if not isinstance(total, Tensor):
-            raise self.fault(f"has a loss that gave {_shown(given)}; give a tensor, a tuple that begins with it, or a mapping with `loss`")
+            raise self.fault(
+                f"has a loss that gave {_shown(given)}; give a tensor, a tuple that begins with it, or a mapping with `loss`"
+            )
         if total.ndim or not total.is_floating_point():
-            raise self.fault(f"has a loss of shape {tuple(total.shape)} in {total.dtype}; give a scalar: the sum over what count counts")
+            raise self.fault(
+                f"has a loss of shape {tuple(total.shape)} in {total.dtype}; give a scalar: the sum over what count counts"
+            )
         return total
 
     def generate(self, inputs: Inputs, *, rows: int, max_new_tokens: int, stops: frozenset[int]) -> list[list[int]]:
         found = self._called("generate", inputs, max_new_tokens=max_new_tokens, stops=stops)
-        is_plain = isinstance(found, list | tuple) and all(isinstance(row, list | tuple) and all(type(t) is int for t in row) for row in found)
+        is_plain = isinstance(found, list | tuple) and all(
+            isinstance(row, list | tuple) and all(type(t) is int for t in row) for row in found
+        )
         if not is_plain or len(found) != rows:
-            raise self.fault(f"has a generate that gave {_shown(found)} for {rows} rows; give a list of token numbers for each of them")
+            raise self.fault(
+                f"has a generate that gave {_shown(found)} for {rows} rows; give a list of token numbers for each of them"
+            )
         return [list(row)[:max_new_tokens] for row in found]
 
     def fault(self, problem: str) -> ModelError:
@@ -143,13 +153,21 @@ class Own:
         return _guarded(self.file, name, lambda: getattr(self.module, name)(*arguments, **settings))
 
     def _require_inputs(self, found: Any) -> None:
-        if not isinstance(found, dict) or not found or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()):
+        if (
+            not isinstance(found, dict)
+            or not found
+            or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items())
+        ):
             raise self.fault(f"has an inputs that gave {_shown(found)}; give a dict of tensors by name")
         for name, value in found.items():
             if value.device.type != "cpu":
-                raise self.fault(f"has an inputs whose {name} lies on {value.device}: it is made on the CPU, without a card, and moved later")
+                raise self.fault(
+                    f"has an inputs whose {name} lies on {value.device}: it is made on the CPU, without a card, and moved later"
+                )
             if value.requires_grad:
-                raise self.fault(f"has an inputs whose {name} requires a gradient: it is made by a twin without weights, so nothing of it is trained")
+                raise self.fault(
+                    f"has an inputs whose {name} requires a gradient: it is made by a twin without weights, so nothing of it is trained"
+                )
 
 
 def own_of(model: nn.Module) -> Own | None:
@@ -198,21 +216,32 @@ def load_own(found: Written, weights: Path | None, *, device: str, dtype: torch.
 def _entry(found: Written) -> Callable[[dict[str, Any]], Any]:
     source = found.file.read_bytes()
     if hashlib.sha256(source).hexdigest() != found.sha256:
-        raise ModelError(f"model.file: {found.file.name} has changed while it was being used", "give the command again when nothing writes to it")
+        raise ModelError(
+            f"model.file: {found.file.name} has changed while it was being used",
+            "give the command again when nothing writes to it",
+        )
     module = ModuleType(f"finefit_model_{found.sha256[:16]}")
     module.__file__ = str(found.file)
     sys.modules[module.__name__] = module  # a dataclass in it looks itself up
     _guarded(found.file, "import", lambda: exec(compile(source, str(found.file), "exec"), module.__dict__))
     entry: Callable[[dict[str, Any]], Any] | None = getattr(module, found.entry, None)
     if not callable(entry):
-        there = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__)
+        there = ", ".join(
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        )
         raise SpecError(
-            f"model.entry: {found.file.name} has no function {found.entry}; it has {there or 'none'}", "name the one that builds the model"
+            f"model.entry: {found.file.name} has no function {found.entry}; it has {there or 'none'}",
+            "name the one that builds the model",
         )
     try:
         inspect.signature(entry).bind({})
     except TypeError as error:
-        raise _fault(found.file, f"has {found.entry}{inspect.signature(entry)}, which is called with one argument, the config: {error}") from None
+        raise _fault(
+            found.file,
+            f"has {found.entry}{inspect.signature(entry)}, which is called with one argument, the config: {error}",
+        ) from None
     return entry
 
 
@@ -221,7 +250,11 @@ _CALLS: dict[str, int] = {"inputs": 1, "count": 1, "loss": 1}
 
 def _require_members(found: Written, module: nn.Module) -> None:
     """All that is missing or odd, at once."""
-    odd = [*_odd_calls(module), *_odd_names(module, "adaptable", needed=True), *_odd_names(module, "layers", needed=False)]
+    odd = [
+        *_odd_calls(module),
+        *_odd_names(module, "adaptable", needed=True),
+        *_odd_names(module, "layers", needed=False),
+    ]
     odd += _odd_adaptable(module) if not odd else []
     views, text = getattr(module, "views", None), getattr(module, "image_text", None)
     if views is not None and (type(views) is not int or views < 0):
@@ -261,7 +294,11 @@ def _odd_names(module: nn.Module, member: str, *, needed: bool) -> list[str]:
 def _odd_adaptable(module: nn.Module) -> list[str]:
     names: Sequence[str] = module.adaptable  # type: ignore[assignment]
     kinds = {name: module.get_submodule(name) for name in names}
-    odd = [f"adaptable names {name}, a {type(kind).__name__} and no linear layer" for name, kind in kinds.items() if not _is_linear(kind)]
+    odd = [
+        f"adaptable names {name}, a {type(kind).__name__} and no linear layer"
+        for name, kind in kinds.items()
+        if not _is_linear(kind)
+    ]
     return odd[:3] + _odd_towers(module)
 
 
@@ -279,9 +316,16 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _require_here(found: Written, module: nn.Module, device: str) -> None:
-    away = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.device.type not in (device, "meta", "cpu")]
+    away = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.device.type not in (device, "meta", "cpu")
+    ]
     if away:
-        raise _fault(found.file, f"builds {away[0]} on a card; build on the device that torch is set to, and finefit moves the model")
+        raise _fault(
+            found.file,
+            f"builds {away[0]} on a card; build on the device that torch is set to, and finefit moves the model",
+        )
     if device == "cpu" and (empty := [name for name, p in module.named_parameters() if p.is_meta]):
         raise _fault(found.file, f"builds {empty[0]} without values, on the meta device; leave the device to torch")
 
@@ -292,7 +336,10 @@ def _require_here(found: Written, module: nn.Module, device: str) -> None:
 def adaptable_layers(own: Own, tuning: Lora) -> set[str]:
     """Names of the layers that get an adapter, of those that the model allows."""
     if not own.adaptable:
-        raise ModelError(f"{own.file.name} names no layer as adaptable, so none can carry an adapter", "train it in full: `tuning: {kind: full}`")
+        raise ModelError(
+            f"{own.file.name} names no layer as adaptable, so none can carry an adapter",
+            "train it in full: `tuning: {kind: full}`",
+        )
     if not isinstance(tuning.targets, dict):
         return _matched(own, tuning.targets, set(own.adaptable), "tuning.targets")
     chosen: set[str] = set()
@@ -301,7 +348,8 @@ def adaptable_layers(own: Own, tuning: Lora) -> set[str]:
         if prefixes is None:
             there = ", ".join(own.towers) or "no towers"
             raise ModelError(
-                f"tuning.targets names the tower {tower}; {own.file.name} has {there}", "name layers instead of towers, or `towers` in it"
+                f"tuning.targets names the tower {tower}; {own.file.name} has {there}",
+                "name layers instead of towers, or `towers` in it",
             )
         inside = {name for name in own.adaptable if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)}
         chosen |= _matched(own, targets, inside, f"tuning.targets.{tower}")
@@ -316,7 +364,10 @@ def _matched(own: Own, targets: Layers, allowed: set[str], key: str) -> set[str]
         matched = {name for name in allowed if name == target or name.endswith(f".{target}")}
         if not matched:
             known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in allowed})) or "none"
-            raise ModelError(f"{key}: {target} matches none of the layers that {own.file.name} calls adaptable", f"their names end in {known}")
+            raise ModelError(
+                f"{key}: {target} matches none of the layers that {own.file.name} calls adaptable",
+                f"their names end in {known}",
+            )
         chosen |= matched
     return chosen
 
@@ -331,18 +382,28 @@ def put_weights(module: nn.Module, weights: Path) -> None:
         try:
             stored |= load_file(path)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"model.weights: {path} cannot be read: {error}", "name a safetensors file or a folder of them") from None
+            raise ModelError(
+                f"model.weights: {path} cannot be read: {error}", "name a safetensors file or a folder of them"
+            ) from None
     wanted = module.state_dict(keep_vars=True)
     if foreign := sorted(name for name in stored if name not in wanted):
-        raise ModelError(f"model.weights: {weights.name} holds {', '.join(foreign[:3])}, which the model does not have", _MEND)
+        raise ModelError(
+            f"model.weights: {weights.name} holds {', '.join(foreign[:3])}, which the model does not have", _MEND
+        )
     taken: set[int] = set()
     for name, value in stored.items():
         if value.shape != wanted[name].shape:
-            raise ModelError(f"model.weights: {name} is {tuple(value.shape)} there and {tuple(wanted[name].shape)} in the model", _MEND)
+            raise ModelError(
+                f"model.weights: {name} is {tuple(value.shape)} there and {tuple(wanted[name].shape)} in the model",
+                _MEND,
+            )
         wanted[name].detach().copy_(value)
         taken.add(id(wanted[name]))
     if missing := sorted(name for name, tensor in wanted.items() if id(tensor) not in taken):
-        raise ModelError(f"model.weights: {weights.name} lacks {', '.join(missing[:3])}", "name weights that this model was saved with")
+        raise ModelError(
+            f"model.weights: {weights.name} lacks {', '.join(missing[:3])}",
+            "name weights that this model was saved with",
+        )
 
 
 def save_own(module: nn.Module, folder: Path, whole: Mapping[str, Tensor] | None = None) -> None:
@@ -373,7 +434,9 @@ def _guarded(file: Path, doing: str, act: Callable[[], T]) -> T:
 def _told(file: Path, doing: str, error: BaseException) -> ModelError:
     words = " ".join(str(error).split()) or "no reason given"
     remedy = _VALUELESS if _is_valueless(error) else _NO_CARD if _asks_for_a_card(error) else _MEND
-    return ModelError(f"the model file {_place(file, error)} failed in {doing}: {type(error).__name__}: {_cut(words)}", remedy)
+    return ModelError(
+        f"the model file {_place(file, error)} failed in {doing}: {type(error).__name__}: {_cut(words)}", remedy
+    )
 
 
 _NO_CARD = "build and inputs run where no card is: leave the device to torch, and finefit moves what has to be moved"

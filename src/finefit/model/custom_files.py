@@ -35,7 +35,13 @@ class Written:
 
     def as_config(self) -> dict[str, Any]:
         """For whoever knows models by their config."""
-        found = {"model_type": MODEL_TYPE, "file": str(self.file), "entry": self.entry, "config": dict(self.config), "sha256": self.sha256}
+        found = {
+            "model_type": MODEL_TYPE,
+            "file": str(self.file),
+            "entry": self.entry,
+            "config": dict(self.config),
+            "sha256": self.sha256,
+        }
         words = self.config.get("vocab_size")
         return found | ({"vocab_size": words} if isinstance(words, int) else {})
 
@@ -48,7 +54,9 @@ def written(model: CustomModel, base: Path) -> Written:
     try:
         sha256 = read_file(file, file.parent).sha256
     except OSError as error:
-        raise ModelError(f"model.file: {model.file} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
+        raise ModelError(
+            f"model.file: {model.file} cannot be read: {error.strerror}", "its path is relative to the spec file"
+        ) from None
     return Written(file=file.resolve(), entry=model.entry, config=model.config, sha256=sha256)
 
 
@@ -64,7 +72,10 @@ def weight_files(weights: Path) -> tuple[Path, ...]:
     if weights.is_file():
         return (weights,)
     if not weights.is_dir():
-        raise ModelError(f"model.weights: there is nothing at {weights}", "name a safetensors file or a folder of them, relative to the spec file")
+        raise ModelError(
+            f"model.weights: there is nothing at {weights}",
+            "name a safetensors file or a folder of them, relative to the spec file",
+        )
     return tuple(weights / name for name in find_weight_files(weights))
 
 

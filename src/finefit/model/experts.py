@@ -35,13 +35,20 @@ def choose_experts() -> str:
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """By name: modules that hold the weights of several experts in one tensor each, as `use_experts_implementation` of transformers marks them."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated") and hasattr(module, "num_experts")}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_concatenated") and hasattr(module, "num_experts")
+    }
 
 
 def stand_ins_in(model: nn.Module) -> tuple[str, ...]:
     """Dotted names of the shared experts that are none, and of their gates, to which they give no gradient either."""
     config = getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig) or getattr(config.get_text_config(), "shared_expert_intermediate_size", None) != STAND_IN:
+    if (
+        not isinstance(config, PretrainedConfig)
+        or getattr(config.get_text_config(), "shared_expert_intermediate_size", None) != STAND_IN
+    ):
         return ()
     return tuple(name for name, _ in model.named_modules() if name.endswith((".shared_expert", ".shared_expert_gate")))
 
@@ -66,7 +73,9 @@ def _grouped(experts: Any, hidden_NH: Tensor, experts_NK: Tensor, weights_NK: Te
     num_chosen, first = experts_NK.shape[-1], "gate_up_proj" if experts.has_gate else "up_proj"
     sorted_S, order_S = torch.sort(experts_NK.reshape(-1), stable=True)
     back_S = torch.argsort(order_S)
-    ends_E = torch.searchsorted(sorted_S, torch.arange(experts.num_experts, device=sorted_S.device), right=True, out_int32=True)
+    ends_E = torch.searchsorted(
+        sorted_S, torch.arange(experts.num_experts, device=sorted_S.device), right=True, out_int32=True
+    )
     narrow_NH = hidden_NH.to(_product_dtype(getattr(experts, first)))
     rows_SH: Tensor = _Gathered.apply(narrow_NH, order_S, back_S, num_chosen)  # type: ignore[no-untyped-call]
     inner_SI = _linear(experts, first, rows_SH, ends_E, sorted_S)

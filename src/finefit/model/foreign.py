@@ -25,9 +25,17 @@ def with_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
         try:
             adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
         except UserWarning as missing:
-            raise ModelError(f"the adapter in {folder.name} lacks tensors that this model needs: {_first(missing)}", _REMEDY) from None
-        except (RuntimeError, ValueError, OSError) as error:  # shapes or names that do not fit, a file that cannot be read
-            raise ModelError(f"the adapter in {folder.name} does not fit this model: {_first(error)}", _REMEDY) from None
+            raise ModelError(
+                f"the adapter in {folder.name} lacks tensors that this model needs: {_first(missing)}", _REMEDY
+            ) from None
+        except (
+            RuntimeError,
+            ValueError,
+            OSError,
+        ) as error:  # shapes or names that do not fit, a file that cannot be read
+            raise ModelError(
+                f"the adapter in {folder.name} does not fit this model: {_first(error)}", _REMEDY
+            ) from None
     _require_all_taken(adapted, folder)
     return adapted
 
@@ -48,7 +56,9 @@ def _require_all_taken(adapted: peft.PeftModel, folder: Path) -> None:
     held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     stored = peft.load_peft_weights(str(folder), device="cpu")
     if left := sorted(name for name in stored if ".lora_" in name and name not in held):
-        raise ModelError(f"the adapter in {folder.name} adapts layers that this model does not have: {', '.join(left[:3])}", _REMEDY)
+        raise ModelError(
+            f"the adapter in {folder.name} adapts layers that this model does not have: {', '.join(left[:3])}", _REMEDY
+        )
 
 
 def _first(error: BaseException) -> str:

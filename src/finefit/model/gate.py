@@ -46,7 +46,9 @@ def mean_embeddings(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
         for start, part in _parts(table):
             inside = (tokens >= start) & (tokens < start + len(part))
             places = torch.stack([row_of[inside], tokens[inside] - start])
-            counts = torch.sparse_coo_tensor(places, torch.ones(places.shape[1]), (len(prompts), len(part)), check_invariants=True)
+            counts = torch.sparse_coo_tensor(
+                places, torch.ones(places.shape[1]), (len(prompts), len(part)), check_invariants=True
+            )
             sums_ND += torch.sparse.mm(counts, part)
     return sums_ND / lengths_N[:, None]
 
@@ -64,7 +66,9 @@ def fit(means_ND: Tensor, labels_N: Tensor, *, num_experts: int, epochs: int, lr
     for _ in range(epochs):
         for chosen in _shuffled(len(labels_N), generator):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(inputs_ND[chosen] @ weight_KD.T, labels_N[chosen], weight=weights_K)
+            loss = torch.nn.functional.cross_entropy(
+                inputs_ND[chosen] @ weight_KD.T, labels_N[chosen], weight=weights_K
+            )
             torch.autograd.backward(loss)
             optimizer.step()
     return Gate(weight_KD=weight_KD.detach(), centre_D=centre_D, unit=unit)
@@ -102,14 +106,22 @@ def _embeddings(folder: Path) -> Iterator[Any]:
             if found:
                 table = opened.get_slice(found[0])
                 if len(table.get_shape()) != 2 or table.get_dtype() not in ("F32", "F16", "BF16", "F64"):
-                    raise ModelError(f"{found[0]} of {folder} is stored as {table.get_dtype()}, which is no plain table", "take an unquantised base")
+                    raise ModelError(
+                        f"{found[0]} of {folder} is stored as {table.get_dtype()}, which is no plain table",
+                        "take an unquantised base",
+                    )
                 yield table
                 return
-    raise ModelError(f"{folder} has no input embeddings under a name that is known here: {', '.join(_NAMES)}", "take another base")
+    raise ModelError(
+        f"{folder} has no input embeddings under a name that is known here: {', '.join(_NAMES)}", "take another base"
+    )
 
 
 def _require_known(tokens: Tensor, size: int) -> None:
     if not len(tokens):
         raise ModelError("a prompt has no tokens, so there is nothing to choose by", "give every row a prompt")
     if int(tokens.max()) >= size:
-        raise ModelError(f"token {int(tokens.max())} is beyond the base's {size} embeddings", "take the tokenizer that the base came with")
+        raise ModelError(
+            f"token {int(tokens.max())} is beyond the base's {size} embeddings",
+            "take the tokenizer that the base came with",
+        )

@@ -66,7 +66,9 @@ class Span:
             while left:
                 block = file.read(min(left, _BLOCK_BYTES))
                 if not block:
-                    raise RunError(f"{self.path} ends before its last tensor", "fetch the model again, then go on with the run")
+                    raise RunError(
+                        f"{self.path} ends before its last tensor", "fetch the model again, then go on with the run"
+                    )
                 left -= len(block)
                 yield block
 
@@ -117,7 +119,9 @@ def spans_in(folder: Path) -> dict[str, Span]:
         data = 8 + len(file.header)
         for name, tensor in file.tensors.items():
             start, end = tensor.data_offsets
-            found[name] = Span(path=file.path, start=data + start, num_bytes=end - start, dtype=tensor.dtype, shape=tensor.shape)
+            found[name] = Span(
+                path=file.path, start=data + start, num_bytes=end - start, dtype=tensor.dtype, shape=tensor.shape
+            )
     return found
 
 
@@ -145,7 +149,9 @@ def _found(stored: Stored, model: PreTrainedModel, alike: list[str]) -> dict[str
     return {alike[0]: bare} if stored.names(model, bare, shape) == (bare,) else {}
 
 
-def save_part(model: PreTrainedModel, folder: Path, kept: Kept, trained: Mapping[str, Tensor], *, shard_bytes: int = _SHARD_BYTES) -> None:
+def save_part(
+    model: PreTrainedModel, folder: Path, kept: Kept, trained: Mapping[str, Tensor], *, shard_bytes: int = _SHARD_BYTES
+) -> None:
     """`trained`: by name in the model. The config says of precision what the base's does."""
     _require_unchanged(kept)
     moved: dict[str, Tensor] = revert_weight_conversion(model, dict(trained))
@@ -160,12 +166,19 @@ def _require_unchanged(kept: Kept) -> None:
     for path, stamp in kept.stamps.items():
         if not path.is_file() or _stamp(path) != stamp:
             what = "has changed" if path.is_file() else "is gone"
-            raise RunError(f"{path} {what} since training began, and the frozen weights are saved from it", "put the old one back, then resume")
+            raise RunError(
+                f"{path} {what} since training began, and the frozen weights are saved from it",
+                "put the old one back, then resume",
+            )
 
 
 def _write_shards(folder: Path, sources: Mapping[str, Source], shard_bytes: int) -> None:
     shards = _shards(sources, shard_bytes)
-    files = [WEIGHTS] if len(shards) == 1 else [f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)]
+    files = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)]
+    )
     for file, names in zip(files, shards, strict=True):
         _write(folder / file, {name: sources[name] for name in names})
     if len(shards) > 1:
@@ -219,10 +232,14 @@ def _write_config(model: PreTrainedModel, folder: Path, base: Mapping[str, Any])
 def require_kept(kept: Kept, checkpoint: Path) -> None:
     """Every frozen tensor of the checkpoint is the base's, byte for byte: its files against theirs."""
     written = spans_in(checkpoint)
-    moved = sorted(name for name, span in kept.spans.items() if name not in written or not _is_same(written[name], span))
+    moved = sorted(
+        name for name, span in kept.spans.items() if name not in written or not _is_same(written[name], span)
+    )
     if moved:
         more = f" and {len(moved) - 5} more" if len(moved) > 5 else ""
-        raise FinefitError(f"{len(moved)} of {len(kept.spans)} frozen tensors of {checkpoint.name} are not the base's: {', '.join(moved[:5])}{more}")
+        raise FinefitError(
+            f"{len(moved)} of {len(kept.spans)} frozen tensors of {checkpoint.name} are not the base's: {', '.join(moved[:5])}{more}"
+        )
 
 
 def _is_same(left: Span, right: Span) -> bool:

@@ -47,12 +47,20 @@ class Counts:
 
 
 def load_base(
-    folder: Path, *, device: str, dtype: torch.dtype, attention: str = "sdpa", bits: int | None = None, num_cards: int = 1
+    folder: Path,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    bits: int | None = None,
+    num_cards: int = 1,
 ) -> PreTrainedModel:
     """Weights go to their device as they are read. `bits`: of the linear layers but the head; `dtype` is then what products are taken in.
     `num_cards`: that the layers are spread over."""
     if bits is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise SpecError(f"tuning.base_bits {bits} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'")
+        raise SpecError(
+            f"tuning.base_bits {bits} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'"
+        )
     model: PreTrainedModel
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -65,23 +73,35 @@ def load_base(
             experts_implementation=choose_experts(),
             quantization_config=_quantisation(bits, dtype, config),
         )
-    except (ValueError, OSError) as error:  # an architecture that transformers does not know, a file that it cannot read
-        raise ModelError(f"{folder.name} cannot be loaded: {error}", "`finefit doctor` shows the installed versions") from error
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # an architecture that transformers does not know, a file that it cannot read
+        raise ModelError(
+            f"{folder.name} cannot be loaded: {error}", "`finefit doctor` shows the installed versions"
+        ) from error
     if missing := sorted(report["missing_keys"]):  # transformers would make them up and go on
-        raise ModelError(f"{folder.name} has no weights for {', '.join(missing[:5])}", "the model's files are incomplete; fetch it again")
+        raise ModelError(
+            f"{folder.name} has no weights for {', '.join(missing[:5])}",
+            "the model's files are incomplete; fetch it again",
+        )
     require_placed(model, folder.name)
     if device == "cpu" and bits == 4:
         _keep_packed(model)
     return model
 
 
-def load_custom(model: CustomModel, base: Path, *, device: str, dtype: torch.dtype, seed: int, checkpoint: Path | None = None) -> nn.Module:
+def load_custom(
+    model: CustomModel, base: Path, *, device: str, dtype: torch.dtype, seed: int, checkpoint: Path | None = None
+) -> nn.Module:
     """A model of the user's own, with the weights of a checkpoint in the place of those that it starts from. `base`: where its paths start."""
     weights = checkpoint if checkpoint is not None else None if model.weights is None else base / model.weights
     return load_own(written(model, base), weights, device=device, dtype=dtype, seed=seed)
 
 
-def _device_map(folder: Path, device: str, dtype: torch.dtype, bits: int | None, num_cards: int) -> dict[str, torch.device | int] | None:
+def _device_map(
+    folder: Path, device: str, dtype: torch.dtype, bits: int | None, num_cards: int
+) -> dict[str, torch.device | int] | None:
     if num_cards > 1:
         free = {card: torch.cuda.mem_get_info(card)[0] for card in range(num_cards)}
         return {**spread(folder, dtype=dtype, bits=bits, free=free)}
@@ -98,7 +118,8 @@ def require_placed(model: nn.Module, name: str) -> None:
     tensors = chain(model.named_parameters(), model.named_buffers())
     if left := sorted({key for key, tensor in tensors if tensor.is_meta}):
         raise ModelError(
-            f"{name} was loaded without values for {', '.join(left[:5])}", "the model's files are incomplete or of another version; fetch it again"
+            f"{name} was loaded without values for {', '.join(left[:5])}",
+            "the model's files are incomplete or of another version; fetch it again",
         )
 
 
@@ -127,17 +148,27 @@ def _quantisation(bits: int | None, dtype: torch.dtype, config: PretrainedConfig
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole)
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=whole
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=whole,
     )
 
 
 def _left_whole(config: PretrainedConfig) -> list[str] | None:
     """None: what transformers leaves by itself, the head."""
     sight = sight_of(config)
-    return None if sight is None else [_HEAD, *(name for tower, names in sight.towers.items() if tower != "language" for name in names)]
+    return (
+        None
+        if sight is None
+        else [_HEAD, *(name for tower, names in sight.towers.items() if tower != "language" for name in names)]
+    )
 
 
-def make_trainable(model: PreTrainedModel, tuning: Tuning, *, name: str, base: Path | None = None) -> PreTrainedModel | peft.PeftModel:
+def make_trainable(
+    model: PreTrainedModel, tuning: Tuning, *, name: str, base: Path | None = None
+) -> PreTrainedModel | peft.PeftModel:
     """`name` is recorded as the base of an adapter. `base` is where the path of `tuning.adapter` starts; None, for a rehearsal, reads no adapter and
     makes one of its shape."""
     match tuning:
@@ -170,7 +201,9 @@ def _allow_saving(model: PreTrainedModel) -> None:
         return
     config.do_sample = True
     if reason := _refusal(config):
-        raise ModelError(f"the model's generation_config cannot be saved: {reason}", "mend generation_config.json in its folder")
+        raise ModelError(
+            f"the model's generation_config cannot be saved: {reason}", "mend generation_config.json in its folder"
+        )
 
 
 def _refusal(config: GenerationConfig) -> str | None:
@@ -206,7 +239,9 @@ def restore_weights(model: nn.Module, checkpoint: Path, put: Put = put_whole) ->
             restored.add(id(target))
     if stored.untaken:
         raise RunError(f"{checkpoint.name} holds {stored.untaken[0]}, which this model does not have in that shape")
-    if missing := sorted(name for name, target in targets.items() if id(target) not in restored):  # a tied tensor is stored under one of its names
+    if missing := sorted(
+        name for name, target in targets.items() if id(target) not in restored
+    ):  # a tied tensor is stored under one of its names
         raise RunError(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
 
 
@@ -225,23 +260,34 @@ def _shape(tensor: Tensor) -> torch.Size:
 
 
 def _same_tensors(stored: dict[str, Tensor], wanted: dict[str, Tensor], checkpoint: Path) -> None:
-    odd = sorted(stored.keys() ^ wanted.keys()) or sorted(name for name in wanted if stored[name].shape != _shape(wanted[name]))
+    odd = sorted(stored.keys() ^ wanted.keys()) or sorted(
+        name for name in wanted if stored[name].shape != _shape(wanted[name])
+    )
     if odd:
-        raise RunError(f"{checkpoint.name} holds an adapter for another model or other targets: {', '.join(odd[:3])} differ")
+        raise RunError(
+            f"{checkpoint.name} holds an adapter for another model or other targets: {', '.join(odd[:3])} differ"
+        )
 
 
 def _stored_names(model: peft.PeftModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those of the adapter that is trained, by the names that they are stored under; the tensors themselves are not looked at."""
-    named: dict[str, Tensor] = peft.get_peft_model_state_dict(model, state_dict=tensors, adapter_name=TRAINED, save_embedding_layers=False)
+    named: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model, state_dict=tensors, adapter_name=TRAINED, save_embedding_layers=False
+    )
     return named
 
 
-def whole_weights(model: nn.Module, weight: Callable[[nn.Parameter], Tensor], *, keeps: bool, kept: Kept | None = None) -> dict[str, Tensor]:
+def whole_weights(
+    model: nn.Module, weight: Callable[[nn.Parameter], Tensor], *, keeps: bool, kept: Kept | None = None
+) -> dict[str, Tensor]:
     """What `save_weights` is given where parameters are divided. `weight` puts one together, with the help of all ranks; who `keeps` them gets
     them, tied ones still tied. Those that are `kept` in files are not asked for."""
     named = dict(_trained(model)) if isinstance(model, peft.PeftModel) else model.state_dict(keep_vars=True)
     if kept:
-        named = {**dict(_trained(model)), **{name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}}
+        named = {
+            **dict(_trained(model)),
+            **{name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
+        }
     whole: dict[int, Tensor] = {}
     for ident, tensor in {id(tensor): tensor for tensor in named.values()}.items():
         value = weight(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach()
@@ -269,7 +315,9 @@ def load_for_answers(
     `num_cards`: that one model is spread over."""
     adapter = start if checkpoint is None else checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
     folder = base if checkpoint is None or adapter else checkpoint
-    model: nn.Module = load_base(folder, device=device, dtype=dtype, attention=attention, bits=bits, num_cards=num_cards)
+    model: nn.Module = load_base(
+        folder, device=device, dtype=dtype, attention=attention, bits=bits, num_cards=num_cards
+    )
     model.generation_config = GenerationConfig()  # else the model's own penalties would bend the greedy answers
     if adapter is not None:
         model = with_adapter(model, adapter)
@@ -277,7 +325,14 @@ def load_for_answers(
 
 
 def load_custom_for_answers(
-    model: CustomModel, base: Path, checkpoint: Path | None, *, device: str, dtype: torch.dtype, seed: int, start: Path | None = None
+    model: CustomModel,
+    base: Path,
+    checkpoint: Path | None,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+    start: Path | None = None,
 ) -> nn.Module:
     """As `load_for_answers`, of a model of the user's own. `base`: where its paths start; `seed`: of the run that trained it."""
     adapter = start if checkpoint is None else checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
@@ -286,7 +341,9 @@ def load_custom_for_answers(
     return (found if adapter is None else with_adapter(found, adapter)).eval()
 
 
-def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None, kept: Kept | None = None) -> None:
+def save_weights(
+    model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None, kept: Kept | None = None
+) -> None:
     """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as it is. `whole`: the weights
     by name, where those of the model are divided. `kept`: where frozen ones lie as they were before anything was rounded."""
     if isinstance(model, peft.PeftModel):
@@ -296,7 +353,9 @@ def save_weights(model: nn.Module, folder: Path, whole: dict[str, Tensor] | None
         save_own(model, folder, whole)
     elif kept is not None:
         assert isinstance(model, PreTrainedModel)
-        save_part(model, folder, kept, whole_weights(model, _to_host, keeps=True, kept=kept) if whole is None else whole)
+        save_part(
+            model, folder, kept, whole_weights(model, _to_host, keeps=True, kept=kept) if whole is None else whole
+        )
     else:
         assert isinstance(model, PreTrainedModel)
         model.save_pretrained(folder, state_dict=_on_host(model) if whole is None else whole)
@@ -339,4 +398,6 @@ def _num_values(parameter: Tensor) -> int:
 def weight_bytes(model: nn.Module, kept: Kept | None = None) -> int:
     """What `save_weights` will write."""
     whole = not (isinstance(model, peft.PeftModel) or kept)
-    return sum(_shape(p).numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad) + (kept.num_bytes if kept else 0)
+    return sum(_shape(p).numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad) + (
+        kept.num_bytes if kept else 0
+    )

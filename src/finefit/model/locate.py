@@ -69,7 +69,9 @@ def outline(model: Model, base: Path) -> Outline:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"))
+    return any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    )
 
 
 def _tokenizer_of(model: CustomModel, base: Path) -> Path:
@@ -106,9 +108,13 @@ def locate(model: Model, base: Path) -> Located:
         case CustomModel():
             found, tokenizer = written(model, base), _tokenizer_of(model, base)
             weights = None if model.weights is None else base / model.weights
-            return Located(folder=tokenizer, name=found.file.name, fingerprint=own_fingerprint(found, tokenizer, weights))
+            return Located(
+                folder=tokenizer, name=found.file.name, fingerprint=own_fingerprint(found, tokenizer, weights)
+            )
         case ShapeModel():
-            raise ModelError("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
+            raise ModelError(
+                "a model of kind shape has no weights to train", "plan it, or name a model that has weights"
+            )
 
 
 def commit_of(model: HubModel) -> str:
@@ -126,17 +132,24 @@ def with_adapter(located: Located, tuning: Tuning, base: Path) -> Located:
         return located
     folder = base / tuning.adapter
     require_agreement(folder, tuning, model=located.name)
-    return replace(located, fingerprint=hashlib.sha256(f"{located.fingerprint} {adapter_fingerprint(folder)}".encode()).hexdigest())
+    return replace(
+        located, fingerprint=hashlib.sha256(f"{located.fingerprint} {adapter_fingerprint(folder)}".encode()).hexdigest()
+    )
 
 
 def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(wanted)))
     except GatedRepoError:
-        raise ModelError(f"{model.id} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN") from None
+        raise ModelError(
+            f"{model.id} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
+        ) from None
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"the hub has no model {model.id} at {model.revision}: {reason}", "check the id; a local folder is `kind: folder`") from None
+        raise ModelError(
+            f"the hub has no model {model.id} at {model.revision}: {reason}",
+            "check the id; a local folder is `kind: folder`",
+        ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(

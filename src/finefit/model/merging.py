@@ -87,7 +87,10 @@ def stored_dtype(folder: Path) -> torch.dtype:
     for dtype in _TOLERANCE:
         if str(dtype) == f"torch.{named}":
             return dtype
-    raise ModelError(f"{folder.name} is stored in {named}, which no adapter can be merged into", "name the precision to write: bf16, fp16 or fp32")
+    raise ModelError(
+        f"{folder.name} is stored in {named}, which no adapter can be merged into",
+        "name the precision to write: bf16, fp16 or fp32",
+    )
 
 
 def _require_unpacked(base: Path) -> None:
@@ -95,14 +98,20 @@ def _require_unpacked(base: Path) -> None:
     packed = read_config(base).get("quantization_config")
     if packed:
         how = packed.get("quant_method", "quantised")
-        raise ModelError(f"{base.name} holds packed weights ({how}), which no adapter can be merged into", "name the model that it was packed from")
+        raise ModelError(
+            f"{base.name} holds packed weights ({how}), which no adapter can be merged into",
+            "name the model that it was packed from",
+        )
 
 
 def _unloaded(adapted: peft.PeftModel, adapter: Path) -> PreTrainedModel:
     try:
         merged = adapted.merge_and_unload(safe_merge=True)
     except ValueError as error:  # weights that are not finite
-        raise ModelError(f"the adapter in {adapter.name} cannot be merged: {error}", "take another checkpoint: its weights have diverged") from None
+        raise ModelError(
+            f"the adapter in {adapter.name} cannot be merged: {error}",
+            "take another checkpoint: its weights have diverged",
+        ) from None
     assert isinstance(merged, PreTrainedModel)
     return merged
 
@@ -139,7 +148,10 @@ def _moved(found: Sequence[Routed], wanted: Sequence[Routed]) -> float:
     def shares(routed: Routed) -> Tensor:
         return routed.logits_NE.double().softmax(-1)
 
-    return max((float((shares(a) - shares(b)).abs().sum(-1).mean()) / 2 for a, b in zip(found, wanted, strict=True)), default=0.0)
+    return max(
+        (float((shares(a) - shares(b)).abs().sum(-1).mean()) / 2 for a, b in zip(found, wanted, strict=True)),
+        default=0.0,
+    )
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
@@ -165,7 +177,9 @@ def _require_same_routers(moved: float, proof: Merged) -> None:
 
 
 def _save(model: PreTrainedModel, base: Path, adapter: Path, out: Path) -> None:
-    model.generation_config = GenerationConfig()  # the base's own file goes along as it is: some cannot be saved by transformers
+    model.generation_config = (
+        GenerationConfig()
+    )  # the base's own file goes along as it is: some cannot be saved by transformers
     model.save_pretrained(out, max_shard_size=_SHARD)
     (out / "generation_config.json").unlink(missing_ok=True)
     for folder in (base, adapter):

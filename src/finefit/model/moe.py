@@ -101,23 +101,42 @@ class Built:
     """Torch's name of what all weights are stored in: nothing that an expert has learnt is rounded away."""
 
 
-def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Literal["none", "base"] = "none") -> dict[str, Any]:
+def moe_config(
+    dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Literal["none", "base"] = "none"
+) -> dict[str, Any]:
     """The mixture's config.json, from that of its base: what a stage that trains it is planned with, before it exists."""
     family, dense = _family(dense), resolved(dense)
     if shared == "base" and not family.has_shared:
-        raise ModelError(f"{family.model_type} has no shared expert", "set shared: none, or take a base of the qwen2 family")
+        raise ModelError(
+            f"{family.model_type} has no shared expert", "set shared: none, or take a base of the qwen2 family"
+        )
     if not 1 <= top_k <= num_experts:
         raise ModelError(f"top_k {top_k} of {num_experts} experts", f"give 1 to {num_experts}")
     if on := [key for key in family.dropped if dense.get(key)]:
-        raise ModelError(f"the base has {', '.join(on)}, for which {family.model_type} has no tensors", "take another base")
+        raise ModelError(
+            f"the base has {', '.join(on)}, for which {family.model_type} has no tensors", "take another base"
+        )
     left_out = {"model_type", "architectures", "auto_map", *family.dropped, "pretraining_tp"}
     config = {key: value for key, value in dense.items() if key not in left_out} | _windows(family, dense)
-    config |= {"model_type": family.model_type, "architectures": [family.architecture], family.num_experts: num_experts, "num_experts_per_tok": top_k}
+    config |= {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        family.num_experts: num_experts,
+        "num_experts_per_tok": top_k,
+    }
     if family.model_type == "mixtral":
         return config
-    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": dense["intermediate_size"]}
+    config |= {
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": dense["intermediate_size"],
+    }
     if family.has_shared:
-        config |= {"shared_expert_intermediate_size": dense["intermediate_size"] if shared == "base" else STAND_IN, "qkv_bias": True}
+        config |= {
+            "shared_expert_intermediate_size": dense["intermediate_size"] if shared == "base" else STAND_IN,
+            "qkv_bias": True,
+        }
     return config
 
 
@@ -139,7 +158,10 @@ def _windows(family: Family, dense: Mapping[str, Any]) -> dict[str, Any]:
 def _family(dense: Mapping[str, Any]) -> Family:
     kind = dense.get("model_type")
     if kind not in FAMILIES:
-        raise ModelError(f"a model of type {kind} has no mixture-of-experts twin that is known here", f"take one of {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"a model of type {kind} has no mixture-of-experts twin that is known here",
+            f"take one of {', '.join(FAMILIES)}",
+        )
     return FAMILIES[kind]
 
 
@@ -158,7 +180,9 @@ def build_moe(
     """Fills the empty folder `out`. The routers are `router`, or what `start` makes once the experts are known to be fit; by default small random
     numbers, which say nothing of who knows what."""
     dense = read_config(base)
-    moe_config(dense, num_experts=len(experts), top_k=top_k, shared=shared)  # what cannot be is told before anything is read
+    moe_config(
+        dense, num_experts=len(experts), top_k=top_k, shared=shared
+    )  # what cannot be is told before anything is read
     dense = resolved(dense)
     with ExitStack() as stack:
         source, opened = _opened(base, experts, stack)
@@ -166,9 +190,13 @@ def build_moe(
         if copies == "refuse":
             _refuse(collapsed, "they would take memory and add nothing")
         chosen = {name: weights for name, weights in opened.items() if name not in collapsed}
-        config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared) | {EXPERT_NAMES: list(chosen)}
+        config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared) | {
+            EXPERT_NAMES: list(chosen)
+        }
         make = router or (start(tuple(chosen)) if start else _random_router(len(chosen), dense, seed))
-        mixture = _Mixture(family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make)
+        mixture = _Mixture(
+            family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make
+        )
         dtype = _widest((source, *chosen.values()))
         _carry_texts(base, out, config)
         parameters = _write(out, config, mixture.layers(), dtype)
@@ -176,7 +204,9 @@ def build_moe(
     return Built(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
-def average(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Literal["refuse", "collapse"] = "refuse") -> Built:
+def average(
+    base: Path, experts: Mapping[str, Path], out: Path, *, copies: Literal["refuse", "collapse"] = "refuse"
+) -> Built:
     """A dense model whose MLPs are the mean of the experts': of the base's architecture, of its size. Read back, and held against them."""
     dense = read_config(base)
     with ExitStack() as stack:
@@ -188,7 +218,10 @@ def average(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Liter
 
         def layers() -> Iterator[dict[str, Tensor]]:
             for names in _by_layer(source.names):
-                yield {name: _mean([w[name] for w in chosen.values()]) if _MLP.fullmatch(name) else source[name] for name in names}
+                yield {
+                    name: _mean([w[name] for w in chosen.values()]) if _MLP.fullmatch(name) else source[name]
+                    for name in names
+                }
 
         dtype = _widest((source, *chosen.values()))
         copy_texts(base, out)
@@ -263,15 +296,21 @@ class _Mixture:
         if match is None:
             return {name: self.base[name]}
         prefix, part = match[1], match[2]
-        is_halved = self.shared == "base" and part == "down"  # the other half comes from the shared expert, whose gate is open by half
+        is_halved = (
+            self.shared == "base" and part == "down"
+        )  # the other half comes from the shared expert, whose gate is open by half
         found = {
-            f"{prefix}.{self.family.expert.format(at=at, part=self.family.parts[part])}": weights[name] / 2 if is_halved else weights[name]
+            f"{prefix}.{self.family.expert.format(at=at, part=self.family.parts[part])}": weights[name] / 2
+            if is_halved
+            else weights[name]
             for at, weights in enumerate(self.experts)
         }
         if self.family.has_shared:
             whole = self.base[name]
             one = whole[:, :STAND_IN] if part == "down" else whole[:STAND_IN]
-            found[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = whole if self.shared == "base" else torch.zeros_like(one)
+            found[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = (
+                whole if self.shared == "base" else torch.zeros_like(one)
+            )
         return found
 
     def _routers(self, prefix: str, layer: int) -> dict[str, Tensor]:
@@ -290,7 +329,9 @@ class _Mixture:
 def _random_router(num_experts: int, dense: Mapping[str, Any], seed: int) -> Router:
     def router(layer: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 100_003 + layer)
-        return torch.randn(num_experts, dense["hidden_size"], generator=generator) * float(dense.get("initializer_range", 0.02))
+        return torch.randn(num_experts, dense["hidden_size"], generator=generator) * float(
+            dense.get("initializer_range", 0.02)
+        )
 
     return router
 
@@ -312,13 +353,21 @@ def foreign_part(names: Iterable[str]) -> str | None:
 def _require_same_tensors(base: Weights, experts: Mapping[str, Weights]) -> None:
     """An expert has the base's tensors, in their shapes, and outside of its MLPs their values, rounded to what it is stored in."""
     if foreign := foreign_part(base.names):
-        raise ModelError(f"the base's {foreign} is no part of an MLP that is known here", "take a dense base of another architecture")
+        raise ModelError(
+            f"the base's {foreign} is no part of an MLP that is known here", "take a dense base of another architecture"
+        )
     for expert, weights in experts.items():
         if odd := sorted(weights.names ^ base.names):
-            raise ModelError(f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}", "train it from this base")
+            raise ModelError(
+                f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}",
+                "train it from this base",
+            )
         for name in sorted(base.names):
             if weights.shape(name) != base.shape(name):
-                raise ModelError(f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}", "train it from this base")
+                raise ModelError(
+                    f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}",
+                    "train it from this base",
+                )
         for name in sorted(base.names):
             if not _MLP.fullmatch(name) and not is_rounded(weights[name], base[name]):
                 raise ModelError(
@@ -345,7 +394,10 @@ def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tens
     place: dict[str, str] = {}
     sizes = num_bytes = 0
     for at, found in enumerate(layers):
-        name, tensors = f"model-{at:05d}.safetensors", {key: tensor.to(dtype).contiguous() for key, tensor in found.items()}
+        name, tensors = (
+            f"model-{at:05d}.safetensors",
+            {key: tensor.to(dtype).contiguous() for key, tensor in found.items()},
+        )
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with full_disk_named(out / name, size):
             save_file(tensors, out / name, metadata={"format": "pt"})

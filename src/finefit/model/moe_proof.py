@@ -31,8 +31,13 @@ def prove_experts(moe: Path, experts: Mapping[str, Path], *, shared: Path | None
     tokens = torch.randint(0, vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     differences = {}
     for at, (name, folder) in enumerate(experts.items()):
-        with _sent_to(mixture, at, weight=1.0 if shared is None else 2.0), _shared_shut(mixture) if shared else nullcontext():
-            differences[name] = _difference(mixture, folder, tokens, f"with every token sent to {name} does not answer as {name} does")
+        with (
+            _sent_to(mixture, at, weight=1.0 if shared is None else 2.0),
+            _shared_shut(mixture) if shared else nullcontext(),
+        ):
+            differences[name] = _difference(
+                mixture, folder, tokens, f"with every token sent to {name} does not answer as {name} does"
+            )
     if shared is not None:
         with _sent_to(mixture, 0, weight=0.0), _shared_doubled(mixture):
             _difference(mixture, shared, tokens, "by its shared expert alone does not answer as the base does")

@@ -18,7 +18,9 @@ def _is_router(module: nn.Module) -> bool:
     weight, num_experts = getattr(module, "weight", None), getattr(module, "num_experts", None)
     if not isinstance(weight, Tensor) or not isinstance(getattr(module, "top_k", None), int):
         return False
-    shape: tuple[int, ...] = tuple(getattr(weight, "ds_shape", weight.shape))  # DeepSpeed leaves an empty tensor in the place of one that it divides
+    shape: tuple[int, ...] = tuple(
+        getattr(weight, "ds_shape", weight.shape)
+    )  # DeepSpeed leaves an empty tensor in the place of one that it divides
     return len(shape) == 2 and shape[0] == num_experts
 
 

@@ -10,7 +10,14 @@ from finefit.errors import ModelError
 from finefit.facts.model import TEMPLATES, find_texts
 
 _NO_TOKENIZER = ("config.json", "generation_config.json", "chat_template.jinja")
-_PROBES = ("", " Hello,  world!\n\n\tDon't   stop", "12/31/2024: 4512 x 0.5", "café cafe\u0301 Ångström ﬁ", "北京 Привет 🙂\u200d", "<s>a</s> b")
+_PROBES = (
+    "",
+    " Hello,  world!\n\n\tDon't   stop",
+    "12/31/2024: 4512 x 0.5",
+    "café cafe\u0301 Ångström ﬁ",
+    "北京 Привет 🙂\u200d",
+    "<s>a</s> b",
+)
 """For tokenizers that cannot be written down whole."""
 
 
@@ -46,7 +53,9 @@ def _opened(folder: Path) -> PreTrainedTokenizerBase:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"the tokenizer of {folder} cannot be opened: {reason}", "put its files there, whole, or none of them") from None
+        raise ModelError(
+            f"the tokenizer of {folder} cannot be opened: {reason}", "put its files there, whole, or none of them"
+        ) from None
     return found
 
 
@@ -63,7 +72,9 @@ def _fault(wanted: PreTrainedTokenizerBase, folder: Path) -> str | None:
 
 def _told(tokenizer: Any, *, is_whole: bool) -> dict[str, Any]:
     return {
-        "cut of a text": tokenizer.backend_tokenizer.to_str() if is_whole else [tokenizer(text).input_ids for text in _PROBES],
+        "cut of a text": tokenizer.backend_tokenizer.to_str()
+        if is_whole
+        else [tokenizer(text).input_ids for text in _PROBES],
         "set of special tokens": (tokenizer.special_tokens_map, tokenizer.all_special_ids),
         "chat template": tokenizer.chat_template,
         "way of decoding": tokenizer.clean_up_tokenization_spaces,

@@ -23,7 +23,10 @@ def spread(folder: Path, *, dtype: torch.dtype, bits: int | None, free: Mapping[
     with init_empty_weights():
         model = auto_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
-    sizes: dict[str, Any] = {"dtype": _PACKED[bits] if bits else dtype, "special_dtypes": dict.fromkeys(_unpacked(model), dtype) if bits else {}}
+    sizes: dict[str, Any] = {
+        "dtype": _PACKED[bits] if bits else dtype,
+        "special_dtypes": dict.fromkeys(_unpacked(model), dtype) if bits else {},
+    }
     whole: Any = list(model._no_split_modules or ())
     balanced = get_balanced_memory(model, max_memory=dict(free), no_split_module_classes=whole, **sizes)
     cards = {card: room for card, room in balanced.items() if card in free}
@@ -40,6 +43,8 @@ def spread(folder: Path, *, dtype: torch.dtype, bits: int | None, free: Mapping[
 def _unpacked(model: nn.Module) -> list[str]:
     """Tensors that keep their precision: all but the linear layers' of the language tower, and the head."""
     head, sight = model.get_output_embeddings(), sight_in(model)  # type: ignore[operator]
-    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    linear = (
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    )
     packed = {id(module.weight) for name, module in linear if sight is None or tower_of(sight, name) == "language"}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in packed]

@@ -50,7 +50,9 @@ class Stored:
     def _parts(self, model: nn.Module, name: str, shape: torch.Size) -> tuple[int, dict[str, Tensor]]:
         for unit in (shape[-1] if shape else 1, 1):
             places = _places(model, name, shape, unit)
-            if places and all(key in self._file_of and _agree(place, self._shape(key), unit) for key, place in places.items()):
+            if places and all(
+                key in self._file_of and _agree(place, self._shape(key), unit) for key, place in places.items()
+            ):
                 return unit, places
         return 1, {}
 

@@ -45,7 +45,11 @@ def _chosen(model: nn.Module, pattern: str) -> set[str]:
 def _matched(model: nn.Module, pattern: str) -> set[str]:
     wanted, unmoved = pattern.split("."), stand_ins_in(model)
     found = {name for name, _ in model.named_modules() if name and _ends_with(name.split("."), wanted)}
-    weighty = {name for name in found if any(True for _ in model.get_submodule(name).parameters()) and not is_among(name, unmoved)}
+    weighty = {
+        name
+        for name in found
+        if any(True for _ in model.get_submodule(name).parameters()) and not is_among(name, unmoved)
+    }
     if not weighty:
         what = "only modules without weights that could learn" if found else "no module of the model"
         raise ModelError(f"tuning.trainable: {pattern} matches {what}", f"its modules are {', '.join(_kinds(model))}")

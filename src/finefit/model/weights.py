@@ -43,7 +43,10 @@ class Weights:
     def dtypes(self) -> set[torch.dtype]:
         found = {name: self._file_of[name].get_slice(name).get_dtype() for name in self._file_of}
         if odd := sorted(name for name, dtype in found.items() if dtype not in _DTYPES):
-            raise ModelError(f"{odd[0]} is stored as {found[odd[0]]}, which cannot be mixed or averaged", "take weights in fp32, fp16 or bf16")
+            raise ModelError(
+                f"{odd[0]} is stored as {found[odd[0]]}, which cannot be mixed or averaged",
+                "take weights in fp32, fp16 or bf16",
+            )
         return {_DTYPES[dtype] for dtype in found.values()}
 
 

@@ -85,12 +85,22 @@ class Batch:
         """Every tensor elsewhere: on a device, in pinned memory."""
         packed, paired = self.packed, self.paired
         if packed is not None:
-            packed = replace(packed, position_ids_BT=move(packed.position_ids_BT), boundaries_R1=move(packed.boundaries_R1))
+            packed = replace(
+                packed, position_ids_BT=move(packed.position_ids_BT), boundaries_R1=move(packed.boundaries_R1)
+            )
         if paired is not None and paired.reference_R is not None:
             paired = replace(paired, reference_R=move(paired.reference_R))
         input_ids_BT, positions_N, targets_N = move(self.input_ids_BT), move(self.positions_N), move(self.targets_N)
         extra = None if self.extra is None else self.extra.moved(move)
-        return replace(self, input_ids_BT=input_ids_BT, positions_N=positions_N, targets_N=targets_N, packed=packed, paired=paired, extra=extra)
+        return replace(
+            self,
+            input_ids_BT=input_ids_BT,
+            positions_N=positions_N,
+            targets_N=targets_N,
+            packed=packed,
+            paired=paired,
+            extra=extra,
+        )
 
 
 @dataclass(frozen=True, slots=True)

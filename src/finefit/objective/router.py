@@ -36,7 +36,9 @@ class RouterLoss:
     def __call__(self, forward: Forward, batch: Batch) -> LossSum:
         with self.listen() as said:
             loss = -forward(batch).sum()
-        balances, entropies = zip(*(_row_sums(said, begin, end, supervised) for begin, end, supervised in _rows(batch)), strict=True)
+        balances, entropies = zip(
+            *(_row_sums(said, begin, end, supervised) for begin, end, supervised in _rows(batch)), strict=True
+        )
         balance, entropy = torch.stack(balances).sum(), torch.stack(entropies).sum()
         measures = {"lm_loss": loss.detach(), "balance": balance.detach(), "entropy": entropy}
         return LossSum(loss + self.balance * balance, batch.num_supervised, measures)

@@ -24,7 +24,9 @@ def named_evaluations(asked: Iterable[str], declared: Iterable[Evaluation] = ())
     found = [one for text in asked for one in ([known[text]] if text in known else _read(text))]
     labels = [evaluation.label for evaluation in found]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise SpecError(f"two tasks are called {', '.join(twice)}", "give them a name each: --task '{name: ..., task: ...}'")
+        raise SpecError(
+            f"two tasks are called {', '.join(twice)}", "give them a name each: --task '{name: ..., task: ...}'"
+        )
     return found
 
 
@@ -34,7 +36,9 @@ def _read(text: str) -> list[Evaluation]:
         return [_validated({"task": {"kind": "python", "path": str(path.resolve())}}, text)]
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise SpecError(f"--task {text}: there is no such file", f"name a file, or one of {', '.join(task_kinds())}")
+            raise SpecError(
+                f"--task {text}: there is no such file", f"name a file, or one of {', '.join(task_kinds())}"
+            )
         return [_moved(one, path.parent) for one in _parsed(path.read_text(encoding="utf-8"), text)]
     return [_moved(one, Path()) for one in _parsed(text, text)]
 
@@ -43,7 +47,10 @@ def _parsed(text: str, where: str) -> list[Evaluation]:
     reader = Reader(text, lambda line: (line, f"--task {where}:{line}" if "\n" in text else f"--task {where}"))
     value = reader.read()
     if reader.faults:
-        raise SpecError("\n".join(str(fault) for fault in reader.faults), "quote it as one argument: --task '{kind: rouge, stemmer: false}'")
+        raise SpecError(
+            "\n".join(str(fault) for fault in reader.faults),
+            "quote it as one argument: --task '{kind: rouge, stemmer: false}'",
+        )
     return [_validated(_as_evaluation(one), where) for one in (value if isinstance(value, list) else [value])]
 
 
@@ -57,7 +64,10 @@ def _validated(value: Any, where: str) -> Evaluation:
         return Evaluation.model_validate_json(json.dumps(value))
     except ValidationError as error:
         if isinstance(value["task"], str) and value["task"] not in task_kinds():
-            raise SpecError(f"there is no task {value['task']}", f"there are {', '.join(task_kinds())}; or a .yaml or .py file of your own") from None
+            raise SpecError(
+                f"there is no task {value['task']}",
+                f"there are {', '.join(task_kinds())}; or a .yaml or .py file of your own",
+            ) from None
         faults = schema_faults(error.errors(), {(): (1, f"--task {where}")}, Evaluation)
         raise SpecError("\n".join(map(str, faults)), "docs/spec.md has the tasks and their keys") from None
 

@@ -112,10 +112,16 @@ def _model_named(target: str) -> Model:
 
 def _last_name(target: str) -> str:
     """Of a path or a hub id, as the name of a directory; a checkpoint is known by its run too."""
-    path = Path(target.partition(":")[2] or target).resolve() if Path(target).is_dir() else Path(target.partition(":")[2] or target)
+    path = (
+        Path(target.partition(":")[2] or target).resolve()
+        if Path(target).is_dir()
+        else Path(target.partition(":")[2] or target)
+    )
     run = _enclosing_run(path)
     words = f"{run.name}-{path.name}" if run is not None else path.name
-    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in words).strip("-._")
+    kept = "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in words
+    ).strip("-._")
     return f"eval-{kept or 'model'}"[:64]
 
 
@@ -127,7 +133,11 @@ def _home_of(folder: Path) -> _Home | None:
     run, where = _enclosing_run(folder), StageDir(folder.parent.parent)
     if run is None or not where.stage.is_file():
         return None
-    return _Home(run=run, stage=read_record(where.stage, Stage), spec=spec_from_json(RunDir(run).spec_json.read_text(encoding="utf-8")))
+    return _Home(
+        run=run,
+        stage=read_record(where.stage, Stage),
+        spec=spec_from_json(RunDir(run).spec_json.read_text(encoding="utf-8")),
+    )
 
 
 def wired_bare(name: str, wired: WiredModel, asks: Spec) -> Bare:
@@ -166,7 +176,9 @@ def _sees(model: Model) -> bool:
 def _whole(model: Model, name: str, home: _Home | None, *, tokenizer: Path | None = None) -> Bare:
     located = locate(model, Path.cwd())
     if isinstance(model, HubModel):
-        model = model.model_copy(update={"revision": located.folder.name})  # the snapshot's folder is named by its commit
+        model = model.model_copy(
+            update={"revision": located.folder.name}
+        )  # the snapshot's folder is named by its commit
     folder = tokenizer or located.folder
     return Bare(
         name=name,
@@ -174,7 +186,9 @@ def _whole(model: Model, name: str, home: _Home | None, *, tokenizer: Path | Non
         located=located,
         tuning=Full(kind="full"),
         tokenizer=folder,
-        asks=plain_spec(_PLAIN.model_copy(update={"template": _template(folder)}), seed=42) if home is None else _asks_of(home),
+        asks=plain_spec(_PLAIN.model_copy(update={"template": _template(folder)}), seed=42)
+        if home is None
+        else _asks_of(home),
         max_prompt_tokens=None if home is None else home.stage.max_prompt_tokens,
     )
 
@@ -207,16 +221,24 @@ def _base_of(config: dict[str, Any], folder: Path, home: _Home | None) -> Model:
     if named == embedded.hub_id_of("smollm2-135m"):
         return EmbeddedModel(kind="embedded", name="smollm2-135m")
     if Path(named).is_absolute() or named.startswith("."):
-        raise ModelError(f"the adapter in {folder} was made for {named}, which is not there", "name the model with --base FOLDER")
+        raise ModelError(
+            f"the adapter in {folder} was made for {named}, which is not there", "name the model with --base FOLDER"
+        )
     return HubModel(kind="hub", id=named)
 
 
 def _tuning(config: dict[str, Any]) -> Lora:
     """As large as the adapter is, which is what memory depends on; its weights are loaded as they are."""
     targets = config.get("target_modules")
-    named: tuple[str, ...] | Literal["all-linear"] = tuple(sorted(targets)) if isinstance(targets, list) and targets else "all-linear"
+    named: tuple[str, ...] | Literal["all-linear"] = (
+        tuple(sorted(targets)) if isinstance(targets, list) and targets else "all-linear"
+    )
     return Lora(
-        kind="lora", rank=int(config.get("r") or 16), alpha=float(config.get("lora_alpha") or 32), targets=named, dora=bool(config.get("use_dora"))
+        kind="lora",
+        rank=int(config.get("r") or 16),
+        alpha=float(config.get("lora_alpha") or 32),
+        targets=named,
+        dora=bool(config.get("use_dora")),
     )
 
 
@@ -248,7 +270,13 @@ class Asked:
         bare, prepared, data = self.bare, self.prepared, self.bare.asks.data
         settings = [self.device, self.precision, bare.asks.seed, bare.max_prompt_tokens, *_content(data)]
         shown = [] if prepared.record.pictures_sha256 is None else [prepared.record.pictures_sha256]
-        content = [bare.fingerprint, [fact.sha256 for fact in file_facts(prepared)], prepared.record.template_sha256, settings, *shown]
+        content = [
+            bare.fingerprint,
+            [fact.sha256 for fact in file_facts(prepared)],
+            prepared.record.template_sha256,
+            settings,
+            *shown,
+        ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -257,7 +285,10 @@ def _content(data: Data) -> list[Any]:
     if not isinstance(data.task, OwnTask):
         return [data.model_dump(mode="json")]
     form = data.task.model_copy(update={"path": ""})
-    return [data.model_copy(update={"task": form}).model_dump(mode="json"), read_file(Path(data.task.path), Path.cwd()).sha256]
+    return [
+        data.model_copy(update={"task": form}).model_dump(mode="json"),
+        read_file(Path(data.task.path), Path.cwd()).sha256,
+    ]
 
 
 def open_bare(bare: Bare, data: str, *, device: Literal["cpu", "cuda"] | None, runs: Path) -> RunDir:
@@ -266,7 +297,9 @@ def open_bare(bare: Bare, data: str, *, device: Literal["cpu", "cuda"] | None, r
     asks = bare.asks.model_copy(update={"model": bare.model})  # which says how it sees
     prepared = prepare_questions(Source(path=data), asks, bare.tokenizer, base=Path.cwd())
     asked = Asked(bare=bare, prepared=prepared, base=Path.cwd(), device=device, precision=precision_on(device))
-    return newest_with_digest(runs, bare.name, asked.digest()) or create_bare(asked, runs, lambda staging: put_in_place(staging, runs, bare.name))
+    return newest_with_digest(runs, bare.name, asked.digest()) or create_bare(
+        asked, runs, lambda staging: put_in_place(staging, runs, bare.name)
+    )
 
 
 def open_at(asked: Asked, place: Path) -> RunDir:
@@ -318,16 +351,27 @@ def _fill(run: RunDir, asked: Asked) -> None:
     subject = _subject(asked, where)
     num_items = len(read_items(where.prepared("test.jsonl")))
     tokens, grids = prepared.record.prompt_tokens or 1, prepared.record.prompt_grids
-    write_record(where.eval_stage, EvalStage(name=bare.filed, subject=subject, prompt_tokens=tokens, prompt_grids=grids, num_items=num_items))
+    write_record(
+        where.eval_stage,
+        EvalStage(name=bare.filed, subject=subject, prompt_tokens=tokens, prompt_grids=grids, num_items=num_items),
+    )
     _record_facts(run, subject, asked)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_record(run.run, Run(name=bare.name, digest=asked.digest(), finefit=__version__, created=now, kind="eval", status="prepared"))
+    write_record(
+        run.run,
+        Run(name=bare.name, digest=asked.digest(), finefit=__version__, created=now, kind="eval", status="prepared"),
+    )
 
 
 def _record_facts(run: RunDir, subject: Subject, asked: Asked) -> None:
-    files = tuple(replace(fact, path=_relative(asked.base / fact.path, run.path)) for fact in file_facts(asked.prepared))
+    files = tuple(
+        replace(fact, path=_relative(asked.base / fact.path, run.path)) for fact in file_facts(asked.prepared)
+    )
     inputs = Inputs(
-        data={"test": (files,)}, model=subject.model_name, model_fingerprint=subject.model_fingerprint, template_sha256=subject.template_sha256
+        data={"test": (files,)},
+        model=subject.model_name,
+        model_fingerprint=subject.model_fingerprint,
+        template_sha256=subject.template_sha256,
     )
     write_record(run.facts, Facts(machine=read_machine(), inputs=inputs))
 
@@ -363,7 +407,9 @@ def _subject(asked: Asked, where: StageDir) -> Subject:
         seed=bare.asks.seed,
         template=data.template,
         template_options=data.template_options,
-        template_sha256=open_renderer(where.tokenizer, data.template, template_options=data.template_options, eye=_eye(bare)).sha256(),
+        template_sha256=open_renderer(
+            where.tokenizer, data.template, template_options=data.template_options, eye=_eye(bare)
+        ).sha256(),
         images=data.images,
         max_prompt_tokens=bare.max_prompt_tokens,
         form=keep_form(data.task, Path.cwd(), where.run),

@@ -84,14 +84,26 @@ def _fill(run: RunDir, opened: Opened, spec_text: str, overrides: tuple[str, ...
     assert lengths.num_rows is not None
     foretold = foresee(opened.spec, base, lengths, machine, nodes=opened.nodes)
     values = resolve(opened.spec, overrides=overrides, machine=machine, num_rows=lengths.num_rows, forecast=foretold)
-    findings = in_order((*findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value), *found))
+    findings = in_order(
+        (*findings_of(opened.spec, foretold, machine, base, run.path, values["total_steps"].value), *found)
+    )
     require_sound(findings)
     write_record(run.check, Check(findings=findings))
     stage = make_stage(spec, values, inputs=opened.inputs, forecast=foretold, num_rows=lengths.num_rows, prepared=files)
     write_record(run.plan, Plan(stages={stage.name: values}, forecasts={stage.name: foretold}))
     write_record(where.stage, stage)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_record(run.run, Run(name=spec.name, digest=opened.digest, finefit=__version__, created=now, status="prepared", overrides=overrides))
+    write_record(
+        run.run,
+        Run(
+            name=spec.name,
+            digest=opened.digest,
+            finefit=__version__,
+            created=now,
+            status="prepared",
+            overrides=overrides,
+        ),
+    )
 
 
 def _take_tokenizer(where: StageDir, opened: Opened, base: Path) -> None:
@@ -100,7 +112,9 @@ def _take_tokenizer(where: StageDir, opened: Opened, base: Path) -> None:
 
     folder, data = opened.located.folder, opened.spec.data
     eye = eye_of(see_of(opened.spec.model, base, folder, data.images))
-    open_renderer(folder, data.template, template_options=data.template_options, eye=eye).tokenizer.save_pretrained(where.tokenizer)
+    open_renderer(folder, data.template, template_options=data.template_options, eye=eye).tokenizer.save_pretrained(
+        where.tokenizer
+    )
     keep_processor(folder, where.tokenizer)
     settings = folder / "generation_config.json"
     if settings.is_file():
@@ -121,4 +135,7 @@ def stage_of(run: RunDir) -> StageDir:
             return where
         case found:
             there = ", ".join(where.path.name for where in found) or "none"
-            raise RunError(f"{run.path / 'stages'} should hold one stage and holds {there}: it was changed by hand", "start again with --new")
+            raise RunError(
+                f"{run.path / 'stages'} should hold one stage and holds {there}: it was changed by hand",
+                "start again with --new",
+            )

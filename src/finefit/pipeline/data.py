@@ -58,12 +58,18 @@ class PreparedData:
         from finefit.data.store import open_examples
 
         examples = open_examples(self.path("train.safetensors"))
-        return efficiency(examples.lengths, examples.supervised_counts, levers, global_batch=spec.global_batch, seed=spec.seed)
+        return efficiency(
+            examples.lengths, examples.supervised_counts, levers, global_batch=spec.global_batch, seed=spec.seed
+        )
 
 
 def present(data: Data, base: Path) -> Data:
     """Without held-out rows whose files or images are not there: a plan need not wait for them."""
-    absent = {name: None for name in ("validation", "test") if not all(_is_there(place, base) for s in data.sources()[name] for place in places(s))}
+    absent = {
+        name: None
+        for name in ("validation", "test")
+        if not all(_is_there(place, base) for s in data.sources()[name] for place in places(s))
+    }
     return data.model_copy(update=absent)
 
 
@@ -98,7 +104,9 @@ def find_sources(data: Data, base: Path) -> dict[str, tuple[tuple[Path, ...], ..
             except DataError as fault:
                 faults.append(fault)
     if faults:
-        raise DataError("\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy)))
+        raise DataError(
+            "\n".join(f.problem for f in faults), "\n".join(dict.fromkeys(f.remedy for f in faults if f.remedy))
+        )
     return found
 
 
@@ -116,7 +124,9 @@ def _facts(paths: tuple[Path, ...], base: Path) -> tuple[FileFact, ...]:
     try:
         return tuple(read_file(path, base) for path in paths)
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file") from None
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file"
+        ) from None
 
 
 def _by_content(data: Data, base: Path) -> Files:
@@ -137,14 +147,36 @@ def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
 
 def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
     """Of everything that the result depends on; names stand in what is told of the rows."""
-    facts = {split: [[(fact.path, fact.sha256) for fact in files] for files in split_files] for split, split_files in sources.items()}
+    facts = {
+        split: [[(fact.path, fact.sha256) for fact in files] for files in split_files]
+        for split, split_files in sources.items()
+    }
     templates = tokenizer / TEMPLATES
     paths = [*tokenizer.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
-    files = [read_file(path, tokenizer).sha256 for path in sorted(paths) if path.suffix in _TOKENIZER_FILES and path.is_file()]
-    own = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))).hexdigest()
+    files = [
+        read_file(path, tokenizer).sha256
+        for path in sorted(paths)
+        if path.suffix in _TOKENIZER_FILES and path.is_file()
+    ]
+    own = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))
+    ).hexdigest()
     versions = [version(name) for name in _PACKAGES]
-    asked = [spec.data.model_dump(mode="json", exclude=set(_JUDGED)), _wants_pairs(spec), spec.max_prompt_tokens(), spec.seed]
-    content = [*asked, facts, files, versions, own, _form_sha256(spec.data, base), *_images_start(spec, base, tokenizer)]
+    asked = [
+        spec.data.model_dump(mode="json", exclude=set(_JUDGED)),
+        _wants_pairs(spec),
+        spec.max_prompt_tokens(),
+        spec.seed,
+    ]
+    content = [
+        *asked,
+        facts,
+        files,
+        versions,
+        own,
+        _form_sha256(spec.data, base),
+        *_images_start(spec, base, tokenizer),
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -152,8 +184,14 @@ def _images_start(spec: Spec, base: Path, tokenizer: Path) -> list[str]:
     """Where images lie is told by whole paths, so rows of a model that may see belong to one place. Their contents are compared whenever
     prepared rows are used again."""
     config = tokenizer / "config.json"
-    sees = isinstance(spec.model, CustomModel) or (config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8")))
-    code = [json.dumps([found.sha256, found.entry, dict(found.config)], sort_keys=True)] if (found := _code(spec, base)) else []
+    sees = isinstance(spec.model, CustomModel) or (
+        config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8"))
+    )
+    code = (
+        [json.dumps([found.sha256, found.entry, dict(found.config)], sort_keys=True)]
+        if (found := _code(spec, base))
+        else []
+    )
     return [str(base.resolve()), *code] if sees else []
 
 
@@ -169,7 +207,9 @@ def _form_sha256(data: Data, base: Path) -> str | None:
     try:
         return read_file(base / data.task.path, base).sha256
     except OSError as error:
-        raise SpecError(f"data.task: {data.task.path} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
+        raise SpecError(
+            f"data.task: {data.task.path} cannot be read: {error.strerror}", "its path is relative to the spec file"
+        ) from None
 
 
 def _wants_pairs(spec: Spec) -> bool:
@@ -203,8 +243,12 @@ def _prepared(spec: Spec, base: Path, tokenizer: Path, folder: Path, sources: Fi
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
     except OSError as error:
-        raise RunError(f"{folder.parent} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder that can be") from None
-    needed_bytes = _BYTES_PER_BYTE * sum(fact.size_bytes for split in sources.values() for files in split for fact in files)
+        raise RunError(
+            f"{folder.parent} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder that can be"
+        ) from None
+    needed_bytes = _BYTES_PER_BYTE * sum(
+        fact.size_bytes for split in sources.values() for files in split for fact in files
+    )
     try:
         with full_disk_named(folder, needed_bytes):
             record = prepare(
@@ -218,7 +262,9 @@ def _prepared(spec: Spec, base: Path, tokenizer: Path, folder: Path, sources: Fi
                 see=see_of(spec.model, base, tokenizer, spec.data.images),
             )
         if _by_content(spec.data, base) != sources:
-            raise DataError("a data file has changed while it was read", "give the command again when nothing writes to it")
+            raise DataError(
+                "a data file has changed while it was read", "give the command again when nothing writes to it"
+            )
         write_record(staging / RECORD, record)
         _put(staging, folder)
     finally:

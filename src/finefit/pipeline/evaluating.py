@@ -61,7 +61,14 @@ class Items:
 
 
 def evaluate(
-    run: RunDir, request: EvalRequest, *, base: Path, lock: int, tick: Tick, size: Size | None = None, fill: Fill | None = None
+    run: RunDir,
+    request: EvalRequest,
+    *,
+    base: Path,
+    lock: int,
+    tick: Tick,
+    size: Size | None = None,
+    fill: Fill | None = None,
 ) -> EvalResult:
     """Answers a request in a process of its own. `base`: where the path of a task file of the user's own starts. `size` finds the room for it, `fill`
     writes down what is answered already."""
@@ -108,8 +115,16 @@ def _noted(result: EvalResult) -> dict[str, Any]:
         for dataset, part in result.by_dataset.items()
         for name, value in _told(f"{result.task}/{_UNTOLD.sub('-', dataset)}", part.metrics).items()
     }
-    samples = [{"prompt": item.prompt, "answer": item.answer, "reference": item.reference, "scores": item.scores} for item in spaced(result.items)]
-    about = {"event": "scored", "step": step_named(result.checkpoint) or 0, "checkpoint": result.checkpoint, "task": result.task}
+    samples = [
+        {"prompt": item.prompt, "answer": item.answer, "reference": item.reference, "scores": item.scores}
+        for item in spaced(result.items)
+    ]
+    about = {
+        "event": "scored",
+        "step": step_named(result.checkpoint) or 0,
+        "checkpoint": result.checkpoint,
+        "task": result.task,
+    }
     return {**about, **scores, f"{result.task}/coverage": result.coverage, "samples": samples}
 
 
@@ -190,14 +205,21 @@ def _no_result(failure: Path, code: int, log: Path) -> FinefitError:
     if failure.exists():
         return raised_again(read_record(failure, EvalFailure).failure)
     if code == Interrupted.exit_code:
-        return Interrupted(f"the evaluation was stopped; its answers so far are kept. {last_words(log)}", "give the same command again")
-    return FinefitError(f"the evaluation ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")
+        return Interrupted(
+            f"the evaluation was stopped; its answers so far are kept. {last_words(log)}", "give the same command again"
+        )
+    return FinefitError(
+        f"the evaluation ended with code {code}, which is a fault of finefit. {last_words(log)}",
+        "please report it with these lines",
+    )
 
 
 # of a run
 
 
-def request_of(run: RunDir, checkpoint: str, evaluation: Evaluation, *, device: Device | None = None, items: Items | None = None) -> EvalRequest:
+def request_of(
+    run: RunDir, checkpoint: str, evaluation: Evaluation, *, device: Device | None = None, items: Items | None = None
+) -> EvalRequest:
     """`device`: another one than that of the training. `items`: others than the run's own test rows."""
     where = stage_of(run)
     name = resolve_checkpoint(where, checkpoint)
@@ -360,7 +382,9 @@ def _score_all(run: RunDir, lock: int, tick: Tick) -> None:
     stage = read_record(stage_of(run).stage, Stage)
     rooms = Rooms(run=run, prompt_tokens=prompt_tokens_of(run), prompt_grids=prompt_grids_of(run), as_planned=True)
     for evaluation in stage.evaluate:
-        names = checkpoints_of(run, "all") if evaluation.checkpoints == "all" else ["base", *checkpoints_of(run, "final")]
+        names = (
+            checkpoints_of(run, "all") if evaluation.checkpoints == "all" else ["base", *checkpoints_of(run, "final")]
+        )
         for name in (name for name in names if evaluation.base or name != "base"):
             evaluate(run, request_of(run, name, evaluation), base=run.path, lock=lock, tick=tick, size=rooms.find)
 

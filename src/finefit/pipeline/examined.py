@@ -19,7 +19,12 @@ from finefit.pipeline.leaks import leaks
 from finefit.pipeline.outlines import Done, Outlines, copies_in, nothing_done
 from finefit.pipeline.outlooks import asking_spec, look_at, of_forecasts, prepared_questions
 from finefit.pipeline.preparation import data_findings, unreadable_references
-from finefit.preflight.data import few_rows_are_lost, prompts_keep_most_of_their_text, rows_can_be_used, rows_fit_the_budget
+from finefit.preflight.data import (
+    few_rows_are_lost,
+    prompts_keep_most_of_their_text,
+    rows_can_be_used,
+    rows_fit_the_budget,
+)
 from finefit.preflight.findings import LEVELS
 from finefit.preflight.run import OPTIONAL, Preparation, examine
 from finefit.preflight.stages import Named, Whole, examine_stages, of_stage
@@ -72,19 +77,33 @@ _NONE: Forecasts = {}
 
 
 def require_examined(
-    pipeline: Pipeline, base: Path, forecasts: Forecasts, *, runs: Path, done: Done = nothing_done, names: Collection[str] | None = None
+    pipeline: Pipeline,
+    base: Path,
+    forecasts: Forecasts,
+    *,
+    runs: Path,
+    done: Done = nothing_done,
+    names: Collection[str] | None = None,
 ) -> tuple[Named, ...]:
     """What a run is told of the stages that it will carry out (`names`; without them all): warnings and notes. All that speaks against it is raised
     at once, before anything is loaded. `forecasts` that were made already, on the device that a run gets here."""
     found = examine_pipeline(pipeline, base, runs, done=done, names=names, forecasts=forecasts).findings
     if errors := [one for one in found if one[1].level == "error"]:
         problems = (finding.problem if name is None else f"stage {name}: {finding.problem}" for name, finding in errors)
-        raise FindingError("\n".join(problems), "\n".join(dict.fromkeys(finding.remedy for _, finding in errors if finding.remedy)))
+        raise FindingError(
+            "\n".join(problems), "\n".join(dict.fromkeys(finding.remedy for _, finding in errors if finding.remedy))
+        )
     return found
 
 
 def examine_pipeline(
-    pipeline: Pipeline, base: Path, runs: Path, *, done: Done = nothing_done, names: Collection[str] | None = None, forecasts: Forecasts = _NONE
+    pipeline: Pipeline,
+    base: Path,
+    runs: Path,
+    *,
+    done: Done = nothing_done,
+    names: Collection[str] | None = None,
+    forecasts: Forecasts = _NONE,
 ) -> Examined:
     """On the device that a run gets here. `runs`: where the run directory will lie; `names`: of these stages alone."""
     machine, free = read_machine(), free_bytes(runs)
@@ -99,7 +118,9 @@ def examine_pipeline(
             outlooks[name] = of_forecasts(forecasts[name]) if name in forecasts else look_at(outlines, name, None)
             if isinstance(stage, TrainStage):
                 stages[name] = _training(outlines, name, outlooks[name].forecasts[0])
-                findings += ((name, of_stage(name, found)) for found in _of_training(outlines, stages[name], name, machine))
+                findings += (
+                    (name, of_stage(name, found)) for found in _of_training(outlines, stages[name], name, machine)
+                )
             if isinstance(stage, EvaluateStage):
                 findings += ((name, found) for found in _of_evaluation(outlines, stage, name))
             if name not in absent:
@@ -123,7 +144,9 @@ def examine_pipeline(
 
 def _in_order(findings: list[Named], pipeline: Pipeline) -> tuple[Named, ...]:
     places = {name: at for at, name in enumerate(pipeline.order())}
-    return tuple(sorted(findings, key=lambda found: (LEVELS.index(found[1].level), -1 if found[0] is None else places[found[0]])))
+    return tuple(
+        sorted(findings, key=lambda found: (LEVELS.index(found[1].level), -1 if found[0] is None else places[found[0]]))
+    )
 
 
 # Trainings
@@ -160,7 +183,11 @@ def _of_training(outlines: Outlines, found: ExaminedStage, name: str, machine: M
         )
     )
     if found.prepared is not None:
-        there = found.spec if found.spec.data.test is not None or not expected else found.spec.model_copy(update={"evaluate": ()})
+        there = (
+            found.spec
+            if found.spec.data.test is not None or not expected
+            else found.spec.model_copy(update={"evaluate": ()})
+        )
         yield from data_findings(there, outlines.base, found.prepared)
 
 
@@ -208,10 +235,17 @@ def _overlap(outlines: Outlines, stage: EvaluateStage, trained: str) -> Iterator
     assert isinstance(training, TrainStage)
     sources = tuple(found for source in training.data.train for found in _as_written(outlines, source))
     questions = _as_written(outlines, stage.data.test)
-    if not sources or len(questions) != 1 or missing(Data(train=sources, test=questions[0]), outlines.base) or _are_dropped(training, stage):
+    if (
+        not sources
+        or len(questions) != 1
+        or missing(Data(train=sources, test=questions[0]), outlines.base)
+        or _are_dropped(training, stage)
+    ):
         return
     form = _form_of_both(outlines, training, stage)
-    found = leaks(sources, questions[0], base=outlines.base, seed=outlines.pipeline.seed, turns=training.data.turns, form=form)
+    found = leaks(
+        sources, questions[0], base=outlines.base, seed=outlines.pipeline.seed, turns=training.data.turns, form=form
+    )
     if found:
         lines = "\n".join(f"  {one.row} ({trained}) is {one.other}: {one.how}" for one in found[:_SHOWN])
         more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -247,15 +281,25 @@ def _as_written(outlines: Outlines, source: Source) -> tuple[Source, ...]:
 def _missing(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, stage in outlines.pipeline.stages.items():
         absent = missing(Data.model_construct(train=_sources(stage)), outlines.base)
-        others = tuple(path for path in _other_files(stage) if STAGE_PATH.fullmatch(path) is None and not (outlines.base / path).exists())
+        others = tuple(
+            path
+            for path in _other_files(stage)
+            if STAGE_PATH.fullmatch(path) is None and not (outlines.base / path).exists()
+        )
         if absent or others:
             yield name, (*absent, *others)
 
 
 def _to_come(outlines: Outlines) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, stage in outlines.pipeline.stages.items():
-        trained = [source for sources in stage.data.sources().values() for source in sources] if isinstance(stage, TrainStage) else []
-        paths = tuple(place for source in (*trained, *_sources(stage)) for place in places(source) if not outlines.is_made(place))
+        trained = (
+            [source for sources in stage.data.sources().values() for source in sources]
+            if isinstance(stage, TrainStage)
+            else []
+        )
+        paths = tuple(
+            place for source in (*trained, *_sources(stage)) for place in places(source) if not outlines.is_made(place)
+        )
         if paths:
             yield name, tuple(dict.fromkeys(paths))
 

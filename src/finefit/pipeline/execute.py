@@ -62,7 +62,9 @@ def _in_processes(where: StageDir, stage: Stage, lock: int, tick: Tick) -> int:
         )
     if devices > 1:
         return launch_ranks(WORKER, where, devices=devices, lock=lock, tick=tick)
-    return launch(WORKER, where.path, log=RunDir(where.run).log, lock=lock, tick=tick, deterministic=stage.deterministic)
+    return launch(
+        WORKER, where.path, log=RunDir(where.run).log, lock=lock, tick=tick, deterministic=stage.deterministic
+    )
 
 
 def _is_trained(where: StageDir, stage: Stage) -> bool:
@@ -77,6 +79,11 @@ def _raise_failure(result: Path, code: int, log: Path) -> None:
         if failure := read_record(result, StageResult).failure:
             raise raised_again(failure)
     elif code == Interrupted.exit_code:
-        raise Interrupted(f"stopped at once, without a new checkpoint. {last_words(log)}", "give the same command again")
+        raise Interrupted(
+            f"stopped at once, without a new checkpoint. {last_words(log)}", "give the same command again"
+        )
     else:
-        raise FinefitError(f"the worker ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")
+        raise FinefitError(
+            f"the worker ended with code {code}, which is a fault of finefit. {last_words(log)}",
+            "please report it with these lines",
+        )

@@ -40,7 +40,13 @@ _ROUNDED = 64 << 20
 
 
 def forecast(
-    spec: Spec, base: Path, cards: tuple[str, ...], lengths: Lengths, *, budget_bytes: int | None = None, nodes: int | None = None
+    spec: Spec,
+    base: Path,
+    cards: tuple[str, ...],
+    lengths: Lengths,
+    *,
+    budget_bytes: int | None = None,
+    nodes: int | None = None,
 ) -> tuple[Forecast, ...]:
     """One for each card. `budget_bytes` where not all of a card may be used; `nodes` that ranks were started on, else those of the launcher."""
     question = Question(
@@ -55,7 +61,9 @@ def forecast(
     return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in _answered(question).forecasts)
 
 
-def rooms_here(subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int, grids: Grids = ()) -> dict[str, Room]:
+def rooms_here(
+    subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int, grids: Grids = ()
+) -> dict[str, Room]:
     """What evaluations have room for on the device that they get, by what is free there now. `base`: where the path of the model starts."""
     known, card = outline(subject.model, base), "cpu" if subject.device == "cpu" else "auto"
     asked = (known.config, subject.tuning, evaluations)
@@ -128,7 +136,11 @@ def lengths_of(spec: Spec, base: Path, *, to_come: str | None = None) -> Lengths
     known = outline(spec.model, base)
     if to_come is not None:
         return _assumed(spec, f"{to_come} is yet to be made", known)
-    absent = [path for path in missing(spec.data, base) if path in {place for source in spec.data.train for place in places(source)}]
+    absent = [
+        path
+        for path in missing(spec.data, base)
+        if path in {place for source in spec.data.train for place in places(source)}
+    ]
     if absent or known.tokenizer is None:
         return _assumed(spec, f"{absent[0]} is not there" if absent else "the model comes without a tokenizer", known)
     there = spec.model_copy(update={"data": present(spec.data, base)})
@@ -159,9 +171,24 @@ def _relevant(spec: Spec, nodes: int | None) -> Spec:
     evaluations = tuple(_as_planned(evaluation) for evaluation in spec.evaluate)
     objective = spec.objective.model_copy(update={"beta": 1.0}) if isinstance(spec.objective, Dpo) else spec.objective
     nodes = nodes or (spec.launcher.nodes if isinstance(spec.launcher, SlurmLauncher) else 1)
-    launcher = SlurmLauncher(kind="slurm", nodes=nodes) if nodes > 1 else LocalLauncher(kind="local")  # whoever starts them
-    same = {"name": "plan", "seed": 0, "card": "auto", "device": "auto", "on_nan": NanStop(kind="stop"), "model": _UNNAMED}
-    more = {"data": data, "optimizer": optimizer, "evaluate": evaluations, "validation": Validation(), "save": Save(keep=spec.save.keep)}
+    launcher = (
+        SlurmLauncher(kind="slurm", nodes=nodes) if nodes > 1 else LocalLauncher(kind="local")
+    )  # whoever starts them
+    same = {
+        "name": "plan",
+        "seed": 0,
+        "card": "auto",
+        "device": "auto",
+        "on_nan": NanStop(kind="stop"),
+        "model": _UNNAMED,
+    }
+    more = {
+        "data": data,
+        "optimizer": optimizer,
+        "evaluate": evaluations,
+        "validation": Validation(),
+        "save": Save(keep=spec.save.keep),
+    }
     asked = {"objective": objective, "tuning": _anywhere(spec.tuning), "launcher": launcher, "trackers": ()}
     return spec.model_copy(update=same | more | asked)
 
@@ -173,7 +200,9 @@ def _anywhere(tuning: Tuning) -> Tuning:
 
 
 def _as_planned(evaluation: Evaluation) -> Evaluation:
-    return evaluation.model_copy(update={"limit": None, "sources": (), "base": True, "judge": None, "checkpoints": "final"})
+    return evaluation.model_copy(
+        update={"limit": None, "sources": (), "base": True, "judge": None, "checkpoints": "final"}
+    )
 
 
 def _key(question: Question) -> str:
@@ -181,7 +210,16 @@ def _key(question: Question) -> str:
     requests = [parse_card(card) for card in question.cards]
     here = [_machine()] if any(request.is_auto or request.is_cpu for request in requests) else []
     limits = [question.budget_bytes, *([question.visible, question.allocator] if here else [])]
-    content = [question.spec, question.config, question.cards, repr(question.lengths), question.only_rooms, here, limits, _versions()]
+    content = [
+        question.spec,
+        question.config,
+        question.cards,
+        repr(question.lengths),
+        question.only_rooms,
+        here,
+        limits,
+        _versions(),
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

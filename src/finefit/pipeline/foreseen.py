@@ -21,12 +21,21 @@ from finefit.spec.stages import STAGE_PATH, MakePairs, Pipeline, Rules, StageMod
 
 
 def foresee_stages(
-    pipeline: Pipeline, base: Path, *, cards: tuple[str, ...] | None = None, done: Done = nothing_done, names: Collection[str] | None = None
+    pipeline: Pipeline,
+    base: Path,
+    *,
+    cards: tuple[str, ...] | None = None,
+    done: Done = nothing_done,
+    names: Collection[str] | None = None,
 ) -> dict[str, tuple[Forecast, ...]]:
     """Of the stages that train, in their order, one for each card; without `cards` one, on the device that a run gets here. `names`: of these alone.
     What is suggested is written as the pipeline takes it."""
     outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
-    asked = [name for name in pipeline.order() if isinstance(pipeline.stages[name], TrainStage) and (names is None or name in names)]
+    asked = [
+        name
+        for name in pipeline.order()
+        if isinstance(pipeline.stages[name], TrainStage) and (names is None or name in names)
+    ]
     with one_rehearser():
         return {name: foresee_stage(outlines, name, cards) for name in asked}
 
@@ -41,7 +50,9 @@ def foresee_stage(outlines: Outlines, name: str, cards: tuple[str, ...] | None) 
             found: tuple[Forecast, ...] = (foresee(spec, outlines.base, lengths, read_machine()),)
         else:
             found = forecast(spec, outlines.base, cards, lengths)
-        return tuple(replace(one, suggestions=within_pipeline(outlines.pipeline, name, one.suggestions)) for one in found)
+        return tuple(
+            replace(one, suggestions=within_pipeline(outlines.pipeline, name, one.suggestions)) for one in found
+        )
 
 
 @contextmanager
@@ -72,7 +83,10 @@ def _way_out(name: str, found: Forecast) -> str:
     fitting = next((one for one in found.suggestions if one.fits), None)
     if fitting is None:
         return f"no change of stage {name} makes it fit: take a larger card or a smaller model; `finefit plan SPEC` shows what fills it"
-    return " ".join(f"--set '{change}'" for change in fitting.changes) + f" ({fitting.peak_bytes:,} bytes; {fitting.price})"
+    return (
+        " ".join(f"--set '{change}'" for change in fitting.changes)
+        + f" ({fitting.peak_bytes:,} bytes; {fitting.price})"
+    )
 
 
 # How long rows are that another stage has yet to make
@@ -110,7 +124,9 @@ def given_rows(outlines: Outlines, sources: tuple[Source, ...], like: Spec) -> L
     data = Data(train=tuple(origins), too_long="drop", bad_rows="drop", drop_at_most=1.0, **kept)
     if missing(data, outlines.base):
         return None
-    return prepare_data(like.model_copy(update={"data": data, "objective": Sft(kind="sft")}), outlines.base, tokenizer).record.lengths
+    return prepare_data(
+        like.model_copy(update={"data": data, "objective": Sft(kind="sft")}), outlines.base, tokenizer
+    ).record.lengths
 
 
 def outlines_tokenizer(outlines: Outlines, spec: Spec) -> Path | None:

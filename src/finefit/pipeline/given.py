@@ -56,19 +56,30 @@ def read_given(path: Path, form: Form | None) -> list[Given]:
     if is_amr(file):
         method = form.method if isinstance(form, AmrForm) else None
         blocks = read_graphs(path)
-        return [Given(place=b.place, prompt=prompt_of(b.sentence, method) if method else b.sentence, text=b.graph) for b in blocks]
+        return [
+            Given(place=b.place, prompt=prompt_of(b.sentence, method) if method else b.sentence, text=b.graph)
+            for b in blocks
+        ]
     return [_given(record) for record in read_records(file)]
 
 
 def _given(record: Record | BadRow) -> Given:
     if isinstance(record, BadRow):
-        raise DataError(f"{record.place} {record.reason}", "mend the file: an answer left out is a question that nobody asked")
+        raise DataError(
+            f"{record.place} {record.reason}", "mend the file: an answer left out is a question that nobody asked"
+        )
     place, value = f"{record.source}:{record.number}", dict(record.value)
     answer = next((value[name] for name in _ANSWERS if name in value), None)
-    names = [next((str(value[name]) for name in names if value.get(name) not in (None, "")), "") for names in (("id",), _PROMPTS)]
+    names = [
+        next((str(value[name]) for name in names if value.get(name) not in (None, "")), "")
+        for names in (("id",), _PROMPTS)
+    ]
     if not isinstance(answer, str) or not any(names):
         there = ", ".join(value) or "nothing"
-        raise DataError(f"{place} has {there}: an answer as text and what it answers are needed", "name the columns answer, and prompt or id")
+        raise DataError(
+            f"{place} has {there}: an answer as text and what it answers are needed",
+            "name the columns answer, and prompt or id",
+        )
     return Given(place=place, id=names[0], prompt=names[1], text=answer)
 
 
@@ -80,11 +91,16 @@ def aligned(given: Iterable[Given], rows: Sequence[Row]) -> list[str]:
         asked = names.asked(one)
         at = next((at for at in asked if at not in found), asked[-1])
         if at in found:
-            raise DataError(f"{one.place} answers {rows[at].place} once more: {found[at].place} did", "keep one answer for every item")
+            raise DataError(
+                f"{one.place} answers {rows[at].place} once more: {found[at].place} did",
+                "keep one answer for every item",
+            )
         found[at] = one
     if missing := [row.place for at, row in enumerate(rows) if at not in found]:
         more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        raise DataError(f"{missing[0]} has no answer{more}", "an item that was not answered counts too: give it an empty answer")
+        raise DataError(
+            f"{missing[0]} has no answer{more}", "an item that was not answered counts too: give it an empty answer"
+        )
     return [found[at].text for at in range(len(rows))]
 
 
@@ -114,10 +130,15 @@ class _Names:
             raise DataError(problem, "take the answers to these rows")
         if not asked:
             here, there = self.rows[by_id[0]].place, self.rows[by_prompt[0]].place
-            raise DataError(f"{one.place} has the id {one.id} of {here} and the prompt of {there}", "name one item: mend the id, or leave it out")
+            raise DataError(
+                f"{one.place} has the id {one.id} of {here} and the prompt of {there}",
+                "name one item: mend the id, or leave it out",
+            )
         if len({self.keys[at] for at in asked}) > 1:
             first, second, *_ = (self.rows[at].place for at in asked)
-            problem = f"{one.place} answers `{_cut(one.answers_to)}`, which names {first} and {second}, two different items"
+            problem = (
+                f"{one.place} answers `{_cut(one.answers_to)}`, which names {first} and {second}, two different items"
+            )
             raise DataError(problem, f"name each by its place: id {first}")
         return asked
 
@@ -161,10 +182,14 @@ def name_of(path: Path) -> str:
     """By which their scores are filed: other answers of the same file name are others."""
     kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in path.stem).strip("-")
     name = f"{kept[:40] or 'answers'}-{read_file(path, path.parent).sha256[:8]}"
-    return name if step_named(name) is None else f"answers-{name}"  # of `checkpoint.jsonl`, where the digest has no letter
+    return (
+        name if step_named(name) is None else f"answers-{name}"
+    )  # of `checkpoint.jsonl`, where the digest has no letter
 
 
-def write_answers(task: Task, request: EvalRequest, paths: EvalPaths, answers: Sequence[str], rows: Sequence[Row]) -> None:
+def write_answers(
+    task: Task, request: EvalRequest, paths: EvalPaths, answers: Sequence[str], rows: Sequence[Row]
+) -> None:
     """As items that are answered already: the process that scores them finds nothing left to ask."""
     if not task.generates or any(any(task.candidates(row)) for row in rows):
         problem = f"{request.evaluation.label} asks how likely given answers are to a model, which a file of answers cannot say"
@@ -174,4 +199,6 @@ def write_answers(task: Task, request: EvalRequest, paths: EvalPaths, answers: S
     with Journal(paths.items) as items:
         for at, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             prompt = "\n\n".join(message.content for message in row.prompt)
-            items.write(**_ITEM.dump_python(score_item(task, at, row, prompt=prompt, reply=Reply(text=answer)), mode="json"))
+            items.write(
+                **_ITEM.dump_python(score_item(task, at, row, prompt=prompt, reply=Reply(text=answer)), mode="json")
+            )

@@ -44,12 +44,16 @@ class Opened:
         """Of what is asked and of the content it is asked of; where files lie and who starts the run does not matter, on how many nodes does."""
         told = self.spec.model_copy(update={"launcher": LocalLauncher(kind="local"), "trackers": ()})
         document = json.loads(spec_to_json(relocate(told, lambda _: "")))
-        data = {split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()}
+        data = {
+            split: [[fact.sha256 for fact in files] for files in sources] for split, sources in self.inputs.data.items()
+        }
         content = [self.inputs.model_fingerprint, self.inputs.template_sha256, data, self.inputs.engine_sha256]
         several = [self.nodes] if self.nodes > 1 else []
         tasks = [self.inputs.tasks_sha256] if self.inputs.tasks_sha256 else []
         pictures = [self.inputs.pictures_sha256] if self.inputs.pictures_sha256 else []
-        return hashlib.sha256(json.dumps([document, content, *several, *tasks, *pictures], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([document, content, *several, *tasks, *pictures], sort_keys=True).encode()
+        ).hexdigest()
 
 
 def open_inputs(spec: Spec, base: Path, run: Path, *, nodes: int | None = None) -> Opened:
@@ -97,7 +101,11 @@ def moved_model(model: Model, move: MovePath) -> Model:
         case CustomModel(tokenizer=tokenizer, weights=weights):
             if isinstance(tokenizer, FolderModel):
                 tokenizer = FolderModel(kind="folder", path=move(tokenizer.path))
-            moved = {"file": move(model.file), "weights": None if weights is None else move(weights), "tokenizer": tokenizer}
+            moved = {
+                "file": move(model.file),
+                "weights": None if weights is None else move(weights),
+                "tokenizer": tokenizer,
+            }
             return model.model_copy(update=moved)
     return model
 
@@ -121,7 +129,9 @@ def engine_sha256(engine: Engine, base: Path) -> str | None:
     try:
         return read_file(base / engine.config, base).sha256
     except OSError as error:
-        raise SpecError(f"engine.config: {engine.config} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
+        raise SpecError(
+            f"engine.config: {engine.config} cannot be read: {error.strerror}", "its path is relative to the spec file"
+        ) from None
 
 
 def tasks_sha256(spec: Spec, base: Path) -> tuple[str | None, ...]:
@@ -136,7 +146,10 @@ def _with_paths(data: Data, moved: MovePath) -> Data:
         return old if old.join is None else old.model_copy(update={"join": moved(old.join)})
 
     def beside(source: Source | Held) -> dict[str, Any]:
-        return {"fields": fields(source.fields), "images_root": None if source.images_root is None else moved(source.images_root)}
+        return {
+            "fields": fields(source.fields),
+            "images_root": None if source.images_root is None else moved(source.images_root),
+        }
 
     train = tuple(s.model_copy(update={"path": moved(s.path), **beside(s)}) for s in data.train)
     held = data.validation

@@ -31,7 +31,9 @@ _GRACE_SECONDS = 10.0
 _SAME_COMMAND = "give the same command again: it goes on where it was"
 
 
-def launch(module: str, argument: Path, *, log: Path, lock: int, tick: Callable[[], None], deterministic: bool = False) -> int:
+def launch(
+    module: str, argument: Path, *, log: Path, lock: int, tick: Callable[[], None], deterministic: bool = False
+) -> int:
     """Runs `python -m module argument` to its end; its output goes to the log."""
     worker = _start(module, argument, log=log, lock=lock, environment=_environment(deterministic))
     with worker, _signals_passed_on([worker]) as received:
@@ -52,7 +54,10 @@ def launch_ranks(module: str, where: StageDir, *, devices: int, lock: int, tick:
     stage, run = read_record(where.stage, Stage), RunDir(where.run)
     require_cards(stage.device, devices)
     port = free_port()
-    places = [Place(rank=at, size=devices, local_rank=at, local_size=devices, address="127.0.0.1", port=port) for at in range(devices)]
+    places = [
+        Place(rank=at, size=devices, local_rank=at, local_size=devices, address="127.0.0.1", port=port)
+        for at in range(devices)
+    ]
     for place in places:
         where.result_of(place.rank).unlink(missing_ok=True)
     ranks = Company(where=where, logs=[run.log_of(place.rank) for place in places])
@@ -86,7 +91,9 @@ class Company:
     def __enter__(self) -> "Company":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Those that live are told that the launcher is gone, and waited for: they save."""
         for worker in self.workers:
             if worker.stdin is not None:
@@ -134,14 +141,20 @@ class Company:
                 "please report it with these lines",
             )
         for rank in sorted(self.ended_by_us):
-            problem = f"rank {rank} of {len(self.workers)} did not end within {_GRACE_SECONDS:.0f} s after another had failed"
+            problem = (
+                f"rank {rank} of {len(self.workers)} did not end within {_GRACE_SECONDS:.0f} s after another had failed"
+            )
             return WorkerDied(f"{problem}. {last_words(self.logs[rank])}", _SAME_COMMAND)
         return None
 
 
 def told_by(where: StageDir, size: int) -> FinefitError | None:
     """The failure of another rank than the first, whose own is in its result. One that only lost the others has nothing to tell."""
-    told = {rank: failure for rank in range(size) if (failure := _failure(where, rank)) is not None and failure.kind != WorkerDied.__name__}
+    told = {
+        rank: failure
+        for rank in range(size)
+        if (failure := _failure(where, rank)) is not None and failure.kind != WorkerDied.__name__
+    }
     if 0 in told or not told:
         return None
     rank, failure = next(iter(told.items()))
@@ -179,7 +192,9 @@ def rank_environment(place: Place, stage: Stage) -> dict[str, str]:
     return place.variables() | {"OMP_NUM_THREADS": str(place.share(stage.threads))}
 
 
-def _start(module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def _start(
+    module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     with full_disk_named(log), log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(argument)],

@@ -18,7 +18,13 @@ from finefit.spec.tasks import Form
 
 
 def leaks(
-    trained: tuple[Source, ...], questions: Source, *, base: Path, seed: int, turns: Literal["all", "last"] = "all", form: Form | None = None
+    trained: tuple[Source, ...],
+    questions: Source,
+    *,
+    base: Path,
+    seed: int,
+    turns: Literal["all", "last"] = "all",
+    form: Form | None = None,
 ) -> tuple[Overlap, ...]:
     """Of each question that is trained on the first row that holds it. `turns`: the answers that are trained on; `form`: what both are built with."""
     sample = list(_sample(trained, base, form))

@@ -16,24 +16,37 @@ from finefit.pipeline.execute import execute
 from finefit.pipeline.inputs import open_inputs
 from finefit.spec.load import load_spec, whole_text
 
-_ONE_STEP = ("schedule.epochs=null", "schedule.steps=1", "schedule.warmup=0", "evaluate=[]", "data.validation=null", "save.every=1000000 steps")
+_ONE_STEP = (
+    "schedule.epochs=null",
+    "schedule.steps=1",
+    "schedule.warmup=0",
+    "evaluate=[]",
+    "data.validation=null",
+    "save.every=1000000 steps",
+)
 
 
 def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A run of one step in a folder that is gone afterwards; training itself compares its longest rows with the forecast."""
     if not torch.cuda.is_available():
         raise UserError(
-            "--measure needs a CUDA device, and torch finds none here", "`finefit doctor` says why; without --measure no device is needed"
+            "--measure needs a CUDA device, and torch finds none here",
+            "`finefit doctor` says why; without --measure no device is needed",
         )
     spec = load_spec(target, (*overrides, *_ONE_STEP))
     base = target.resolve().parent
     with tempfile.TemporaryDirectory(prefix="finefit-measure-") as folder:
         opened = open_inputs(spec, base, Path(folder) / spec.name)
-        run = create_run(opened, spec_text=whole_text(target), overrides=(*overrides, *_ONE_STEP), base=base, runs=Path(folder))
+        run = create_run(
+            opened, spec_text=whole_text(target), overrides=(*overrides, *_ONE_STEP), base=base, runs=Path(folder)
+        )
         require_measurable(read_record(stage_of(run).stage, Stage))
         execute(run, tick=lambda: None, warn=lambda _: None)
         found = measured(read_lines(stage_of(run).metrics))
-    return {"card": torch.cuda.get_device_name(), **{key: found[key] for key in ("foretold_bytes", "measured_bytes", "error")}}
+    return {
+        "card": torch.cuda.get_device_name(),
+        **{key: found[key] for key in ("foretold_bytes", "measured_bytes", "error")},
+    }
 
 
 def require_measurable(stage: Stage) -> None:
@@ -60,4 +73,6 @@ def measured(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
             f"rows as long as the longest, as many as a step has, do not fit: {short['foretold_bytes']:,} bytes were foretold, and the card gave out",
             "close what else uses the card and measure again, or lower levers.micro_batch",
         )
-    raise FinefitError("the step was taken and not measured, which is a fault of finefit", "please report it with the spec")
+    raise FinefitError(
+        "the step was taken and not measured, which is a fault of finefit", "please report it with the spec"
+    )

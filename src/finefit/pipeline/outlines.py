@@ -51,7 +51,9 @@ class Outlines:
     def at(self, name: str) -> Path:
         """The output of a stage: as it is, else its outline, else a folder that is not there."""
         if name not in self.known:
-            self.known[name] = self.done(name) or self._outlined(self.pipeline.stages[name]) or _root() / "to-come" / name
+            self.known[name] = (
+                self.done(name) or self._outlined(self.pipeline.stages[name]) or _root() / "to-come" / name
+            )
         return self.known[name]
 
     def of(self, asked: Input) -> Outline:

@@ -45,7 +45,9 @@ _ANY_LENGTH = 1 << 24
 """Tokens: more than any prompt has."""
 
 
-def look_ahead(pipeline: Pipeline, base: Path, *, cards: tuple[str, ...], done: Done = nothing_done) -> dict[str, StageOutlook]:
+def look_ahead(
+    pipeline: Pipeline, base: Path, *, cards: tuple[str, ...], done: Done = nothing_done
+) -> dict[str, StageOutlook]:
     """Of every stage, in their order."""
     outlines = Outlines(pipeline=pipeline, base=base.resolve(), done=done)
     with one_rehearser():
@@ -95,7 +97,11 @@ def _of_merge(outlines: Outlines, stage: MergeAdapter, cards: tuple[str, ...]) -
     num_bytes = parameters * _width(_merged_dtype(outlines, stage))
     host_bytes = num_bytes + _PROCESS_BYTES
     return StageOutlook(
-        kind=stage.kind, fits=tuple(_holds(card, host_bytes) for card in cards), parameters=parameters, host_bytes=host_bytes, disk_bytes=num_bytes
+        kind=stage.kind,
+        fits=tuple(_holds(card, host_bytes) for card in cards),
+        parameters=parameters,
+        host_bytes=host_bytes,
+        disk_bytes=num_bytes,
     )
 
 
@@ -105,15 +111,23 @@ def _of_mixture(outlines: Outlines, stage: BuildMoe, name: str, cards: tuple[str
     _require_alike(outlines, stage)
     size = size_of(read_config(outlines.at(name)))
     if stage.merge == "average" and size.foreign is not None:
-        raise ModelError(f"the base's {size.foreign} is no part of an MLP that is known here", "take a dense base of another architecture")
+        raise ModelError(
+            f"the base's {size.foreign} is no part of an MLP that is known here",
+            "take a dense base of another architecture",
+        )
     width = _width(_mixed_dtype(outlines, stage))
     written = max(size.outside, size.largest_layer) * width + _PROCESS_BYTES
     looked_at = size_of(outlines.of(stage.base).config).parameters if isinstance(stage.router, CentroidRouter) else 0
     loaded = [looked_at * _width(_PRECISIONS[_precision(outlines.pipeline, card)]) for card in cards]
-    host_bytes = [written + num_bytes if _is_cpu(card) else written for card, num_bytes in zip(cards, loaded, strict=True)]
+    host_bytes = [
+        written + num_bytes if _is_cpu(card) else written for card, num_bytes in zip(cards, loaded, strict=True)
+    ]
     return StageOutlook(
         kind=stage.kind,
-        fits=tuple(_holds(card, host) and _has(card, on_card) for card, host, on_card in zip(cards, host_bytes, loaded, strict=True)),
+        fits=tuple(
+            _holds(card, host) and _has(card, on_card)
+            for card, host, on_card in zip(cards, host_bytes, loaded, strict=True)
+        ),
         parameters=size.parameters,
         host_bytes=host_bytes[0],
         disk_bytes=size.parameters * width,
@@ -133,7 +147,11 @@ def _require_alike(outlines: Outlines, stage: BuildMoe) -> None:
 
 def _built_of(stage: BuildMoe) -> dict[str, Input]:
     """Where every token is sent to one expert, the others are left out."""
-    return {stage.router.expert: stage.experts[stage.router.expert]} if isinstance(stage.router, ForcedRouter) else stage.experts
+    return (
+        {stage.router.expert: stage.experts[stage.router.expert]}
+        if isinstance(stage.router, ForcedRouter)
+        else stage.experts
+    )
 
 
 def is_here(card: str) -> bool:
@@ -177,7 +195,11 @@ def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
         yield f"{mixture.num_experts} experts, {mixture.top_k} of them for each token"
     if copies:
         told = f"{len(stage.experts)} slots hold {distinct} distinct {'model' if distinct == 1 else 'models'}"
-        counted, harm = ("they take no memory", "take memory and add nothing") if mixture else ("each counts once", "pull the mean their way")
+        counted, harm = (
+            ("they take no memory", "take memory and add nothing")
+            if mixture
+            else ("each counts once", "pull the mean their way")
+        )
         if stage.copies == "collapse":
             yield f"{told}, and copies are collapsed: {counted}"
         else:
@@ -225,9 +247,21 @@ def _of_evaluation(outlines: Outlines, stage: EvaluateStage, cards: tuple[str, .
     asked = {name: _asked(outlines, stage, name) for name in tunings}
     rooms: list[dict[str, dict[str, Room]]] = [{} for _ in cards]
     for name, tuning in tunings.items():
-        config, prompts, precision = outlines.of(stage.models[name]).config, asked[name], _asked_precision(outlines.pipeline, cards)
+        config, prompts, precision = (
+            outlines.of(stage.models[name]).config,
+            asked[name],
+            _asked_precision(outlines.pipeline, cards),
+        )
         for at, found in enumerate(
-            rooms_on(cards, config, tuning, stage.evaluate, precision=precision, prompt_tokens=prompts.tokens, grids=prompts.grids)
+            rooms_on(
+                cards,
+                config,
+                tuning,
+                stage.evaluate,
+                precision=precision,
+                prompt_tokens=prompts.tokens,
+                grids=prompts.grids,
+            )
         ):
             rooms[at][name] = found
     gates = [f"{name}: the answers of its experts, chosen by the gate" for name in stage.models if name not in tunings]
@@ -254,13 +288,19 @@ def _of_sampling(outlines: Outlines, stage: MakePairs, method: Sampled, cards: t
     known = outlines.of(method.model)
     sources = [source for source in (*stage.train, stage.validation, stage.test) if source is not None]
     notes = (f"answers are sampled from a model of {size_of(known.config).parameters:,} parameters",)
-    if known.tokenizer is None or not all(outlines.is_made(source.path) for source in sources) or _absent(outlines, sources):
+    if (
+        known.tokenizer is None
+        or not all(outlines.is_made(source.path) for source in sources)
+        or _absent(outlines, sources)
+    ):
         unknown = "what they take is not known before the rows are there"
         return StageOutlook(kind=stage.kind, fits=(True,) * len(cards), notes=(*notes, unknown))
     asked = (Evaluation(task=method.task, max_new_tokens=method.max_new_tokens),)
     found = [_asked_of(outlines, source, method, asked, known.tokenizer) for source in sources]
     tuning, prompts = _tuning_of(outlines.pipeline, method.model), max(prompt for prompt, _ in found)
-    rooms = rooms_on(cards, known.config, tuning, asked, precision=_asked_precision(outlines.pipeline, cards), prompt_tokens=prompts)
+    rooms = rooms_on(
+        cards, known.config, tuning, asked, precision=_asked_precision(outlines.pipeline, cards), prompt_tokens=prompts
+    )
     named = [{"model": room} for room in rooms]
     seconds = _answering_seconds(named[0], asked, method.samples * sum(rows for _, rows in found))
     return StageOutlook(kind=stage.kind, fits=_can_answer(named), seconds=seconds, rooms=tuple(named), notes=notes)
@@ -270,7 +310,9 @@ def _absent(outlines: Outlines, sources: Sequence[Source]) -> tuple[str, ...]:
     return missing(Data.model_construct(train=tuple(sources)), outlines.base)
 
 
-def _asked_of(outlines: Outlines, source: Source, method: Sampled, evaluations: tuple[Evaluation, ...], tokenizer: Path) -> tuple[int, int]:
+def _asked_of(
+    outlines: Outlines, source: Source, method: Sampled, evaluations: tuple[Evaluation, ...], tokenizer: Path
+) -> tuple[int, int]:
     """Tokens of the longest prompt, and how many rows there are at most."""
     data = Questions(test=source.model_copy(update={"weight": 1.0}), template=method.template, max_tokens=_ANY_LENGTH)
     record = prepare_data(_asking(outlines, method.model, data, evaluations), outlines.base, tokenizer).record
@@ -280,9 +322,15 @@ def _asked_of(outlines: Outlines, source: Source, method: Sampled, evaluations: 
 def _tunings(outlines: Outlines, stage: EvaluateStage) -> dict[str, Tuning]:
     """How each model is loaded, but those that a gate chooses among; one that others here lay an adapter over in the same bits as theirs."""
     models = {name: wired_model(outlines.pipeline, asked, outlines.at) for name, asked in stage.models.items()}
-    own: dict[str, Tuning] = {name: _tuning_of(outlines.pipeline, stage.models[name]) for name, found in models.items() if found.gate is None}
+    own: dict[str, Tuning] = {
+        name: _tuning_of(outlines.pipeline, stage.models[name]) for name, found in models.items() if found.gate is None
+    }
     for name, tuning in own.items():
-        over = [own[other] for other in own if models[other].adapter is not None and models[other].model == models[name].model]
+        over = [
+            own[other]
+            for other in own
+            if models[other].adapter is not None and models[other].model == models[name].model
+        ]
         bits = {one.base_bits for one in over if isinstance(one, Lora)}
         if isinstance(tuning, Full) and len(bits) == 1 and bits != {None}:
             own = own | {name: over[0]}
@@ -314,12 +362,16 @@ def _asked(outlines: Outlines, stage: EvaluateStage, name: str) -> _Prompts:
     prepared = prepared_questions(outlines, stage, name)
     record = None if prepared is None else prepared.record
     if record is not None and record.prompt_tokens is not None:
-        return _Prompts(tokens=record.prompt_tokens, grids=record.prompt_grids, count=sum(source.used for source in record.sources))
+        return _Prompts(
+            tokens=record.prompt_tokens, grids=record.prompt_grids, count=sum(source.used for source in record.sources)
+        )
     longest = stage.data.max_tokens - min(max(one.max_new_tokens for one in stage.evaluate), stage.data.max_tokens // 2)
     images = assume_images(outlines.of(stage.models[name]), stage.data.images, longest)
     to_come = [place for place in places(stage.data.test) if not outlines.is_made(place)]
     reason = f"{to_come[0]} is yet to be made" if to_come else "rows or tokenizer are not there"
-    return _Prompts(tokens=longest, grids=images.grids, assumed=f"prompts assumed from data.max_tokens, since {reason}{images.told}")
+    return _Prompts(
+        tokens=longest, grids=images.grids, assumed=f"prompts assumed from data.max_tokens, since {reason}{images.told}"
+    )
 
 
 def _assumptions(asked: Mapping[str, _Prompts]) -> tuple[str, ...]:
@@ -333,7 +385,9 @@ def prepared_questions(outlines: Outlines, stage: EvaluateStage, name: str) -> P
     """As the model of this name is asked them; None where they or its tokenizer are not there."""
     tokenizer = outlines.of(stage.models[name]).tokenizer
     spec = asking_spec(outlines, stage, name)
-    return None if tokenizer is None or missing(spec.data, outlines.base) else prepare_data(spec, outlines.base, tokenizer)
+    return (
+        None if tokenizer is None or missing(spec.data, outlines.base) else prepare_data(spec, outlines.base, tokenizer)
+    )
 
 
 def asking_spec(outlines: Outlines, stage: EvaluateStage, name: str) -> Spec:
@@ -363,7 +417,9 @@ def _placed(outlines: Outlines, path: str) -> Path:
     return outlines.at(name) / file
 
 
-def _answering_seconds(rooms: dict[str, dict[str, Room]], evaluations: tuple[Evaluation, ...], items: int | None) -> float | None:
+def _answering_seconds(
+    rooms: dict[str, dict[str, Room]], evaluations: tuple[Evaluation, ...], items: int | None
+) -> float | None:
     """At most: as if every prompt and every answer were the longest. None where the rates of the card or the rows are not known."""
     asked = {one.label: items if one.limit is None or items is None else min(one.limit, items) for one in evaluations}
     found = [(asked[label], room) for model in rooms.values() for label, room in model.items()]

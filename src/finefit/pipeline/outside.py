@@ -95,9 +95,15 @@ class Invitation:
     def send(self, run: RunDir) -> None:
         self._set({"run": str(run.path.resolve())})
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._sent:
-            named = error if isinstance(error, FinefitError) or error is None else FinefitError(f"{type(error).__name__}: {error}")
+            named = (
+                error
+                if isinstance(error, FinefitError) or error is None
+                else FinefitError(f"{type(error).__name__}: {error}")
+            )
             self._set({"failure": asdict(Failure.of(named))} if named else {})
         self._done.set()
 
@@ -133,9 +139,14 @@ def await_invitation(store: Store, place: Place, *, patience: timedelta = PATIEN
     except RuntimeError as error:
         if not lost_peers(error):
             raise
-        raise WorkerDied(f"rank {place.rank} lost rank 0 while it prepared the run: {first_line(error)}", "see why it ended") from None
+        raise WorkerDied(
+            f"rank {place.rank} lost rank 0 while it prepared the run: {first_line(error)}", "see why it ended"
+        ) from None
     run, failure = words.get("run"), words.get("failure")
-    return Word(run=None if run is None else _seen(RunDir(Path(run)), place), failure=None if failure is None else Failure(**failure))
+    return Word(
+        run=None if run is None else _seen(RunDir(Path(run)), place),
+        failure=None if failure is None else Failure(**failure),
+    )
 
 
 def _heard(store: Store, place: Place, patience: timedelta) -> dict[str, Any]:
@@ -186,7 +197,9 @@ def leave_after_first(store: Store, *, patience: timedelta = _SIGHT) -> None:
 
 def work_here(run: RunDir, place: Place, store: Store) -> int:
     """This process becomes a worker; the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", filename=run.log_of(place.rank), force=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", filename=run.log_of(place.rank), force=True
+    )
     quiet()
     where = stage_of(run)
     stage = read_record(where.stage, Stage)

@@ -41,14 +41,19 @@ def foresee(spec: Spec, base: Path, lengths: Lengths, machine: Machine, *, nodes
 def _for_several(spec: Spec, count: int, device: str) -> Spec:
     """The cards that the spec names by number are those that are here; the engine is told how many."""
     if device != "cuda":
-        raise SpecError(f"card: {spec.card} means {count} cards, and this run takes the CPU", f"set card: cpu and engine.devices: {count}")
+        raise SpecError(
+            f"card: {spec.card} means {count} cards, and this run takes the CPU",
+            f"set card: cpu and engine.devices: {count}",
+        )
     if isinstance(spec.engine, AutoEngine) and spec.engine.devices is None:
         return spec.model_copy(update={"engine": AutoEngine(kind="auto", devices=count)})
     require_same_count(parse_card(spec.card), spec.engine)
     return spec
 
 
-def findings_of(spec: Spec, foretold: Forecast, machine: Machine, base: Path, runs: Path, total_steps: int | None) -> tuple[Finding, ...]:
+def findings_of(
+    spec: Spec, foretold: Forecast, machine: Machine, base: Path, runs: Path, total_steps: int | None
+) -> tuple[Finding, ...]:
     return examine(
         Preparation(
             spec=spec,
@@ -71,7 +76,9 @@ def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Findi
 
 def _references(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
     """A reference that its task cannot read is found now, not after the training."""
-    asked = [evaluation for evaluation in spec.evaluate if not isinstance(evaluation.task, LmEval)]  # whose tasks bring their own rows
+    asked = [
+        evaluation for evaluation in spec.evaluate if not isinstance(evaluation.task, LmEval)
+    ]  # whose tasks bring their own rows
     if not asked:
         return ()
     if spec.data.test is None:
@@ -80,14 +87,24 @@ def _references(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding
     return unreadable_references(asked, read_items(prepared.path("test.jsonl")), form=spec.data.task, base=base)
 
 
-def unreadable_references(evaluations: Iterable[Evaluation], rows: Sequence[Row], *, form: Form | None, base: Path) -> tuple[Finding, ...]:
+def unreadable_references(
+    evaluations: Iterable[Evaluation], rows: Sequence[Row], *, form: Form | None, base: Path
+) -> tuple[Finding, ...]:
     tasks = [(make_task(e, form=form, base=base), e) for e in evaluations if not isinstance(e.task, LmEval)]
     asked = [(task, row) for task, evaluation in tasks for row in rows if is_asked(row, evaluation.sources)]
-    faults = [f"{row.place} cannot be a reference of {task.name}: {reason}" for task, row in asked if (reason := _unreadable(task, row))]
+    faults = [
+        f"{row.place} cannot be a reference of {task.name}: {reason}"
+        for task, row in asked
+        if (reason := _unreadable(task, row))
+    ]
     if not faults:
         return ()
     more = f"\nand {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    return (Finding(level="error", problem="\n".join(faults[:_SHOWN]) + more, remedy="mend these rows, or evaluate another task"),)
+    return (
+        Finding(
+            level="error", problem="\n".join(faults[:_SHOWN]) + more, remedy="mend these rows, or evaluate another task"
+        ),
+    )
 
 
 def _unreadable(task: Task, row: Row) -> str | None:
@@ -102,7 +119,9 @@ def require_data(findings: tuple[Finding, ...]) -> None:
     """Data that a run cannot stand on is the user's to mend."""
     errors = [finding for finding in findings if finding.level == "error"]
     if errors:
-        raise DataError("\n".join(f.problem for f in errors), "\n".join(dict.fromkeys(f.remedy for f in errors if f.remedy)))
+        raise DataError(
+            "\n".join(f.problem for f in errors), "\n".join(dict.fromkeys(f.remedy for f in errors if f.remedy))
+        )
 
 
 def require_sound(findings: tuple[Finding, ...]) -> None:

@@ -35,7 +35,10 @@ def _require_usable(record: Preparation, data: Data, path: str) -> None:
             more = f"\nand {fault.count - len(fault.lines)} more" if fault.count > len(fault.lines) else ""
             raise DataError("\n".join(fault.lines) + more, mend_or_drop(fault))
     if record.prompt_tokens is None:
-        raise DataError(f"{path} holds no row that could be asked", "rows need a prompt and an answer; docs/data.md has the shapes that are known")
+        raise DataError(
+            f"{path} holds no row that could be asked",
+            "rows need a prompt and an answer; docs/data.md has the shapes that are known",
+        )
 
 
 def read_questions(source: Source, *, base: Path) -> list[Row]:
@@ -54,7 +57,15 @@ def read_questions(source: Source, *, base: Path) -> list[Row]:
 def plain_spec(data: Data, *, seed: int, evaluations: tuple[Evaluation, ...] = ()) -> Spec:
     """Where there is none: only what questions depend on."""
     model = ShapeModel(kind="shape", config={})
-    return Spec(name="questions", seed=seed, model=model, tuning=Full(kind="full"), data=data, optimizer=AdamW(lr=1.0), evaluate=evaluations)
+    return Spec(
+        name="questions",
+        seed=seed,
+        model=model,
+        tuning=Full(kind="full"),
+        data=data,
+        optimizer=AdamW(lr=1.0),
+        evaluate=evaluations,
+    )
 
 
 def without_rows(data: Data, *, form_base: Path) -> Data:

@@ -21,7 +21,11 @@ class Recipe:
 
 
 def all_recipes() -> list[Recipe]:
-    return [Recipe(name=_name(path), purpose=_purpose(path), spec=path) for path in sorted(_FOLDER.glob("*/*.yaml")) if path.name != _BASE]
+    return [
+        Recipe(name=_name(path), purpose=_purpose(path), spec=path)
+        for path in sorted(_FOLDER.glob("*/*.yaml"))
+        if path.name != _BASE
+    ]
 
 
 def _name(spec: Path) -> str:
@@ -36,7 +40,9 @@ def find_recipe(name: str) -> Recipe:
     known = {recipe.name: recipe for recipe in all_recipes()}
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        raise UserError(f"there is no recipe {name}", f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+        raise UserError(
+            f"there is no recipe {name}", f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        )
     return known[name]
 
 

@@ -50,7 +50,9 @@ class Rehearser:
         command = [sys.executable, "-P", "-m", "finefit.plan.worker"]
         with self._words.open("w") as words:
             pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words, text=True, errors="replace", env=environment)
+            return subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=words, text=True, errors="replace", env=environment
+            )
 
     def _end(self, process: "subprocess.Popen[str]") -> int:
         for pipe in (process.stdin, process.stdout):
@@ -62,7 +64,9 @@ class Rehearser:
     def __enter__(self) -> "Rehearser":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._process is not None:
             if error is not None:  # somebody pressed Ctrl-C, or will not wait for the answer
                 self._process.kill()
@@ -98,5 +102,11 @@ def _died(code: int, words: Path) -> FinefitError:
     tail = "\n".join(words.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL_LINES:])
     if code < 0:
         name = signal.Signals(-code).name
-        return ModelError(f"the rehearsal was ended by {name} inside torch; its last words:\n{tail}", "please report it with the model's config.json")
-    return FinefitError(f"the rehearsal ended with code {code}, which is a fault of finefit:\n{tail}", "please report it with these lines")
+        return ModelError(
+            f"the rehearsal was ended by {name} inside torch; its last words:\n{tail}",
+            "please report it with the model's config.json",
+        )
+    return FinefitError(
+        f"the rehearsal ended with code {code}, which is a fault of finefit:\n{tail}",
+        "please report it with these lines",
+    )

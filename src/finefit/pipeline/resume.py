@@ -77,7 +77,14 @@ def amend(run: RunDir, overrides: tuple[str, ...]) -> list[str]:
     if before == after:
         return []
     with run_lock(run.lock):
-        return _take_over(run, record, asked, keep_model_file(keep_task_files(after, run.path, run.path), run.path), changes, overrides)
+        return _take_over(
+            run,
+            record,
+            asked,
+            keep_model_file(keep_task_files(after, run.path, run.path), run.path),
+            changes,
+            overrides,
+        )
 
 
 def follow(run: RunDir, spec: Spec) -> list[str]:
@@ -116,17 +123,33 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
         return any(f"{key}.".startswith(f"{g}.") or g.startswith(f"{key}.") for g in given)
 
     fresh = relocate(asked, between(Path.cwd(), run.resolve()))
-    data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in ("train", "validation", "test")}
-    model = before.model if _is_same_place(asked.model, before.model, is_given) else _same_files(fresh.model, before.model, is_given)
+    data = {
+        key: getattr((fresh if is_given(f"data.{key}") else before).data, key)
+        for key in ("train", "validation", "test")
+    }
+    model = (
+        before.model
+        if _is_same_place(asked.model, before.model, is_given)
+        else _same_files(fresh.model, before.model, is_given)
+    )
     tuning = fresh.tuning if is_given("tuning.adapter") else _same_adapter(asked.tuning, before.tuning)
     engine = fresh.engine if is_given("engine.config") else _same_config(asked.engine, before.engine)
     if isinstance(asked.data.task, OwnTask) and isinstance(before.data.task, OwnTask):
         data["task"] = before.data.task  # the run has a copy, which its rows were built with
     kept = kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate)
     given = [any(is_given(f"evaluate.{at}.task.{key}") for key in _TASK_PATHS) for at in range(len(kept))]
-    evaluate = tuple(_named_now(now, known, run) if is_now else known for now, known, is_now in zip(fresh.evaluate, kept, given, strict=True))
+    evaluate = tuple(
+        _named_now(now, known, run) if is_now else known
+        for now, known, is_now in zip(fresh.evaluate, kept, given, strict=True)
+    )
     return asked.model_copy(
-        update={"data": asked.data.model_copy(update=data), "model": model, "tuning": tuning, "engine": engine, "evaluate": evaluate}
+        update={
+            "data": asked.data.model_copy(update=data),
+            "model": model,
+            "tuning": tuning,
+            "engine": engine,
+            "evaluate": evaluate,
+        }
     )
 
 
@@ -164,8 +187,15 @@ def _same_files(fresh: Model, before: Model, is_given: Callable[[str], bool]) ->
     """Of a model of the user's own the run has a copy of the file; where the rest lies stays too, unless it is given now."""
     if not isinstance(fresh, CustomModel) or not isinstance(before, CustomModel):
         return fresh
-    is_new = {"weights": (fresh.weights is None) != (before.weights is None), "tokenizer": fresh.tokenizer.kind != before.tokenizer.kind}
-    known = {key: getattr(before, key) for key in ("file", "weights", "tokenizer") if not is_given(f"model.{key}") and not is_new.get(key)}
+    is_new = {
+        "weights": (fresh.weights is None) != (before.weights is None),
+        "tokenizer": fresh.tokenizer.kind != before.tokenizer.kind,
+    }
+    known = {
+        key: getattr(before, key)
+        for key in ("file", "weights", "tokenizer")
+        if not is_given(f"model.{key}") and not is_new.get(key)
+    }
     return fresh.model_copy(update=known)
 
 
@@ -179,7 +209,9 @@ def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
 def _is_move(key: str, before: Spec, after: Spec) -> bool:
     """Only where something lies has changed; whether it is still the same is seen by its content."""
     old, new = ({k: value for k, value, _ in leaves(relocate(spec, lambda _: ""))} for spec in (before, after))
-    return key.startswith(_PATHS) and (key in ("model.revision", "model.tokenizer.revision") or (key in old and key in new and old[key] == new[key]))
+    return key.startswith(_PATHS) and (
+        key in ("model.revision", "model.tokenizer.revision") or (key in old and key in new and old[key] == new[key])
+    )
 
 
 def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
@@ -191,7 +223,9 @@ def _inputs_unchanged(run: RunDir, spec: Spec) -> None:
             changed += _changed_files(run, source, split, files)
     located = with_adapter(_locate(spec, run.path), spec.tuning, run.path)
     if located.fingerprint != inputs.model_fingerprint:
-        changed.append(f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}")
+        changed.append(
+            f"  model {inputs.model}: fingerprint {inputs.model_fingerprint[:12]} -> {located.fingerprint[:12]}"
+        )
     changed += _changed_config(run, spec.engine, inputs.engine_sha256)
     if changed:
         raise RunError(
@@ -232,14 +266,20 @@ def _locate(spec: Spec, base: Path) -> Located:
     except ModelError as error:
         if not isinstance(spec.model, FolderModel):
             raise
-        raise ModelError(error.problem, "if it lies elsewhere now, name the place with --set model.path=FOLDER") from None
+        raise ModelError(
+            error.problem, "if it lies elsewhere now, name the place with --set model.path=FOLDER"
+        ) from None
 
 
-def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[Change], overrides: tuple[str, ...]) -> list[str]:
+def _take_over(
+    run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[Change], overrides: tuple[str, ...]
+) -> list[str]:
     where = stage_of(run)
     old, facts, plan = read_record(where.stage, Stage), read_record(run.facts, Facts), read_record(run.plan, Plan)
     done = max((step_of(p) for p in list_checkpoints(where.checkpoints)), default=0)
-    values = resolve(spec, overrides=(), machine=facts.machine, num_rows=old.num_rows, forecast=plan.forecasts[old.name])
+    values = resolve(
+        spec, overrides=(), machine=facts.machine, num_rows=old.num_rows, forecast=plan.forecasts[old.name]
+    )
     total = int(values["total_steps"].value) if any(c.key.startswith("schedule.") for c in changes) else old.total_steps
     if total < done:
         raise RunError(
@@ -247,7 +287,10 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
             "ask for more steps, or start another run with --new",
         )
     if spec.evaluate and "test.jsonl" not in old.prepared:
-        raise RunError(f"{run.path.name} has no test rows to answer", "name them in the spec with data.test and run again with --new")
+        raise RunError(
+            f"{run.path.name} has no test rows to answer",
+            "name them in the spec with data.test and run again with --new",
+        )
     warmup = old.warmup_steps if done else int(values["warmup_steps"].value)
     stage = replace(
         old,
@@ -265,26 +308,37 @@ def _take_over(run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[
     note = _schedule_note(old, stage, done) if total != old.total_steps else ""
     planned = _amended(plan.stages[stage.name], values, asked, changes, f"amended after step {done}")
     if total != old.total_steps:
-        planned["total_steps"] = Resolved(value=total, source=f"{values['total_steps'].source}, amended after step {done}")
+        planned["total_steps"] = Resolved(
+            value=total, source=f"{values['total_steps'].source}, amended after step {done}"
+        )
         source = "as before: the warm-up is not repeated" if done else values["warmup_steps"].source
         planned["warmup_steps"] = Resolved(value=warmup, source=source)
     write_record(run.plan, replace(plan, stages={stage.name: planned}))
     write_record(where.stage, stage)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
     if lines:
-        record = replace(record, amendments=(*record.amendments, Amendment(after_step=done, changes=tuple(lines), note=note)))
+        record = replace(
+            record, amendments=(*record.amendments, Amendment(after_step=done, changes=tuple(lines), note=note))
+        )
         with Journal(where.metrics) as metrics:
             metrics.write(event="amended", step=done, changes=lines, note=note)
     write_record(run.run, replace(record, status="stopped", overrides=(*record.overrides, *overrides)))
     return [*lines, *([note] if note else [])]
 
 
-def _amended(planned: dict[str, Resolved], values: dict[str, Resolved], asked: Spec, changes: list[Change], source: str) -> dict[str, Resolved]:
+def _amended(
+    planned: dict[str, Resolved], values: dict[str, Resolved], asked: Spec, changes: list[Change], source: str
+) -> dict[str, Resolved]:
     """The plan with what has changed, paths as the user writes them; a key that its new choice does not have is gone, and one that
     only it has is there."""
     given = {key: value for key, value, _ in leaves(asked)}
-    changed = {c.key for c in changes} | {key for key, old in planned.items() if key.startswith(_PATHS) and old.value != given.get(key)}
-    return {key: Resolved(value=given[key], source=source) if key in changed or key not in planned else planned[key] for key in values}
+    changed = {c.key for c in changes} | {
+        key for key, old in planned.items() if key.startswith(_PATHS) and old.value != given.get(key)
+    }
+    return {
+        key: Resolved(value=given[key], source=source) if key in changed or key not in planned else planned[key]
+        for key in values
+    }
 
 
 def _schedule_note(old: Stage, new: Stage, done: int) -> str:

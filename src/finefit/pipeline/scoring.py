@@ -115,11 +115,21 @@ def _names_a_run(target: Path) -> bool:
 def _require_words(wish: Wish) -> None:
     """A run knows its rows and its tasks; a model knows neither."""
     if wish.target is None and wish.answers is None:
-        raise RunError("nobody is named whose answers are to be scored", f"name {FORMS}; or answers that are there already with --answers FILE")
+        raise RunError(
+            "nobody is named whose answers are to be scored",
+            f"name {FORMS}; or answers that are there already with --answers FILE",
+        )
     missing = [name for name, value in (("--data FILE", wish.data), ("--task NAME", wish.tasks)) if not value]
     if missing:
-        who = "answers made elsewhere know" if wish.target is None else f"{wish.target} is no run directory, and a model knows"
-        raise RunError(f"{who} neither rows nor tasks: give {' and '.join(missing)}", f"name {FORMS}; with --data test.jsonl --task rouge, say")
+        who = (
+            "answers made elsewhere know"
+            if wish.target is None
+            else f"{wish.target} is no run directory, and a model knows"
+        )
+        raise RunError(
+            f"{who} neither rows nor tasks: give {' and '.join(missing)}",
+            f"name {FORMS}; with --data test.jsonl --task rouge, say",
+        )
 
 
 # a run directory
@@ -130,7 +140,10 @@ def _of_run(run: RunDir, wish: Wish) -> Work:
         raise RunError("--base is for adapters, and a run knows its model", "leave it out")
     others = None if wish.data is None else _other_items(run, wish.data)
     chosen = evaluations_of(run, named_evaluations(wish.tasks, declared_by(run)), has_items=others is not None)
-    evaluations = [overlaid(one, limit=wish.limit, max_new_tokens=wish.max_new_tokens, batch=wish.batch) for one in _on_rows(chosen, wish)]
+    evaluations = [
+        overlaid(one, limit=wish.limit, max_new_tokens=wish.max_new_tokens, batch=wish.batch)
+        for one in _on_rows(chosen, wish)
+    ]
     if others is not None:
         evaluations = [relabelled(one, others.suffix) for one in evaluations]
     tokens = prompt_tokens_of(run) if others is None else others.prompt_tokens
@@ -150,7 +163,10 @@ def _on_rows(chosen: list[Evaluation], wish: Wish) -> list[Evaluation]:
     if not bringing or (wish.data is None and wish.answers is None):
         return chosen
     if wish.tasks or len(bringing) == len(chosen):
-        raise RunError(f"lm_eval brings its own items, so {given} is nothing to {', '.join(bringing)}", f"leave {given} out, or name another task")
+        raise RunError(
+            f"lm_eval brings its own items, so {given} is nothing to {', '.join(bringing)}",
+            f"leave {given} out, or name another task",
+        )
     return [one for one in chosen if one.label not in bringing]
 
 
@@ -166,10 +182,17 @@ def _filed(run: RunDir, requests: Sequence[EvalRequest], own: str) -> tuple[Eval
 
 def require_readable(run: RunDir, requests: Sequence[EvalRequest]) -> None:
     """A reference that its task cannot read is told before anything is asked."""
-    by_file = {request.subject.items: request.subject for request in requests if request.subject.items_sha256 != NO_ITEMS}
+    by_file = {
+        request.subject.items: request.subject for request in requests if request.subject.items_sha256 != NO_ITEMS
+    }
     for file, subject in by_file.items():
         rows = _rows(run, subject)
-        require_answerable(rows, [request.evaluation for request in requests if request.subject.items == file], form=subject.form, base=run.path)
+        require_answerable(
+            rows,
+            [request.evaluation for request in requests if request.subject.items == file],
+            form=subject.form,
+            base=run.path,
+        )
 
 
 def _rows(run: RunDir, subject: Subject) -> list[Row]:
@@ -180,7 +203,10 @@ def _other_items(run: RunDir, data: str) -> Items:
     """Prepared with the run's own template, form and lengths, into a file of its own."""
     where = stage_of(run)
     if where.eval_stage.exists():
-        raise RunError(f"{run.path.name} belongs to its own rows", "score the model itself with --data, which makes another run directory")
+        raise RunError(
+            f"{run.path.name} belongs to its own rows",
+            "score the model itself with --data, which makes another run directory",
+        )
     spec = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
     model = moved_model(spec.model, lambda path: str((run.path / path).resolve()))
     like = spec.model_copy(update={"model": model, "data": without_rows(spec.data, form_base=run.path)})
@@ -188,7 +214,9 @@ def _other_items(run: RunDir, data: str) -> Items:
     shown = () if prepared.record.pictures_sha256 is None else (prepared.record.pictures_sha256,)
     digest = hashlib.sha256("".join((*(fact.sha256 for fact in file_facts(prepared)), *shown)).encode()).hexdigest()[:8]
     place = _taken_in(where, prepared, digest)
-    stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(data).stem)[:_LONGEST_STEM]
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(data).stem)[
+        :_LONGEST_STEM
+    ]
     sha256 = read_file(place, where.path).sha256
     return Items(
         file=str(place.relative_to(where.prepared(""))),
@@ -222,7 +250,9 @@ def _taken_in(where: StageDir, prepared: PreparedData, digest: str) -> Path:
 # answers made elsewhere
 
 
-def _with_answers(run: RunDir, evaluations: Sequence[Evaluation], path: Path, others: Items | None, tokens: int) -> Work:
+def _with_answers(
+    run: RunDir, evaluations: Sequence[Evaluation], path: Path, others: Items | None, tokens: int
+) -> Work:
     subject = subject_of(stage_of(run), "base")
     if others is not None:
         subject = replace(subject, items=others.file, items_sha256=others.sha256)
@@ -258,10 +288,17 @@ def _created(wish: Wish, name: str, rows: Sequence[Row], digest: str) -> RunDir:
         with PictureKeeper(where.path / "data") as keeper:
             for row in rows:
                 keeper.keep(row.images, row.pictures)
-        stage = EvalStage(name=name_of(wish.answers), subject=_nobody(wish.answers, lines), prompt_tokens=1, num_items=lines.count("\n"))
+        stage = EvalStage(
+            name=name_of(wish.answers),
+            subject=_nobody(wish.answers, lines),
+            prompt_tokens=1,
+            num_items=lines.count("\n"),
+        )
         write_record(where.eval_stage, stage)
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_record(run.run, Run(name=name, digest=digest, finefit=__version__, created=now, kind="eval", status="prepared"))
+        write_record(
+            run.run, Run(name=name, digest=digest, finefit=__version__, created=now, kind="eval", status="prepared")
+        )
         staging.chmod(0o755)
         return RunDir(put_in_place(staging, wish.runs, name))
     except BaseException:
@@ -293,7 +330,10 @@ def carry_out(work: Work, *, tick: Tick, say: Say) -> list[EvalResult]:
     fill = None if work.given is None else partial(_fill, run, work.given)
     with run_lock(run.lock) as lock, recorded(run), scores_told(stage_of(run), say):
         size = None if fill is not None else partial(_no_model, run) if _holds_answers(run) else rooms.find
-        return [evaluate(run, request, base=run.path, lock=lock, tick=tick, size=size, fill=fill) for request in work.requests]
+        return [
+            evaluate(run, request, base=run.path, lock=lock, tick=tick, size=size, fill=fill)
+            for request in work.requests
+        ]
 
 
 def _holds_answers(run: RunDir) -> bool:
@@ -303,7 +343,10 @@ def _holds_answers(run: RunDir) -> bool:
 
 def _no_model(run: RunDir, request: EvalRequest) -> Room:
     """What is scored already is shown, and nothing is asked for room then."""
-    raise RunError(f"{run.path.name} holds answers made elsewhere, and no model for {request.evaluation.label} to ask", "give --answers FILE again")
+    raise RunError(
+        f"{run.path.name} holds answers made elsewhere, and no model for {request.evaluation.label} to ask",
+        "give --answers FILE again",
+    )
 
 
 def _fill(run: RunDir, given: Sequence[str], request: EvalRequest, paths: EvalPaths) -> None:
@@ -323,7 +366,12 @@ def recorded(run: RunDir) -> Iterator[None]:
         yield
     except BaseException as error:
         failure = _failure_of(error)
-        write_record(run.run, replace(record, status="stopped" if failure.exit_code == Resumable.exit_code else "failed", failure=failure))
+        write_record(
+            run.run,
+            replace(
+                record, status="stopped" if failure.exit_code == Resumable.exit_code else "failed", failure=failure
+            ),
+        )
         raise
     write_record(run.run, replace(record, status="finished", failure=None))
 

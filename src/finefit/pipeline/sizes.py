@@ -40,11 +40,22 @@ def _counted(config: dict[str, Any]) -> ModelSize:
         asked.write_text(json.dumps(config), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "finefit.pipeline.sizes", str(asked), str(answered)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            check=False,
+        )
         if answered.exists():
             return read_record(answered, ModelSize)
     reason = (done.stderr.strip().splitlines() or ["no word"])[-1]
-    raise ModelError(f"a model of type {config.get('model_type')} cannot be counted: {reason}", "`finefit doctor` shows the installed versions")
+    raise ModelError(
+        f"a model of type {config.get('model_type')} cannot be counted: {reason}",
+        "`finefit doctor` shows the installed versions",
+    )
 
 
 def count(config: dict[str, Any]) -> ModelSize:

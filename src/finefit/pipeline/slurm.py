@@ -61,7 +61,9 @@ class RankTask:
     def __call__(self) -> int:
         from submitit.helpers import TorchDistributedEnvironment
 
-        queue_again: Any = signal.getsignal(WARNING)  # submitit's own: keeps this task, and has the scheduler start it once more
+        queue_again: Any = signal.getsignal(
+            WARNING
+        )  # submitit's own: keeps this task, and has the scheduler start it once more
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         has_returned = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0  # also after the failure of a node
         try:
@@ -94,7 +96,9 @@ def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
     try:
         import submitit
     except ImportError:
-        raise RunError("launcher.kind is slurm, which needs the package submitit", "install it: pip install 'finefit[slurm]'") from None
+        raise RunError(
+            "launcher.kind is slurm, which needs the package submitit", "install it: pip install 'finefit[slurm]'"
+        ) from None
     folder.mkdir(parents=True, exist_ok=True)
     limit = {f"{cluster}_max_num_timeout": _MOST_RETURNS}
     return submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
@@ -149,6 +153,10 @@ def require_inputs(spec: Spec, base: Path) -> None:
 
 def _require_own(launcher: SlurmLauncher) -> None:
     """An option that says what the spec says elsewhere would say it twice."""
-    twice = [f"launcher.options.{name} is said by {_OURS[plain]}" for name in launcher.options if (plain := name.replace("_", "-")) in _OURS]
+    twice = [
+        f"launcher.options.{name} is said by {_OURS[plain]}"
+        for name in launcher.options
+        if (plain := name.replace("_", "-")) in _OURS
+    ]
     if twice:
         raise SpecError("\n".join(twice), "remove it from launcher.options")

@@ -89,10 +89,19 @@ def choose(stages: Stages, name: str, *, forced: Collection[str] = ()) -> Choice
         if own is None or not stages.asked or not (_is_made(own, stage, key) and is_whole(own, anew)):
             return Choice(name=name, kind=stage.kind, action="run", reason="asked for", grounds=anew, is_forced=True)
     if own is not None and _is_made(own, stage, key):
-        return Choice(name=name, kind=stage.kind, action="done", reason="nothing has changed", place=own.path, grounds=now)
+        return Choice(
+            name=name, kind=stage.kind, action="done", reason="nothing has changed", place=own.path, grounds=now
+        )
     for other in stages.others(name):
         if _is_made(other, stage, key):
-            return Choice(name=name, kind=stage.kind, action="reused", reason=f"{other.run.name} has made it", place=other.path, grounds=now)
+            return Choice(
+                name=name,
+                kind=stage.kind,
+                action="reused",
+                reason=f"{other.run.name} has made it",
+                place=other.path,
+                grounds=now,
+            )
     return Choice(name=name, kind=stage.kind, action="run", reason=_why(stages, name, now), grounds=now)
 
 
@@ -130,7 +139,9 @@ def below(pipeline: Pipeline, name: str) -> list[str]:
 
 def require_stages(pipeline: Pipeline, names: Collection[str]) -> None:
     if unknown := [name for name in names if name not in pipeline.stages]:
-        raise RunError(f"{pipeline.name} has no stage {', '.join(unknown)}", f"its stages are {', '.join(pipeline.order())}")
+        raise RunError(
+            f"{pipeline.name} has no stage {', '.join(unknown)}", f"its stages are {', '.join(pipeline.order())}"
+        )
 
 
 def require_below(stages: Stages, name: str) -> None:
@@ -211,7 +222,10 @@ def _holds(folder: Path, files: dict[str, int]) -> bool:
 
 def _is_scored(run: Path, stage: EvaluateStage) -> bool:
     answers = RunDir(run).stages() if is_run(run) else []
-    return any(all(where.evaluation(one.label, run.name, one.limit).result.exists() for one in stage.evaluate) for where in answers)
+    return any(
+        all(where.evaluation(one.label, run.name, one.limit).result.exists() for one in stage.evaluate)
+        for where in answers
+    )
 
 
 def _why(stages: Stages, name: str, now: Begun) -> str:

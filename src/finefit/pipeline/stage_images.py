@@ -56,7 +56,9 @@ def images_digest(source: Source, base: Path, *, split: str, content: str) -> st
 
 def _key(source: Source, base: Path, split: str, content: str) -> str:
     """Of all that decides which images are named, and of where they are looked for."""
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))).hexdigest()
+    code = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted((Path(finefit.__file__).parent / "data").rglob("*.py")))
+    ).hexdigest()
     files = [str(file.path.absolute()) for file in find_files(source.path, base, split=split)]
     root = None if source.images_root is None else str((base / source.images_root).absolute())
     asked = source.model_dump(mode="json", include={"fields", "where"})
@@ -67,7 +69,9 @@ def _named(source: Source, base: Path, split: str) -> Iterator[_Seen]:
     """Each once, in the order of the rows. Images that a row holds itself are a part of its file."""
     reading = open_source(source, base, split=split)
     rows = (row for row in reading.rows() if isinstance(row, Row))
-    yield from dict.fromkeys(_Seen(str(Path(image.root).absolute()), image.path) for row in rows for image in row.images if image.path)
+    yield from dict.fromkeys(
+        _Seen(str(Path(image.root).absolute()), image.path) for row in rows for image in row.images if image.path
+    )
 
 
 def _looked_at(before: _Seen) -> _Seen:
@@ -93,7 +97,9 @@ def _kept(place: Path) -> list[_Seen] | None:
 def _read(place: Path, changed: int) -> list[_Seen]:  # noqa: ARG001 what was written anew is read anew
     with place.open(encoding="utf-8") as file:
         lines = (json.loads(line) for line in file)
-        return [_Seen(root, path, None if state is None else tuple(state), sha256) for root, path, state, sha256 in lines]
+        return [
+            _Seen(root, path, None if state is None else tuple(state), sha256) for root, path, state, sha256 in lines
+        ]
 
 
 def _keep(place: Path, seen: list[_Seen]) -> None:

@@ -85,7 +85,9 @@ def differences(old: Begun, new: Begun) -> list[str]:
         elif name == "finefit":
             found.append(f"finefit {before} -> {now}")
         else:
-            found.append(f"{name} is new" if before is None else f"{name} is gone" if now is None else f"{name} has changed")
+            found.append(
+                f"{name} is new" if before is None else f"{name} is gone" if now is None else f"{name} has changed"
+            )
     return found
 
 
@@ -155,7 +157,9 @@ def _inputs(stage: AnyStage, base: Path, at: At | None, digest_of: DigestOf | No
     """Without `at` only what lies outside of the pipeline."""
     read: dict[str, str] = {}
     for key, holder, path in paths_of(stage):
-        if not key.endswith(_IMAGES) and (place := _placed(path, at)) is not None:  # images are told by the rows that show them
+        if (
+            not key.endswith(_IMAGES) and (place := _placed(path, at)) is not None
+        ):  # images are told by the rows that show them
             read[key] = _content(holder, key, place, base, _split_of(stage, key))
     yield from read.items()
     for key, holder, _ in paths_of(stage):
@@ -186,7 +190,9 @@ def _split_of(stage: AnyStage, key: str) -> str:
     return next((part for part in key.split(".") if part in ("validation", "test")), "train")
 
 
-def _shown(rows: Source | Held, key: str, read: dict[str, str], base: Path, at: At | None, split: str) -> Iterator[tuple[str, str]]:
+def _shown(
+    rows: Source | Held, key: str, read: dict[str, str], base: Path, at: At | None, split: str
+) -> Iterator[tuple[str, str]]:
     """What the rows show that `key` names; nothing where they show nothing, or where some of it is not made yet."""
     if any(_placed(path, at) is None for _, _, path in paths_of(rows)):
         return
@@ -219,10 +225,14 @@ def tree_digest(path: Path) -> str:
     """Of a file, or of all files in a folder with their names."""
     try:
         if path.is_dir():
-            return digest([(file.relative_to(path).as_posix(), read_file(file, path).sha256) for file in _files_in(path)])
+            return digest(
+                [(file.relative_to(path).as_posix(), read_file(file, path).sha256) for file in _files_in(path)]
+            )
         return read_file(path, path.parent).sha256
     except OSError as error:
-        raise SpecError(f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file") from None
+        raise SpecError(
+            f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file"
+        ) from None
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -253,7 +263,11 @@ def output_digest(place: Path, stage: AnyStage, key: str) -> str:
 def _weights(checkpoint: Path) -> list[tuple[str, str]]:
     """Named by the checkpoint's own manifest."""
     files = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
-    return [(name, about["sha256"]) for name, about in sorted(files.items()) if name.endswith(".safetensors") and not name.startswith(_HASHED_APART)]
+    return [
+        (name, about["sha256"])
+        for name, about in sorted(files.items())
+        if name.endswith(".safetensors") and not name.startswith(_HASHED_APART)
+    ]
 
 
 def _answers(place: Path) -> Iterator[object]:
@@ -263,14 +277,25 @@ def _answers(place: Path) -> Iterator[object]:
             for paths in sorted(where.evaluations(), key=lambda paths: str(paths.result)):
                 if paths.result.exists():
                     result = read_record(paths.result, EvalResult)
-                    yield [run.name, result.task, result.checkpoint, [[item.key, item.answer, item.scores] for item in result.items]]
+                    yield [
+                        run.name,
+                        result.task,
+                        result.checkpoint,
+                        [[item.key, item.answer, item.scores] for item in result.items],
+                    ]
 
 
 def _changed_keys(old: Any, new: Any, key: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [
-            line for name in dict.fromkeys((*old, *new)) for line in _changed_keys(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            line
+            for name in dict.fromkeys((*old, *new))
+            for line in _changed_keys(old.get(name), new.get(name), f"{key}.{name}" if key else name)
         ]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [line for at, (one, other) in enumerate(zip(old, new, strict=True)) for line in _changed_keys(one, other, f"{key}.{at}")]
+        return [
+            line
+            for at, (one, other) in enumerate(zip(old, new, strict=True))
+            for line in _changed_keys(one, other, f"{key}.{at}")
+        ]
     return [] if old == new else [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]

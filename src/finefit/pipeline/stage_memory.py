@@ -42,7 +42,9 @@ class Meter:
     def now(self) -> int:
         if self.device == "cuda":
             return used_bytes(visible_cards()) or 0
-        return sum(_resident(child) for child in psutil.Process().children(recursive=True) if child.pid not in self.others)
+        return sum(
+            _resident(child) for child in psutil.Process().children(recursive=True) if child.pid not in self.others
+        )
 
     def tick(self) -> None:
         self.peak = max(self.peak, self.now())

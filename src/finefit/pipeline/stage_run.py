@@ -48,7 +48,9 @@ class Asked:
 
 
 def ask(pipeline: Pipeline, base: Path, *, spec_text: str, overrides: tuple[str, ...]) -> Asked:
-    return Asked(pipeline=pipeline, base=base, spec_text=spec_text, overrides=overrides, inputs=outside_inputs(pipeline, base))
+    return Asked(
+        pipeline=pipeline, base=base, spec_text=spec_text, overrides=overrides, inputs=outside_inputs(pipeline, base)
+    )
 
 
 def stages_of(asked: Asked, *, runs: Path, new: bool) -> Stages:
@@ -64,7 +66,9 @@ def _as_begun(pipeline: Pipeline, run: RunDir) -> Pipeline:
     return pipeline.model_copy(update={"stages": {name: pipeline.stages[name] for name in order}})
 
 
-def open_or_create(asked: Asked, *, runs: Path, new: bool, only: str | None = None, forced: Collection[str] = ()) -> RunDir:
+def open_or_create(
+    asked: Asked, *, runs: Path, new: bool, only: str | None = None, forced: Collection[str] = ()
+) -> RunDir:
     """A new run is planned and examined first: what does not fit, or cannot work, is refused before anything exists."""
     stages = stages_of(asked, runs=runs, new=new)
     if stages.run is not None:
@@ -97,7 +101,11 @@ def look_ahead(stages: Stages, *, only: str | None, forced: Collection[str]) -> 
     """What does not fit, or cannot work, is refused. A stage that goes on where it was stopped has been planned and examined when it began."""
     if only is not None:
         require_below(stages, only)
-    names = {choice.name for choice in foretell(stages, forced=forced, only=only) if choice.action == "run" and not _goes_on(stages, choice)}
+    names = {
+        choice.name
+        for choice in foretell(stages, forced=forced, only=only)
+        if choice.action == "run" and not _goes_on(stages, choice)
+    }
     if not names:
         return Ahead(forecasts={}, findings=())
     found = foresee_stages(stages.pipeline, stages.base, done=stages.output, names=names)
@@ -173,7 +181,11 @@ def command_of(state: PipelineState, forced: Collection[str]) -> str:
 
 def given_again(stages: Stages, forced: Collection[str]) -> Stages:
     """As the command that asks for these anew would find them."""
-    return stages if stages.run is None else replace(stages, asked=command_of(read_record(stages.run.state, PipelineState), forced))
+    return (
+        stages
+        if stages.run is None
+        else replace(stages, asked=command_of(read_record(stages.run.state, PipelineState), forced))
+    )
 
 
 def require_unchanged(run: RunDir) -> None:
@@ -191,5 +203,7 @@ def require_unchanged(run: RunDir) -> None:
 def is_finished(run: RunDir) -> bool:
     """Said to be, and nothing would run: all that was made is still where it is said to be, and stands on what it stands on now."""
     states = read_record(run.state, PipelineState).stages
-    is_told = read_record(run.run, Run).status == "finished" and all((run.path / state.place / "done.json").exists() for state in states)
+    is_told = read_record(run.run, Run).status == "finished" and all(
+        (run.path / state.place / "done.json").exists() for state in states
+    )
     return is_told and all(choice.action != "run" for choice in foretell(open_stages(run)))

@@ -34,7 +34,17 @@ from finefit.pipeline.foreseen import naming
 from finefit.pipeline.inputs import between, open_inputs, relocate
 from finefit.pipeline.launch import last_words, launch, raised_again
 from finefit.pipeline.resume import amend
-from finefit.pipeline.stage_choice import Choice, Stages, below, can_go_on, choose, is_half_done, is_whole, is_worth_keeping, require_below
+from finefit.pipeline.stage_choice import (
+    Choice,
+    Stages,
+    below,
+    can_go_on,
+    choose,
+    is_half_done,
+    is_whole,
+    is_worth_keeping,
+    require_below,
+)
 from finefit.pipeline.stage_keys import key_of, output_digest, sizes_of
 from finefit.pipeline.stage_memory import Meter
 from finefit.pipeline.stage_order import device_here, order_for
@@ -143,10 +153,14 @@ class _Work:
         self._note(name, "done", choice.reason, place=own.path)
         self.teller.end(choice, done)
 
-    def _note(self, name: str, status: Literal["running", "done", "failed", "stopped"], reason: str, *, place: Path) -> None:
+    def _note(
+        self, name: str, status: Literal["running", "done", "failed", "stopped"], reason: str, *, place: Path
+    ) -> None:
         shown = Path(os.path.relpath(place.resolve(), self.run.path.resolve())).as_posix()
         old = read_record(self.run.state, PipelineState)
-        stages = tuple(replace(one, status=status, reason=reason, place=shown) if one.name == name else one for one in old.stages)
+        stages = tuple(
+            replace(one, status=status, reason=reason, place=shown) if one.name == name else one for one in old.stages
+        )
         write_record(self.run.state, replace(old, stages=stages))
 
     def _work(self, choice: Choice, own: StageDir) -> None:
@@ -190,7 +204,12 @@ class _Work:
         where = stage_of(run)
         result = read_record(where.result, StageResult)
         memory = meter.settled(loaded=_loaded(where, device), peak=result.peak_bytes)
-        summary = {"checkpoint": result.checkpoint, "steps": result.step, "tokens": result.tokens, "parameters": result.parameters}
+        summary = {
+            "checkpoint": result.checkpoint,
+            "steps": result.step,
+            "tokens": result.tokens,
+            "parameters": result.parameters,
+        }
         summary |= {"trainable_parameters": result.trainable_parameters}
         self._done(name, own, now, time.perf_counter() - began, memory, summary)
 
@@ -237,7 +256,9 @@ class _Work:
         _sync(making.path)
         self._done(name, making, now, time.perf_counter() - began, memory, made.summary)
 
-    def _done(self, name: str, where: StageDir, now: Begun, seconds: float, memory: StageMemory, summary: dict[str, Any]) -> None:
+    def _done(
+        self, name: str, where: StageDir, now: Begun, seconds: float, memory: StageMemory, summary: dict[str, Any]
+    ) -> None:
         stage, key = self.stages.pipeline.stages[name], key_of(now)
         done = Done(
             name=name,
@@ -291,7 +312,10 @@ def _made(making: StageDir, code: int, log: Path) -> Made:
     if not making.made.exists() and code == DiskFull.exit_code:  # no room for the record
         raise disk_full(making.path, None, free_bytes(making.path))
     if not making.made.exists():
-        raise FinefitError(f"its process ended with code {code}, which is a fault of finefit. {last_words(log)}", "please report it with these lines")
+        raise FinefitError(
+            f"its process ended with code {code}, which is a fault of finefit. {last_words(log)}",
+            "please report it with these lines",
+        )
     made = read_record(making.made, Made)
     if made.failure is not None:
         failure = raised_again(made.failure)
@@ -343,7 +367,10 @@ def _sweep(run: RunDir) -> None:
 def _put_back(run: RunDir, forced: Collection[str]) -> None:
     """What a killed run had in hand, and what shall be made again, is waiting."""
     old = read_record(run.state, PipelineState)
-    stages = tuple(one if one.status == "done" and one.name not in forced else replace(one, status="waiting", reason="") for one in old.stages)
+    stages = tuple(
+        one if one.status == "done" and one.name not in forced else replace(one, status="waiting", reason="")
+        for one in old.stages
+    )
     write_record(run.state, replace(old, stages=stages, forced=tuple(sorted(forced)), asked=command_of(old, forced)))
 
 

@@ -40,16 +40,28 @@ def _sha256(path: Path, label: str) -> str:
             return read_file(path, path.parent).sha256
         files = [read_file(file, path) for file in _files(path)]
     except OSError as error:
-        raise SpecError(f"evaluate {label}: {error.filename} cannot be read: {error.strerror}", "its path is relative to the spec file") from None
+        raise SpecError(
+            f"evaluate {label}: {error.filename} cannot be read: {error.strerror}",
+            "its path is relative to the spec file",
+        ) from None
     if not files:
-        raise SpecError(f"evaluate {label}: {path} is not there, or holds nothing", "its path is relative to the spec file")
+        raise SpecError(
+            f"evaluate {label}: {path} is not there, or holds nothing", "its path is relative to the spec file"
+        )
     return hashlib.sha256("\n".join(f"{file.path} {file.sha256}" for file in files).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts) if folder.is_dir() else []
+    found = (
+        sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        if folder.is_dir()
+        else []
+    )
     if (size := sum(path.stat().st_size for path in found)) > _LARGEST_BYTES:
-        raise SpecError(f"{folder} holds {size:,} bytes, and a run keeps a copy of its task files", "name a folder that holds the tasks and no more")
+        raise SpecError(
+            f"{folder} holds {size:,} bytes, and a run keeps a copy of its task files",
+            "name a folder that holds the tasks and no more",
+        )
     return found
 
 
@@ -124,7 +136,9 @@ def _with_moved_model(evaluation: Evaluation, move: Callable[[str], str]) -> Eva
     """A model that a task judges with stays where it is."""
     match evaluation.task:
         case Summary(nli=FolderModel(path=path)):
-            return evaluation.model_copy(update={"task": evaluation.task.model_copy(update={"nli": FolderModel(kind="folder", path=move(path))})})
+            return evaluation.model_copy(
+                update={"task": evaluation.task.model_copy(update={"nli": FolderModel(kind="folder", path=move(path))})}
+            )
         case TruthfulQa(checkpoint=str(path)):
             return evaluation.model_copy(update={"task": evaluation.task.model_copy(update={"checkpoint": move(path)})})
     return evaluation
@@ -132,7 +146,11 @@ def _with_moved_model(evaluation: Evaluation, move: Callable[[str], str]) -> Eva
 
 def without_paths(evaluation: Evaluation) -> Evaluation:
     """Where a file lies does not matter, what it holds does."""
-    return evaluation if path_of(evaluation.task) is None else evaluation.model_copy(update={"task": _renamed(evaluation.task, ""), "name": None})
+    return (
+        evaluation
+        if path_of(evaluation.task) is None
+        else evaluation.model_copy(update={"task": _renamed(evaluation.task, ""), "name": None})
+    )
 
 
 def kept_paths(asked: tuple[Evaluation, ...], before: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:

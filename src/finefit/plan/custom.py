@@ -20,7 +20,15 @@ _ROWS = 8
 _NOT_KNOWN = "acts on what a language model of transformers has"
 _FREE = "what a model of your own does with it is its own matter"
 _KEYS = ("keep_attention", "loss_chunk", "offload", "mlp_tiles", "kernels", "compile", "update")
-_PLAIN = {"keep_attention": False, "loss_chunk": "none", "offload": "none", "mlp_tiles": 1, "kernels": "torch", "compile": False, "update": "after"}
+_PLAIN = {
+    "keep_attention": False,
+    "loss_chunk": "none",
+    "offload": "none",
+    "mlp_tiles": 1,
+    "kernels": "torch",
+    "compile": False,
+    "update": "after",
+}
 
 
 def require_own(spec: Spec, config: dict[str, Any]) -> None:
@@ -30,7 +38,9 @@ def require_own(spec: Spec, config: dict[str, Any]) -> None:
         return
     if odd := [*_odd_training(spec), *_odd_levers(spec), *_odd_tasks(spec.evaluate, found)]:
         problems, remedies = zip(*odd, strict=True)
-        raise SpecError("\n".join(f"model.kind custom: {problem}" for problem in problems), "\n".join(dict.fromkeys(remedies)))
+        raise SpecError(
+            "\n".join(f"model.kind custom: {problem}" for problem in problems), "\n".join(dict.fromkeys(remedies))
+        )
 
 
 def _odd_training(spec: Spec) -> Iterable[tuple[str, str]]:
@@ -58,9 +68,15 @@ def _odd_tasks(evaluations: Iterable[Evaluation], found: Written) -> Iterable[tu
     for evaluation in evaluations:
         if isinstance(evaluation.task, Hallucination | Perplexity | TruthfulQa | LmEval):
             remedy = "evaluate a task that reads an answer; the validation loss is your model's own"
-            yield f"evaluate {evaluation.label} asks how likely given answers are, which only a language model of transformers says", remedy
+            yield (
+                f"evaluate {evaluation.label} asks how likely given answers are, which only a language model of transformers says",
+                remedy,
+            )
         elif not generates:
-            yield f"evaluate {evaluation.label} needs answers, and {found.file.name} has no generate", "give the model a generate, or remove evaluate"
+            yield (
+                f"evaluate {evaluation.label} needs answers, and {found.file.name} has no generate",
+                "give the model a generate, or remove evaluate",
+            )
 
 
 def narrowed(freedom: Freedom, found: Written) -> Freedom:
@@ -84,5 +100,7 @@ def own_rooms(evaluations: Iterable[Evaluation], *, prompt_tokens: int, devices:
     found = {}
     for evaluation in evaluations:
         rows = _ROWS if evaluation.batch == "auto" else evaluation.batch
-        found[evaluation.label] = Room(rows=rows, tokens=rows * (prompt_tokens + evaluation.max_new_tokens), devices=devices)
+        found[evaluation.label] = Room(
+            rows=rows, tokens=rows * (prompt_tokens + evaluation.max_new_tokens), devices=devices
+        )
     return found

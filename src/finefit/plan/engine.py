@@ -74,7 +74,9 @@ def decide_engine(asked: Engine, sharding: Sharding, devices: int, *, fits: bool
     if sharding == "none":
         words = "one device"
     elif sharding == "ddp":
-        words = f"a whole copy fits on each of {devices} devices" if fits else "what is packed into bits cannot be divided"
+        words = (
+            f"a whole copy fits on each of {devices} devices" if fits else "what is packed into bits cannot be divided"
+        )
     else:
         words = "a whole copy does not fit on one" if fits else "it needs the least, since nothing fits"
     return engine_of(sharding, devices), words

@@ -35,17 +35,23 @@ _HOST_BYTES = 3 << 29
 """Of a training process with torch, transformers and CUDA's libraries, without a model."""
 
 
-def make_forecast(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None) -> Forecast:
+def make_forecast(
+    spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None
+) -> Forecast:
     """`memo`: what was rehearsed for other targets."""
     require_own(spec, config)
     require_several(spec.engine, target.count)
     _require_one_update(spec, lengths, target)
-    packing = decide_packing(spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic)
+    packing = decide_packing(
+        spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic
+    )
     scene = _scene(spec, config, lengths, target, packing)
     size = survey(scene)
     _require_divisible(spec, size, target)
     memo, has_experts = {} if memo is None else memo, size.active is not None
-    looker, choice = _chosen(spec, lengths, scene, target, packing, memo, has_experts=has_experts, is_looking=bool(looking_towers(size)))
+    looker, choice = _chosen(
+        spec, lengths, scene, target, packing, memo, has_experts=has_experts, is_looking=bool(looking_towers(size))
+    )
     return _forecast(spec, lengths, looker, choice, size)
 
 
@@ -76,7 +82,12 @@ def _require_divisible(spec: Spec, size: Size, target: Target) -> None:
 
 
 def decide_packing(
-    asked: Literal["auto", "best_fit", "none"], config: dict[str, Any], longest: int, device: str, *, deterministic: bool = False
+    asked: Literal["auto", "best_fit", "none"],
+    config: dict[str, Any],
+    longest: int,
+    device: str,
+    *,
+    deterministic: bool = False,
 ) -> tuple[bool, str]:
     """Whether rows are packed, and why. It is exact, so `auto` packs where that can be done and its forecast has been held against the truth."""
     if asked == "none":
@@ -85,7 +96,9 @@ def decide_packing(
         return False, "a model of your own makes its inputs itself"
     problem = can_pack(read_config(config), longest)
     if problem is not None and asked == "best_fit":
-        raise ModelError(f"data.packing is best_fit, but {problem}", "set data.packing to auto, which packs where it can, or to none")
+        raise ModelError(
+            f"data.packing is best_fit, but {problem}", "set data.packing to auto, which packs where it can, or to none"
+        )
     if problem is not None:
         return False, problem
     if device == "cuda" and asked == "auto" and deterministic:
@@ -95,7 +108,14 @@ def decide_packing(
 
 def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, packing: tuple[bool, str]) -> Scene:
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
-    first = freedom_of(asked, rows=_rows_per_step(spec, lengths), supervised=1, num_layers=0, precision=target.precision, device=target.device)
+    first = freedom_of(
+        asked,
+        rows=_rows_per_step(spec, lengths),
+        supervised=1,
+        num_layers=0,
+        precision=target.precision,
+        device=target.device,
+    )
     return Scene(
         config=config,
         tuning=spec.tuning,
@@ -139,8 +159,12 @@ def _chosen(
     """Where the engine is free to choose, the mildest sharding that fits. `is_looking`: whether a tower is trained that some rows may not reach."""
     asked = AskedLevers() if spec.levers == "auto" else spec.levers
     rows = -(-_rows_per_step(spec, lengths) // target.count)
-    for sharding in shardings_of(spec.engine, target.count, can_divide=_can_divide(spec) and not is_looking and written_in(scene.config) is None):
-        looker = Looker(scene=scene, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo)
+    for sharding in shardings_of(
+        spec.engine, target.count, can_divide=_can_divide(spec) and not is_looking and written_in(scene.config) is None
+    ):
+        looker = Looker(
+            scene=scene, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo
+        )
         freedom = freedom_of(
             asked,
             rows=rows,
@@ -156,7 +180,10 @@ def _chosen(
             choice = choose(looker, replace(narrowed(freedom, found), packing_reason=packing[1]))
         else:
             kernels, why = decide_kernels(asked, target, sharding, has_experts=has_experts)
-            choice = choose(looker, replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why))
+            choice = choose(
+                looker,
+                replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why),
+            )
         if choice.fits:
             break
     return looker, choice
@@ -169,7 +196,9 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
     seconds = _usual_seconds(looker, look, lengths) if target.rates else None
     steps = _total_steps(spec, lengths)
     tokens = lengths.mean * looker.scene.sides * _rows_per_step(spec, lengths)
-    total = seconds * steps + _caching_seconds(looker, look, lengths) if seconds is not None and steps is not None else None
+    total = (
+        seconds * steps + _caching_seconds(looker, look, lengths) if seconds is not None and steps is not None else None
+    )
     reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
     prompts, most = lengths.prompt or lengths.longest, shown_most(lengths)
     rooms = make_rooms(looker.scene, target, spec.evaluate, prompt_tokens=prompts, devices=target.count, grids=most)
@@ -204,7 +233,11 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
         total_seconds=total,
         price_per_hour=target.price_per_hour,
         cost=target.price_per_hour * total / 3600 if target.price_per_hour is not None and total is not None else None,
-        flops_per_step=total_flops(trace) / (2 if look.scene.accumulates else 1) * looker.rows_per_step / look.levers.micro_batch * target.count,
+        flops_per_step=total_flops(trace)
+        / (2 if look.scene.accumulates else 1)
+        * looker.rows_per_step
+        / look.levers.micro_batch
+        * target.count,
         host_bytes=_host_bytes(spec, looker, look, size, peak),
         disk_bytes=disk,
         parameters=size.parameters,
@@ -228,10 +261,14 @@ def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size
 def _host_bytes(spec: Spec, looker: Looker, look: Look, size: Size, peak: int) -> int:
     """Of all processes on this machine."""
     processes = looker.target.count // nodes_of(spec.launcher)
-    whole = size.weight_bytes if looker.sharding in ("fsdp2", "zero3") else 0  # each loads all weights here, and then moves its part
+    whole = (
+        size.weight_bytes if looker.sharding in ("fsdp2", "zero3") else 0
+    )  # each loads all weights here, and then moves its part
     if looker.target.device == "cpu":
         return processes * max(peak, whole + looker.target.context_bytes)
-    return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(spec, size, looker.scene.config)
+    return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(
+        spec, size, looker.scene.config
+    )
 
 
 def _caching_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
@@ -250,7 +287,9 @@ def _usual_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
     mean = max(2, round(lengths.mean))
     if mean >= 0.98 * lengths.longest:
         return look.step_seconds
-    usual = replace(looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))), grids=())
+    usual = replace(
+        looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))), grids=()
+    )
     levers = look.levers
     if levers.packing:  # as many usual rows as a pack of the longest holds
         levers = replace(levers, micro_batch=min(looker.rows_per_step, levers.micro_batch * lengths.longest // mean))
@@ -261,7 +300,11 @@ def _looking_seconds(looker: Looker, look: Look) -> float:
     """Of a step whose rows all show as much as any; a row shows less as it is shorter."""
     if not looker.scene.grids:
         return 0.0
-    return max(0.0, looker.look(look.levers).step_seconds - looker.look(look.levers, scene=replace(looker.scene, grids=())).step_seconds)
+    return max(
+        0.0,
+        looker.look(look.levers).step_seconds
+        - looker.look(look.levers, scene=replace(looker.scene, grids=())).step_seconds,
+    )
 
 
 def _accumulation(look: Look, lengths: Lengths, rows: int) -> int:
@@ -283,7 +326,10 @@ def _needed(spec: Spec, rooms: dict[str, Room], target: Target) -> int:
     """By the evaluations, beyond what they take because it is there: a batch that is asked for, and one answer that does not fit."""
     asked = {evaluation.label for evaluation in spec.evaluate if evaluation.batch != "auto"}
     sizes = {label: room.reserved_bytes or 0 for label, room in rooms.items()}
-    return max((size for label, size in sizes.items() if label in asked or held_bytes(target, size) > target.budget_bytes), default=0)
+    return max(
+        (size for label, size in sizes.items() if label in asked or held_bytes(target, size) > target.budget_bytes),
+        default=0,
+    )
 
 
 def _smaller_answers(spec: Spec, lengths: Lengths, looker: Looker, peak: int) -> tuple[Suggestion, ...]:
@@ -293,11 +339,22 @@ def _smaller_answers(spec: Spec, lengths: Lengths, looker: Looker, peak: int) ->
         return ()
     free = [evaluation.model_copy(update={"batch": "auto"}) for evaluation in spec.evaluate]
     prompts, most = lengths.prompt or lengths.longest, shown_most(lengths)
-    rooms = make_rooms(looker.scene, looker.target, free, prompt_tokens=prompts, devices=looker.target.count, grids=most)
+    rooms = make_rooms(
+        looker.scene, looker.target, free, prompt_tokens=prompts, devices=looker.target.count, grids=most
+    )
     fewer = held_bytes(looker.target, max(room.reserved_bytes or 0 for room in rooms.values()))
     changes = tuple(f"evaluate.{at}.batch=auto" for at in asked)
     fits = fewer <= looker.target.budget_bytes
-    return (Suggestion(changes=changes, saves_bytes=peak - fewer, peak_bytes=fewer, fits=fits, is_exact=True, price="slower evaluation"),)
+    return (
+        Suggestion(
+            changes=changes,
+            saves_bytes=peak - fewer,
+            peak_bytes=fewer,
+            fits=fits,
+            is_exact=True,
+            price="slower evaluation",
+        ),
+    )
 
 
 def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:
@@ -314,7 +371,9 @@ def _num_checkpoints(spec: Spec, steps: int | None) -> int:
 def _checkpoint_bytes(spec: Spec, size: Size, config: dict[str, Any]) -> int:
     """Weights as they are saved, whole where they are the model's own, and two moments for each that is trained. Beside a trained part the rest
     is saved as the base stores it."""
-    moments = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}.get(spec.optimizer.kind, 2 * size.trainable)
+    moments = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}.get(
+        spec.optimizer.kind, 2 * size.trainable
+    )
     if isinstance(spec.tuning, Subset):
         is_halved = (config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
         return size.trainable_bytes + (2 if is_halved else 4) * (size.parameters - size.trainable) + moments

@@ -9,7 +9,9 @@ from finefit.rehearse.shard import Sharding
 from finefit.spec.schema import Levers as AskedLevers
 
 
-def decide_kernels(asked: AskedLevers, target: Target, sharding: Sharding, *, has_experts: bool) -> tuple[Literal["torch", "fused"], str]:
+def decide_kernels(
+    asked: AskedLevers, target: Target, sharding: Sharding, *, has_experts: bool
+) -> tuple[Literal["torch", "fused"], str]:
     """Fused ones take weights as they lie, so these must be whole."""
     if asked.compile and has_experts:
         raise SpecError(

@@ -70,8 +70,12 @@ class Looker:
     def _look(self, scene: Scene, accumulation: int) -> Look:
         rehearsed = rehearse_depth(scene, self.memo)
         if self.sharding != "none":
-            halves = scene.precision != "fp32" and isinstance(scene.tuning, Full)  # adapters and a subset lie beside frozen halves already
-            rehearsed = replace(rehearsed, trace=sharded(rehearsed.trace, self.sharding, self.target.count, gathers_halves=halves))
+            halves = scene.precision != "fp32" and isinstance(
+                scene.tuning, Full
+            )  # adapters and a subset lie beside frozen halves already
+            rehearsed = replace(
+                rehearsed, trace=sharded(rehearsed.trace, self.sharding, self.target.count, gathers_halves=halves)
+            )
         answer = replay(rehearsed.trace.stream(), expandable=self.target.expandable)
         reserved = answer.reserved_bytes if self.target.device == "cuda" else answer.allocated_bytes
         margin = int(reserved * self.target.margin) + self.target.margin_bytes + holes(reserved, rehearsed, scene)
@@ -98,6 +102,8 @@ def holes(reserved: int, rehearsed: Rehearsed, scene: Scene) -> int:
     """What the allocator may hold beside its forecast. A layer's input on its way to the host and back may leave a hole of its size; whole weights
     in layers with fused kernels that are computed again took 3.1 % more than foretold (docs/memory.md), though what they allocate was foretold."""
     levers = scene.levers
-    is_again = levers.kernels == "fused" and levers.recompute and not isinstance(scene.tuning, Lora) and scene.device == "cuda"
+    is_again = (
+        levers.kernels == "fused" and levers.recompute and not isinstance(scene.tuning, Lora) and scene.device == "cuda"
+    )
     again = int(reserved * FUSED_AGAIN) if is_again else 0
     return again + (rehearsed.trace.host_bytes // levers.recompute if levers.offload and levers.recompute else 0)

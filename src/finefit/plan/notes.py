@@ -22,7 +22,14 @@ _MORE_CARDS = (2, 4, 8)
 
 
 def notes_of(
-    spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size: Size, engine: Engine, peak: int, suggestions: tuple[Suggestion, ...]
+    spec: Spec,
+    lengths: Lengths,
+    looker: Looker,
+    choice: Choice,
+    size: Size,
+    engine: Engine,
+    peak: int,
+    suggestions: tuple[Suggestion, ...],
 ) -> tuple[str, ...]:
     """`engine`: what it came to. `peak`: of all that the run does, in bytes."""
     return (
@@ -56,7 +63,9 @@ def _sharding_notes(looker: Looker, spec: Spec) -> tuple[str, ...]:
     if looker.sharding == "none":
         return ()
     what = "processes" if looker.target.device == "cpu" else "cards"
-    found = [f"over {looker.target.count} {what}: {_SHARDED[looker.sharding]}; arithmetic on the rehearsed tensors, without the time between them"]
+    found = [
+        f"over {looker.target.count} {what}: {_SHARDED[looker.sharding]}; arithmetic on the rehearsed tensors, without the time between them"
+    ]
     if looker.target.device == "cuda":
         found.append(f"{NCCL_BYTES >> 20} MiB are taken for the buffers of NCCL, an assumption")
     if isinstance(spec.engine, DeepSpeed) and spec.engine.config is not None:
@@ -74,14 +83,22 @@ def _tuning_notes(spec: Spec, size: Size) -> tuple[str, ...]:
     """What else the reader must know of what was asked for."""
     found = []
     if size.paged_bytes:
-        found.append(f"{size.paged_bytes / 2**30:.2f} GiB of paged moments lie on the card while there is room, else in host memory; counted there")
+        found.append(
+            f"{size.paged_bytes / 2**30:.2f} GiB of paged moments lie on the card while there is room, else in host memory; counted there"
+        )
     if base_bits(spec.tuning) == 8:
-        found.append("in 8 bits the input of every adapted layer is kept even where the layer is computed again; columns with outliers come on top")
+        found.append(
+            "in 8 bits the input of every adapted layer is kept even where the layer is computed again; columns with outliers come on top"
+        )
     if base_bits(spec.tuning) and size.expert_bytes:
         size_gib = size.expert_bytes / 2**30
-        found.append(f"the experts ({size_gib:.2f} GiB) are not packed into {base_bits(spec.tuning)} bits: bitsandbytes packs linear layers alone")
+        found.append(
+            f"the experts ({size_gib:.2f} GiB) are not packed into {base_bits(spec.tuning)} bits: bitsandbytes packs linear layers alone"
+        )
     if isinstance(spec.tuning, Lora) and size.expert_bytes:
-        found.append("the experts carry no adapter and stay as they are: several lie in one tensor, and adapters are for linear layers alone")
+        found.append(
+            "the experts carry no adapter and stay as they are: several lie in one tensor, and adapters are for linear layers alone"
+        )
     return tuple(found)
 
 
@@ -93,30 +110,53 @@ def _tower_notes(spec: Spec, size: Size, lengths: Lengths, scene: Scene) -> tupl
     if isinstance(spec.tuning, Lora) and not isinstance(spec.tuning.targets, dict):
         found.append("tuning.targets without towers mean the language tower: vision and projector stay as they are")
     if base_bits(spec.tuning):
-        found.append(f"the language tower is packed into {base_bits(spec.tuning)} bits, vision and projector stay whole")
+        found.append(
+            f"the language tower is packed into {base_bits(spec.tuning)} bits, vision and projector stay whole"
+        )
     if size.unused and "vision" in looking_towers(size):
-        found.append(f"features are taken before {', '.join(size.unused)}: no image passes there, and nothing of it is trained")
+        found.append(
+            f"features are taken before {', '.join(size.unused)}: no image passes there, and nothing of it is trained"
+        )
     shown = image_tokens(scene.config, lengths.grids)
-    most = f"the row that shows most has {shown:,} image tokens ({len(lengths.grids)} images), and every row is planned so"
+    most = (
+        f"the row that shows most has {shown:,} image tokens ({len(lengths.grids)} images), and every row is planned so"
+    )
     return (*found, most if lengths.grids else "no row has an image: the vision tower is never called")
 
 
 def _experts_notes(look: Look, size: Size) -> tuple[str, ...]:
     if size.active is None:
         return ()
-    tiles = f"; levers.mlp_tiles {look.levers.mlp_tiles} does nothing to them, they are left whole" if look.levers.mlp_tiles > 1 else ""
-    alone = "" if look.rehearsed.kernels.has_grouped else "; no kernel takes them all at once: each has its own products, and the card is waited for"
-    return (f"experts: {size.active:,} of {size.parameters:,} parameters meet a token; memory is the same however tokens are routed{tiles}{alone}",)
+    tiles = (
+        f"; levers.mlp_tiles {look.levers.mlp_tiles} does nothing to them, they are left whole"
+        if look.levers.mlp_tiles > 1
+        else ""
+    )
+    alone = (
+        ""
+        if look.rehearsed.kernels.has_grouped
+        else "; no kernel takes them all at once: each has its own products, and the card is waited for"
+    )
+    return (
+        f"experts: {size.active:,} of {size.parameters:,} parameters meet a token; memory is the same however tokens are routed{tiles}{alone}",
+    )
 
 
 def _reference_notes(spec: Spec, looker: Looker, look: Look) -> tuple[str, ...]:
     """What a kept reference would spare a run of several epochs; for one epoch it is the same work at another time."""
     is_repeated = (spec.schedule.epochs or 1) > 1
-    if not isinstance(spec.objective, Dpo) or is_cached(spec.objective, spec.tuning) or looker.target.rates is None or not is_repeated:
+    if (
+        not isinstance(spec.objective, Dpo)
+        or is_cached(spec.objective, spec.tuning)
+        or looker.target.rates is None
+        or not is_repeated
+    ):
         return ()
     phases = phase_seconds(look.rehearsed.trace, looker.target.rates)
     share = phases["reference"] / sum(phases.values())
-    return (f"the reference takes {share:.0%} of a step; objective.reference=cached computes it once for all epochs, with the same numbers",)
+    return (
+        f"the reference takes {share:.0%} of a step; objective.reference=cached computes it once for all epochs, with the same numbers",
+    )
 
 
 def _divided_notes(looker: Looker, choice: Choice) -> tuple[str, ...]:
@@ -129,7 +169,9 @@ def _divided_notes(looker: Looker, choice: Choice) -> tuple[str, ...]:
         return ()
     for count in _MORE_CARDS:
         context = target.context_bytes + NCCL_BYTES
-        several = replace(looker, target=replace(target, count=count, context_bytes=context), sharding="fsdp2", looks={})
+        several = replace(
+            looker, target=replace(target, count=count, context_bytes=context), sharding="fsdp2", looks={}
+        )
         if several.fits(several.look(levers, is_quick=False)):
             return (f"divided over {count} of these cards it fits as it is: engine={{kind: fsdp2, devices: {count}}}",)
     return ()

@@ -41,21 +41,36 @@ def precision_on(device: Literal["cpu", "cuda"]) -> Literal["bf16", "fp16", "fp3
 def _no_card(asked: str, machine: Machine, otherwise: str) -> SpecError:
     reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
     cards = ", ".join(card.name for card in machine.cards) or "no card"
-    return SpecError(f"{asked} is asked for, but {reason} (nvidia-smi shows {cards})", f"`finefit doctor` says what to install; {otherwise}")
+    return SpecError(
+        f"{asked} is asked for, but {reason} (nvidia-smi shows {cards})",
+        f"`finefit doctor` says what to install; {otherwise}",
+    )
 
 
-def resolve(spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast) -> dict[str, Resolved]:
+def resolve(
+    spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast
+) -> dict[str, Resolved]:
     """The spec's own values first, then what follows from them and from the rehearsal."""
     values = {key: Resolved(value=value, source=_source(key, given, overrides)) for key, value, given in leaves(spec)}
     values["device"] = _device(spec, machine, values["device"])
     values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
     values |= _engine(values, forecast)
-    values["threads"] = Resolved(value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)")
+    values["threads"] = Resolved(
+        value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)"
+    )
     values |= _lengths(spec, num_rows)
     return values | _levers(spec, values, forecast, num_rows)
 
 
-def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forecast: Forecast, num_rows: int, prepared: dict[str, str]) -> Stage:
+def make_stage(
+    spec: Spec,
+    values: dict[str, Resolved],
+    *,
+    inputs: Inputs,
+    forecast: Forecast,
+    num_rows: int,
+    prepared: dict[str, str],
+) -> Stage:
     def of(key: str) -> Any:
         return values[key].value
 
@@ -71,7 +86,9 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         model_fingerprint=inputs.model_fingerprint,
         tuning=spec.tuning,
         objective=spec.objective,
-        engine=forecast.engine if isinstance(spec.engine, AutoEngine) else spec.engine,  # whose paths start where this spec's do
+        engine=forecast.engine
+        if isinstance(spec.engine, AutoEngine)
+        else spec.engine,  # whose paths start where this spec's do
         num_ranks=forecast.devices,
         trackers=spec.trackers,
         template=spec.data.template,
@@ -97,7 +114,10 @@ def make_stage(spec: Spec, values: dict[str, Resolved], *, inputs: Inputs, forec
         prepared=prepared,
     )
     if stage.levers.update == "inside" and stage.precision == "fp16":
-        raise SpecError("levers.update: inside cannot take the loss scale of fp16 out of the gradients first", "--set levers.update=after")
+        raise SpecError(
+            "levers.update: inside cannot take the loss scale of fp16 out of the gradients first",
+            "--set levers.update=after",
+        )
     require_possible(stage)
     return stage
 
@@ -116,7 +136,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, BaseModel):
-        return str(value) if isinstance(value, Interval) else value.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return (
+            str(value)
+            if isinstance(value, Interval)
+            else value.model_dump(mode="json", by_alias=True, exclude_none=True)
+        )
     return value
 
 
@@ -149,7 +173,9 @@ def _device(spec: Common, machine: Machine, asked: Resolved) -> Resolved:
 def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
     has_bf16 = device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if spec.precision == "bf16" and not has_bf16:
-        raise SpecError(f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} has none", "set precision: fp16 or fp32")
+        raise SpecError(
+            f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} has none", "set precision: fp16 or fp32"
+        )
     if spec.precision != "auto":
         return asked
     if device == "cpu":
@@ -165,7 +191,11 @@ def _engine(values: dict[str, Resolved], forecast: Forecast) -> dict[str, Resolv
     if values["engine.kind"].value != "auto":
         return {}
     chosen, reason = forecast.engine, forecast.reasons.get("engine", "one device")
-    devices = Resolved(value=chosen.devices, source=reason) if not isinstance(chosen, Single) else Resolved(value=1, source=reason)
+    devices = (
+        Resolved(value=chosen.devices, source=reason)
+        if not isinstance(chosen, Single)
+        else Resolved(value=1, source=reason)
+    )
     return {"engine.kind": Resolved(value=chosen.kind, source=reason), "engine.devices": devices}
 
 
@@ -175,14 +205,19 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
         total = Resolved(value=spec.schedule.steps, source="schedule.steps")
     else:
         epochs = spec.schedule.epochs or 1
-        total = Resolved(value=epochs * per_epoch, source=f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps")
+        total = Resolved(
+            value=epochs * per_epoch, source=f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps"
+        )
     asked = spec.schedule.warmup
     warmup = asked if isinstance(asked, int) else math.ceil(asked * total.value)
     return {
-        "steps_per_epoch": Resolved(value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up"),
+        "steps_per_epoch": Resolved(
+            value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up"
+        ),
         "total_steps": total,
         "warmup_steps": Resolved(
-            value=warmup, source="schedule.warmup" if isinstance(asked, int) else f"{asked:g} of {total.value} steps, rounded up"
+            value=warmup,
+            source="schedule.warmup" if isinstance(asked, int) else f"{asked:g} of {total.value} steps, rounded up",
         ),
     }
 
@@ -193,14 +228,20 @@ def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_row
     for lever in fields(forecast.levers):
         asked, value = values.get(f"levers.{lever.name}"), getattr(forecast.levers, lever.name)
         is_fixed = asked is not None and asked.value != "auto"
-        found[f"levers.{lever.name}"] = Resolved(value=value, source=asked.source if is_fixed and asked else forecast.reasons.get(lever.name, "auto"))
+        found[f"levers.{lever.name}"] = Resolved(
+            value=value, source=asked.source if is_fixed and asked else forecast.reasons.get(lever.name, "auto")
+        )
     whole, micro = min(spec.global_batch, num_rows), forecast.levers.micro_batch
     asked = values.get("levers.micro_batch")
     if asked is not None and isinstance(asked.value, int) and asked.value > micro:
-        found["levers.micro_batch"] = Resolved(value=micro, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows")
+        found["levers.micro_batch"] = Resolved(
+            value=micro, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows"
+        )
     devices = forecast.devices
     source = (
-        "packs of a usual step" if forecast.levers.packing else f"{whole} rows / {micro} micro x {devices} {'device' if devices == 1 else 'devices'}"
+        "packs of a usual step"
+        if forecast.levers.packing
+        else f"{whole} rows / {micro} micro x {devices} {'device' if devices == 1 else 'devices'}"
     )
     value = forecast.accumulation if forecast.levers.packing else math.ceil(math.ceil(whole / devices) / micro)
     found["accumulation"] = Resolved(value=value, source=source)

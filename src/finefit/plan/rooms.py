@@ -57,7 +57,13 @@ def scene_for_answers(config: dict[str, Any], tuning: Tuning, target: Target) ->
 
 
 def make_rooms(
-    scene: Scene, target: Target, evaluations: Iterable[Evaluation], *, prompt_tokens: int, devices: int, grids: tuple[tuple[int, ...], ...] = ()
+    scene: Scene,
+    target: Target,
+    evaluations: Iterable[Evaluation],
+    *,
+    prompt_tokens: int,
+    devices: int,
+    grids: tuple[tuple[int, ...], ...] = (),
 ) -> dict[str, Room]:
     """By label. `devices`: cards that the items may be shared over. `grids`: of the images of the prompt that shows most; every prompt is taken to
     show them, as far as it has room."""
@@ -69,7 +75,13 @@ def make_rooms(
     rooms = {}
     for evaluation in evaluations:
         reading = _reads(evaluation), _window(evaluation)
-        key = (evaluation.batch, evaluation.max_new_tokens, *reading, _generates(evaluation), isinstance(evaluation.task, LmEval))
+        key = (
+            evaluation.batch,
+            evaluation.max_new_tokens,
+            *reading,
+            _generates(evaluation),
+            isinstance(evaluation.task, LmEval),
+        )
         if key not in known:
             known[key] = _held(_room(scene, target, evaluation, prompt_tokens, devices), target)
         rooms[evaluation.label] = known[key]
@@ -122,7 +134,9 @@ class _Batches:
         found = [self._generated(self.scene, rows, prompt, tiles)] if _generates(self.evaluation) else []
         found += [self._read(self.scene, rows, prompt, tiles)] if _reads(self.evaluation) else []
         rates = self.target.rates
-        return max(one.reserved_bytes for one in found), None if rates is None else sum(one.seconds(rates) for one in found)
+        return max(one.reserved_bytes for one in found), None if rates is None else sum(
+            one.seconds(rates) for one in found
+        )
 
     def quick(self, rows: int, prompt: int, tiles: int) -> int:
         """Allocated bytes."""
@@ -147,7 +161,9 @@ class _Batches:
 
     def _generated(self, scene: Scene, rows: int, prompt: int, tiles: int) -> Generated:
         expandable = self.target.expandable
-        return generate(scene, rows=rows, prompt_tokens=prompt, new_tokens=self.new_tokens, mlp_tiles=tiles, expandable=expandable)
+        return generate(
+            scene, rows=rows, prompt_tokens=prompt, new_tokens=self.new_tokens, mlp_tiles=tiles, expandable=expandable
+        )
 
     def _read(self, scene: Scene, rows: int, prompt: int, tiles: int) -> Generated:
         """An answer that is given may be as long as one that is generated. Of longer windows of plain text, in which every token counts, as many are
@@ -157,7 +173,10 @@ class _Batches:
         if window > tokens:
             shapes.append((max(1, rows * tokens // window), window, window - 1))
         expandable = self.target.expandable
-        found = [read_through(scene, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=expandable) for r, t, counted in shapes]
+        found = [
+            read_through(scene, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=expandable)
+            for r, t, counted in shapes
+        ]
         return max(found, key=lambda one: one.reserved_bytes)
 
 
@@ -172,7 +191,13 @@ def _room(scene: Scene, target: Target, evaluation: Evaluation, prompt: int, dev
     while rows > 1 and evaluation.batch == "auto" and not batches.fits(reserved):
         rows //= 2
         reserved, seconds = batches.whole(rows, prompt, tiles)
-    room = Room(rows=rows, tokens=rows * (prompt + evaluation.max_new_tokens), mlp_tiles=tiles, reserved_bytes=reserved, batch_seconds=seconds)
+    room = Room(
+        rows=rows,
+        tokens=rows * (prompt + evaluation.max_new_tokens),
+        mlp_tiles=tiles,
+        reserved_bytes=reserved,
+        batch_seconds=seconds,
+    )
     if not batches.fits(reserved) and devices > 1 and batches.fits(int(reserved / devices * _SPREAD)):
         return replace(room, devices=devices, is_spread=True, reserved_bytes=int(reserved / devices * _SPREAD))
     return replace(_with_shorter(batches, room, prompt) if evaluation.batch == "auto" else room, devices=devices)
@@ -205,4 +230,6 @@ def _with_shorter(batches: _Batches, room: Room, longest: int) -> Room:
         return room
     beyond = room.reserved_bytes / batches.quick(room.rows, longest, room.mlp_tiles)
     reserved = int(batches.quick(rows, prompt, room.mlp_tiles) * beyond)
-    return replace(room, rows=rows, reserved_bytes=max(room.reserved_bytes, reserved)) if batches.fits(reserved) else room
+    return (
+        replace(room, rows=rows, reserved_bytes=max(room.reserved_bytes, reserved)) if batches.fits(reserved) else room
+    )

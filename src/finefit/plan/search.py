@@ -66,21 +66,40 @@ class Choice:
     reasons: dict[str, str]
 
 
-def freedom_of(asked: AskedLevers, *, rows: int, supervised: int, num_layers: int, precision: str, device: str, has_experts: bool = False) -> Freedom:
+def freedom_of(
+    asked: AskedLevers,
+    *,
+    rows: int,
+    supervised: int,
+    num_layers: int,
+    precision: str,
+    device: str,
+    has_experts: bool = False,
+) -> Freedom:
     """`rows` of one optimizer step on one card, each with at most `supervised` tokens that have logits. `has_experts`: MLPs that are left whole."""
     return Freedom(
         micro_batch=_sizes(asked, rows),
-        recompute=_depths(num_layers) if asked.recompute == "auto" else ({"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute),),  # type: ignore[arg-type]
+        recompute=_depths(num_layers)
+        if asked.recompute == "auto"
+        else ({"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute),),  # type: ignore[arg-type]
         keep_attention=(False, True) if asked.keep_attention == "auto" else (asked.keep_attention,),
-        loss_chunk=_chunks(supervised) if asked.loss_chunk == "auto" else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
-        offload=((False, True) if device == "cuda" else (False,)) if asked.offload == "auto" else (asked.offload == "inputs",),
+        loss_chunk=_chunks(supervised)
+        if asked.loss_chunk == "auto"
+        else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
+        offload=((False, True) if device == "cuda" else (False,))
+        if asked.offload == "auto"
+        else (asked.offload == "inputs",),
         mlp_tiles=((1,) if has_experts else (1, _TILES)) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
-        adapter_inputs=("fp32" if precision == "fp32" else "bf16") if asked.adapter_inputs == "auto" else asked.adapter_inputs,
+        adapter_inputs=("fp32" if precision == "fp32" else "bf16")
+        if asked.adapter_inputs == "auto"
+        else asked.adapter_inputs,
         kernels="fused" if asked.kernels == "auto" else asked.kernels,
         kernels_reason="the same numbers with fewer and larger operations",
         update="after" if asked.update == "auto" else asked.update,
         compile=asked.compile,
-        fixed=frozenset(name for name, field in AskedLevers.model_fields.items() if getattr(asked, name) != field.default),
+        fixed=frozenset(
+            name for name, field in AskedLevers.model_fields.items() if getattr(asked, name) != field.default
+        ),
     )
 
 
@@ -105,7 +124,9 @@ def _micro_batches(rows: int) -> tuple[int, ...]:
 
 def _depths(num_layers: int) -> tuple[int, ...]:
     """Numbers of recomputed layers whose runs are long enough to be rehearsed by a few of them."""
-    return tuple(k for k in range(num_layers + 1) if k in (0, num_layers) or (k >= REHEARSED and num_layers - k >= REHEARSED))
+    return tuple(
+        k for k in range(num_layers + 1) if k in (0, num_layers) or (k >= REHEARSED and num_layers - k >= REHEARSED)
+    )
 
 
 def choose(looker: Looker, freedom: Freedom) -> Choice:
@@ -126,7 +147,9 @@ def _candidates(looker: Looker, freedom: Freedom) -> Iterator[Levers]:
         yield best.levers
         others = [*_a_little_less(looker, freedom, best), *(_refined(looker, freedom, look) for look in plain[1:3])]
         yield from (look.levers for look in sorted(others, key=lambda look: look.step_seconds))
-        yield from (replace(look.levers, recompute=freedom.recompute[-1], loss_chunk=freedom.loss_chunk[-1]) for look in plain)
+        yield from (
+            replace(look.levers, recompute=freedom.recompute[-1], loss_chunk=freedom.loss_chunk[-1]) for look in plain
+        )
     yield _frugal(looker, freedom)
 
 
@@ -182,7 +205,11 @@ def _refined(looker: Looker, freedom: Freedom, found: Look) -> Look:
     for other in map(looker.look, others):
         if looker.fits(other) and other.step_seconds < _WORTH * found.step_seconds:
             found = other
-    kept = looker.look(replace(found.levers, keep_attention=freedom.keep_attention[-1])) if found.levers.recompute else found
+    kept = (
+        looker.look(replace(found.levers, keep_attention=freedom.keep_attention[-1]))
+        if found.levers.recompute
+        else found
+    )
     return kept if looker.fits(kept) and kept.step_seconds < _WORTH * found.step_seconds else found
 
 
@@ -206,8 +233,12 @@ def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
         else "the fewest that fit"
         if levers.recompute < looker.num_layers
         else "all are needed",
-        "keep_attention": "saves more time than it costs memory" if levers.keep_attention else "not worth its memory here",
-        "loss_chunk": "all logits at once fit" if levers.loss_chunk is None else "the room serves better elsewhere than for logits",
+        "keep_attention": "saves more time than it costs memory"
+        if levers.keep_attention
+        else "not worth its memory here",
+        "loss_chunk": "all logits at once fit"
+        if levers.loss_chunk is None
+        else "the room serves better elsewhere than for logits",
         "offload": "needed to fit" if levers.offload else "not needed",
         "mlp_tiles": "needed to fit" if levers.mlp_tiles > 1 else "not needed",
     }
@@ -222,4 +253,8 @@ def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
 def _micro_batch_reason(looker: Looker, freedom: Freedom, look: Look) -> str:
     if not looker.fits(look):
         return "the smallest, since nothing fits"
-    return "the whole step at once fits" if look.levers.micro_batch == freedom.micro_batch[-1] else "the fastest of those that fit"
+    return (
+        "the whole step at once fits"
+        if look.levers.micro_batch == freedom.micro_batch[-1]
+        else "the fastest of those that fit"
+    )

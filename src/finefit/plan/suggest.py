@@ -47,14 +47,25 @@ def suggest(looker: Looker, choice: Choice) -> tuple[Suggestion, ...]:
     exact = list(_exact(looker, choice, free if own is None else narrowed(free, own)))
     lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(looker, choice))
     if own is not None:  # whose weights nobody packs
-        lossy = [(suggestion, seconds) for suggestion, seconds in lossy if "base_bits" not in " ".join(suggestion.changes)]
-    found = {suggestion.changes: (suggestion, seconds) for suggestion, seconds in (*exact, *lossy) if suggestion.saves_bytes > 0}
+        lossy = [
+            (suggestion, seconds) for suggestion, seconds in lossy if "base_bits" not in " ".join(suggestion.changes)
+        ]
+    found = {
+        suggestion.changes: (suggestion, seconds)
+        for suggestion, seconds in (*exact, *lossy)
+        if suggestion.saves_bytes > 0
+    }
     return tuple(suggestion for suggestion, _ in sorted(found.values(), key=lambda pair: _order(*pair))[:_MOST])
 
 
 def _order(suggestion: Suggestion, seconds: float) -> tuple[bool, bool, int, float]:
     """What fits before what does not, exact before lossy, few changes before many; then the fastest, or what brings it nearest."""
-    return (not suggestion.fits, not suggestion.is_exact, len(suggestion.changes), seconds if suggestion.fits else suggestion.peak_bytes)
+    return (
+        not suggestion.fits,
+        not suggestion.is_exact,
+        len(suggestion.changes),
+        seconds if suggestion.fits else suggestion.peak_bytes,
+    )
 
 
 Found = tuple[Suggestion, float]
@@ -84,12 +95,18 @@ def releasable(looker: Looker, choice: Choice, frugal: Levers) -> list[str]:
     levers, scene, left_out = choice.look.levers, looker.scene, set(_SAVES_NOTHING)
     if levers.update == "inside":  # needs the whole step at once
         left_out.add("micro_batch")
-    free, _ = decide_kernels(AskedLevers(compile=levers.compile), looker.target, looker.sharding, has_experts=looker.has_experts)
+    free, _ = decide_kernels(
+        AskedLevers(compile=levers.compile), looker.target, looker.sharding, has_experts=looker.has_experts
+    )
     if free != frugal.kernels:
         left_out.add("kernels")
     fixed = [name for name, reason in choice.reasons.items() if reason == ASKED and name not in left_out]
     differs = [name for name in fixed if getattr(frugal, name) != getattr(levers, name)]
-    return [name for name in differs if not _is_refused(looker, choice, scene, replace(levers, **{name: getattr(frugal, name)}))]
+    return [
+        name
+        for name in differs
+        if not _is_refused(looker, choice, scene, replace(levers, **{name: getattr(frugal, name)}))
+    ]
 
 
 def _is_refused(looker: Looker, choice: Choice, scene: Scene, levers: Levers) -> bool:
@@ -98,7 +115,12 @@ def _is_refused(looker: Looker, choice: Choice, scene: Scene, levers: Levers) ->
         return True
 
     def problems(scene: Scene, levers: Levers) -> set[str]:
-        return {odd.problem for odd in engine_problems(engine_of(looker.sharding, looker.target.count), scene.tuning, scene.optimizer, levers)}
+        return {
+            odd.problem
+            for odd in engine_problems(
+                engine_of(looker.sharding, looker.target.count), scene.tuning, scene.optimizer, levers
+            )
+        }
 
     return bool(problems(scene, levers) - problems(looker.scene, choice.look.levers))
 
@@ -111,7 +133,12 @@ def _cached_reference(looker: Looker, choice: Choice) -> Iterator[Found]:
         look = looker.look(choice.look.levers, scene=kept)
         if look.peak_bytes < looker.look(choice.look.levers).peak_bytes:
             yield _suggestion(
-                looker, choice, look, ("objective.reference=cached",), is_exact=True, price="one pass over all pairs before the first step"
+                looker,
+                choice,
+                look,
+                ("objective.reference=cached",),
+                is_exact=True,
+                price="one pass over all pairs before the first step",
             )
 
 
@@ -152,7 +179,9 @@ def _lossy(looker: Looker, choice: Choice) -> Iterator[Found]:
 def _frugal(looker: Looker, choice: Choice) -> Levers:
     """As the plan that does not fit, which has pulled what it may; but tiles cost most, and where all layers are recomputed help long rows only."""
     levers = choice.look.levers
-    has_use = looker.scene.tokens >= _LONG or levers.recompute < looker.num_layers or choice.reasons["mlp_tiles"] == ASKED
+    has_use = (
+        looker.scene.tokens >= _LONG or levers.recompute < looker.num_layers or choice.reasons["mlp_tiles"] == ASKED
+    )
     return levers if has_use else replace(levers, mlp_tiles=1)
 
 
@@ -165,11 +194,20 @@ def _changes(scene: Scene) -> Iterator[_Change]:
     tuning = scene.tuning
     if isinstance(tuning, Full):
         adapter = Lora(kind="lora", rank=64, alpha=128)
-        yield "tuning={kind: lora, rank: 64, alpha: 128}", "adapters instead of all weights", lambda s: replace(s, tuning=adapter)
+        yield (
+            "tuning={kind: lora, rank: 64, alpha: 128}",
+            "adapters instead of all weights",
+            lambda s: replace(s, tuning=adapter),
+        )
     if scene.device == "cuda" and scene.optimizer.kind == "adamw":
         eight = scene.optimizer.model_copy(update={"kind": "adamw_8bit"})
         yield "optimizer.kind=adamw_8bit", "moments in 8 bits", lambda s: replace(s, optimizer=eight)
-    if scene.precision != "fp32" and isinstance(tuning, Lora) and tuning.weights == "fp32" and tuning.rank >= _LARGE_RANK:
+    if (
+        scene.precision != "fp32"
+        and isinstance(tuning, Lora)
+        and tuning.weights == "fp32"
+        and tuning.rank >= _LARGE_RANK
+    ):
         yield (
             "tuning.weights=bf16",
             "adapters and their moments in bf16, which loses small updates",
@@ -183,10 +221,16 @@ def _changes(scene: Scene) -> Iterator[_Change]:
         )
     if isinstance(tuning, Lora) and tuning.rank > _SMALLEST_RANK:
         rank = max(_SMALLEST_RANK, tuning.rank // 4)
-        yield f"tuning.rank={rank}", "a smaller adapter", lambda s: replace(s, tuning=s.tuning.model_copy(update={"rank": rank}))
+        yield (
+            f"tuning.rank={rank}",
+            "a smaller adapter",
+            lambda s: replace(s, tuning=s.tuning.model_copy(update={"rank": rank})),
+        )
 
 
-def _shorter(looker: Looker, choice: Choice, scene: Scene, changes: tuple[str, ...], prices: tuple[str, ...]) -> Iterator[Found]:
+def _shorter(
+    looker: Looker, choice: Choice, scene: Scene, changes: tuple[str, ...], prices: tuple[str, ...]
+) -> Iterator[Found]:
     """The longest rows that fit: memory grows with every token, so two lengths show the border."""
     levers, half = _frugal(looker, choice), _cut(scene, scene.tokens // 2)
     if scene.tokens < 2 * _NO_LESS:
@@ -200,14 +244,28 @@ def _shorter(looker: Looker, choice: Choice, scene: Scene, changes: tuple[str, .
     if tokens >= _NO_LESS:
         look = looker.look(levers, scene=_cut(scene, tokens))
         more = (f"data.max_tokens={tokens}", "data.too_long=drop")
-        yield _suggestion(looker, choice, look, (*changes, *more), is_exact=False, price="; ".join((*prices, "longer rows are left out")))
+        yield _suggestion(
+            looker,
+            choice,
+            look,
+            (*changes, *more),
+            is_exact=False,
+            price="; ".join((*prices, "longer rows are left out")),
+        )
 
 
 def _cut(scene: Scene, tokens: int) -> Scene:
-    return replace(scene, tokens=tokens, supervised=min(scene.supervised, tokens - 1), grids=fitting(scene.config, scene.grids, tokens))
+    return replace(
+        scene,
+        tokens=tokens,
+        supervised=min(scene.supervised, tokens - 1),
+        grids=fitting(scene.config, scene.grids, tokens),
+    )
 
 
-def _suggestion(looker: Looker, choice: Choice, look: Look, changes: tuple[str, ...], *, is_exact: bool, price: str) -> Found:
+def _suggestion(
+    looker: Looker, choice: Choice, look: Look, changes: tuple[str, ...], *, is_exact: bool, price: str
+) -> Found:
     found = Suggestion(
         changes=changes,
         saves_bytes=choice.look.peak_bytes - look.peak_bytes,

@@ -56,7 +56,13 @@ class Target:
 
 
 def find_target(
-    request: CardRequest, machine: Machine, asked_precision: str, *, devices: int | None = None, nodes: int = 1, allocator: str | None = None
+    request: CardRequest,
+    machine: Machine,
+    asked_precision: str,
+    *,
+    devices: int | None = None,
+    nodes: int = 1,
+    allocator: str | None = None,
 ) -> Target:
     """`devices`: of an engine that names them, on each of `nodes`; `allocator`: a setting of the user's own, of this machine and no other."""
     if request.is_auto and machine.cards:
@@ -93,16 +99,24 @@ def _for_devices(target: Target, request: CardRequest, machine: Machine, devices
         return target
     if target.count > 1:
         raise SpecError(
-            f"card: {request.text} and engine.devices: {devices} contradict each other", "name the same number in both, or in one of them"
+            f"card: {request.text} and engine.devices: {devices} contradict each other",
+            "name the same number in both, or in one of them",
         )
     if target.device == "cpu":
         words = f"{devices} processes share the memory and the cores of this machine"
         return replace(
-            target, count=devices, budget_bytes=target.budget_bytes // devices, rates=_shared(target.rates, devices), notes=(*target.notes, words)
+            target,
+            count=devices,
+            budget_bytes=target.budget_bytes // devices,
+            rates=_shared(target.rates, devices),
+            notes=(*target.notes, words),
         )
     if request.is_auto:
         if devices > len(machine.cards):
-            raise SpecError(f"engine.devices is {devices}, this machine has {len(machine.cards)}", "lower it, or plan for other cards with --card")
+            raise SpecError(
+                f"engine.devices is {devices}, this machine has {len(machine.cards)}",
+                "lower it, or plan for other cards with --card",
+            )
         free = [card.free_bytes for card in machine.cards[:devices] if card.free_bytes is not None]
         target = replace(target, budget_bytes=int(min(free) * USABLE))
     return replace(target, count=devices, name=f"{devices}x{target.name}")
@@ -121,7 +135,11 @@ def _named(request: CardRequest) -> Target:
     assert request.memory_bytes is not None or kind is not None
     budget = int(kind.memory_bytes * USABLE) if kind else int(request.memory_bytes or 0)
     return Target(
-        name=f"{request.count}x{kind.name}" if kind and request.count > 1 else kind.name if kind else request.text.split("@")[0].strip(),
+        name=f"{request.count}x{kind.name}"
+        if kind and request.count > 1
+        else kind.name
+        if kind
+        else request.text.split("@")[0].strip(),
         device="cuda",
         capability=kind.compute_capability if kind else (8, 0),
         precision="bf16",
@@ -133,7 +151,9 @@ def _named(request: CardRequest) -> Target:
         context_bytes=CONTEXT_BYTES,
         margin=MARGIN,
         margin_bytes=MARGIN_BYTES,
-        notes=() if kind else ("a bare size says nothing of a card's generation: bf16 and flash attention are assumed",),
+        notes=()
+        if kind
+        else ("a bare size says nothing of a card's generation: bf16 and flash attention are assumed",),
     )
 
 
@@ -149,7 +169,9 @@ def _here(card: Card, request: CardRequest) -> Target:
     unknown = () if kind else (f"{card.name} is not in the table of cards: no time is foretold",)
     notes = (*(bare.notes if kind else ()), *unknown, *others)
     has_liger = importlib.util.find_spec("liger_kernel") is not None
-    return replace(bare, budget_bytes=int(card.free_bytes * USABLE), capability=capability, notes=notes, has_liger=has_liger)
+    return replace(
+        bare, budget_bytes=int(card.free_bytes * USABLE), capability=capability, notes=notes, has_liger=has_liger
+    )
 
 
 def _size(num_bytes: int | None) -> str:
@@ -179,7 +201,12 @@ def measure_processor() -> Rates:
     a = torch.randn(_PROBE, _PROBE)
     flops = 2 * _PROBE**3 / _best(lambda: a @ a)
     b = torch.randn(16 << 20)
-    return Rates(half_flops=flops, full_flops=flops, bytes_per_second=2 * b.numel() * 4 / _best(b.clone) / 0.8, launch_seconds=0.0)
+    return Rates(
+        half_flops=flops,
+        full_flops=flops,
+        bytes_per_second=2 * b.numel() * 4 / _best(b.clone) / 0.8,
+        launch_seconds=0.0,
+    )
 
 
 def _best(run: object, repeats: int = 5) -> float:
@@ -204,7 +231,9 @@ def rates_of(kind: CardKind) -> Rates:
 def _with_precision(target: Target, asked: str) -> Target:
     has_bf16 = target.device == "cpu" or target.capability >= (8, 0)
     if asked == "bf16" and not has_bf16:
-        raise SpecError(f"precision: bf16 is asked for, but {target.name} has none", "set precision: fp16, fp32 or auto")
+        raise SpecError(
+            f"precision: bf16 is asked for, but {target.name} has none", "set precision: fp16, fp32 or auto"
+        )
     match asked:
         case "bf16" | "fp16" | "fp32":
             precision: Precision = asked
@@ -219,7 +248,9 @@ def _generation_notes(target: Target, precision: Precision) -> tuple[str, ...]:
     if target.capability >= (8, 0):
         return ()
     generation = f"{target.name} (compute capability {target.capability[0]}.{target.capability[1]})"
-    products = "weights and products are fp32" if precision == "fp32" else "products are taken in fp16, with loss scaling"
+    products = (
+        "weights and products are fp32" if precision == "fp32" else "products are taken in fp16, with loss scaling"
+    )
     return (
         f"{generation} has no bf16: {products}",
         f"{generation} has no flash attention: torch's memory-efficient kernel takes its place, with key and value heads repeated",

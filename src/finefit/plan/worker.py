@@ -28,7 +28,10 @@ def answer(question: Question) -> list[Forecast]:
     for request in requests:
         require_same_count(request, spec.engine)
     devices, nodes = devices_of(spec.engine), nodes_of(spec.launcher)
-    targets = [find_target(request, machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator) for request in requests]
+    targets = [
+        find_target(request, machine, spec.precision, devices=devices, nodes=nodes, allocator=question.allocator)
+        for request in requests
+    ]
     if question.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, question.budget_bytes)) for target in targets]
     memo: dict[str, Rehearsed] = {}
@@ -44,7 +47,11 @@ def rooms(question: Question) -> list[dict[str, Room]]:
         scene = scene_for_answers(question.config, spec.tuning, target)
         prompt = question.lengths.prompt or question.lengths.longest
         most = shown_most(question.lengths)
-        found.append(make_rooms(scene, target, spec.evaluate, prompt_tokens=prompt, devices=_devices(request, machine), grids=most))
+        found.append(
+            make_rooms(
+                scene, target, spec.evaluate, prompt_tokens=prompt, devices=_devices(request, machine), grids=most
+            )
+        )
     return found
 
 
@@ -71,7 +78,9 @@ def main() -> None:
 
 def reply(question: Question) -> Answer:
     try:
-        return Answer(rooms=tuple(rooms(question))) if question.only_rooms else Answer(forecasts=tuple(answer(question)))
+        return (
+            Answer(rooms=tuple(rooms(question))) if question.only_rooms else Answer(forecasts=tuple(answer(question)))
+        )
     except FinefitError as error:
         return Answer(failure=Failure.of(error))
 

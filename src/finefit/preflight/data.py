@@ -38,9 +38,16 @@ def rows_fit_the_budget(found: Preparation, spec: Spec) -> Iterator[Finding]:
 
 
 def few_rows_are_lost(found: Preparation, spec: Spec) -> Iterator[Finding]:
-    told = {"unusable": spec.data.bad_rows, "too long": spec.data.too_long}  # an error of their own, where they are not dropped on request
+    told = {
+        "unusable": spec.data.bad_rows,
+        "too long": spec.data.too_long,
+    }  # an error of their own, where they are not dropped on request
     for source in found.sources:
-        lost = sum(count for reason, count in source.dropped.items() if reason not in _ASKED_FOR and told.get(reason) != "error")
+        lost = sum(
+            count
+            for reason, count in source.dropped.items()
+            if reason not in _ASKED_FOR and told.get(reason) != "error"
+        )
         yield from _above(source, "dropped", lost, source.read, spec.data.drop_at_most, "data.drop_at_most")
         yield from _above(source, "cut", source.cut, source.used, spec.data.cut_at_most, "data.cut_at_most")
 
@@ -65,7 +72,9 @@ def prompts_keep_most_of_their_text(found: Preparation, _: Spec) -> Iterator[Fin
 def something_is_learnt(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for split in dict.fromkeys(source.split for source in found.sources):
         if not any(source.used for source in found.sources if source.split == split):
-            yield Finding(level="error", problem=f"no {split} row is left", remedy="`finefit check` shows what became of each")
+            yield Finding(
+                level="error", problem=f"no {split} row is left", remedy="`finefit check` shows what became of each"
+            )
     if found.lengths is None:
         return
     for source in found.sources:
@@ -75,7 +84,9 @@ def something_is_learnt(found: Preparation, spec: Spec) -> Iterator[Finding]:
     rows = found.lengths.num_rows or 0
     if rows < spec.global_batch:
         problem = f"train has {rows:,} {_rows(rows)}, and a step takes {spec.global_batch:,} (global_batch): every step is a whole epoch"
-        yield Finding(level="warning", problem=problem, remedy=f"--set global_batch={max(1, rows // 4)}, or take more rows")
+        yield Finding(
+            level="warning", problem=problem, remedy=f"--set global_batch={max(1, rows // 4)}, or take more rows"
+        )
 
 
 def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
@@ -92,14 +103,18 @@ def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
 def rows_are_not_repeated_unseen(found: Preparation, _: Spec) -> Iterator[Finding]:
     for fault in _faults(found, "duplicate"):
         problem = f"train repeats {fault.count:,} of its rows:\n{_lines(fault)}"
-        yield Finding(level="warning", problem=problem, remedy="remove them, if they are not meant to count more than others")
+        yield Finding(
+            level="warning", problem=problem, remedy="remove them, if they are not meant to count more than others"
+        )
 
 
 def texts_hold_no_control_tokens(found: Preparation, _: Spec) -> Iterator[Finding]:
     """A message that holds the mark of a turn's end forges the turn of another."""
     for fault in _faults(found, "special token"):
         problem = f"the tokenizer reads text of {fault.count:,} {fault.split} {_rows(fault.count)} as control tokens:\n{_lines(fault)}"
-        yield Finding(level="warning", problem=problem, remedy="write these marks differently, if they are not meant as such")
+        yield Finding(
+            level="warning", problem=problem, remedy="write these marks differently, if they are not meant as such"
+        )
 
 
 def repairs_are_told(found: Preparation, _: Spec) -> Iterator[Finding]:
@@ -117,7 +132,11 @@ def padding_is_not_the_end(found: Preparation, _: Spec) -> Iterator[Finding]:
     """Supervision goes by place, so the end is learnt all the same; others mask by token."""
     if found.pad_is_end:
         problem = "the tokenizer pads with a token that ends an answer; here the end is supervised all the same"
-        yield Finding(level="note", problem=problem, remedy="programs that mask padding by its token would never teach the model to stop")
+        yield Finding(
+            level="note",
+            problem=problem,
+            remedy="programs that mask padding by its token would never teach the model to stop",
+        )
 
 
 CHECKS: tuple[Callable[[Preparation, Spec], Iterator[Finding]], ...] = (

@@ -53,7 +53,9 @@ def packages_are_in_range(found: Examination) -> Iterator[Finding]:
         wanted = f"{requirement.name}{requirement.specifier}"
         command = f"pip install '{wanted}'"
         if version is None and is_required:
-            yield Finding(level="error", problem=f"{requirement.name} is missing; finefit needs {wanted}", remedy=command)
+            yield Finding(
+                level="error", problem=f"{requirement.name} is missing; finefit needs {wanted}", remedy=command
+            )
         elif version is not None and not requirement.specifier.contains(version, prereleases=True):
             problem = f"{requirement.name} is {version}; finefit is written for {wanted}"
             yield Finding(level="error" if is_required else "warning", problem=problem, remedy=command)
@@ -100,7 +102,9 @@ def devices_run_kernels(found: Examination) -> Iterator[Finding]:
     for device in found.torch.devices:
         if device.problem is not None:
             problem = f"{device.name} ({device.description}) cannot run a kernel: {device.problem}"
-            yield Finding(level="error", problem=problem, remedy=commands[0] if commands else "hide it with CUDA_VISIBLE_DEVICES")
+            yield Finding(
+                level="error", problem=problem, remedy=commands[0] if commands else "hide it with CUDA_VISIBLE_DEVICES"
+            )
 
 
 def cuda_torch_command(card: Card) -> str:

@@ -21,7 +21,17 @@ from finefit.step.engines.zero_config import contradictions
 
 TIGHT = 0.9
 """Share of the host's memory beyond which other programs push a run into swapping."""
-OPTIONAL = ("bitsandbytes", "liger-kernel", "deepspeed", "submitit", "lm-eval", "tensorboard", "wandb", "mlflow", "trackio")
+OPTIONAL = (
+    "bitsandbytes",
+    "liger-kernel",
+    "deepspeed",
+    "submitit",
+    "lm-eval",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+)
 """Packages that only some specs ask for."""
 
 
@@ -44,7 +54,11 @@ class Preparation:
 
 def there_is_something_to_train(found: Preparation) -> Iterator[Finding]:
     if isinstance(found.spec.model, ShapeModel):
-        yield Finding(level="error", problem="a model of kind shape has no weights to train", remedy="plan it, or name a model that has weights")
+        yield Finding(
+            level="error",
+            problem="a model of kind shape has no weights to train",
+            remedy="plan it, or name a model that has weights",
+        )
     for path in found.missing_files:
         yield Finding(level="error", problem=f"{path} is not there", remedy="paths are relative to the spec file")
 
@@ -57,7 +71,9 @@ def packages_are_installed(found: Preparation) -> Iterator[Finding]:
     for tracker in found.spec.trackers:
         if tracker.kind in found.absent:
             problem = f"trackers: {tracker.kind} is not installed, so the run goes on without it"
-            yield Finding(level="warning", problem=problem, remedy=f"pip install {tracker.kind}, or leave it out of trackers")
+            yield Finding(
+                level="warning", problem=problem, remedy=f"pip install {tracker.kind}, or leave it out of trackers"
+            )
 
 
 def _needs(found: Preparation) -> Iterator[tuple[str, str, str]]:
@@ -70,12 +86,20 @@ def _needs(found: Preparation) -> Iterator[tuple[str, str, str]]:
     if spec.optimizer.kind != "adamw" and not is_cpu:
         yield f"optimizer.kind {spec.optimizer.kind}", "bitsandbytes", gpu
     if isinstance(spec.engine, DeepSpeed):
-        yield "engine.kind deepspeed", "deepspeed", "pip install 'finefit[deepspeed]', or set engine.kind: fsdp2, which divides the same"
+        yield (
+            "engine.kind deepspeed",
+            "deepspeed",
+            "pip install 'finefit[deepspeed]', or set engine.kind: fsdp2, which divides the same",
+        )
     if isinstance(spec.launcher, SlurmLauncher):
         yield "launcher.kind slurm", "submitit", "pip install submitit, or set launcher.kind: local"
     for evaluation in spec.evaluate:
         if isinstance(evaluation.task, LmEval):
-            yield f"evaluate {evaluation.label}", "lm-eval", "pip install 'finefit[lm-eval]', or leave it out of evaluate"
+            yield (
+                f"evaluate {evaluation.label}",
+                "lm-eval",
+                "pip install 'finefit[lm-eval]', or leave it out of evaluate",
+            )
 
 
 def _is_cpu(found: Preparation) -> bool:
@@ -116,7 +140,11 @@ def engine_config_agrees(found: Preparation) -> Iterator[Finding]:
         num_ranks=forecast.devices,
     )
     for line in contradictions(decided, own):
-        yield Finding(level="error", problem=f"engine.config contradicts the spec: {line}", remedy='take it out, or write "auto"; the spec decides')
+        yield Finding(
+            level="error",
+            problem=f"engine.config contradicts the spec: {line}",
+            remedy='take it out, or write "auto"; the spec decides',
+        )
 
 
 def _precision(found: Preparation) -> str | None:
@@ -136,7 +164,9 @@ def _kind(found: Preparation) -> CardKind | None:
 def optimizer_has_its_device(found: Preparation) -> Iterator[Finding]:
     kind = found.spec.optimizer.kind
     if kind != "adamw" and _is_cpu(found):
-        yield Finding(level="error", problem=f"optimizer.kind {kind} needs a CUDA device", remedy="set optimizer.kind: adamw")
+        yield Finding(
+            level="error", problem=f"optimizer.kind {kind} needs a CUDA device", remedy="set optimizer.kind: adamw"
+        )
 
 
 def update_can_be_inside(found: Preparation) -> Iterator[Finding]:
@@ -176,10 +206,15 @@ def quantised_dora_is_slow(found: Preparation) -> Iterator[Finding]:
 
 
 def every_process_has_rows(found: Preparation) -> Iterator[Finding]:
-    devices, rows = found.forecast.devices, min(found.spec.global_batch, found.forecast.lengths.num_rows or found.spec.global_batch)
+    devices, rows = (
+        found.forecast.devices,
+        min(found.spec.global_batch, found.forecast.lengths.num_rows or found.spec.global_batch),
+    )
     if rows < devices:
         problem = f"a step has {rows} rows for {devices} processes: {devices - rows} of them only wait"
-        yield Finding(level="warning", problem=problem, remedy=f"set global_batch to {devices} or more, or take {rows} devices")
+        yield Finding(
+            level="warning", problem=problem, remedy=f"set global_batch to {devices} or more, or take {rows} devices"
+        )
 
 
 def gradients_reach_every_trained_tensor(found: Preparation) -> Iterator[Finding]:
@@ -187,7 +222,9 @@ def gradients_reach_every_trained_tensor(found: Preparation) -> Iterator[Finding
     gradients = found.forecast.gradients
     if gradients.unreached:
         names = ", ".join(grouped(gradients.unreached))
-        problem = f"no gradient reaches {len(gradients.unreached):,} of {gradients.trainable:,} trained tensors: {names}"
+        problem = (
+            f"no gradient reaches {len(gradients.unreached):,} of {gradients.trainable:,} trained tensors: {names}"
+        )
         unknown = "look for what cuts them off in the model's forward, or leave them out of tuning.targets"
         yield Finding(level="error", problem=problem, remedy=". ".join(gradients.causes) or unknown)
 
@@ -195,7 +232,11 @@ def gradients_reach_every_trained_tensor(found: Preparation) -> Iterator[Finding
 def adapters_are_trained(found: Preparation) -> Iterator[Finding]:
     """One that was frozen is among no trained tensors, so no gradient is missed."""
     if frozen := found.forecast.gradients.frozen:
-        yield Finding(level="error", problem=f"adapters are attached but not trained: {', '.join(frozen)}", remedy="leave their requires_grad on")
+        yield Finding(
+            level="error",
+            problem=f"adapters are attached but not trained: {', '.join(frozen)}",
+            remedy="leave their requires_grad on",
+        )
 
 
 def memory_fits(found: Preparation) -> Iterator[Finding]:
@@ -204,7 +245,9 @@ def memory_fits(found: Preparation) -> Iterator[Finding]:
         place = f"{forecast.peak_instant} in {forecast.peak_module}" if forecast.peak_module else forecast.peak_instant
         problem = f"a step needs {forecast.peak_bytes:,} bytes at its peak ({place}), {forecast.card} has {forecast.budget_bytes:,} to give"
         fitting = next((suggestion for suggestion in forecast.suggestions if suggestion.fits), None)
-        yield Finding(level="error", problem=problem, remedy=_larger(found.spec) if fitting is None else _command(fitting))
+        yield Finding(
+            level="error", problem=problem, remedy=_larger(found.spec) if fitting is None else _command(fitting)
+        )
 
 
 def _command(suggestion: Suggestion) -> str:
@@ -221,13 +264,19 @@ def disk_holds_checkpoints(found: Preparation) -> Iterator[Finding]:
     if needed > free:
         lower = f", or lower save.keep (now {keep})" if keep > 1 else ""
         problem = f"the run's checkpoints take up to {needed:,} bytes of disk, {free:,} are free"
-        yield Finding(level="error", problem=problem, remedy=f"free {needed - free:,} bytes or work on another disk{lower}")
+        yield Finding(
+            level="error", problem=problem, remedy=f"free {needed - free:,} bytes or work on another disk{lower}"
+        )
 
 
 def host_memory_suffices(found: Preparation) -> Iterator[Finding]:
     needed, there = found.forecast.host_bytes, found.host_memory_bytes
     problem = f"the run needs {needed:,} bytes of host memory, the machine has {there:,}"
-    remedy = "`--set levers.offload=none` keeps the layers' inputs on the card" if found.forecast.levers.offload else "take a smaller model"
+    remedy = (
+        "`--set levers.offload=none` keeps the layers' inputs on the card"
+        if found.forecast.levers.offload
+        else "take a smaller model"
+    )
     if needed > there:
         yield Finding(level="error", problem=problem, remedy=f"{remedy}, or work on a machine with more memory")
     elif needed > TIGHT * there:
@@ -253,7 +302,9 @@ def something_is_saved_and_validated_inside_the_run(found: Preparation) -> Itera
         yield Finding(level="warning", problem=problem, remedy=f"--set save.every='{_some(total)} steps'")
     every = spec.validation.every
     if spec.data.validation is not None and every is not None and _is_never_due(every, found):
-        problem = f"validate.every is {every}, the run has {total}: the validation loss is taken only where the run is saved"
+        problem = (
+            f"validate.every is {every}, the run has {total}: the validation loss is taken only where the run is saved"
+        )
         yield Finding(level="warning", problem=problem, remedy=f"--set validate.every='{_some(total)} steps'")
 
 

@@ -33,12 +33,17 @@ class Whole:
 def files_are_there(whole: Whole) -> Iterator[Named]:
     for name, paths in whole.missing.items():
         for path in paths:
-            yield name, Finding(level="error", problem=f"{path} is not there", remedy="paths are relative to the spec file")
+            yield (
+                name,
+                Finding(level="error", problem=f"{path} is not there", remedy="paths are relative to the spec file"),
+            )
 
 
 def what_is_to_come_is_told(whole: Whole) -> Iterator[Named]:
     for name, paths in whole.to_come.items():
-        problem = f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} yet to be made: nothing is known of the rows"
+        problem = (
+            f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} yet to be made: nothing is known of the rows"
+        )
         yield name, Finding(level="note", problem=problem, remedy="they are checked when the stage begins")
 
 
@@ -48,7 +53,14 @@ def disk_holds_everything(whole: Whole) -> Iterator[Named]:
     if needed > free:
         told = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
         problem = f"the stages leave up to {needed:,} bytes on the disk ({told}), {free:,} are free"
-        yield None, Finding(level="error", problem=problem, remedy=f"free {needed - free:,} bytes, work on another disk, or lower save.keep")
+        yield (
+            None,
+            Finding(
+                level="error",
+                problem=problem,
+                remedy=f"free {needed - free:,} bytes, work on another disk, or lower save.keep",
+            ),
+        )
 
 
 def host_memory_holds_what_is_made(whole: Whole) -> Iterator[Named]:
@@ -58,7 +70,10 @@ def host_memory_holds_what_is_made(whole: Whole) -> Iterator[Named]:
         needed = 0 if one.forecasts else one.host_bytes or 0
         problem = f"it needs {needed:,} bytes of host memory, the machine has {there:,}"
         if needed > there:
-            yield name, Finding(level="error", problem=problem, remedy="take a smaller model, or a machine with more memory")
+            yield (
+                name,
+                Finding(level="error", problem=problem, remedy="take a smaller model, or a machine with more memory"),
+            )
         elif needed > TIGHT * there:
             yield name, Finding(level="warning", problem=problem, remedy="close other programs before the run")
 
@@ -85,11 +100,26 @@ def experts_are_no_copies(whole: Whole) -> Iterator[Named]:
     for name, copies in whole.copies.items():
         stage = whole.pipeline.stages[name]
         assert isinstance(stage, BuildMoe)
-        if copies and stage.copies == "refuse" and not isinstance(stage.router, ForcedRouter):  # which leaves all but one out
+        if (
+            copies and stage.copies == "refuse" and not isinstance(stage.router, ForcedRouter)
+        ):  # which leaves all but one out
             distinct = len(stage.experts) - len(copies)
-            why = "copies take memory and add nothing" if stage.merge == "mixture" else "the mean would lean to what copies have learnt"
-            problem = f"{len(stage.experts)} slots hold {distinct} distinct models, so the build will refuse them: {why}"
-            yield name, Finding(level="error", problem=problem, remedy=f"leave the copies out, or --set stages.{name}.copies=collapse")
+            why = (
+                "copies take memory and add nothing"
+                if stage.merge == "mixture"
+                else "the mean would lean to what copies have learnt"
+            )
+            problem = (
+                f"{len(stage.experts)} slots hold {distinct} distinct models, so the build will refuse them: {why}"
+            )
+            yield (
+                name,
+                Finding(
+                    level="error",
+                    problem=problem,
+                    remedy=f"leave the copies out, or --set stages.{name}.copies=collapse",
+                ),
+            )
 
 
 CHECKS: tuple[Callable[[Whole], Iterator[Named]], ...] = (

@@ -58,7 +58,14 @@ def replay(events: Iterable[Event], *, limit_bytes: int | None = None, expandabl
         if failed_at is not None:
             break
     fits = failed_at is None
-    return Replay(allocated_bytes=allocated, reserved_bytes=reserved, peak_at=peak_at, reserved_at=reserved_at, fits=fits, failed_at=failed_at)
+    return Replay(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        peak_at=peak_at,
+        reserved_at=reserved_at,
+        fits=fits,
+        failed_at=failed_at,
+    )
 
 
 class _Card:
@@ -149,7 +156,9 @@ class _Pool:
         if index == len(self.free):
             return None
         block = self.at[self.free[index][1]]
-        while (index := index + 1) < len(self.free) and (larger := self.at[self.free[index][1]]).reach() < block.reach():
+        while (index := index + 1) < len(self.free) and (
+            larger := self.at[self.free[index][1]]
+        ).reach() < block.reach():
             block = larger
         self.remove(block)
         return block
@@ -169,7 +178,9 @@ class _Allocator:
         self.small = _Pool(self.card, _SMALL_PAGE_BYTES, 0)
         self.large = _Pool(self.card, _LARGE_PAGE_BYTES, 0 if expandable else _SMALL_BYTES)
         self.live: dict[int, _Block] = {}
-        self.extend, self.release = (_map_room, _unmap_free_pages) if expandable else (_add_segment, _drop_free_segments)
+        self.extend, self.release = (
+            (_map_room, _unmap_free_pages) if expandable else (_add_segment, _drop_free_segments)
+        )
         if expandable:
             for pool in (self.small, self.large):
                 pool.add(_Block(0, _ENDLESS_BYTES, is_mapped=False))
@@ -177,7 +188,9 @@ class _Allocator:
     def allocate(self, ident: int, num_bytes: int) -> bool:
         """Cached memory first, then more from the card, then more after everything free went back to it."""
         if num_bytes < 0 or ident in self.live:
-            raise ValueError(f"{num_bytes} bytes under ident {ident}: give 1 byte or more, and an ident that is not live")
+            raise ValueError(
+                f"{num_bytes} bytes under ident {ident}: give 1 byte or more, and an ident that is not live"
+            )
         size = _round_up(num_bytes, _ROUND_BYTES)
         pool = self._pool_of(size)
         block = pool.take_best_fit(size) or self.extend(pool, size)

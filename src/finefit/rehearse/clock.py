@@ -25,7 +25,10 @@ class Rates:
 
 def phase_seconds(trace: Trace, rates: Rates) -> dict[str, float]:
     """The card and the host work side by side: the slower of the two sets the pace of each phase."""
-    return {instant: instant_seconds(trace, instant, rates) for instant in ("reference", "forward", "loss", "backward", "update")}
+    return {
+        instant: instant_seconds(trace, instant, rates)
+        for instant in ("reference", "forward", "loss", "backward", "update")
+    }
 
 
 def step_seconds(trace: Trace, rates: Rates) -> float:
@@ -33,7 +36,12 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
 
 
 def instant_seconds(trace: Trace, instant: str, rates: Rates) -> float:
-    kernels = sum(count * _kernel_seconds(cost, rates) for (at, _), costs in trace.costs.items() if at == instant for cost, count in costs.items())
+    kernels = sum(
+        count * _kernel_seconds(cost, rates)
+        for (at, _), costs in trace.costs.items()
+        if at == instant
+        for cost, count in costs.items()
+    )
     launches = sum(count for (at, _), count in trace.operations.items() if at == instant)
     return max(kernels, launches * rates.launch_seconds)
 

@@ -29,13 +29,18 @@ def rehearse_depth(scene: Scene, memo: dict[str, Rehearsed] | None = None) -> Re
     config = read_config(scene.config)
     kinds = layer_kinds(config)
     if not kinds or scene.levers.recompute > len(kinds):
-        raise ModelError(f"levers.recompute is {scene.levers.recompute}, but the model has {len(kinds)} layers", "lower it, or say `all`")
+        raise ModelError(
+            f"levers.recompute is {scene.levers.recompute}, but the model has {len(kinds)} layers",
+            "lower it, or say `all`",
+        )
     found = None if names_layers(scene.tuning) else _stretched(scene, config, kinds, memo)
     found = found or _executed(scene, memo)
     return replace(found, trace=found.trace.beyond(len(kinds))) if tower_kinds(config) else found
 
 
-def _stretched(scene: Scene, config: PretrainedConfig, kinds: Sequence[str], memo: dict[str, Rehearsed]) -> Rehearsed | None:
+def _stretched(
+    scene: Scene, config: PretrainedConfig, kinds: Sequence[str], memo: dict[str, Rehearsed]
+) -> Rehearsed | None:
     """None where all layers have to be executed."""
     runs = runs_of(kinds, scene.levers.recompute, lead_of(config))
     kept = _rehearsed_layers(runs)
@@ -73,7 +78,9 @@ def names_layers(tuning: Tuning) -> bool:
             named: tuple[Layers, ...] = (tuning.trainable,)
         case Lora():
             named = tuple(tuning.targets.values()) if isinstance(tuning.targets, dict) else (tuning.targets,)
-    return any(part.isdigit() for names in named if not isinstance(names, str) for name in names for part in name.split("."))
+    return any(
+        part.isdigit() for names in named if not isinstance(names, str) for name in names for part in name.split(".")
+    )
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
@@ -83,8 +90,13 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1) or 1
     first_dense = getattr(text, "first_k_dense_replace", 0) or 0
     is_dense = [at in dense or (at + 1) % every != 0 or at < first_dense for at in range(len(kinds))]
-    turned = list(getattr(text, "no_rope_layers", None) or [1] * len(kinds))  # a layer without rotary embedding is marked by 0
-    return [kind + " dense" * plain + " unturned" * (not turns) for kind, plain, turns in zip(kinds, is_dense, turned, strict=True)]
+    turned = list(
+        getattr(text, "no_rope_layers", None) or [1] * len(kinds)
+    )  # a layer without rotary embedding is marked by 0
+    return [
+        kind + " dense" * plain + " unturned" * (not turns)
+        for kind, plain, turns in zip(kinds, is_dense, turned, strict=True)
+    ]
 
 
 def lead_of(config: PretrainedConfig) -> int:

@@ -29,7 +29,17 @@ from finefit.step.objective import keep_start
 
 _ATTENTION = "rehearsed"
 _ENCODERS = (
-    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
+    *(
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+    ),
     *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 
@@ -37,12 +47,16 @@ _ENCODERS = (
 def read_config(values: dict[str, Any]) -> PretrainedConfig:
     given = {key: value for key, value in values.items() if key != "quantization_config"}
     if "model_type" not in given:
-        raise ModelError("the model's config has no model_type, so its architecture is unknown", "take the config.json that belongs to the model")
+        raise ModelError(
+            "the model's config has no model_type, so its architecture is unknown",
+            "take the config.json that belongs to the model",
+        )
     try:
         return AutoConfig.for_model(**given)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ModelError(
-            f"the model's config cannot be read: {' '.join(str(error).split())}", "`finefit doctor` shows the installed versions"
+            f"the model's config cannot be read: {' '.join(str(error).split())}",
+            "`finefit doctor` shows the installed versions",
         ) from error
 
 
@@ -56,7 +70,10 @@ def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Modu
         return own
     config = read_config(scene.config)
     if config.model_type in _ENCODERS and not config.is_decoder:
-        raise ModelError(f"{config.model_type} is an encoder: each token would see the one that it has to predict", "name a causal language model")
+        raise ModelError(
+            f"{config.model_type} is an encoder: each token would see the one that it has to predict",
+            "name a causal language model",
+        )
     config.use_cache = config.get_text_config().use_cache = False
     dtype = answers_dtype(scene.precision, scene.tuning) if answers else weight_dtype(scene.precision, scene.tuning)
     attention = choose_attention("cpu", (0, 0), scene.precision, config, packing=scene.levers.packing and not answers)
@@ -111,17 +128,29 @@ def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreT
     try:
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **chosen)
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        raise ModelError(f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model") from error
+        raise ModelError(
+            f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model"
+        ) from error
     return model
 
 
-def put_fakes_in_place(model: nn.Module, recorder: Recorder, *, is_loaded: bool, loaded: torch.dtype = torch.float32) -> None:
+def put_fakes_in_place(
+    model: nn.Module, recorder: Recorder, *, is_loaded: bool, loaded: torch.dtype = torch.float32
+) -> None:
     """Replaces every meta tensor by a fake one; shared parameters stay shared. `is_loaded`: transformers first takes the sum of all weights
     from the allocator in one piece and gives it back, then fills the pieces. `loaded`: in halves, of which what is trained is then widened."""
     if is_loaded:
-        total = sum(p.numel() * _loaded_as(name, p, loaded).itemsize for name, p in model.named_parameters() if "lora_" not in name)
-        recorder.trace.free(recorder.trace.allocate(Block(total, "load", "", WARM_UP, OUTSIDE), OUTSIDE), OUTSIDE, "load")
-    unit_of = {id(m): at for at, layer in enumerate([*layers_of(model), *layers_beside(model)]) for m in layer.modules()}
+        total = sum(
+            p.numel() * _loaded_as(name, p, loaded).itemsize
+            for name, p in model.named_parameters()
+            if "lora_" not in name
+        )
+        recorder.trace.free(
+            recorder.trace.allocate(Block(total, "load", "", WARM_UP, OUTSIDE), OUTSIDE), OUTSIDE, "load"
+        )
+    unit_of = {
+        id(m): at for at, layer in enumerate([*layers_of(model), *layers_beside(model)]) for m in layer.modules()
+    }
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for is_adapter in (False, True):
         for name, module in model.named_modules():
@@ -157,7 +186,10 @@ def _fill(path: str, module: nn.Module, made: dict[int, tuple[Tensor, Tensor]], 
             if id(old) not in made:
                 dtype = _loaded_as(path, old, loaded)
                 new: Tensor = torch.empty_strided(old.shape, old.stride(), dtype=dtype, device="cpu")
-                made[id(old)] = (nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new, old)
+                made[id(old)] = (
+                    nn.Parameter(new, requires_grad=old.requires_grad) if slots is module._parameters else new,
+                    old,
+                )
             slots[name] = made[id(old)][0]  # type: ignore[assignment]
 
 

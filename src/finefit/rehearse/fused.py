@@ -11,7 +11,15 @@ class FusedShadows:
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return x.clone(), torch.empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+    def norm_backward(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,  # noqa: ARG002
+        *,
+        is_gemma: bool,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor | None]:
         return gradient * x, torch.zeros_like(weight) if weight.requires_grad else None
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:

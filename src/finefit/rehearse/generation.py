@@ -51,19 +51,29 @@ class Generated:
     new_tokens: int
 
     def seconds(self, rates: Rates) -> float:
-        return instant_seconds(self.trace, PROMPTS, rates) + self.new_tokens * instant_seconds(self.trace, GENERATION, rates)
+        return instant_seconds(self.trace, PROMPTS, rates) + self.new_tokens * instant_seconds(
+            self.trace, GENERATION, rates
+        )
 
 
-def rehearse_generation(scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True) -> int:
+def rehearse_generation(
+    scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True
+) -> int:
     """Reserved bytes; on a CPU what is allocated."""
     shape = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "mlp_tiles": mlp_tiles}
     return generate(scene, **shape, expandable=expandable).reserved_bytes
 
 
-def generate(scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True) -> Generated:
+def generate(
+    scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True
+) -> Generated:
     extra = _extra(scene, rows, prompt_tokens)
     if extra is not None:
-        trace = _acted(scene, lambda model, recorder: _answer_seeing(model, recorder, rows, prompt_tokens, new_tokens, extra), mlp_tiles)
+        trace = _acted(
+            scene,
+            lambda model, recorder: _answer_seeing(model, recorder, rows, prompt_tokens, new_tokens, extra),
+            mlp_tiles,
+        )
         return _weighed(scene, trace, new_tokens, expandable=expandable)
     answer = _answer if can_pack(read_config(scene.config), prompt_tokens + new_tokens) is None else _answer_padded_left
     trace = _acted(scene, lambda model, recorder: answer(model, recorder, rows, prompt_tokens, new_tokens), mlp_tiles)
@@ -79,7 +89,9 @@ def _faked(extra: Extra) -> Extra:
     return extra.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
-def read_through(scene: Scene, *, rows: int, tokens: int, counted: int, mlp_tiles: int = 1, expandable: bool = True) -> Generated:
+def read_through(
+    scene: Scene, *, rows: int, tokens: int, counted: int, mlp_tiles: int = 1, expandable: bool = True
+) -> Generated:
     """Rows of so many tokens pass once, and the likelihood of `counted` tokens of each is asked for."""
     extra = _extra(scene, rows, tokens)
     trace = _acted(scene, lambda model, _: _read(model, rows, tokens, counted, extra), mlp_tiles)
@@ -129,9 +141,14 @@ def _answer(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int,
     _go_on(model, recorder, prefill(model, ids_BT, lengths, max_new_tokens=new_tokens), rows, new_tokens)
 
 
-def _answer_seeing(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int, extra: Extra) -> None:
+def _answer_seeing(
+    model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int, extra: Extra
+) -> None:
     """Whole prompts pass with what they show, which has gone once they are read."""
-    ids_BT, lengths = torch.ones(rows, prompt_tokens, dtype=torch.long), [prompt_tokens, *[max(1, prompt_tokens - 1)] * (rows - 1)]
+    ids_BT, lengths = (
+        torch.ones(rows, prompt_tokens, dtype=torch.long),
+        [prompt_tokens, *[max(1, prompt_tokens - 1)] * (rows - 1)],
+    )
     _go_on(model, recorder, behold(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens), rows, new_tokens)
 
 
@@ -157,7 +174,9 @@ def _answer_padded_left(model: nn.Module, recorder: Recorder, rows: int, prompt_
     _grow(cache, new_tokens - 2)
     longer = None if mask_BT is None else torch.ones(rows, prompt_tokens + max(0, new_tokens - 2) + 1, dtype=torch.long)
     _clear_costs(recorder)
-    output = model(input_ids=ids_BT[:, :1], attention_mask=longer, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(
+        input_ids=ids_BT[:, :1], attention_mask=longer, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
     output.logits[:, -1].to(torch.float32, copy=True).argmax(-1)
 
 

@@ -26,14 +26,14 @@ _NO_IMAGE = (
 )
 _ADAPTER_IS_OFF = "is called without its adapter, which gets no input; unmerge the adapter, or make it the active one"
 _NO_GRAD = "is computed under no_grad; remove it from the forward that makes the call, or do not train these layers"
-_REENTRANT = (
-    "re-entrant checkpointing passes no gradient to layers whose input requires none; use non-reentrant checkpointing or enable_input_require_grads()"
-)
+_REENTRANT = "re-entrant checkpointing passes no gradient to layers whose input requires none; use non-reentrant checkpointing or enable_input_require_grads()"
 _NO_GRAD_OR_REENTRANT = f"{_NO_GRAD}; if it is checkpointed: {_REENTRANT}"
 _UNUSED = "its output has no part in the loss: it is thrown away, detached, or used only by what is computed without gradients"
 
 
-def explain(model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool], *, shows_images: bool = True) -> tuple[str, ...]:
+def explain(
+    model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool], *, shows_images: bool = True
+) -> tuple[str, ...]:
     """`entered`: the modules that were called, in the order of their first calls, and whether with gradients enabled in any call. `shows_images`:
     whether any row does."""
     modules = dict(model.named_modules())
@@ -79,7 +79,9 @@ def _is_alive(name: str, entered: Mapping[str, bool]) -> bool:
 def _is_reentrant(module: nn.Module) -> bool:
     """Whether it checkpoints what it calls, or itself, in the old way."""
     is_on = getattr(module, "gradient_checkpointing", False)
-    return (is_on and _checkpoints_reentrantly(getattr(module, "_gradient_checkpointing_func", None))) or _checkpoints_reentrantly(module.forward)
+    return (
+        is_on and _checkpoints_reentrantly(getattr(module, "_gradient_checkpointing_func", None))
+    ) or _checkpoints_reentrantly(module.forward)
 
 
 def _checkpoints_reentrantly(function: Any) -> bool:
@@ -92,7 +94,9 @@ def _checkpoints_reentrantly(function: Any) -> bool:
 def _follows_a_trained_one(name: str, modules: Mapping[str, nn.Module], entered: Mapping[str, bool]) -> bool:
     """Then its input most likely requires gradients, and no kind of checkpointing would stop them."""
     before = takewhile(lambda called: called != name, entered)
-    return any(entered[called] and any(p.requires_grad for p in modules[called].parameters(recurse=False)) for called in before)
+    return any(
+        entered[called] and any(p.requires_grad for p in modules[called].parameters(recurse=False)) for called in before
+    )
 
 
 def _owner(tensor: str, modules: Mapping[str, nn.Module]) -> str:

@@ -70,7 +70,9 @@ class Kernels:
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         bias = None if attention_mask is None else _as_bias(attention_mask, query)
         one_way = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        out = self._attend(query, key, value, bias, dropout, one_way and attention_mask is None and query.shape[2] > 1, scaling)
+        out = self._attend(
+            query, key, value, bias, dropout, one_way and attention_mask is None and query.shape[2] > 1, scaling
+        )
         return out.transpose(1, 2).contiguous(), None
 
     def has_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -89,35 +91,59 @@ class Kernels:
         out = self._attend(side_by_side, key, value, _as_bias(attention_mask, query), 0.0, False, more.get("scaling"))
         return out.reshape(rows, 1, heads, value.shape[3]), None
 
-    def _by_row(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None) -> Tensor:
+    def _by_row(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None
+    ) -> Tensor:
         if self.has_varlen(q, k, v):
             return varlen(q, k, v, packed, dropout=dropout, scaling=scale)
-        return row_by_row(partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scale), q, k, v, packed.lengths)
+        return row_by_row(
+            partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scale),
+            q,
+            k,
+            v,
+            packed.lengths,
+        )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None
+    ) -> Tensor:
         kernel = self.attention_kernel
         if kernel == "flash" and bias is not None:
             kernel = "efficient"  # flash attention takes no mask
         match kernel:
             case "cudnn":
-                out: Tensor = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout, is_causal, False, scale=scale)[0]
+                out: Tensor = _ATEN._scaled_dot_product_cudnn_attention(
+                    q, k, v, bias, True, dropout, is_causal, False, scale=scale
+                )[0]
             case "flash":
                 out = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, False, scale=scale)[0]
             case _:
-                out = _ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout, is_causal, scale=scale)[0]
+                out = _ATEN._scaled_dot_product_efficient_attention(
+                    q, k, v, bias, True, dropout, is_causal, scale=scale
+                )[0]
         return out
 
 
 def rehearsed_mask(
-    *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor | None:
     """What transformers makes for SDPA when it can read the positions: nothing where causality says it all, else a mask."""
     is_local = local_size is not None and kv_length >= local_size
     if attention_mask is None and not is_local and q_length in (1, kv_length):
         return None
-    function = sliding_window_causal_mask_function(local_size) if is_local and local_size is not None else causal_mask_function
+    function = (
+        sliding_window_causal_mask_function(local_size) if is_local and local_size is not None else causal_mask_function
+    )
     given = kwargs | {"mask_function": function, "allow_is_causal_skip": False}
-    mask: Tensor | None = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **given)
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **given
+    )
     return mask
 
 
@@ -126,7 +152,11 @@ def kernels_for(device: Literal["cpu", "cuda"], capability: tuple[int, int], pre
         return Kernels(device="cpu", attention_kernel="cpu", workspace_bytes=0)
     return Kernels(
         device="cuda",
-        attention_kernel="efficient" if capability < (8, 0) or precision == "fp32" else "cudnn" if (9, 0) <= capability < (12, 0) else "flash",
+        attention_kernel="efficient"
+        if capability < (8, 0) or precision == "fp32"
+        else "cudnn"
+        if (9, 0) <= capability < (12, 0)
+        else "flash",
         workspace_bytes=32 * _MIB if capability >= (9, 0) else 2 * 4 * _MIB + 8 * (16 << 10),
         widest_head=widest_head(capability),
         has_grouped=precision == "bf16" and (9, 0) <= capability < (12, 0),

@@ -37,7 +37,11 @@ class _Stack:
     @property
     def kept(self) -> list[int]:
         starts = [0, *(sum(run.num_layers for run in self.runs[: at + 1]) for at in range(len(self.runs)))]
-        return [start + at for (start, _), run in zip(pairwise(starts), self.runs, strict=True) for at in range(run.rehearsed)]
+        return [
+            start + at
+            for (start, _), run in zip(pairwise(starts), self.runs, strict=True)
+            for at in range(run.rehearsed)
+        ]
 
 
 def rehearse_own(scene: Scene, memo: dict[str, Rehearsed]) -> Rehearsed:
@@ -64,7 +68,9 @@ def _executed(scene: Scene, memo: dict[str, Rehearsed]) -> Rehearsed:
 
 def _are_equal(whole: Trace, few: Trace) -> bool:
     """Memory to the byte, work to the operation."""
-    same_work = total_flops(whole) == total_flops(few) and sum(whole.operations.values()) == sum(few.operations.values())
+    same_work = total_flops(whole) == total_flops(few) and sum(whole.operations.values()) == sum(
+        few.operations.values()
+    )
     return same_work and len(whole.events) == len(few.events) and replay(whole.stream()) == replay(few.stream())
 
 
@@ -94,7 +100,9 @@ def _stacks(scene: Scene) -> list[_Stack]:
     for kinds in _kinds(scene):
         again = [before + at < scene.levers.recompute for at in range(len(kinds))]
         sizes = [len(list(same)) for _, same in groupby(zip(kinds, again, strict=True))]
-        runs = tuple(Run(part) for size in sizes for part in (1, size - 1) if part)  # code may hold on to what the layer before the last one gave
+        runs = tuple(
+            Run(part) for size in sizes for part in (1, size - 1) if part
+        )  # code may hold on to what the layer before the last one gave
         found.append(_Stack(kinds, runs))
         before += len(kinds)
     return found
@@ -106,23 +114,34 @@ def _kinds(scene: Scene) -> tuple[tuple[str, ...], ...]:
     if key not in _KINDS:
         own = own_of(on_meta(scene, kernels_for(scene.device, scene.capability, scene.precision)))
         assert own is not None
-        _KINDS[key] = tuple(tuple(_kind(own.module.get_submodule(name)) for name in names) for names in _lists(own.module))
+        _KINDS[key] = tuple(
+            tuple(_kind(own.module.get_submodule(name)) for name in names) for names in _lists(own.module)
+        )
     return _KINDS[key]
 
 
 def _kind(layer: nn.Module) -> str:
     tensors = (*layer.named_parameters(), *layer.named_buffers())
-    return repr((type(layer), [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]))
+    return repr(
+        (type(layer), [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors])
+    )
 
 
 def _lists(module: nn.Module) -> list[list[str]]:
     """Names of layers by the list that they are all of; nothing where one layer is in no list, or some of a list are no layers."""
-    found = [(parent, list(names)) for parent, names in groupby(_layers(module), key=lambda name: name.rpartition(".")[0])]
+    found = [
+        (parent, list(names)) for parent, names in groupby(_layers(module), key=lambda name: name.rpartition(".")[0])
+    ]
     is_whole = all(
-        isinstance(layers := module.get_submodule(parent), nn.ModuleList) and names == [f"{parent}.{at}" for at in range(len(layers))]
+        isinstance(layers := module.get_submodule(parent), nn.ModuleList)
+        and names == [f"{parent}.{at}" for at in range(len(layers))]
         for parent, names in found
     )
-    return [names for _, names in found] if is_whole and not isinstance(getattr(type(module), "layers", None), property) else []
+    return (
+        [names for _, names in found]
+        if is_whole and not isinstance(getattr(type(module), "layers", None), property)
+        else []
+    )
 
 
 def _layers(module: nn.Module) -> Sequence[str]:

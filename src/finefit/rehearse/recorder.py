@@ -115,7 +115,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # what it takes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
         node = torch._C._current_autograd_node()
@@ -160,7 +162,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pass_through(self, sizes: tuple[int, ...], module: str) -> None:
         """What a kernel takes and gives back inside itself."""
-        idents = [self.trace.allocate(Block(size, self._instant, module, self.last[1], self._unit), self._unit) for size in sizes]
+        idents = [
+            self.trace.allocate(Block(size, self._instant, module, self.last[1], self._unit), self._unit)
+            for size in sizes
+        ]
         for ident in idents:
             self.trace.free(ident, self._unit, self._instant)
 
@@ -170,18 +175,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._with_workspace.add(thread)
             self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool) -> None:
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool
+    ) -> None:
         key = (self._instant, self._unit)
         self.trace.operations[key] = self.trace.operations.get(key, 0) + self._kernels.launches(func, args)
         flops = _flops(func, args, kwargs, out)
         if not flops and not func._schema.is_mutable and (not is_new or func._overloadpacket in _WITHOUT_KERNEL):
             return  # a view, or memory that nobody writes yet: no kernel
-        if self._instant == "update" and (lists := [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]):
+        if self._instant == "update" and (
+            lists := [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        ):
             for tensors in zip(*lists, strict=False):
-                self._add_cost(Cost(0, 2 * sum(map(_num_bytes, tensors)), False), self._unit_of.get(_first_storage(tensors), OUTSIDE))
+                self._add_cost(
+                    Cost(0, 2 * sum(map(_num_bytes, tensors)), False),
+                    self._unit_of.get(_first_storage(tensors), OUTSIDE),
+                )
             return
         given = list(_tensors(args))
-        num_bytes = _grouped_bytes(args[0], args[1], leaves) if func is GROUPED else sum(map(_num_bytes, (*given, *leaves)))
+        num_bytes = (
+            _grouped_bytes(args[0], args[1], leaves) if func is GROUPED else sum(map(_num_bytes, (*given, *leaves)))
+        )
         is_half = func is _OF_BYTES or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
         self._add_cost(Cost(flops, num_bytes, is_half, _is_attention(self.last[1])), self._unit)
 
@@ -252,10 +266,18 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return 2 * int(args[0].numel()) * int(args[1].shape[1])
     name = func._overloadpacket.__name__
     if name.startswith("_flash_attention"):
-        found = _packed_flops(args[1], args[8], backward=True) if name.endswith("_backward") else _packed_flops(args[0], args[5], backward=False)
+        found = (
+            _packed_flops(args[1], args[8], backward=True)
+            if name.endswith("_backward")
+            else _packed_flops(args[0], args[5], backward=False)
+        )
         return found * _sides(func, args, kwargs)
     if _is_attention(name):
-        found = _attention_flops(*args[1:3], backward=True) if name.endswith("_backward") else _attention_flops(*args[:2], backward=False)
+        found = (
+            _attention_flops(*args[1:3], backward=True)
+            if name.endswith("_backward")
+            else _attention_flops(*args[:2], backward=False)
+        )
         return found * _sides(func, args, kwargs)
     counted = flop_registry.get(func._overloadpacket)
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))

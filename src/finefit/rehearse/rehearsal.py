@@ -54,7 +54,9 @@ class Rehearsed:
     kernels: Kernels
 
 
-def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None, bend: Callable[[Forward], Forward] = lambda f: f) -> Rehearsed:
+def rehearse(
+    scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None, bend: Callable[[Forward], Forward] = lambda f: f
+) -> Rehearsed:
     """`adjust` may change the model before the first step, as a user's own code would, and `bend` the call that makes its log-probabilities."""
     kernels = kernels_for(scene.device, scene.capability, scene.precision)
     model = on_meta(scene, kernels)
@@ -62,7 +64,9 @@ def rehearse(scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None,
     shows = Shows(train=_shown(scene), validation=_shown(_of_validation(scene)))
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda", loaded=weight_dtype(scene.precision, scene.tuning))
+        put_fakes_in_place(
+            model, recorder, is_loaded=scene.device == "cuda", loaded=weight_dtype(scene.precision, scene.tuning)
+        )
         recorder.watch(model, [*layers_of(model), *layers_beside(model)])
         pull(model, scene.levers, _HostMemory(recorder.trace), _fused(scene), dense_shadow)
         if scene.device == "cuda" and scene.precision != "fp32":
@@ -96,7 +100,9 @@ def _shown(scene: Scene | None) -> Extra | None:
     if scene is None:
         return None
     if (found := written_in(scene.config)) is not None:
-        return blank_extra(found, rows=scene.levers.micro_batch, tokens=scene.tokens, supervised=scene.supervised, sizes=scene.grids)
+        return blank_extra(
+            found, rows=scene.levers.micro_batch, tokens=scene.tokens, supervised=scene.supervised, sizes=scene.grids
+        )
     return shown(scene.config, rows=scene.levers.micro_batch * scene.sides, tokens=scene.tokens, grids=scene.grids)
 
 
@@ -110,7 +116,12 @@ def _of_validation(scene: Scene) -> Scene | None:
 
 
 def _steps(
-    scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder, bend: Callable[[Forward], Forward], shows: Shows
+    scene: Scene,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recorder: Recorder,
+    bend: Callable[[Forward], Forward],
+    shows: Shows,
 ) -> tuple[str, ...]:
     unreached: list[str] = []
 
@@ -221,7 +232,9 @@ def _note_state(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         recorder.join(tensors, parameter)
 
 
-def _validate(scene: Scene, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder, shows: Shows) -> None:
+def _validate(
+    scene: Scene, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder, shows: Shows
+) -> None:
     recorder.phase = "validation"
     model.eval()
     with torch.no_grad():
@@ -264,7 +277,9 @@ def _packed(scene: Scene) -> Packed:
     """The longest rows, with boundaries for as many as a pack may have: what the kernel takes grows with both."""
     rows, sides = scene.levers.micro_batch, scene.sides
     most = scene.rows_per_step or rows * scene.tokens
-    capacity = capacity_of(micro_batch=rows, longest=scene.tokens, supervised=scene.supervised, rows_per_step=most, sides=sides)
+    capacity = capacity_of(
+        micro_batch=rows, longest=scene.tokens, supervised=scene.supervised, rows_per_step=most, sides=sides
+    )
     return Packed(
         position_ids_BT=torch.zeros(1, sides * rows * scene.tokens, dtype=torch.long),
         boundaries_R1=torch.zeros(sides * capacity.rows + 1, dtype=torch.int32),

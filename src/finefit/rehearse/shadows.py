@@ -46,9 +46,13 @@ class Nf4Linear(nn.Linear):
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
         self.product_dtype = dense.weight.dtype
         num_scales = -(-dense.weight.numel() // _BLOCK)
-        self.weight = nn.Parameter(torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta"), requires_grad=False
+        )
         self.register_buffer("absmax", torch.empty(num_scales, dtype=torch.uint8, device="meta"), persistent=False)
-        self.register_buffer("nested_absmax", torch.empty(-(-num_scales // _NESTED_BLOCK), device="meta"), persistent=False)
+        self.register_buffer(
+            "nested_absmax", torch.empty(-(-num_scales // _NESTED_BLOCK), device="meta"), persistent=False
+        )
         for name, count in (("code", 16), ("nested_code", 256), ("offset", 1)):
             self.register_buffer(name, torch.empty(count, device="meta"), persistent=False)
 
@@ -63,7 +67,9 @@ class Nf4Linear(nn.Linear):
     def _product(self, x: Tensor) -> Tensor:
         """In the weights' own precision, whatever the input's; answered in the input's."""
         narrow = x.to(self.product_dtype)
-        out: Tensor = _Nf4Product.apply(narrow, self.weight, self.absmax, self.bias, (self.out_features, self.in_features))  # type: ignore[no-untyped-call]
+        out: Tensor = _Nf4Product.apply(
+            narrow, self.weight, self.absmax, self.bias, (self.out_features, self.in_features)
+        )  # type: ignore[no-untyped-call]
         return out.to(x.dtype)
 
     def dequantize(self) -> Tensor:
@@ -75,7 +81,9 @@ class Nf4Linear(nn.Linear):
 
 class _Nf4Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _packed: Tensor, absmax: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, _packed: Tensor, absmax: Tensor, bias: Tensor | None, shape: tuple[int, int]
+    ) -> Tensor:
         ctx.shape, ctx.num_scales = shape, absmax.numel()
         scales = [torch.zeros(absmax.numel(), dtype=torch.float32) for _ in range(2)]
         dense = torch.zeros(shape, dtype=x.dtype)
@@ -99,7 +107,9 @@ class Int8Linear(nn.Linear):
     def __init__(self, dense: nn.Linear) -> None:
         super().__init__(1, 1, bias=False, device="meta")
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
-        self.weight = nn.Parameter(torch.empty(dense.weight.shape, dtype=torch.int8, device="meta"), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(dense.weight.shape, dtype=torch.int8, device="meta"), requires_grad=False
+        )
         self.register_buffer("scales", torch.empty(dense.out_features, device="meta"), persistent=False)
 
     @property
@@ -166,7 +176,10 @@ class BitsAndBytesAdamW(torch.optim.Optimizer):
         if dtype is torch.float32:
             return made
         # made from the parameter, so that they belong to its layer
-        scales = {name: parameter.new_zeros(-(-parameter.numel() // _STATE_BLOCK), dtype=torch.float32) for name in ("absmax1", "absmax2")}
+        scales = {
+            name: parameter.new_zeros(-(-parameter.numel() // _STATE_BLOCK), dtype=torch.float32)
+            for name in ("absmax1", "absmax2")
+        }
         return made | scales | {name: parameter.new_zeros(256, dtype=torch.float32) for name in ("qmap1", "qmap2")}
 
 
@@ -185,8 +198,12 @@ _QUANTISED: dict[int, type[Nf4Linear] | type[Int8Linear]] = {4: Nf4Linear, 8: In
 
 def quantise(model: nn.Module, bits: int, is_packed: Callable[[str, nn.Module], bool]) -> None:
     """`is_packed` is asked of every linear layer by its name."""
-    packed = {id(module) for name, module in model.named_modules() if type(module) is nn.Linear and is_packed(name, module)}
-    _replace(model, lambda module: _QUANTISED[bits](module) if type(module) is nn.Linear and id(module) in packed else None)
+    packed = {
+        id(module) for name, module in model.named_modules() if type(module) is nn.Linear and is_packed(name, module)
+    }
+    _replace(
+        model, lambda module: _QUANTISED[bits](module) if type(module) is nn.Linear and id(module) in packed else None
+    )
 
 
 def leave_uncast(model: nn.Module) -> None:

@@ -77,7 +77,11 @@ def _held(trace: Trace) -> Iterator[Block]:
 
 def _trained(trace: Trace) -> list[Block]:
     """Of those what is trained: adapters where there are some, or what was widened for it, or all."""
-    adapters = [block for ident, block in enumerate(trace.blocks) if block.operation == LOADED and trace.category(ident) == "adapters"]
+    adapters = [
+        block
+        for ident, block in enumerate(trace.blocks)
+        if block.operation == LOADED and trace.category(ident) == "adapters"
+    ]
     widened = [block for block in trace.blocks if block.operation == _WIDENED and block.instant == "load"]
     return adapters or widened or list(_held(trace))
 

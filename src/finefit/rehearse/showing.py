@@ -32,7 +32,9 @@ def _shown(lens: Lens, rows: int, tokens: int, grids: tuple[Grid, ...]) -> Extra
     """Known by the lens: it is the same for a model of fewer layers."""
     row = [Shown(grid, lens.blank(grid)) for grid in grids]
     ids_BT = np.tile(np.array(list(_ids(lens, grids, tokens)), dtype=np.int64), (rows, 1))
-    return lens.extra(ids_BT, [ids_BT.shape[1]] * rows, [row] * rows).moved(lambda tensor: torch.empty_like(tensor, device="meta"))
+    return lens.extra(ids_BT, [ids_BT.shape[1]] * rows, [row] * rows).moved(
+        lambda tensor: torch.empty_like(tensor, device="meta")
+    )
 
 
 def _ids(lens: Lens, grids: Sequence[Grid], tokens: int) -> Iterator[int]:
@@ -57,7 +59,9 @@ def image_tokens(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
 
 def fitting(config: Mapping[str, Any], grids: Sequence[Grid], tokens: int) -> tuple[Grid, ...]:
     """As many of the images as a shorter row has room for."""
-    return next((tuple(grids[:count]) for count in range(len(grids), 0, -1) if num_tokens(config, grids[:count]) <= tokens), ())
+    return next(
+        (tuple(grids[:count]) for count in range(len(grids), 0, -1) if num_tokens(config, grids[:count]) <= tokens), ()
+    )
 
 
 def num_values(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:

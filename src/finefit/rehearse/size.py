@@ -46,7 +46,11 @@ def _size(model: nn.Module, optimizer: AdamW) -> Size:
     """A parameter that is packed into bits counts as what it stands for."""
     trained = trainable_of(model).values()
     is_paged, is_eight_bit = optimizer.kind.startswith("paged"), optimizer.kind.endswith("8bit")
-    packed = sum(module.in_features * module.out_features - module.weight.numel() for module in model.modules() if isinstance(module, Nf4Linear))
+    packed = sum(
+        module.in_features * module.out_features - module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, Nf4Linear)
+    )
     of_experts = [p for experts in experts_of(model).values() for p in experts.parameters()]
     return Size(
         parameters=sum(p.numel() for p in model.parameters()) + packed,
@@ -67,13 +71,19 @@ def _towers(model: nn.Module) -> dict[str, TowerSize]:
     if sight_in(model) is None:
         return {}
     total, trained, tensors = Counter[str](), Counter[str](), Counter[str]()
-    stands_for = {id(module.weight): module.in_features * module.out_features for module in model.modules() if isinstance(module, Nf4Linear)}
+    stands_for = {
+        id(module.weight): module.in_features * module.out_features
+        for module in model.modules()
+        if isinstance(module, Nf4Linear)
+    }
     for name, parameter in model.named_parameters():
         tower, count = str(tower_in(model, name)), stands_for.get(id(parameter), parameter.numel())
         total[tower] += count
         trained[tower] += count * parameter.requires_grad
         tensors[tower] += parameter.requires_grad
-    return {tower: TowerSize(parameters=total[tower], trainable=trained[tower], tensors=tensors[tower]) for tower in total}
+    return {
+        tower: TowerSize(parameters=total[tower], trainable=trained[tower], tensors=tensors[tower]) for tower in total
+    }
 
 
 def _tower_names(model: nn.Module) -> dict[str, frozenset[str]]:

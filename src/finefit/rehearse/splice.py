@@ -65,7 +65,11 @@ def stretch(trace: Trace, *stacks: Sequence[Run]) -> Trace:
 
 def _warmed_up(trace: Trace) -> Trace:
     """The piece that loading takes first has the size of all weights."""
-    total = sum(block.num_bytes for ident, block in enumerate(trace.blocks) if block.operation == LOADED and trace.category(ident) == "weights")
+    total = sum(
+        block.num_bytes
+        for ident, block in enumerate(trace.blocks)
+        if block.operation == LOADED and trace.category(ident) == "weights"
+    )
     trace.blocks = [replace(block, num_bytes=total) if block.operation == WARM_UP else block for block in trace.blocks]
     return trace
 
@@ -79,7 +83,9 @@ def _gathered(trace: Trace) -> Trace:
             norms += block.num_bytes
         elif block.operation == _SIDE_BY_SIDE and block.instant == "update":
             sizes[ident], norms = norms or block.num_bytes, 0
-    trace.blocks = [replace(block, num_bytes=sizes[ident]) if ident in sizes else block for ident, block in enumerate(trace.blocks)]
+    trace.blocks = [
+        replace(block, num_bytes=sizes[ident]) if ident in sizes else block for ident, block in enumerate(trace.blocks)
+    ]
     return trace
 
 
@@ -112,7 +118,9 @@ def _repeat(trace: Trace, stack: range, start: int, run: Run) -> Trace:
         for place in reversed(places) if visit.unit == 1 and _goes_down(visits, at) else places:
             copies.write(out, visit, place)
     times = {1: copies.like.count(0), 2: copies.like.count(1)}
-    out.costs, out.operations = _totals(trace, {layer: times[unit_of(layer)] for layer in range(start, start + 2 * run.period)})
+    out.costs, out.operations = _totals(
+        trace, {layer: times[unit_of(layer)] for layer in range(start, start + 2 * run.period)}
+    )
     return out
 
 
@@ -142,7 +150,12 @@ def _joined(visits: list[_Visit]) -> list[_Visit]:
 def _continues(before: _Visit, visit: _Visit, after: _Visit | None) -> bool:
     if visit.unit == before.unit:
         return True
-    is_between = after is not None and after.instant == visit.instant and after.unit != _NO_UNIT and abs(after.unit - before.unit) <= 1
+    is_between = (
+        after is not None
+        and after.instant == visit.instant
+        and after.unit != _NO_UNIT
+        and abs(after.unit - before.unit) <= 1
+    )
     return visit.unit == _NO_UNIT != before.unit and is_between
 
 
@@ -175,7 +188,9 @@ class _Copies:
         self.like = run.like or (0,) * (run.missing + 1) + (1,)
         keys = _keys(visits)
         self.names: dict[int, _Name] = {}
-        self.visits = {(visit.unit, key): visit for visit, key in zip(visits, keys, strict=True) if visit.unit in _MIDDLE}
+        self.visits = {
+            (visit.unit, key): visit for visit, key in zip(visits, keys, strict=True) if visit.unit in _MIDDLE
+        }
         self.keys = {visit.events.start: key for visit, key in zip(visits, keys, strict=True)}
         for visit, key in zip(visits, keys, strict=True):
             fresh = [ident for ident, is_new in (trace.events[event] for event in visit.events) if is_new]
@@ -192,7 +207,11 @@ class _Copies:
         for (unit, key), visit in self.visits.items():
             found[unit - 1] |= {(key, *told) for told in self._told(visit)}
         if not found[0] or found[0] != found[1]:
-            raise NotRegular(f"{len(found[0] ^ found[1])} allocations of two equal layers differ" if found[0] else "a layer is nowhere to be found")
+            raise NotRegular(
+                f"{len(found[0] ^ found[1])} allocations of two equal layers differ"
+                if found[0]
+                else "a layer is nowhere to be found"
+            )
 
     def _told(self, visit: _Visit) -> Iterator[tuple[object, ...]]:
         for at, event in enumerate(visit.events):
@@ -237,7 +256,10 @@ class _Copies:
         if unit not in _MIDDLE:
             yield ident
         elif visit.unit == _NO_UNIT:
-            yield from (self._copy(name, place) for place in (range(self.run.missing + 1) if unit == 1 else (self.run.missing + 1,)))
+            yield from (
+                self._copy(name, place)
+                for place in (range(self.run.missing + 1) if unit == 1 else (self.run.missing + 1,))
+            )
         else:
             yield self._copy(name, unit - 1 if visit.unit < 1 else self.run.missing + unit - 1)
 
@@ -278,7 +300,9 @@ def _moved(block: Block, shift: int) -> Block:
     return replace(block, unit=block.unit + shift, module=module)
 
 
-def _totals(trace: Trace, times: Mapping[int, int]) -> tuple[dict[tuple[str, int], Counter[Cost]], dict[tuple[str, int], int]]:
+def _totals(
+    trace: Trace, times: Mapping[int, int]
+) -> tuple[dict[tuple[str, int], Counter[Cost]], dict[tuple[str, int], int]]:
     """`times` that a layer stands for."""
     costs = {
         (instant, layer): Counter({cost: count * times.get(layer, 1) for cost, count in found.items()})

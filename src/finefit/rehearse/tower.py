@@ -19,7 +19,10 @@ def tower_kinds(config: PretrainedConfig) -> list[str]:
         return []
     vision = config.vision_config
     depth = getattr(vision, _depth_key(vision))
-    whole, tapped = set(getattr(vision, "fullatt_block_indexes", None) or ()), set(getattr(vision, "deepstack_visual_indexes", None) or ())
+    whole, tapped = (
+        set(getattr(vision, "fullatt_block_indexes", None) or ()),
+        set(getattr(vision, "deepstack_visual_indexes", None) or ()),
+    )
     ends = _features(config, depth) or [depth]
     tapped |= {end - 1 for end in ends[:-1]}
     kinds = [_TAPPED if at in tapped else _WHOLE if at in whole else _PLAIN for at in range(ends[-1])]
@@ -29,7 +32,10 @@ def tower_kinds(config: PretrainedConfig) -> list[str]:
 def tower_cuts(kinds: Sequence[str]) -> Iterator[tuple[tuple[Run, ...], list[str]]]:
     """Runs of layers with the kinds of those to be rehearsed, the fewest first; all of them last."""
     middle = kinds[1:-1]
-    if len(kinds) > REHEARSED and set(middle) == {_PLAIN, _WHOLE}:  # where one kernel takes pieces of any length, layers differ in sizes alone
+    if len(kinds) > REHEARSED and set(middle) == {
+        _PLAIN,
+        _WHOLE,
+    }:  # where one kernel takes pieces of any length, layers differ in sizes alone
         like = tuple(int(kind != middle[0]) for kind in middle)
         yield (Run(len(kinds), like=like),), [kinds[0], middle[0], middle[like.index(1)], kinds[-1]]
     runs = [(kind, Run(len(list(same)))) for kind, same in groupby(kinds)]
@@ -53,10 +59,18 @@ def _moved_features(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str,
     old = _features(config, getattr(config.vision_config, _depth_key(config.vision_config)))
     if not old:
         return {}
-    behind = [0] * (old[0] == 0) + [at + 1 for at, kind in enumerate(kinds) if kind == _TAPPED] + [sum(kind != _UNUSED for kind in kinds)]
+    behind = (
+        [0] * (old[0] == 0)
+        + [at + 1 for at, kind in enumerate(kinds) if kind == _TAPPED]
+        + [sum(kind != _UNUSED for kind in kinds)]
+    )
     asked, moved = config.vision_feature_layer, dict(zip(old, behind, strict=True))
     depth = getattr(config.vision_config, _depth_key(config.vision_config))
-    return {"vision_feature_layer": moved[asked % (depth + 1)] if isinstance(asked, int) else [moved[layer % (depth + 1)] for layer in asked]}
+    return {
+        "vision_feature_layer": moved[asked % (depth + 1)]
+        if isinstance(asked, int)
+        else [moved[layer % (depth + 1)] for layer in asked]
+    }
 
 
 def _features(config: PretrainedConfig, depth: int) -> list[int]:

@@ -86,7 +86,11 @@ class Trace:
 
     def loaded(self, unit: int) -> int:
         """Bytes of a layer's weights and adapters, rounded as the allocator rounds."""
-        return sum(-(-block.num_bytes // 512) * 512 for block in self.blocks if block.unit == unit and block.operation == LOADED)
+        return sum(
+            -(-block.num_bytes // 512) * 512
+            for block in self.blocks
+            if block.unit == unit and block.operation == LOADED
+        )
 
     def stream(self) -> list[tuple[int, int]]:
         """For the allocator: (ident, bytes), 0 bytes for a free."""

@@ -27,7 +27,10 @@ def in_order(results: Iterable[EvalResult]) -> list[EvalResult]:
 
 def metric_of(result: EvalResult, name: str) -> Metric:
     """One that does not follow from items, as some of lm-eval's, is a number as it stands."""
-    return next((m for m in result.definitions if m.name == name), Metric(name=name, aggregate="mean", counts=(name,), unit="number"))
+    return next(
+        (m for m in result.definitions if m.name == name),
+        Metric(name=name, aggregate="mean", counts=(name,), unit="number"),
+    )
 
 
 def shown_value(metric: Metric, value: float) -> str:
@@ -83,19 +86,32 @@ def _title(where: StageDir) -> str:
     return f" of {read_record(where.eval_stage, EvalStage).subject.model_name}" if where.eval_stage.exists() else ""
 
 
-def _board(results: Sequence[EvalResult], by: str | None, losses: dict[int, float], whose: str) -> Iterator[RenderableType]:
+def _board(
+    results: Sequence[EvalResult], by: str | None, losses: dict[int, float], whose: str
+) -> Iterator[RenderableType]:
     best, name = best_of(results, by), own_metric(results[0], by)
     title = f"{results[0].task}{whose}, 95 % intervals"
     yield Fitted(
-        columns=list(results[0].metrics), table=lambda names, is_first: _table(results, best, name, losses, names, title if is_first else "")
+        columns=list(results[0].metrics),
+        table=lambda names, is_first: _table(results, best, name, losses, names, title if is_first else ""),
     )
     if best is not None:
-        yield Text(f"* best by {name}" + (", of which less is better" if metric_of(best, name).better == "lower" else ""), style="dim")
+        yield Text(
+            f"* best by {name}" + (", of which less is better" if metric_of(best, name).better == "lower" else ""),
+            style="dim",
+        )
     for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         yield Text(f"note: {warning}", style="yellow")
 
 
-def _table(results: Sequence[EvalResult], best: EvalResult | None, by: str, losses: dict[int, float], names: Sequence[str], title: str) -> Table:
+def _table(
+    results: Sequence[EvalResult],
+    best: EvalResult | None,
+    by: str,
+    losses: dict[int, float],
+    names: Sequence[str],
+    title: str,
+) -> Table:
     table = Table(title=title or None, title_justify="left")
     table.add_column("checkpoint", no_wrap=True)
     with_loss = any(step_named(result.checkpoint) in losses for result in results)
@@ -104,17 +120,34 @@ def _table(results: Sequence[EvalResult], best: EvalResult | None, by: str, loss
     for result in results:
         step, is_best = step_named(result.checkpoint), result is best
         loss = [f"{losses[step]:.4f}" if step in losses else ""] if with_loss else []
-        scores = [Text(shown_score(metric_of(result, m), result.metrics[m]), style="bold" if is_best and m == by else "") for m in names]
-        table.add_row(f"{result.checkpoint} *" if is_best else result.checkpoint, *loss, *scores, shown_n(result), f"{result.coverage:.0%}")
+        scores = [
+            Text(shown_score(metric_of(result, m), result.metrics[m]), style="bold" if is_best and m == by else "")
+            for m in names
+        ]
+        table.add_row(
+            f"{result.checkpoint} *" if is_best else result.checkpoint,
+            *loss,
+            *scores,
+            shown_n(result),
+            f"{result.coverage:.0%}",
+        )
         for name, part in result.by_dataset.items():
             told = [shown_score(metric_of(result, m), part.metrics[m]) for m in names]
-            table.add_row(Text(f"  {name}", style="dim"), *([""] if with_loss else []), *told, f"{part.n:,}", f"{part.coverage:.0%}")
+            table.add_row(
+                Text(f"  {name}", style="dim"),
+                *([""] if with_loss else []),
+                *told,
+                f"{part.n:,}",
+                f"{part.coverage:.0%}",
+            )
     return table
 
 
 def validation_losses(where: StageDir) -> dict[int, float]:
     """By step, as they were measured last."""
-    found = (line for line in read_lines(where.metrics) if line.get("event") == "validated" and "validation_loss" in line)
+    found = (
+        line for line in read_lines(where.metrics) if line.get("event") == "validated" and "validation_loss" in line
+    )
     return {int(line["step"]): float(line["validation_loss"]) for line in found}
 
 
@@ -130,13 +163,24 @@ def samples(results: Sequence[EvalResult], count: int) -> Iterator[Table]:
 
 
 def _sample(item: EvalItem, results: Sequence[EvalResult]) -> Table:
-    table = Table(title=Text(_cut(item.prompt)), title_justify="left", caption=Text(f"reference: {_cut(item.reference)}"), caption_justify="left")
+    table = Table(
+        title=Text(_cut(item.prompt)),
+        title_justify="left",
+        caption=Text(f"reference: {_cut(item.reference)}"),
+        caption_justify="left",
+    )
     for column in ("checkpoint", "answer", "scores"):
         table.add_column(column, overflow="fold")
     for result in results:
         for other in (other for other in result.items if other.item == item.item):
-            scores = other.failure or ", ".join(f"{name} {shown_value(metric_of(result, name), value)}" for name, value in other.scores.items())
-            table.add_row(result.checkpoint, Text(_cut(other.answer) or "(empty)"), Text(scores, style="red" if other.failure else ""))
+            scores = other.failure or ", ".join(
+                f"{name} {shown_value(metric_of(result, name), value)}" for name, value in other.scores.items()
+            )
+            table.add_row(
+                result.checkpoint,
+                Text(_cut(other.answer) or "(empty)"),
+                Text(scores, style="red" if other.failure else ""),
+            )
     return table
 
 
@@ -159,7 +203,10 @@ def scores_document(results: Sequence[EvalResult], where: StageDir, *, by: str |
             "available": r.available,
             "coverage": r.coverage,
             "metrics": _document(r.metrics),
-            "by_dataset": {name: {"n": part.n, "coverage": part.coverage, "metrics": _document(part.metrics)} for name, part in r.by_dataset.items()},
+            "by_dataset": {
+                name: {"n": part.n, "coverage": part.coverage, "metrics": _document(part.metrics)}
+                for name, part in r.by_dataset.items()
+            },
             "best": r is best[r.task],
             "validation_loss": losses.get(step_named(r.checkpoint) or -1),
             "warnings": list(r.warnings),

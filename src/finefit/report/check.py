@@ -18,7 +18,9 @@ _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _SUPERVISED = "bold green"
 
 
-def show_check(findings: Sequence[Finding], forecast: Forecast, console: Console, efficiency: Efficiency | None = None) -> None:
+def show_check(
+    findings: Sequence[Finding], forecast: Forecast, console: Console, efficiency: Efficiency | None = None
+) -> None:
     for finding in findings:
         show_finding(finding, console)
     for line in proved_lines(forecast, efficiency):
@@ -37,7 +39,11 @@ def show_finding(finding: Finding, console: Console, *, of: str | None = None) -
 
 def proved_lines(forecast: Forecast, efficiency: Efficiency | None) -> list[str]:
     gradients = forecast.gradients
-    lines = [f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}"] if forecast.fits else []
+    lines = (
+        [f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}"]
+        if forecast.fits
+        else []
+    )
     if not gradients.unreached:
         lines.append(f"gradients   all {gradients.trainable:,} trained tensors get one")
     lines += [f"towers      {line}" for line in tower_lines(forecast.towers)]
@@ -49,7 +55,11 @@ def proved_lines(forecast: Forecast, efficiency: Efficiency | None) -> list[str]
 
 def _layout(forecast: Forecast, efficiency: Efficiency) -> str:
     own = f"{efficiency.own:.0%} of the tokens computed are rows' own"
-    padded = f"{efficiency.grouped:.0%} if padded and grouped by length" if forecast.levers.packing else "padded, grouped by length"
+    padded = (
+        f"{efficiency.grouped:.0%} if padded and grouped by length"
+        if forecast.levers.packing
+        else "padded, grouped by length"
+    )
     return f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {own} ({padded}; {efficiency.in_order:.0%} if padded as they come)"
 
 
@@ -64,7 +74,9 @@ def show_example(title: str, pieces: Sequence[tuple[str, bool]], console: Consol
     console.print()
 
 
-def check_document(findings: Sequence[Finding], forecast: Forecast, prepared: Preparation | None, efficiency: Efficiency | None) -> dict[str, Any]:
+def check_document(
+    findings: Sequence[Finding], forecast: Forecast, prepared: Preparation | None, efficiency: Efficiency | None
+) -> dict[str, Any]:
     return {
         "ok": all(finding.level != "error" for finding in findings),
         "findings": TypeAdapter(list[Finding]).dump_python(list(findings), mode="json"),

@@ -26,7 +26,10 @@ def show_stage(name: str, stage: "ExaminedStage", console: Console) -> None:
 
 
 def show_findings(found: "Examined", console: Console) -> None:
-    console.print(f"disk        at most {gib(found.disk_bytes)} for all stages, {gib(found.free_disk_bytes)} are free", soft_wrap=True)
+    console.print(
+        f"disk        at most {gib(found.disk_bytes)} for all stages, {gib(found.free_disk_bytes)} are free",
+        soft_wrap=True,
+    )
     for name, finding in found.findings:
         show_finding(finding, console, of=name)
     if not any(finding.level == "error" for _, finding in found.findings):
@@ -36,7 +39,9 @@ def show_findings(found: "Examined", console: Console) -> None:
 def check_document(found: "Examined") -> dict[str, Any]:
     return {
         "ok": all(finding.level != "error" for _, finding in found.findings),
-        "findings": [{"stage": name} | TypeAdapter(Finding).dump_python(finding, mode="json") for name, finding in found.findings],
+        "findings": [
+            {"stage": name} | TypeAdapter(Finding).dump_python(finding, mode="json") for name, finding in found.findings
+        ],
         "stages": {name: _stage_object(stage) for name, stage in found.stages.items()},
         "disk_bytes": found.disk_bytes,
         "free_disk_bytes": found.free_disk_bytes,

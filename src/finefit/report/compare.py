@@ -68,7 +68,10 @@ def _settings(comparison: Comparison) -> Iterator[RenderableType]:
         yield table
     yield _plain(comparison.verdict, style="bold" if comparison.is_one_variable else "bold yellow")
     if comparison.apart:
-        words = "; ".join(f"{row.key} {' | '.join(setting_value(row, at) for at in range(len(row.values)))}" for row in comparison.apart)
+        words = "; ".join(
+            f"{row.key} {' | '.join(setting_value(row, at) for at in range(len(row.values)))}"
+            for row in comparison.apart
+        )
         yield Text(f"without effect on a score: {shortened(visible(words), 600)}", style="dim")
 
 
@@ -77,11 +80,15 @@ def _value(text: str) -> Text:
 
 
 def _scores(comparison: Comparison, task: TaskComparison) -> RenderableType:
-    return Fitted(columns=task.metrics, table=lambda metrics, is_first: _scored(comparison, task, metrics, is_first=is_first))
+    return Fitted(
+        columns=task.metrics, table=lambda metrics, is_first: _scored(comparison, task, metrics, is_first=is_first)
+    )
 
 
 def _scored(comparison: Comparison, task: TaskComparison, metrics: Sequence[Metric], *, is_first: bool) -> Table:
-    table = Table(title=_plain(f"task {task.task}, 95 % intervals", style="italic") if is_first else None, title_justify="left")
+    table = Table(
+        title=_plain(f"task {task.task}, 95 % intervals", style="italic") if is_first else None, title_justify="left"
+    )
     table.add_column("model", no_wrap=True)
     for column in ("n", "coverage", *(metric.name for metric in metrics)):
         table.add_column(column, justify="right", no_wrap=True)
@@ -89,7 +96,12 @@ def _scored(comparison: Comparison, task: TaskComparison, metrics: Sequence[Metr
         for at in group.sides:
             table.add_row(_plain(comparison.sides[at].name), *_cells(task, metrics, at))
             for name, part in parts_of(task, at):
-                table.add_row(_plain(f"  {name}", style="dim"), Text(f"{part.n:,}"), Text(f"{part.coverage:.0%}"), *_values(metrics, part.metrics))
+                table.add_row(
+                    _plain(f"  {name}", style="dim"),
+                    Text(f"{part.n:,}"),
+                    Text(f"{part.coverage:.0%}"),
+                    *_values(metrics, part.metrics),
+                )
         if len(group.sides) > 1:
             means = (Text(spread_words(metric, spreads[metric.name]), style="bold") for metric in metrics)
             table.add_row(Text("mean over seeds", style="bold"), "", "", *means)
@@ -150,7 +162,13 @@ def _items(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> It
 
 
 def _item(title: str, item: ItemChange, names: list[str], metric: Metric) -> RenderableType:
-    table = Table(title=_plain(f"{title}: {item.place}", style="italic"), title_justify="left", box=None, show_header=False, padding=(0, 1, 0, 2))
+    table = Table(
+        title=_plain(f"{title}: {item.place}", style="italic"),
+        title_justify="left",
+        box=None,
+        show_header=False,
+        padding=(0, 1, 0, 2),
+    )
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("asked", _text(item.prompt))
@@ -158,7 +176,8 @@ def _item(title: str, item: ItemChange, names: list[str], metric: Metric) -> Ren
     for name, answer, failure, scores in zip(names, item.answers, item.failures, item.scores, strict=True):
         score = shown_value(metric, scores[metric.name]) if metric.name in scores else ""
         table.add_row(
-            _plain(f"{name} {score}"), _text(answer) if failure is None else Text.assemble(_text(answer), (f"  ({visible(failure)})", "yellow"))
+            _plain(f"{name} {score}"),
+            _text(answer) if failure is None else Text.assemble(_text(answer), (f"  ({visible(failure)})", "yellow")),
         )
     return table
 

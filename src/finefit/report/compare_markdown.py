@@ -30,11 +30,16 @@ def _lines(comparison: Comparison) -> Iterator[str]:
     yield f"{_plain(comparison.verdict[0].upper() + comparison.verdict[1:])}."
     if comparison.differing:
         names = [side.name for side in comparison.sides]
-        yield from _table(["setting", *names], [[row.key, *(setting_value(row, at) for at in range(len(names)))] for row in comparison.differing])
+        yield from _table(
+            ["setting", *names],
+            [[row.key, *(setting_value(row, at) for at in range(len(names)))] for row in comparison.differing],
+        )
     for task in comparison.tasks:
         yield ""
         yield f"## {_plain(task.task)}"
-        yield from _table(["model", "n", "coverage", *(metric.name for metric in task.metrics)], list(_scores(comparison, task)))
+        yield from _table(
+            ["model", "n", "coverage", *(metric.name for metric in task.metrics)], list(_scores(comparison, task))
+        )
         if task.pairings:
             head = ["difference", "metric", "n", "first", "second", "difference", "95 % interval", "p", "p (Holm)"]
             yield from _table(head, list(_differences(comparison, task)))
@@ -43,7 +48,9 @@ def _lines(comparison: Comparison) -> Iterator[str]:
     if comparison.foretold:
         yield ""
         yield "## Foretold and measured"
-        rows = [[row.what, *(foretold_words(row, at) for at in range(len(comparison.sides)))] for row in comparison.foretold]
+        rows = [
+            [row.what, *(foretold_words(row, at) for at in range(len(comparison.sides)))] for row in comparison.foretold
+        ]
         yield from _table([FORETOLD, *(side.name for side in comparison.sides)], rows)
     if comparison.warnings:
         yield ""
@@ -64,12 +71,22 @@ def _scores(comparison: Comparison, task: TaskComparison) -> Iterator[list[str]]
                 yield [name, *([MISSING] * (2 + len(task.metrics)))]
                 continue
             n = str(scored.n) if scored.n == scored.available else f"{scored.n} of {scored.available}"
-            yield [name, n, f"{scored.coverage:.0%}", *(_cell(metric, scored.metrics.get(metric.name)) for metric in task.metrics)]
+            yield [
+                name,
+                n,
+                f"{scored.coverage:.0%}",
+                *(_cell(metric, scored.metrics.get(metric.name)) for metric in task.metrics),
+            ]
             for dataset, part in parts_of(task, at):
                 cells = (_cell(metric, part.metrics.get(metric.name)) for metric in task.metrics)
                 yield [f"{name}, {dataset}", str(part.n), f"{part.coverage:.0%}", *cells]
         if len(group.sides) > 1:
-            yield [f"mean over seeds of {group.name}", "", "", *(spread_words(metric, spreads[metric.name]) for metric in task.metrics)]
+            yield [
+                f"mean over seeds of {group.name}",
+                "",
+                "",
+                *(spread_words(metric, spreads[metric.name]) for metric in task.metrics),
+            ]
 
 
 def _cell(metric: Metric, cell: Cell | None) -> str:
@@ -80,8 +97,20 @@ def _differences(comparison: Comparison, task: TaskComparison) -> Iterator[list[
     for pairing in task.pairings:
         for found in pairing.changes:
             metric = next(one for one in task.metrics if one.name == found.metric)
-            values = [shown_value(metric, found.first), shown_value(metric, found.second), change(metric, found.value), interval(metric, found)]
-            yield [against(comparison, pairing), metric.name, str(pairing.n), *values, chance(found.p), chance(found.corrected_p)]
+            values = [
+                shown_value(metric, found.first),
+                shown_value(metric, found.second),
+                change(metric, found.value),
+                interval(metric, found),
+            ]
+            yield [
+                against(comparison, pairing),
+                metric.name,
+                str(pairing.n),
+                *values,
+                chance(found.p),
+                chance(found.corrected_p),
+            ]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -83,7 +83,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0,
     top = "".join(f"<th{' class=n' if at >= first else ''}>{name}</th>" for at, name in enumerate(head))
     lines = []
     for number_of_row, row in enumerate(rows):
-        cells = "".join(cell if cell.startswith("<td") else f"<td{' class=n' if at >= first else ''}>{cell}</td>" for at, cell in enumerate(row))
+        cells = "".join(
+            cell if cell.startswith("<td") else f"<td{' class=n' if at >= first else ''}>{cell}</td>"
+            for at, cell in enumerate(row)
+        )
         kind = classes[number_of_row] if number_of_row < len(classes) else ""
         lines.append(f"<tr{f' class={kind}' if kind else ''}>{cells}</tr>")
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -92,7 +95,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0,
 def _task(comparison: Comparison, task: TaskComparison) -> Iterator[str]:
     yield f"<h2>Task {_text(task.task)}</h2>"
     rows, classes = _scores(comparison, task)
-    yield _table(["model", "n", "coverage", *(_text(metric.name) for metric in task.metrics)], rows, 2 + len(task.metrics), classes)
+    yield _table(
+        ["model", "n", "coverage", *(_text(metric.name) for metric in task.metrics)],
+        rows,
+        2 + len(task.metrics),
+        classes,
+    )
     for metric in task.metrics:
         yield from _figure(score_plot(comparison, task, metric), f"{metric.name} with its 95 % interval")
     if task.pairings:
@@ -114,7 +122,14 @@ def _scores(comparison: Comparison, task: TaskComparison) -> tuple[list[list[str
             rows += parts
             classes += ["", *["soft"] * len(parts)]
         if len(group.sides) > 1:
-            rows.append(["mean over seeds", "", "", *(_text(spread_words(metric, spreads[metric.name])) for metric in task.metrics)])
+            rows.append(
+                [
+                    "mean over seeds",
+                    "",
+                    "",
+                    *(_text(spread_words(metric, spreads[metric.name])) for metric in task.metrics),
+                ]
+            )
             classes.append("mean")
     return rows, classes
 
@@ -166,7 +181,11 @@ def _items(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> It
     yield f"<p>{_text(counts_words(pairing, metric))}.{unpaired if pairing.only_first or pairing.only_second else ''}</p>"
     yield from _figure(item_plot(comparison, task, pairing), "each item's change, the largest gain first")
     names = [comparison.groups[at].name for at in (pairing.first, pairing.second)]
-    for title, items in (("most gained", pairing.gained), ("most lost", pairing.lost), ("most reworded", pairing.reworded)):
+    for title, items in (
+        ("most gained", pairing.gained),
+        ("most lost", pairing.lost),
+        ("most reworded", pairing.reworded),
+    ):
         for item in items:
             yield _item(title, item, names, metric)
 
@@ -201,7 +220,9 @@ def _training(comparison: Comparison) -> Iterator[str]:
     if comparison.foretold:
         yield "<h2>Foretold and measured</h2>"
         names = [_dot(at) + _text(side.name) for at, side in enumerate(comparison.sides)]
-        rows = ([row.what, *(_text(foretold_words(row, at)) for at in range(len(names)))] for row in comparison.foretold)
+        rows = (
+            [row.what, *(_text(foretold_words(row, at)) for at in range(len(names)))] for row in comparison.foretold
+        )
         yield _table([escape(FORETOLD), *names], rows)
 
 

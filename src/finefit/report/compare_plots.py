@@ -54,7 +54,14 @@ def loss_plot(comparison: Comparison) -> str | None:
             name, ink = _label(comparison.sides[curve.side].name), colour(curve.side)
             axes.plot(curve.steps, curve.losses, color=ink, linewidth=1.4, label=name)
             if curve.validation:
-                axes.plot(*zip(*curve.validation, strict=True), color=ink, linestyle="none", marker="o", markersize=5, label=f"{name}, validation")
+                axes.plot(
+                    *zip(*curve.validation, strict=True),
+                    color=ink,
+                    linestyle="none",
+                    marker="o",
+                    markersize=5,
+                    label=f"{name}, validation",
+                )
         losses = [loss for curve in comparison.curves for loss in curve.losses if loss > 0]
         if losses and max(losses) > 10 * min(losses):
             axes.set_yscale("log")
@@ -69,7 +76,11 @@ def loss_plot(comparison: Comparison) -> str | None:
 
 def score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> str | None:
     """Every side's score with its interval, the first on top."""
-    cells = [(at, cell) for at, scored in enumerate(task.scored) if scored is not None and (cell := scored.metrics.get(metric.name)) is not None]
+    cells = [
+        (at, cell)
+        for at, scored in enumerate(task.scored)
+        if scored is not None and (cell := scored.metrics.get(metric.name)) is not None
+    ]
     if not cells:
         return None
 
@@ -78,7 +89,14 @@ def score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> 
             low, high = (cell.value if end is None else end for end in (cell.low, cell.high))
             axes.plot([low, high], [-row, -row], color=colour(at), linewidth=2.5, solid_capstyle="butt")
             axes.plot([cell.value], [-row], color=colour(at), marker="o", markersize=7)
-            axes.annotate(shown_value(metric, cell.value), (cell.value, -row), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+            axes.annotate(
+                shown_value(metric, cell.value),
+                (cell.value, -row),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
         _rows(axes, [_label(comparison.sides[at].name) for at, _ in cells])
         axes.set_xlabel(_axis(metric))
         if metric.unit == "share":
@@ -90,7 +108,12 @@ def score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> 
 def difference_plot(comparison: Comparison, task: TaskComparison) -> str | None:
     """Differences in shares and of points together; other metrics have no common scale, and stand in the table alone."""
     metrics = {metric.name: metric for metric in task.metrics}
-    found = [(p, c) for p in task.pairings for c in p.changes if metrics[c.metric].unit != "number" and c.low is not None and c.high is not None]
+    found = [
+        (p, c)
+        for p in task.pairings
+        for c in p.changes
+        if metrics[c.metric].unit != "number" and c.low is not None and c.high is not None
+    ]
     if not found:
         return None
     several = len(task.pairings) > 1
@@ -100,8 +123,21 @@ def difference_plot(comparison: Comparison, task: TaskComparison) -> str | None:
         for row, (pairing, change) in enumerate(found):
             scale = 100 if metrics[change.metric].unit == "share" else 1
             ink = colour(comparison.groups[pairing.second].sides[0])
-            axes.plot([scale * (change.low or 0), scale * (change.high or 0)], [-row, -row], color=ink, linewidth=2.5, solid_capstyle="butt")
-            axes.plot([scale * change.value], [-row], color=ink, marker="o", markersize=7, markerfacecolor=ink if change.is_clear else _GROUND)
+            axes.plot(
+                [scale * (change.low or 0), scale * (change.high or 0)],
+                [-row, -row],
+                color=ink,
+                linewidth=2.5,
+                solid_capstyle="butt",
+            )
+            axes.plot(
+                [scale * change.value],
+                [-row],
+                color=ink,
+                marker="o",
+                markersize=7,
+                markerfacecolor=ink if change.is_clear else _GROUND,
+            )
         names = [f"{_label(comparison.groups[p.second].name)}: {c.metric}" if several else c.metric for p, c in found]
         _rows(axes, names)
         axes.set_xlabel("difference in points of 100 (filled: clear among all of this comparison)")
@@ -118,7 +154,10 @@ def item_plot(comparison: Comparison, task: TaskComparison, pairing: Pairing) ->
 
     def draw(axes: Axes) -> None:
         edges = [at - 0.5 for at in range(1, len(changes) + 2)]
-        for ink, values in ((GAIN, [max(0.0, scale * c) for c in changes]), (LOSS, [min(0.0, scale * c) for c in changes])):
+        for ink, values in (
+            (GAIN, [max(0.0, scale * c) for c in changes]),
+            (LOSS, [min(0.0, scale * c) for c in changes]),
+        ):
             axes.stairs(values, edges, fill=True, color=ink, linewidth=0)
         axes.axhline(0, color=_INK, linewidth=1, alpha=0.6)
         axes.set_xlim(0.5, len(changes) + 0.5)

@@ -109,7 +109,10 @@ def is_better(metric: Metric, found: Change) -> bool | None:
 
 def visible(text: str) -> str:
     """With control characters spelt out: an answer must not steer a terminal, nor break a page."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs", "Co", "Cn") else f"\\u{ord(c):04x}" for c in text)
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs", "Co", "Cn") else f"\\u{ord(c):04x}"
+        for c in text
+    )
 
 
 def shortened(text: str, most: int) -> str:

@@ -26,14 +26,25 @@ def show_change(run: RunDir, console: Console) -> None:
         console.print(line)
     console.print(evals_table([base, tuned], names={tuned.checkpoint: "fine-tuned"}))
     messages = [row.prompt[-1].content for row in read_items(where.prepared("test.jsonl"))]
-    for before, after in list(zip(base.items, tuned.items, strict=True))[:: max(1, base.n // _SHOWN)][:_SHOWN]:  # evenly spaced, not chosen
+    for before, after in list(zip(base.items, tuned.items, strict=True))[:: max(1, base.n // _SHOWN)][
+        :_SHOWN
+    ]:  # evenly spaced, not chosen
         console.print(_side_by_side(messages[before.item], before, after))
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", soft_wrap=True)
-    console.print("next     finefit recipes demo --to my-demo   (then put your own rows in, and: finefit run my-demo/spec.yaml)", soft_wrap=True)
+    console.print(
+        "next     finefit recipes demo --to my-demo   (then put your own rows in, and: finefit run my-demo/spec.yaml)",
+        soft_wrap=True,
+    )
 
 
 def _side_by_side(message: str, before: EvalItem, after: EvalItem) -> Table:
-    table = Table(title=Text(message), title_justify="left", caption=Text(f"reference: {before.reference}"), caption_justify="left", expand=True)
+    table = Table(
+        title=Text(message),
+        title_justify="left",
+        caption=Text(f"reference: {before.reference}"),
+        caption_justify="left",
+        expand=True,
+    )
     for column in ("base", "fine-tuned"):
         table.add_column(column, overflow="fold", ratio=1)
     table.add_row(_coloured(before), _coloured(after))

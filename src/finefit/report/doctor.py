@@ -45,7 +45,9 @@ def show(found: Examination, findings: tuple[Finding, ...], console: Console) ->
     for finding in findings:
         line = Text.assemble((f"{finding.level}: ", STYLES[finding.level]), finding.problem, f"\n    {finding.remedy}")
         console.print(line, soft_wrap=True)
-    console.print(Text(verdict(found, findings), style="bold green" if is_ready(findings) else "bold red"), soft_wrap=True)
+    console.print(
+        Text(verdict(found, findings), style="bold green" if is_ready(findings) else "bold red"), soft_wrap=True
+    )
 
 
 def _table(found: Examination) -> Table:

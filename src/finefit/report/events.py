@@ -25,7 +25,12 @@ def event_words(line: Line) -> str | None:
 
 def validation_words(line: Line) -> str:
     """Of a line that was written when the model was validated: the loss, and what belongs to its objective."""
-    shown = {"validation_loss": "validation loss {:.4f}", "perplexity": "perplexity {:.4g}", "accuracy": "accuracy {:.1%}", "margin": "margin {:.4f}"}
+    shown = {
+        "validation_loss": "validation loss {:.4f}",
+        "perplexity": "perplexity {:.4g}",
+        "accuracy": "accuracy {:.1%}",
+        "margin": "margin {:.4f}",
+    }
     return ", ".join(words.format(line[name]) for name, words in shown.items() if name in line)
 
 
@@ -47,7 +52,11 @@ def _validation_rescued(line: Line) -> str:
 
 
 def _changes(line: Line) -> str:
-    return ", ".join(f"{name} {line['before'].get(name)} -> {value}" for name, value in line["after"].items() if value != line["before"].get(name))
+    return ", ".join(
+        f"{name} {line['before'].get(name)} -> {value}"
+        for name, value in line["after"].items()
+        if value != line["before"].get(name)
+    )
 
 
 def _validation_left_out(line: Line) -> str:
@@ -59,9 +68,14 @@ def _stalled(line: Line) -> str:
 
 
 def _tracker_failed(line: Line) -> str:
-    lost = f"{line['tracker']} did not get {line['lost_lines']:,} lines" if line.get("lost_lines") else f"{line['tracker']} failed"
+    lost = (
+        f"{line['tracker']} did not get {line['lost_lines']:,} lines"
+        if line.get("lost_lines")
+        else f"{line['tracker']} failed"
+    )
     return (
-        "; ".join(part for part in (lost, line["found"], f"see {line['log']}" if "log" in line else "") if part) + "; the run's own metrics are whole"
+        "; ".join(part for part in (lost, line["found"], f"see {line['log']}" if "log" in line else "") if part)
+        + "; the run's own metrics are whole"
     )
 
 
@@ -71,7 +85,9 @@ def _audited(line: Line) -> str | None:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:_NAMES_TOLD]) + (f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else "")
+    return ", ".join(names[:_NAMES_TOLD]) + (
+        f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    )
 
 
 def _dpo_start(line: Line) -> str:
@@ -95,20 +111,28 @@ _WORDS: dict[str, Callable[[Line], str | None]] = {
     "rejected": lambda line: str(line["note"]),
     "not_finite": lambda line: f"step {line['step']} was not applied: {line['found']}",
     "measured": _measured,
-    "worst_does_not_fit": lambda _: "rows as long as the longest and as much supervised as any do not fit: a later step may run out of memory",
+    "worst_does_not_fit": lambda _: (
+        "rows as long as the longest and as much supervised as any do not fit: a later step may run out of memory"
+    ),
     "rolled_back": lambda line: f"rolled back to step {line['step']}",
     "left_out": lambda line: f"step {line['step']} is left out: it was not finite before",
     "validated": lambda line: f"step {line['step']}: {validation_words(line)}",
-    "validation_not_finite": lambda line: f"step {line['step']}: validation loss {line['found']}, so this step cannot be the best",
+    "validation_not_finite": lambda line: (
+        f"step {line['step']}: validation loss {line['found']}, so this step cannot be the best"
+    ),
     "amended": lambda line: f"after step {line['step']}: {line['note'] or ', '.join(line['changes'])}",
     "rescued": _rescued,
     "validation_rescued": _validation_rescued,
     "validation_left_out": _validation_left_out,
-    "spike": lambda line: f"step {line['step']}: loss {line['found']:.4f} leaps out of the steps before it, whose median is {line['usual']:.4f}",
+    "spike": lambda line: (
+        f"step {line['step']}: loss {line['found']:.4f} leaps out of the steps before it, whose median is {line['usual']:.4f}"
+    ),
     "stalled": _stalled,
     "tracker_failed": _tracker_failed,
     "audited": _audited,
-    "loss_scale": lambda line: f"step {line['step']} overflowed in fp16 and is made again with loss scale {line['scale']:g}",
+    "loss_scale": lambda line: (
+        f"step {line['step']} overflowed in fp16 and is made again with loss scale {line['scale']:g}"
+    ),
     "dpo_start": _dpo_start,
     "routed": _routed,
 }

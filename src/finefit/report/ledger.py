@@ -37,7 +37,9 @@ def _counts(source: SourceLedger) -> Iterator[str]:
         yield f"{source.records:,} {'record' if source.records == 1 else 'records'}"
     if source.read != source.records:
         yield _rows(source.read)
-    yield f"{source.used:,} used" + (f" ({source.cut:,} cut, {source.cut_tokens:,} tokens of their prompts lost)" if source.cut else "")
+    yield f"{source.used:,} used" + (
+        f" ({source.cut:,} cut, {source.cut_tokens:,} tokens of their prompts lost)" if source.cut else ""
+    )
     if source.dropped:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in source.dropped.items())
         yield f"{sum(source.dropped.values()):,} dropped ({reasons})"
@@ -66,7 +68,18 @@ def ledger_document(found: Preparation) -> dict[str, Any]:
 
 
 def _totals(sources: Sequence[SourceLedger]) -> dict[str, Any]:
-    names = ("records", "read", "used", "cut", "cut_tokens", "examples", "repeated", "tokens", "supervised_tokens", "images")
+    names = (
+        "records",
+        "read",
+        "used",
+        "cut",
+        "cut_tokens",
+        "examples",
+        "repeated",
+        "tokens",
+        "supervised_tokens",
+        "images",
+    )
     dropped: Counter[str] = Counter()
     for source in sources:
         dropped.update(source.dropped)

@@ -31,10 +31,15 @@ def hanging(console: Console, lead: Text, body: Text, *, indent: int, width: int
         yield trimmed(Text.assemble(left, " " * (indent + deeper - len(left)), line))
 
 
-def table(console: Console, rows: Sequence[Mapping[str, Text]], *, right: Collection[str], below: Sequence[str]) -> Iterator[Text]:
+def table(
+    console: Console, rows: Sequence[Mapping[str, Text]], *, right: Collection[str], below: Sequence[str]
+) -> Iterator[Text]:
     """Columns without a value are left out. Where a line is too wide, `below` moves under its row, and the words of the last column are wrapped."""
     *columns, last = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = {name: max(len(name), *(len(line) for row in rows for line in row[name].plain.split("\n"))) for name in (*columns, last)}
+    widths = {
+        name: max(len(name), *(len(line) for row in rows for line in row[name].plain.split("\n")))
+        for name in (*columns, last)
+    }
     room = console.width - sum(widths[name] + GAP for name in columns)
     moved = [name for name in below if name in columns and widths[last] > room]
     columns = [name for name in columns if name not in moved]
@@ -53,7 +58,9 @@ def _unpadded(lines: Iterable[Text]) -> Text:
     return Text("\n").join(trimmed(line) for line in lines)
 
 
-def _table_lines(row: Iterable[Text], columns: Sequence[str], widths: Mapping[str, int], right: Collection[str]) -> Iterator[Text]:
+def _table_lines(
+    row: Iterable[Text], columns: Sequence[str], widths: Mapping[str, int], right: Collection[str]
+) -> Iterator[Text]:
     for cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=Text()):
         line = [_padded(cell, widths[name], name in right) for name, cell in zip(columns, cells, strict=True)]
         yield trimmed(Text(" " * GAP).join(line))

@@ -79,7 +79,9 @@ def forecast_document(forecasts: Mapping[str, Sequence[Forecast]]) -> dict[str, 
 
 def forecast_object(forecast: Forecast) -> dict[str, Any]:
     found: dict[str, Any] = TypeAdapter(Forecast).dump_python(forecast, mode="json")
-    return found | {"suggestions": TypeAdapter(tuple[Suggestion, ...]).dump_python(in_order(forecast.suggestions), mode="json")}
+    return found | {
+        "suggestions": TypeAdapter(tuple[Suggestion, ...]).dump_python(in_order(forecast.suggestions), mode="json")
+    }
 
 
 # The card
@@ -91,10 +93,15 @@ def _verdict(forecast: Forecast, stage: str) -> Text:
     card = f"each of {card_name(forecast)}" if forecast.devices > 1 else card_name(forecast)
     if forecast.fits:
         spare = round(budget, digits) - round(peak, digits)
-        return Text(f"{stage} fits: {peak:.{digits}f} of {budget:.{digits}f} GiB on {card}, {spare:.{digits}f} GiB to spare", style="bold green")
+        return Text(
+            f"{stage} fits: {peak:.{digits}f} of {budget:.{digits}f} GiB on {card}, {spare:.{digits}f} GiB to spare",
+            style="bold green",
+        )
     over = round(peak, digits) - round(budget, digits)
     too_much = f" ({over:.{digits}f} GiB too much)" if over > 0 else ""
-    return Text(f"{stage} does not fit: needs {peak:.{digits}f} GiB, {card} has {budget:.{digits}f}{too_much}", style="bold red")
+    return Text(
+        f"{stage} does not fit: needs {peak:.{digits}f} GiB, {card} has {budget:.{digits}f}{too_much}", style="bold red"
+    )
 
 
 def card_name(forecast: Forecast) -> str:
@@ -184,14 +191,18 @@ def _legend_cell(part: _Part | None, hundredths: Mapping[_Part, int], width: int
     if part is None:
         return Text(" " * (width + FIGURE + 3))
     shown = f"{hundredths[part] / 100:.2f}" if hundredths[part] else "<0.01"
-    return Text.assemble(("█" if _has_blocks(console) else part.letter, part.colour), f" {part.name:<{width}} {shown:>{FIGURE}}")
+    return Text.assemble(
+        ("█" if _has_blocks(console) else part.letter, part.colour), f" {part.name:<{width}} {shown:>{FIGURE}}"
+    )
 
 
 def _instants(forecast: Forecast, console: Console) -> Iterator[Text]:
     """The place of the peak stands behind its bar, or below all of them where there is no room."""
     most, place = max(1, *forecast.instants.values()), _place(forecast)
     names = [*INSTANTS, *(name for name in forecast.instants if name not in INSTANTS)]
-    rows = {name: _instant_row(name, forecast.instants[name], most, console) for name in names if name in forecast.instants}
+    rows = {
+        name: _instant_row(name, forecast.instants[name], most, console) for name in names if name in forecast.instants
+    }
     room = console.width - GUTTER - len(rows.get(forecast.peak_instant, "")) - len("  peak")
     for name, row in rows.items():
         if name == forecast.peak_instant:
@@ -224,7 +235,11 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     width = console.width - GUTTER
 
     def wrapped(*lines: str, style: str = "") -> list[Text]:
-        return [piece for line in lines for piece in hanging(console, Text(), Text(line, style=style), indent=0, width=width)]
+        return [
+            piece
+            for line in lines
+            for piece in hanging(console, Text(), Text(line, style=style), indent=0, width=width)
+        ]
 
     share = forecast.trainable_parameters / max(forecast.parameters, 1)
     yield "time", wrapped(*_time(forecast))
@@ -232,7 +247,10 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     if forecast.engine.kind != "single":
         yield "engine", wrapped(_engine(forecast))
     yield "pairs" if forecast.lengths.sides > 1 else "rows", wrapped(_rows(forecast.lengths))
-    yield "parameters", wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})")
+    yield (
+        "parameters",
+        wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})"),
+    )
     if forecast.towers:
         yield "towers", wrapped(*tower_lines(forecast.towers))
     yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
@@ -259,10 +277,16 @@ def room_words(label: str, room: Room) -> str:
     """In a process of its own, after the training."""
     parts = [f"{label}: {room.rows:,} answers at a time" if room.rows > 1 else f"{label}: one answer at a time"]
     parts += [gib(room.reserved_bytes)] if room.reserved_bytes is not None else []
-    parts += [f"about {duration(room.batch_seconds)} for a batch of the longest"] if room.batch_seconds is not None else []
+    parts += (
+        [f"about {duration(room.batch_seconds)} for a batch of the longest"] if room.batch_seconds is not None else []
+    )
     parts += [f"MLPs in {room.mlp_tiles} pieces"] if room.mlp_tiles > 1 else []
     if room.devices > 1:
-        parts.append(f"one model spread over {room.devices} cards" if room.is_spread else f"items shared over {room.devices} processes")
+        parts.append(
+            f"one model spread over {room.devices} cards"
+            if room.is_spread
+            else f"items shared over {room.devices} processes"
+        )
     return ", ".join(parts)
 
 
@@ -285,7 +309,9 @@ def _levers(forecast: Forecast, console: Console, width: int) -> Iterator[Text]:
     pulled = {"micro_batch": _micro_batch(forecast), **_pulled(forecast.levers)}
     indent = max(map(len, pulled.values())) + GAP
     for lever, words in pulled.items():
-        yield from hanging(console, Text(words), Text(forecast.reasons.get(lever, ""), style="dim"), indent=indent, width=width)
+        yield from hanging(
+            console, Text(words), Text(forecast.reasons.get(lever, ""), style="dim"), indent=indent, width=width
+        )
     neutral = [words for lever, words in NEUTRAL.items() if lever not in pulled]
     if neutral:
         yield from hanging(console, Text(), Text(", ".join(neutral), style="dim"), indent=0, width=width)
@@ -316,7 +342,9 @@ def _micro_batch(forecast: Forecast) -> str:
 def _pulled(levers: Levers) -> dict[str, str]:
     """Those that are not at their neutral value, by name, in words."""
     words = {
-        "recompute": f"recompute {levers.recompute} {'layer' if levers.recompute == 1 else 'layers'}" if levers.recompute else None,
+        "recompute": f"recompute {levers.recompute} {'layer' if levers.recompute == 1 else 'layers'}"
+        if levers.recompute
+        else None,
         "keep_attention": "keep their attention outputs" if levers.keep_attention else None,
         "loss_chunk": f"loss in chunks of {levers.loss_chunk:,} tokens" if levers.loss_chunk is not None else None,
         "offload": "offload their inputs to the host" if levers.offload else None,
@@ -365,11 +393,17 @@ def _readable(name: str) -> str:
 def suggestion_lines(suggestions: Sequence[Suggestion], console: Console, *, fits: bool) -> Iterator[Text]:
     """Numbered from 1 as they come; `fits`: whether the plan does as it is."""
     first = next((number for number, suggestion in enumerate(suggestions, start=1) if suggestion.fits), None)
-    yield Text("changes that " + ("need less memory" if fits else "make it fit, or bring it nearer" if first else "bring it nearer"), style="bold")
+    yield Text(
+        "changes that "
+        + ("need less memory" if fits else "make it fit, or bring it nearer" if first else "bring it nearer"),
+        style="bold",
+    )
     rows = [_suggestion_row(number, suggestion) for number, suggestion in enumerate(suggestions, start=1)]
     yield from table(console, rows, right=("GiB", "a step"), below=())
     if first is not None and not fits:
-        yield Text(f"finefit plan SPEC --apply {first} writes {'the first' if first == 1 else f'number {first}'} into the spec")
+        yield Text(
+            f"finefit plan SPEC --apply {first} writes {'the first' if first == 1 else f'number {first}'} into the spec"
+        )
 
 
 def _suggestion_row(number: int, suggestion: Suggestion) -> dict[str, Text]:

@@ -30,7 +30,9 @@ def _card_row(forecast: Forecast, remark: str, now: datetime) -> dict[str, Text]
         "GiB": Text(f"{forecast.peak_bytes / 2**30:.1f} of {forecast.budget_bytes / 2**30:.1f}"),
         "levers": Text(levers, style="dim"),
         "time": Text(_card_time(forecast)),
-        "finished": Text("" if forecast.total_seconds is None or not forecast.fits else _moment(now, forecast.total_seconds)),
+        "finished": Text(
+            "" if forecast.total_seconds is None or not forecast.fits else _moment(now, forecast.total_seconds)
+        ),
         "cost": Text("" if forecast.cost is None or not forecast.fits else f"{forecast.cost:,.2f}"),
         "": Text(remark, style="bold green" if forecast.fits else ""),
     }

@@ -10,7 +10,15 @@ from rich.text import Text
 
 from finefit.artifacts.forecasts import Forecast, Room, StageOutlook, Suggestion
 from finefit.report.lines import hanging, print_lines, table
-from finefit.report.plan import card_name, forecast_object, in_order, room_words, show_forecast, suggestion_lines, yes_or_no
+from finefit.report.plan import (
+    card_name,
+    forecast_object,
+    in_order,
+    room_words,
+    show_forecast,
+    suggestion_lines,
+    yes_or_no,
+)
 from finefit.report.units import duration, gib, three_digits
 
 Outlooks = Mapping[str, StageOutlook]
@@ -21,7 +29,9 @@ Free = tuple[int | None, ...]
 
 def show_outlooks(outlooks: Outlooks, console: Console, *, name: str, only: str | None = None, free: Free = ()) -> None:
     """On one card. `only`: this stage in full instead of the fullest."""
-    print_lines(console, [*_verdict(outlooks, name, free), *_stage_table(outlooks, console), *_totals(outlooks), Text()])
+    print_lines(
+        console, [*_verdict(outlooks, name, free), *_stage_table(outlooks, console), *_totals(outlooks), Text()]
+    )
     print_lines(console, _notes(outlooks, console))
     suggestions = suggestions_of(outlooks)
     if suggestions:
@@ -55,12 +65,21 @@ def _lacking(outlooks: Outlooks, at: int, free: Free) -> int:
 
 def suggestions_of(outlooks: Outlooks, at: int = 0) -> tuple[Suggestion, ...]:
     """As they are numbered from 1: stage by stage."""
-    return tuple(suggestion for one in outlooks.values() if one.forecasts for suggestion in in_order(one.forecasts[at].suggestions))
+    return tuple(
+        suggestion
+        for one in outlooks.values()
+        if one.forecasts
+        for suggestion in in_order(one.forecasts[at].suggestions)
+    )
 
 
 def worst_of(outlooks: Outlooks, at: int = 0) -> str | None:
     """The training that fills the card most; None where nothing is trained."""
-    shares = {name: one.forecasts[at].peak_bytes / one.forecasts[at].budget_bytes for name, one in outlooks.items() if one.forecasts}
+    shares = {
+        name: one.forecasts[at].peak_bytes / one.forecasts[at].budget_bytes
+        for name, one in outlooks.items()
+        if one.forecasts
+    }
     return max(shares, key=shares.__getitem__) if shares else None
 
 
@@ -85,7 +104,11 @@ def _card_object(outlooks: Outlooks, at: int, free: Free) -> dict[str, Any]:
         "cost": _cost(found, seconds),
     }
     suggestions = TypeAdapter(tuple[Suggestion, ...]).dump_python(suggestions_of(outlooks, at), mode="json")
-    return found | whole | {"suggestions": suggestions, "does_not_fit": [name for name, one in outlooks.items() if not one.fits[at]]}
+    return (
+        found
+        | whole
+        | {"suggestions": suggestions, "does_not_fit": [name for name, one in outlooks.items() if not one.fits[at]]}
+    )
 
 
 def _cost(worst: Mapping[str, Any], seconds: float | None) -> float | None:
@@ -95,7 +118,9 @@ def _cost(worst: Mapping[str, Any], seconds: float | None) -> float | None:
 
 def _stage_object(one: StageOutlook) -> dict[str, Any]:
     """A training has all that a spec without stages has."""
-    own: dict[str, Any] = TypeAdapter(StageOutlook).dump_python(one, mode="json", exclude={"forecasts", "rooms", "seconds"})
+    own: dict[str, Any] = TypeAdapter(StageOutlook).dump_python(
+        one, mode="json", exclude={"forecasts", "rooms", "seconds"}
+    )
     own |= {"fits": one.fits[0], "total_seconds": one.seconds}
     if one.rooms:
         own["rooms"] = TypeAdapter(dict[str, dict[str, Room]]).dump_python(one.rooms[0], mode="json")
@@ -109,7 +134,9 @@ def _seconds(outlooks: Outlooks, at: int = 0) -> float | None:
     trained = [one.forecasts[at].total_seconds for one in outlooks.values() if one.forecasts]
     if any(seconds is None for seconds in trained):
         return None
-    return sum(seconds or 0.0 for seconds in trained) + sum(one.seconds or 0.0 for one in outlooks.values() if not one.forecasts and at == 0)
+    return sum(seconds or 0.0 for seconds in trained) + sum(
+        one.seconds or 0.0 for one in outlooks.values() if not one.forecasts and at == 0
+    )
 
 
 def _disk_bytes(outlooks: Outlooks) -> int:
@@ -124,13 +151,19 @@ def _verdict(outlooks: Outlooks, name: str, free: Free) -> Iterator[Text]:
     card = next((f" on {card_name(one.forecasts[0])}" for one in outlooks.values() if one.forecasts), "")
     lacking = _lacking(outlooks, 0, free)
     if too_large:
-        yield Text(f"{name} does not fit{card}: {', '.join(_too_large(stage, outlooks[stage]) for stage in too_large)}", style="bold red")
+        yield Text(
+            f"{name} does not fit{card}: {', '.join(_too_large(stage, outlooks[stage]) for stage in too_large)}",
+            style="bold red",
+        )
     elif not lacking:
         yield Text(f"{name}: all {len(outlooks)} stages fit{card}", style="bold green")
     if lacking:
         needed = _disk_bytes(outlooks)
         there = _size(needed - lacking) or "0 MiB"
-        yield Text(f"{name} does not fit on the disk: its stages leave up to {_size(needed)}, {there} are free", style="bold red")
+        yield Text(
+            f"{name} does not fit on the disk: its stages leave up to {_size(needed)}, {there} are free",
+            style="bold red",
+        )
 
 
 def _too_large(name: str, one: StageOutlook) -> str:
@@ -147,7 +180,11 @@ def _held(one: StageOutlook) -> tuple[int, int] | None:
     if one.forecasts:
         return one.forecasts[0].peak_bytes, one.forecasts[0].budget_bytes
     rooms = [room for model in (one.rooms[0] if one.rooms else {}).values() for room in model.values()]
-    known = [(room.held_bytes, room.budget_bytes) for room in rooms if room.held_bytes is not None and room.budget_bytes is not None]
+    known = [
+        (room.held_bytes, room.budget_bytes)
+        for room in rooms
+        if room.held_bytes is not None and room.budget_bytes is not None
+    ]
     return max(known, default=None)
 
 
@@ -203,7 +240,13 @@ def _totals(outlooks: Outlooks) -> Iterator[Text]:
 def _notes(outlooks: Outlooks, console: Console) -> Iterator[Text]:
     for name, one in outlooks.items():
         for note in (*one.notes, *_host(one), *_answers(one)):
-            yield from hanging(console, Text(f"{name}: ", style="cyan"), Text(note, style="dim"), indent=len(name) + 2, width=console.width)
+            yield from hanging(
+                console,
+                Text(f"{name}: ", style="cyan"),
+                Text(note, style="dim"),
+                indent=len(name) + 2,
+                width=console.width,
+            )
 
 
 def _host(one: StageOutlook) -> Iterator[str]:
@@ -224,7 +267,9 @@ def _card_row(outlooks: Outlooks, at: int, free: Free) -> dict[str, Text]:
     worst = worst_of(outlooks, at)
     found: Forecast | None = None if worst is None else outlooks[worst].forecasts[at]
     fits, seconds = fit_on(outlooks, at, free), _seconds(outlooks, at)
-    too_large = [name for name, one in outlooks.items() if not one.fits[at]] + (["the disk"] if _lacking(outlooks, at, free) else [])
+    too_large = [name for name, one in outlooks.items() if not one.fits[at]] + (
+        ["the disk"] if _lacking(outlooks, at, free) else []
+    )
     return {
         "card": Text("" if found is None else card_name(found), style="bold"),
         "fits": yes_or_no(fits),

@@ -16,7 +16,13 @@ from finefit.review.verdicts import REASONS, Reason
 from finefit.stats.agreement import Agreement, Preference
 from finefit.stats.intervals import Interval
 
-REASON_KEYS: dict[Reason, str] = {"fabricated": "f", "contradiction": "c", "unsupported": "p", "wrong inference": "w", "other": "o"}
+REASON_KEYS: dict[Reason, str] = {
+    "fabricated": "f",
+    "contradiction": "c",
+    "unsupported": "p",
+    "wrong inference": "w",
+    "other": "o",
+}
 _TURNS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that change the direction of what follows."""
 _SIDE_BY_SIDE = 100
@@ -37,15 +43,24 @@ def results_document(results: Results) -> dict[str, Any]:
         "faults": [{"model": f.model, "bad": _interval(f.bad), "reasons": f.reasons} for f in results.faults],
         "preference": None if results.preference is None else _preference(results.models, results.preference),
         "raters": [
-            {name: getattr(line, name) for name in ("rater", "judged", "skipped", "undone", "informed", "choices", "stood_first")}
+            {
+                name: getattr(line, name)
+                for name in ("rater", "judged", "skipped", "undone", "informed", "choices", "stood_first")
+            }
             for line in results.raters
         ],
-        "agreement": [{"raters": list(between.raters), **_agreement(between.agreement)} for between in results.agreement],
+        "agreement": [
+            {"raters": list(between.raters), **_agreement(between.agreement)} for between in results.agreement
+        ],
     }
 
 
 def _interval(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {"value": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
+    return (
+        None
+        if interval is None
+        else {"value": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
+    )
 
 
 def _preference(models: Sequence[str], found: Preference) -> dict[str, Any]:
@@ -131,12 +146,18 @@ def _agreement_table(results: Results) -> Table:
     table = _table("agreement", "raters", "items", "agree", "Cohen's kappa (95 % interval)")
     for between in results.agreement:
         found = between.agreement
-        table.add_row(", ".join(between.raters), str(found.observed.n), f"{found.observed.value:.1%}", kappa_words(found.kappa))
+        table.add_row(
+            ", ".join(between.raters), str(found.observed.n), f"{found.observed.value:.1%}", kappa_words(found.kappa)
+        )
     return table
 
 
 def kappa_words(kappa: Interval | None) -> str:
-    return "none: both always chose the same" if kappa is None else f"{kappa.value:.2f} ({kappa.low:.2f} .. {kappa.high:.2f})"
+    return (
+        "none: both always chose the same"
+        if kappa is None
+        else f"{kappa.value:.2f} ({kappa.low:.2f} .. {kappa.high:.2f})"
+    )
 
 
 def _table(title: str, first: str, *others: str) -> Table:

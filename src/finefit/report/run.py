@@ -26,7 +26,9 @@ def plan_view(plan: Plan) -> RenderableType:
     """Every value with its source: what was decided in a table, what the spec says and what nobody asked for in a paragraph each."""
     parts: list[RenderableType] = []
     for name, values in plan.stages.items():
-        table = Table(title=f"stage {name}, decided", title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False)
+        table = Table(
+            title=f"stage {name}, decided", title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False
+        )
         for key, resolved in values.items():
             if resolved.source not in ("spec", "default"):
                 table.add_row(key, _shown(resolved), Text(resolved.source, style="dim"))
@@ -36,7 +38,9 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def _paragraph(title: str, source: str, values: dict[str, Resolved]) -> Text:
-    return Text(f"{title}: " + ", ".join(f"{key} {_shown(r)}" for key, r in values.items() if r.source == source), style="dim")
+    return Text(
+        f"{title}: " + ", ".join(f"{key} {_shown(r)}" for key, r in values.items() if r.source == source), style="dim"
+    )
 
 
 def _shown(resolved: Resolved) -> str:
@@ -88,11 +92,15 @@ def evals_table(results: Sequence[EvalResult], *, names: dict[str, str] | None =
             model = (names or {}).get(result.checkpoint, result.checkpoint) if at == 0 else ""
             about = metric_of(result, metric)
             interval = f"{shown_value(about, score.low)} .. {shown_value(about, score.high)}"
-            table.add_row(model, metric, shown_n(result), shown_value(about, score.value), interval, f"{result.coverage:.0%}")
+            table.add_row(
+                model, metric, shown_n(result), shown_value(about, score.value), interval, f"{result.coverage:.0%}"
+            )
             for name, part in result.by_dataset.items():
                 own = part.metrics[metric]
                 interval = f"{shown_value(about, own.low)} .. {shown_value(about, own.high)}"
-                table.add_row("", f"  {name}", f"{part.n:,}", shown_value(about, own.value), interval, f"{part.coverage:.0%}")
+                table.add_row(
+                    "", f"  {name}", f"{part.n:,}", shown_value(about, own.value), interval, f"{part.coverage:.0%}"
+                )
     return table
 
 
@@ -104,7 +112,9 @@ def run_document(run: RunDir) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "status": record.status,
-        "failure": None if record.failure is None else {k: getattr(record.failure, k) for k in ("kind", "problem", "remedy", "exit_code")},
+        "failure": None
+        if record.failure is None
+        else {k: getattr(record.failure, k) for k in ("kind", "problem", "remedy", "exit_code")},
         "checkpoints": str(where.checkpoints),
         "plan": {
             stage: {key: {"value": r.value, "source": r.source} for key, r in values.items()}
@@ -115,7 +125,16 @@ def run_document(run: RunDir) -> dict[str, Any]:
         if result is None
         else {
             k: getattr(result, k)
-            for k in ("step", "total_steps", "checkpoint", "trainable_parameters", "parameters", "tokens", "seconds", "peak_bytes")
+            for k in (
+                "step",
+                "total_steps",
+                "checkpoint",
+                "trainable_parameters",
+                "parameters",
+                "tokens",
+                "seconds",
+                "peak_bytes",
+            )
         },
         "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
         "validation": last_validation(where),

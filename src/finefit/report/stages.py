@@ -85,7 +85,13 @@ def choices_table(pipeline: Pipeline, choices: Sequence[Choice]) -> Table:
 
 def choices_document(pipeline: Pipeline, choices: Sequence[Choice]) -> list[dict[str, Any]]:
     return [
-        {"stage": choice.name, "kind": choice.kind, "needs": list(needs(pipeline.stages[choice.name])), "action": choice.action, "why": choice.reason}
+        {
+            "stage": choice.name,
+            "kind": choice.kind,
+            "needs": list(needs(pipeline.stages[choice.name])),
+            "action": choice.action,
+            "why": choice.reason,
+        }
         for choice in choices
     ]
 
@@ -135,18 +141,35 @@ def stages_document(run: RunDir) -> dict[str, Any]:
         "run": str(run.path),
         "kind": record.kind,
         "status": record.status,
-        "failure": None if record.failure is None else {k: getattr(record.failure, k) for k in ("kind", "problem", "remedy", "exit_code")},
+        "failure": None
+        if record.failure is None
+        else {k: getattr(record.failure, k) for k in ("kind", "problem", "remedy", "exit_code")},
         "stages": [_stage_document(run, state) for state in states_of(run)],
     }
 
 
 def _stage_document(run: RunDir, state: StageState) -> dict[str, Any]:
     done = done_of(run, state)
-    found: dict[str, Any] = {"stage": state.name, "kind": state.kind, "status": state.status, "why": state.reason, "place": _shown_place(run, state)}
+    found: dict[str, Any] = {
+        "stage": state.name,
+        "kind": state.kind,
+        "status": state.status,
+        "why": state.reason,
+        "place": _shown_place(run, state),
+    }
     if done is None:
         return found
-    memory = done.memory and {key: getattr(done.memory, key) for key in ("device", "before_bytes", "loaded_bytes", "peak_bytes", "after_bytes")}
-    return found | {"key": done.key, "output_digest": done.output_digest, "seconds": done.seconds, "memory": memory, "summary": done.summary}
+    memory = done.memory and {
+        key: getattr(done.memory, key)
+        for key in ("device", "before_bytes", "loaded_bytes", "peak_bytes", "after_bytes")
+    }
+    return found | {
+        "key": done.key,
+        "output_digest": done.output_digest,
+        "seconds": done.seconds,
+        "memory": memory,
+        "summary": done.summary,
+    }
 
 
 def show_stages_end(run: RunDir, console: Console) -> None:
@@ -181,7 +204,9 @@ class StagesView:
     def __enter__(self) -> "StagesView":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.tick()
         self._close()
 

@@ -17,7 +17,13 @@ def clock(seconds: float) -> str:
 def duration(seconds: float) -> str:
     """In words, with two units at most: 43 ms, 0.43 s, 8 min 37 s, 3 h 12 min, 2 d 4 h."""
     if seconds < 59.95:
-        return f"{seconds * 1000:.0f} ms" if seconds < 0.0995 else f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+        return (
+            f"{seconds * 1000:.0f} ms"
+            if seconds < 0.0995
+            else f"{seconds:.2f} s"
+            if seconds < 9.995
+            else f"{seconds:.1f} s"
+        )
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"

@@ -49,7 +49,8 @@ def _prompt(row: Mapping[str, Any], place: str) -> tuple[Said, ...]:
         case str() as text if text.strip():
             return (Said(role="", text=text),)
         case [*messages] if messages and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
         ):
             return tuple(Said(role=message["role"], text=message["content"]) for message in messages)
         case None | str():
@@ -66,7 +67,9 @@ def _text(row: Mapping[str, Any], column: str, place: str) -> str:
         case None if column in row:
             return ""
         case None:
-            raise DataError(f"{place} has no {column}: all items count, so a missing answer is written as an empty one", _REMEDY)
+            raise DataError(
+                f"{place} has no {column}: all items count, so a missing answer is written as an empty one", _REMEDY
+            )
         case other:
             return json.dumps(other, ensure_ascii=False)
 

@@ -34,7 +34,9 @@ def content_of(exhibit: Exhibit) -> bytes:
     try:
         content = _read(exhibit.path, exhibit.member)
     except (OSError, zipfile.BadZipFile, KeyError) as error:  # without its words, which hold a path
-        raise Gone(f"{exhibit.name} is not there any more ({getattr(error, 'strerror', None) or 'it is in no zip that can be read'})") from None
+        raise Gone(
+            f"{exhibit.name} is not there any more ({getattr(error, 'strerror', None) or 'it is in no zip that can be read'})"
+        ) from None
     if hashlib.sha256(content).hexdigest() != exhibit.sha256:
         raise Gone(f"{exhibit.name} has changed since it was answered: what lies there now is another image")
     return content

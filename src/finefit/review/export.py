@@ -16,13 +16,18 @@ from finefit.review.stack import Said, Sheet, Stack
 from finefit.review.verdicts import Entry, Verdict, of_stack, seen_before, standing
 
 
-def verdict_rows(stack: Stack, entries: Sequence[Entry], images: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def verdict_rows(
+    stack: Stack, entries: Sequence[Entry], images: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """One for each verdict that stands, with the texts it is about. `images`: what those are called, by digest; else by their own names."""
     kept = of_stack(entries, stack)
     sheets = {sheet.key: sheet for sheet in stack.sheets}
     informed = seen_before(kept)
     called = {} if images is None else images
-    return [_row(stack, sheets[verdict.key], verdict, called, is_blind=verdict.number not in informed) for verdict in standing(kept)]
+    return [
+        _row(stack, sheets[verdict.key], verdict, called, is_blind=verdict.number not in informed)
+        for verdict in standing(kept)
+    ]
 
 
 def _row(stack: Stack, sheet: Sheet, verdict: Verdict, images: Mapping[str, str], *, is_blind: bool) -> dict[str, Any]:
@@ -77,7 +82,11 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     if "images" in row:
         flat["images"] = "; ".join(row["images"])
     for mark, answer in zip("ab", row["answers"], strict=False):
-        flat |= {f"model_{mark}": answer["model"], f"answer_{mark}": answer["answer"], f"reasons_{mark}": "; ".join(answer["reasons"])}
+        flat |= {
+            f"model_{mark}": answer["model"],
+            f"answer_{mark}": answer["answer"],
+            f"reasons_{mark}": "; ".join(answer["reasons"]),
+        }
     return flat
 
 
@@ -85,7 +94,10 @@ def export_verdicts(path: Path, stack: Stack, entries: Sequence[Entry]) -> int:
     """How many were written. The extension says how; images lie in a folder beside the file."""
     written = _FORMATS.get(path.suffix.lower())
     if written is None:
-        raise UserError(f"{path.name} has the extension {path.suffix.lower() or 'none'}, which says no format", "name it .jsonl or .csv")
+        raise UserError(
+            f"{path.name} has the extension {path.suffix.lower() or 'none'}, which says no format",
+            "name it .jsonl or .csv",
+        )
     judged = {verdict.key for verdict in standing(of_stack(entries, stack))}
     images = keep_beside(path, (exhibit for sheet in stack.sheets if sheet.key in judged for exhibit in sheet.images))
     rows = verdict_rows(stack, entries, images)
@@ -100,7 +112,9 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     text, flat = io.StringIO(), [_flat(row) for row in rows]
     if flat:
-        writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
+        writer = csv.DictWriter(
+            text, fieldnames=list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(flat)
     return text.getvalue()
@@ -160,9 +174,13 @@ def _pair(sheet: Sheet, choice: str | None) -> tuple[str, str] | str:
 
 def export_pairs(path: Path, stack: Stack, entries: Sequence[Entry]) -> Pairs:
     if path.suffix.lower() != ".jsonl":
-        raise UserError(f"{path.name} is no .jsonl file, and pairs are written as JSON lines", f"name it {path.stem}.jsonl")
+        raise UserError(
+            f"{path.name} is no .jsonl file, and pairs are written as JSON lines", f"name it {path.stem}.jsonl"
+        )
     found = decided(stack, entries)
     paired = [sheet for sheet in stack.sheets if isinstance(_pair(sheet, found.get(sheet.key)), tuple)]
-    pairs = preference_pairs(stack, entries, keep_beside(path, (exhibit for sheet in paired for exhibit in sheet.images)))
+    pairs = preference_pairs(
+        stack, entries, keep_beside(path, (exhibit for sheet in paired for exhibit in sheet.images))
+    )
     write_text(path, _lines(pairs.rows))
     return pairs

@@ -94,7 +94,10 @@ def results_of(stack: Stack, entries: Sequence[Entry]) -> Results:
 def decided(stack: Stack, entries: Sequence[Entry]) -> dict[str, Decision]:
     """What most raters chose, by the sheet's key; a skip counts only where nobody judged."""
     by_key = _by_key(standing(of_stack(entries, stack)))
-    return {key: _most(verdict.choice for verdict in verdicts if verdict.choice != "skip") for key, verdicts in by_key.items()}
+    return {
+        key: _most(verdict.choice for verdict in verdicts if verdict.choice != "skip")
+        for key, verdicts in by_key.items()
+    }
 
 
 def _most(choices: Iterable[Choice]) -> Decision:
@@ -116,7 +119,10 @@ def _faults(at: int, stack: Stack, judged: dict[str, list[Verdict]], choices: di
         bad = sum(choices[key] in ("bad", "split") for key in judged)
     else:
         bad = sum(_half([bool(verdict.reasons[at]) for verdict in verdicts]) for verdicts in judged.values())
-    reasons = {reason: sum(_half([reason in v.reasons[at] for v in verdicts]) for verdicts in judged.values()) for reason in REASONS}
+    reasons = {
+        reason: sum(_half([reason in v.reasons[at] for v in verdicts]) for verdicts in judged.values())
+        for reason in REASONS
+    }
     return Faults(model=stack.models[at], bad=wilson(bad, len(judged)) if judged else None, reasons=reasons)
 
 

@@ -56,34 +56,54 @@ def stack_of_runs(named: Sequence[Named], *, task: str | None = None, name: str 
     """`task`: by default the first that all of them have a result for."""
     scored = [_with_results(one.run) for one in named]
     chosen = task or _first_common(named, scored)
-    taken = [_taken(one, [s for s in found if s.task == chosen], chosen) for one, found in zip(named, scored, strict=True)]
+    taken = [
+        _taken(one, [s for s in found if s.task == chosen], chosen) for one, found in zip(named, scored, strict=True)
+    ]
     models = _labels([(one.run.path.resolve(), s.paths.checkpoint) for one, s in zip(named, taken, strict=True)])
     _require_two(models)
     answered = [_items(s) for s in taken]
     common = [key for key in answered[0] if all(key in items for items in answered)]
     if not common:
-        raise RunError(f"{' and '.join(models)} have no item of {chosen} in common", "review runs that were evaluated on the same rows")
+        raise RunError(
+            f"{' and '.join(models)} have no item of {chosen} in common",
+            "review runs that were evaluated on the same rows",
+        )
     rows = _rows(taken[0])
     sheets = tuple(_sheet(key, [items[key] for items in answered], rows) for key in common)
     if not any(chain.from_iterable(sheet.answers for sheet in sheets)):
-        raise RunError(f"the task {chosen} asked for no answers, so there is nothing to judge", "name another with --task")
+        raise RunError(
+            f"the task {chosen} asked for no answers, so there is nothing to judge", "name another with --task"
+        )
     unpaired = sum(len(items) for items in answered) - len(answered) * len(common)
-    return Stack(name=name or _slug(".vs.".join(models), chosen), task=chosen, models=models, sheets=sheets, unpaired=unpaired)
+    return Stack(
+        name=name or _slug(".vs.".join(models), chosen), task=chosen, models=models, sheets=sheets, unpaired=unpaired
+    )
 
 
 def _with_results(run: RunDir) -> list[_Scored]:
     """Of the last stage first, and all items before a sample of them."""
-    found = [_Scored(where=where, paths=paths) for where in reversed(run.stages()) for paths in where.evaluations() if paths.result.exists()]
+    found = [
+        _Scored(where=where, paths=paths)
+        for where in reversed(run.stages())
+        for paths in where.evaluations()
+        if paths.result.exists()
+    ]
     return sorted(found, key=lambda scored: -(scored.paths.limit or float("inf")))
 
 
 def _first_common(named: Sequence[Named], scored: Sequence[Sequence[_Scored]]) -> str:
-    tasks = [dict.fromkeys(s.task for s in sorted(found, key=lambda s: s.paths.request.stat().st_mtime_ns)) for found in scored]
+    tasks = [
+        dict.fromkeys(s.task for s in sorted(found, key=lambda s: s.paths.request.stat().st_mtime_ns))
+        for found in scored
+    ]
     for task in tasks[0]:
         if all(task in others for others in tasks):
             return task
     each = "; ".join(f"{one.run.path} has {', '.join(has) or 'none'}" for one, has in zip(named, tasks, strict=True))
-    raise RunError(f"there is no task that was evaluated everywhere: {each}", f"answer held-out rows with `finefit eval {named[0].run.path}`")
+    raise RunError(
+        f"there is no task that was evaluated everywhere: {each}",
+        f"answer held-out rows with `finefit eval {named[0].run.path}`",
+    )
 
 
 def _taken(named: Named, scored: Sequence[_Scored], task: str) -> _Scored:
@@ -113,7 +133,9 @@ def _checkpoint(named: Named, scored: Sequence[_Scored]) -> str:
 def _labels(places: Sequence[tuple[Path, str]]) -> tuple[str, ...]:
     """As short as they can be and still differ. The model of an evaluation's stage is called as its run is."""
     shown = short_names([path for path, _ in places])
-    return tuple(shown[path] if path.name == checkpoint else f"{shown[path]}:{checkpoint}" for path, checkpoint in places)
+    return tuple(
+        shown[path] if path.name == checkpoint else f"{shown[path]}:{checkpoint}" for path, checkpoint in places
+    )
 
 
 def _require_two(models: Sequence[str]) -> None:
@@ -165,14 +187,19 @@ def _row(item: dict[str, Any], folder: Path) -> _Row:
 
 def _exhibit(path: Path, member: str, sha256: str) -> Exhibit:
     """One that came without a file is called by its digest."""
-    return Exhibit(name=sha256[:12] if member == sha256 else Path(member or path).name, sha256=sha256, path=path, member=member)
+    return Exhibit(
+        name=sha256[:12] if member == sha256 else Path(member or path).name, sha256=sha256, path=path, member=member
+    )
 
 
 def _images(item: EvalItem, row: _Row | None) -> tuple[Exhibit, ...]:
     """Those that were answered, even where nothing says any more where they lie."""
     if row is not None and [exhibit.sha256 for exhibit in row.images] == [image.sha256 for image in item.images]:
         return row.images
-    return tuple(Exhibit(name=Path(image.name.partition(" in ")[0]).name, sha256=image.sha256, path=None) for image in item.images)
+    return tuple(
+        Exhibit(name=Path(image.name.partition(" in ")[0]).name, sha256=image.sha256, path=None)
+        for image in item.images
+    )
 
 
 def _sheet(key: str, items: Sequence[EvalItem], rows: dict[int, _Row]) -> Sheet:
@@ -200,7 +227,11 @@ def _reference(items: Sequence[EvalItem]) -> str:
 def _said(asked: str, messages: Sequence[dict[str, Any]], *, has_images: bool) -> tuple[Said, ...]:
     """The messages where they are what was asked; none where only the text that the model was given is: it may have been cut. Of an image that has
     the model's own mark."""
-    texts = [part for message in messages for part in (message["content"].split(_IMAGE) if has_images else [message["content"]])]
+    texts = [
+        part
+        for message in messages
+        for part in (message["content"].split(_IMAGE) if has_images else [message["content"]])
+    ]
     if messages and _are_in(asked, texts) and not any(_says_more(message, asked) for message in messages):
         return tuple(Said(role=message["role"], text=message["content"]) for message in messages)
     return ()

@@ -15,7 +15,21 @@ from finefit.artifacts.lock import holder_of, run_lock
 from finefit.errors import RunError
 from finefit.review.order import order_of, shared_first, sides
 from finefit.review.stack import Said, Sheet, Stack
-from finefit.review.verdicts import REASONS, Choice, Entry, Opened, Reason, Revealed, Undone, Verdict, Write, dumped, of_stack, read_entries, standing
+from finefit.review.verdicts import (
+    REASONS,
+    Choice,
+    Entry,
+    Opened,
+    Reason,
+    Revealed,
+    Undone,
+    Verdict,
+    Write,
+    dumped,
+    of_stack,
+    read_entries,
+    standing,
+)
 
 Press = Literal["1", "2", "tie", "skip"]
 NAME_LENGTH = 40
@@ -76,7 +90,15 @@ class Turn:
 
 
 class Session:
-    def __init__(self, stack: Stack, entries: Sequence[Entry], write: Write, *, overlap: int | None = None, shows_reference: bool = True) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        entries: Sequence[Entry],
+        write: Write,
+        *,
+        overlap: int | None = None,
+        shows_reference: bool = True,
+    ) -> None:
         self.stack = stack
         self._entries = list(entries)
         self._write = write
@@ -106,7 +128,9 @@ class Session:
             has_seen_results=any(isinstance(entry, Revealed) and entry.rater == rater for entry in entries),
         )
 
-    def judge(self, rater: str, handle: str, press: Press, *, reasons: Sequence[Sequence[str]] = (), note: str = "") -> Turn:
+    def judge(
+        self, rater: str, handle: str, press: Press, *, reasons: Sequence[Sequence[str]] = (), note: str = ""
+    ) -> Turn:
         """`press` and `reasons` go by where the answers stand."""
         face = self.turn(rater).face
         if face is None or face.handle != handle:
@@ -132,7 +156,9 @@ class Session:
 
     def undo(self, rater: str) -> Turn:
         """Takes the rater's latest verdict back: its sheet comes next, as it was marked."""
-        own = [verdict for verdict in standing(of_stack(self._entries, self.stack)) if verdict.rater == rater_name(rater)]
+        own = [
+            verdict for verdict in standing(of_stack(self._entries, self.stack)) if verdict.rater == rater_name(rater)
+        ]
         if not own:
             raise Refused("there is no verdict to take back")
         self._keep(Undone(at=_now(), rater=own[-1].rater, number=own[-1].number))
@@ -164,7 +190,14 @@ class Session:
         answers = tuple(sheet.answers[at] for at in sides(sheet, self._seed, rater))
         reference = sheet.reference if self._shows_reference else None
         images = tuple(Shown(name=exhibit.name, sha256=exhibit.sha256) for exhibit in sheet.images)
-        return Face(handle=sheet.handle, prompt=sheet.prompt, answers=answers, reference=reference, place=sheet.place, images=images)
+        return Face(
+            handle=sheet.handle,
+            prompt=sheet.prompt,
+            answers=answers,
+            reference=reference,
+            place=sheet.place,
+            images=images,
+        )
 
     def _draft(self, sheet: Sheet | None, rater: str, entries: Sequence[Entry]) -> Draft:
         last = _taken_back(rater, entries)
@@ -245,7 +278,10 @@ def open_session(
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
     if (pid := holder_of(lock)) is not None:
-        raise RunError(f"the review {path} is already open in process {pid}", "judge there: it takes several raters at once; or end it first")
+        raise RunError(
+            f"the review {path} is already open in process {pid}",
+            "judge there: it takes several raters at once; or end it first",
+        )
     with run_lock(lock):
 
         def write(entry: Entry) -> None:
@@ -274,5 +310,6 @@ def _require_seed(entries: Sequence[Entry], seed: int | None, path: Path) -> Non
     kept = next(entry.seed for entry in entries if isinstance(entry, Opened))
     if seed not in (None, kept):
         raise RunError(
-            f"{path} was begun with seed {kept}, and another would change every rater's order", f"leave --seed {seed} away, or give --name"
+            f"{path} was begun with seed {kept}, and another would change every rater's order",
+            f"leave --seed {seed} away, or give --name",
         )

@@ -94,7 +94,10 @@ def _entry(line: dict[str, Any], path: Path, number: int) -> Entry:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise RunError(f"{path}: entry {number} is none of this version: {place}: {first['msg']}", "move the file away to begin anew") from None
+        raise RunError(
+            f"{path}: entry {number} is none of this version: {place}: {first['msg']}",
+            "move the file away to begin anew",
+        ) from None
 
 
 def dumped(entry: Entry) -> dict[str, Any]:

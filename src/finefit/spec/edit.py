@@ -27,7 +27,10 @@ def changed_text(text: str, changes: Sequence[str]) -> str:
         key, value = change.split("=", 1)
         path = key.split(".")
         if (elsewhere := _list_elsewhere(document, path)) is not None:
-            raise SpecError(f"{elsewhere} stands in {document.get('base', 'another file')}, so {change} cannot be written here", "change it there")
+            raise SpecError(
+                f"{elsewhere} stands in {document.get('base', 'another file')}, so {change} cannot be written here",
+                "change it there",
+            )
         _set(document, path, YAML(typ="rt").load(value))
     written = io.StringIO()
     yaml.dump(document, written)

@@ -10,7 +10,9 @@ def class_of(part: type[BaseModel] | None, key: str) -> type[BaseModel] | None:
     """Of a mapping under `key` of `part`; None where its `kind` chooses the class, or where no class knows its keys."""
     if part is None:
         return None
-    annotation = next((field.annotation for name, field in part.model_fields.items() if (field.alias or name) == key), None)
+    annotation = next(
+        (field.annotation for name, field in part.model_fields.items() if (field.alias or name) == key), None
+    )
     found = _classes(annotation)
     return found[0] if len(found) == 1 else None
 

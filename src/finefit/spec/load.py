@@ -36,7 +36,10 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> Spec | Pipeline:
 def parse_spec(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec:
     found = parse_any(text, where=where, overrides=overrides)
     if isinstance(found, Pipeline):
-        raise SpecError(f"{where} has stages ({', '.join(found.stages)}), and one training is meant here", "name a spec without `stages`")
+        raise SpecError(
+            f"{where} has stages ({', '.join(found.stages)}), and one training is meant here",
+            "name a spec without `stages`",
+        )
     return found
 
 
@@ -69,7 +72,9 @@ def _text(path: Path) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise SpecError(f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; save the file as UTF-8") from error
+        raise SpecError(
+            f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
+        ) from error
     except FileNotFoundError as error:
         raise SpecError(f"{path}: there is no such file; {_names_beside(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -158,7 +163,13 @@ class _Draft:
         if not isinstance(self.values, dict):
             return _Draft(upper.values, upper.places, [*upper.faults, *self.faults], (name, *self.bases))
         places = dict(self.places)
-        values = _merged(self.values, upper.values, (), places, Pipeline if "stages" in upper.values or "stages" in self.values else Spec)
+        values = _merged(
+            self.values,
+            upper.values,
+            (),
+            places,
+            Pipeline if "stages" in upper.values or "stages" in self.values else Spec,
+        )
         return _Draft(values, places | upper.places, [*upper.faults, *self.faults], (name, *self.bases))
 
     def spread_defaults(self) -> None:
@@ -169,7 +180,11 @@ class _Draft:
         for name, stage in stages.items():
             if isinstance(stage, dict) and stage.get("kind") == "train":
                 here: KeyPath = ("stages", name)
-                places = {(*here, *path[1:]): at for path, at in self.places.items() if path[:1] == ("defaults",) and len(path) > 1}
+                places = {
+                    (*here, *path[1:]): at
+                    for path, at in self.places.items()
+                    if path[:1] == ("defaults",) and len(path) > 1
+                }
                 self.values["stages"] = stages = stages | {name: _merged(below, stage, here, places, TrainStage)}
                 self.places = places | self.places
         self.values = {key: value for key, value in self.values.items() if key != "defaults"}
@@ -197,7 +212,11 @@ class _Draft:
 
 
 def _merged(
-    below: dict[str, Any], above: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place], part: type[BaseModel] | None
+    below: dict[str, Any],
+    above: dict[str, Any],
+    path: KeyPath,
+    places: dict[KeyPath, Place],
+    part: type[BaseModel] | None,
 ) -> dict[str, Any]:
     """Mappings are merged key by key, one whose kind has other keys and everything else is replaced; its places go with it."""
     merged = dict(below)

@@ -11,7 +11,14 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import AliasEvent, DocumentStartEvent, MappingEndEvent, MappingStartEvent, ScalarEvent, SequenceEndEvent
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+)
 
 KeyPath = tuple[str | int, ...]
 Place = tuple[int, str]  # its rank in the message, and the label that the user sees
@@ -19,7 +26,16 @@ Place = tuple[int, str]  # its rank in the message, and the label that the user 
 _DEEPEST = 20
 _INT = re.compile(r"[-+]?[0-9]{1,100}|0o[0-7]{1,100}|0x[0-9a-fA-F]{1,100}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False, ".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+_WORDS = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "false": False,
+    ".inf": math.inf,
+    "-.inf": -math.inf,
+    ".nan": math.nan,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +76,15 @@ class Reader:
             mark = error.problem_mark or error.context_mark
             is_tab = self._text[mark.index : mark.index + 1] == "\t"
             remedy = "use blanks" if is_tab else error.note or "check indentation, brackets and quotes"
-            self.tell(mark.line + 1, f"column {mark.column + 1}: {'a tab stands here' if is_tab else error.problem}", remedy)
-        except (YAMLError, AssertionError, ArithmeticError, ValueError) as error:  # ruamel on a NUL, `%YAML 1.3`, "\UFFFFFFFF"
+            self.tell(
+                mark.line + 1, f"column {mark.column + 1}: {'a tab stands here' if is_tab else error.problem}", remedy
+            )
+        except (
+            YAMLError,
+            AssertionError,
+            ArithmeticError,
+            ValueError,
+        ) as error:  # ruamel on a NUL, `%YAML 1.3`, "\UFFFFFFFF"
             line = self._text.count("\n", 0, getattr(error, "position", 0)) + 1
             problem = f"this is no YAML 1.2 ({str(error).partition(chr(10))[0]})"
             self.tell(line, problem, "remove directives, control characters and odd escapes")

@@ -94,7 +94,9 @@ class Held(Part):
     def _one_kind(self) -> "Held":
         if (self.path is None) == (self.share is None):
             raise ValueError("give either path or share")
-        if self.share is not None and (self.limit is not None or self.fields != Fields() or self.where or self.images_root is not None):
+        if self.share is not None and (
+            self.limit is not None or self.fields != Fields() or self.where or self.images_root is not None
+        ):
             raise ValueError("fields, limit, where and images_root belong to a path; a share has those of train")
         return self
 

@@ -69,7 +69,9 @@ class Schedule(Part):
     @model_validator(mode="after")
     def _one_length(self) -> "Schedule":
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("epochs and steps are both given; keep one (on the command line, --set schedule.epochs=null removes the other)")
+            raise ValueError(
+                "epochs and steps are both given; keep one (on the command line, --set schedule.epochs=null removes the other)"
+            )
         return self
 
 
@@ -281,14 +283,18 @@ class Training(Part):
     @model_validator(mode="after")
     def _routers_can_be_heard(self) -> Self:
         if isinstance(self.objective, Router) and isinstance(self.levers, Levers) and self.levers.compile:
-            raise ValueError("levers.compile: true hides what routers say, which objective router is computed from; set levers.compile: false")
+            raise ValueError(
+                "levers.compile: true hides what routers say, which objective router is computed from; set levers.compile: false"
+            )
         return self
 
     def _require_sources(self) -> None:
         labels = [source.label for source in self.data.test_sources()]
         for evaluation in self.evaluate:
             if lost := [name for name in evaluation.sources if name not in labels]:
-                raise ValueError(f"evaluate: {evaluation.label} is asked of {', '.join(lost)}; data.test has {', '.join(labels) or 'no source'}")
+                raise ValueError(
+                    f"evaluate: {evaluation.label} is asked of {', '.join(lost)}; data.test has {', '.join(labels) or 'no source'}"
+                )
 
     def max_prompt_tokens(self) -> int | None:
         """Longer prompts of test rows are cut, so that an answer still ends within the lengths that were trained; None where nothing is cut."""

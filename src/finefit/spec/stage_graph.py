@@ -63,7 +63,9 @@ def _leaves(value: Any, key: str = "", *, is_path: bool = False) -> Iterator[tup
             yield key, value, is_path
         case BaseModel():
             for name in type(value).model_fields:
-                yield from _leaves(getattr(value, name), f"{key}.{name}" if key else name, is_path=name in PATHS.get(type(value), ()))
+                yield from _leaves(
+                    getattr(value, name), f"{key}.{name}" if key else name, is_path=name in PATHS.get(type(value), ())
+                )
         case dict():
             for name, inner in value.items():
                 yield from _leaves(inner, f"{key}.{name}", is_path=is_path)
@@ -76,13 +78,21 @@ def require_inputs(name: str, stage: BaseModel, stages: dict[str, Any]) -> None:
     _require_addresses(name, stage)
     for needed, what, which in _wanted(stage):
         if needed not in stages:
-            raise ValueError(f"stage {name} stands on stage {needed}, which is not there; the stages are {', '.join(stages)}")
+            raise ValueError(
+                f"stage {name} stands on stage {needed}, which is not there; the stages are {', '.join(stages)}"
+            )
         kind = stages[needed].kind
-        makers: tuple[str, ...] = {"model": _MAKERS_OF_MODELS, "file": _MAKERS_OF_FILES, "scores": ("train", "evaluate")}[what]
+        makers: tuple[str, ...] = {
+            "model": _MAKERS_OF_MODELS,
+            "file": _MAKERS_OF_FILES,
+            "scores": ("train", "evaluate"),
+        }[what]
         if isinstance(stage, EvaluateStage) and what == "model":
             makers = (*makers, "gate")
         if kind not in makers:
-            raise ValueError(f"stage {name} wants {_WORDS[what]} of stage {needed}, and {kind} makes none; name a stage of kind {', '.join(makers)}")
+            raise ValueError(
+                f"stage {name} wants {_WORDS[what]} of stage {needed}, and {kind} makes none; name a stage of kind {', '.join(makers)}"
+            )
         if what == "file":
             _require_file(name, needed, stages[needed], which)
         if what == "scores":
@@ -95,7 +105,9 @@ def _require_addresses(name: str, stage: BaseModel) -> None:
     for key, value, is_path in _leaves(stage):
         if isinstance(value, str) and value.startswith(STAGE):
             if not is_path:
-                raise ValueError(f"stage {name} has {value} at {key}, where no path stands; name files of other stages where a path is asked for")
+                raise ValueError(
+                    f"stage {name} has {value} at {key}, where no path stands; name files of other stages where a path is asked for"
+                )
             if not STAGE_PATH.fullmatch(value):
                 raise ValueError(f"stage {name} has {value} at {key}, which names no stage; write {STAGE}NAME/file")
 
@@ -103,11 +115,15 @@ def _require_addresses(name: str, stage: BaseModel) -> None:
 def _require_file(name: str, needed: str, stage: BaseModel, path: str) -> None:
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts:
-        raise ValueError(f"stage {name}: {STAGE}{needed}/{path} leads out of the stage's own folder; name what lies below it")
+        raise ValueError(
+            f"stage {name}: {STAGE}{needed}/{path} leads out of the stage's own folder; name what lies below it"
+        )
     made = _files_of(stage)
     if made is not None and not any(_is_or_holds(parts, PurePosixPath(one).parts) for one in made):
         more = "; declare it in its outputs" if isinstance(stage, PythonStage) else ""
-        raise ValueError(f"stage {name} wants {path} of stage {needed}, which will not be there: it makes {', '.join(made)}{more}")
+        raise ValueError(
+            f"stage {name} wants {path} of stage {needed}, which will not be there: it makes {', '.join(made)}{more}"
+        )
 
 
 def _files_of(stage: BaseModel) -> tuple[str, ...] | None:
@@ -116,28 +132,40 @@ def _files_of(stage: BaseModel) -> tuple[str, ...] | None:
         case PythonStage():
             return stage.outputs
         case MakePairs():
-            return ("train.jsonl", *(f"{split}.jsonl" for split in ("validation", "test") if getattr(stage, split)), "report.json")
+            return (
+                "train.jsonl",
+                *(f"{split}.jsonl" for split in ("validation", "test") if getattr(stage, split)),
+                "report.json",
+            )
     return None
 
 
 def _is_or_holds(asked: tuple[str, ...], made: tuple[str, ...]) -> bool:
     """One of the two is the other, or a folder that holds it. What is asked for may be a pattern."""
-    return "**" in asked or all(one == other or fnmatchcase(other, one) for one, other in zip(asked, made, strict=False))
+    return "**" in asked or all(
+        one == other or fnmatchcase(other, one) for one, other in zip(asked, made, strict=False)
+    )
 
 
 def _require_scores(name: str, needed: str, stage: BaseModel, which: str) -> None:
     match stage:
         case EvaluateStage(models=models) if which and which not in models:
-            raise ValueError(f"stage {name} wants {needed}:{which}, and {which} is no model of stage {needed}; it has {', '.join(models)}")
+            raise ValueError(
+                f"stage {name} wants {needed}:{which}, and {which} is no model of stage {needed}; it has {', '.join(models)}"
+            )
         case TrainStage(evaluate=()):
             raise ValueError(
                 f"stage {name} wants the scores of stage {needed}, which is scored on nothing; "
                 "give it `evaluate`, or name a stage of kind evaluate that has its model"
             )
         case TrainStage(evaluate=tasks) if which == "base" and not any(task.base for task in tasks):
-            raise ValueError(f"stage {name} wants {needed}:base, and no task of stage {needed} scores the starting model; set base: true in one")
+            raise ValueError(
+                f"stage {name} wants {needed}:base, and no task of stage {needed} scores the starting model; set base: true in one"
+            )
         case TrainStage() if which and not _CHECKPOINT.fullmatch(which):
-            raise ValueError(f"stage {name} wants {needed}:{which}, which is no checkpoint; write {needed}:base, :best, :final or :checkpoint-40")
+            raise ValueError(
+                f"stage {name} wants {needed}:{which}, which is no checkpoint; write {needed}:base, :best, :final or :checkpoint-40"
+            )
 
 
 def _require_sides(name: str, stage: CompareStage, stages: dict[str, Any]) -> None:
@@ -151,7 +179,9 @@ def _require_sides(name: str, stage: CompareStage, stages: dict[str, Any]) -> No
     counts = Counter(label for labels in sides.values() for label in labels)
     if not [label for label, count in counts.items() if count > 1 and stage.task in (None, label)]:
         each = ", ".join(f"{side} on {' and '.join(labels) or 'nothing'}" for side, labels in sides.items())
-        raise ValueError(f"no two of what stage {name} compares are scored on {stage.task or 'one task'} ({each}); give their stages one to share")
+        raise ValueError(
+            f"no two of what stage {name} compares are scored on {stage.task or 'one task'} ({each}); give their stages one to share"
+        )
 
 
 def _sides(part: str, stages: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -159,7 +189,9 @@ def _sides(part: str, stages: dict[str, Any]) -> Iterator[tuple[str, list[str]]]
     source, _, which = part.partition(":")
     match stages[source]:
         case EvaluateStage(models=models, evaluate=tasks):
-            yield from ((f"{source}:{model}", [task.label for task in tasks]) for model in models if which in ("", model))
+            yield from (
+                (f"{source}:{model}", [task.label for task in tasks]) for model in models if which in ("", model)
+            )
         case TrainStage(evaluate=tasks):
             role = f"checkpoint-{which}" if which.isdecimal() else which or "final"
             yield f"{source}:{role}", [task.label for task in tasks if task.base or role != "base"]
@@ -184,7 +216,9 @@ def _require_published(name: str, stage: BaseModel, stages: dict[str, Any]) -> N
     """A model of the user's own is trained and evaluated; what takes models apart or samples from them knows those of transformers."""
     for wanted, what, _ in _wanted(stage):
         if what == "model" and _is_own(stages[wanted], stages):
-            raise ValueError(f"stage {name} takes models of transformers, and the model of stage {wanted} is one of your own (kind: custom)")
+            raise ValueError(
+                f"stage {name} takes models of transformers, and the model of stage {wanted} is one of your own (kind: custom)"
+            )
     if any(isinstance(value, CustomModel) for value in _models_in(stage)):
         raise ValueError(f"stage {name} takes models of transformers, and not one of your own (kind: custom)")
 
@@ -216,9 +250,13 @@ def _trains_adapter(asked: Input, stages: dict[str, Any]) -> bool:
 def _require_one_adapter(name: str, stage: MergeAdapter, stages: dict[str, Any]) -> None:
     is_trained = _trains_adapter(stage.model, stages)
     if stage.adapter is None and not is_trained:
-        raise ValueError(f"stage {name} merges an adapter, and its model has none; name a stage that trains one, or a folder with adapter:")
+        raise ValueError(
+            f"stage {name} merges an adapter, and its model has none; name a stage that trains one, or a folder with adapter:"
+        )
     if stage.adapter is not None and is_trained:
-        raise ValueError(f"stage {name} merges {stage.adapter}, and its model has an adapter already; leave adapter out, or name the base as model")
+        raise ValueError(
+            f"stage {name} merges {stage.adapter}, and its model has an adapter already; leave adapter out, or name the base as model"
+        )
 
 
 def _require_experts(name: str, stage: EvaluateStage, stages: dict[str, Any]) -> None:
@@ -266,7 +304,9 @@ def _require_whole_models(name: str, stage: BuildMoe, stages: dict[str, Any]) ->
                 f"stage {name} is built of whole models, and stage {asked.name} trains an adapter; put a stage of kind merge_adapter between, "
                 f"and let the adapter have targets in the MLPs alone: [{', '.join(_MLP_LAYERS)}]"
             )
-    built = {stage.router.expert} if isinstance(stage.router, ForcedRouter) else stage.experts  # the others are left out
+    built = (
+        {stage.router.expert} if isinstance(stage.router, ForcedRouter) else stage.experts
+    )  # the others are left out
     for expert in built:
         for trained in _trained_apart(stage.base, stage.experts[expert], stages):
             if elsewhere := _outside_mlps(stages[trained].tuning):
@@ -295,7 +335,9 @@ def _trained_apart(base: Input, expert: Input, stages: dict[str, Any]) -> list[s
     (ours, first), (theirs, other) = _way_of(expert, stages), _way_of(base, stages)
     if first != other:
         return []
-    return [name for name in (*ours, *theirs) if (name in ours) != (name in theirs) and isinstance(stages[name], TrainStage)]
+    return [
+        name for name in (*ours, *theirs) if (name in ours) != (name in theirs) and isinstance(stages[name], TrainStage)
+    ]
 
 
 def _way_of(asked: Input, stages: dict[str, Any]) -> tuple[list[str], Input]:
@@ -315,7 +357,10 @@ def _outside_mlps(tuning: Tuning) -> str:
             return "all weights (tuning.kind: full)"
         case Lora(targets=targets):
             several = targets.values() if isinstance(targets, dict) else (targets,)
-            key, names = "targets", [name for layers in several for name in ((layers,) if isinstance(layers, str) else layers)]
+            key, names = (
+                "targets",
+                [name for layers in several for name in ((layers,) if isinstance(layers, str) else layers)],
+            )
         case Subset(trainable=patterns):
             key, names = "trainable", list(patterns)
     odd = [name for name in names if "mlp" not in (parts := name.split(".")) and parts[-1] not in _MLP_LAYERS]
@@ -338,14 +383,20 @@ def _require_same_adapter(name: str, stage: TrainStage, before: str, other: Base
     for key in ("rank", "alpha", "targets", "base_bits", "rank_stabilised", "dora"):
         here, there = getattr(stage.tuning, key), getattr(other.tuning, key)
         if here != there:
-            raise ValueError(f"stage {name} goes on with the adapter of stage {before}, whose tuning.{key} is {there}, not {here}; make them equal")
+            raise ValueError(
+                f"stage {name} goes on with the adapter of stage {before}, whose tuning.{key} is {there}, not {here}; make them equal"
+            )
 
 
 def require_names(names: list[str]) -> None:
     """A folder for each: those of some systems do not tell capitals from small letters."""
     if EVERY in names:
-        raise ValueError(f"a stage cannot be called {EVERY}, which means every stage in --force {EVERY}; give it another name")
+        raise ValueError(
+            f"a stage cannot be called {EVERY}, which means every stage in --force {EVERY}; give it another name"
+        )
     for at, name in enumerate(names):
         for other in names[:at]:
             if name.lower() == other.lower():
-                raise ValueError(f"stages {other} and {name} would write into one folder; give one of them another name")
+                raise ValueError(
+                    f"stages {other} and {name} would write into one folder; give one of them another name"
+                )

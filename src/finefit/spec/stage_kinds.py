@@ -28,7 +28,9 @@ class StageModel(Part):
     """Of the stage."""
 
 
-Input = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel | StageModel, Field(discriminator="kind")]
+Input = Annotated[
+    HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel | StageModel, Field(discriminator="kind")
+]
 
 
 class TrainStage(Training):
@@ -108,7 +110,9 @@ class Rules(Part):
             raise ValueError("shares: no rule is left to make pairs by; give one of them more than 0")
         if self.per_row > len(left):
             there = f"there are {len(left)} ({', '.join(left)})"
-            raise ValueError(f"per_row: {self.per_row} pairs of a row, each by another rule, and {there}; give at most {len(left)}")
+            raise ValueError(
+                f"per_row: {self.per_row} pairs of a row, each by another rule, and {there}; give at most {len(left)}"
+            )
         return self
 
 
@@ -156,16 +160,23 @@ class MakePairs(Part):
     def _rows_where_they_are_needed(self) -> "MakePairs":
         named = [key for key in ("train", "validation", "test") if getattr(self, key)]
         if self.method.kind == "verdicts" and named:
-            raise ValueError(f"{named[0]}: verdicts are about answers that are there already; leave it out, and name the reviews in method.of")
+            raise ValueError(
+                f"{named[0]}: verdicts are about answers that are there already; leave it out, and name the reviews in method.of"
+            )
         if self.method.kind != "verdicts" and not self.train:
             raise ValueError("train: rows with right answers are needed to make pairs of; name a file")
         return self
 
     @model_validator(mode="after")
     def _no_row_twice(self) -> "MakePairs":
-        sources = {f"train.{at}": source for at, source in enumerate(self.train)} | {"validation": self.validation, "test": self.test}
+        sources = {f"train.{at}": source for at, source in enumerate(self.train)} | {
+            "validation": self.validation,
+            "test": self.test,
+        }
         if heavy := [key for key, source in sources.items() if source is not None and source.weight > 1]:
-            raise ValueError(f"{heavy[0]}.weight: a pair is made once; give the weight to the training that reads the pairs")
+            raise ValueError(
+                f"{heavy[0]}.weight: a pair is made once; give the weight to the training that reads the pairs"
+            )
         return self
 
 
@@ -205,7 +216,9 @@ class CentroidRouter(Part):
     @model_validator(mode="after")
     def _no_row_twice(self) -> "CentroidRouter":
         if heavy := sorted(name for name, source in self.data.items() if source.weight > 1):
-            raise ValueError(f"data.{heavy[0]}.weight: equal rows count once in the mean of an expert's, so no row is seen twice; leave weight out")
+            raise ValueError(
+                f"data.{heavy[0]}.weight: equal rows count once in the mean of an expert's, so no row is seen twice; leave weight out"
+            )
         return self
 
 
@@ -246,14 +259,24 @@ class BuildMoe(Part):
     @model_validator(mode="after")
     def _router_knows_the_experts(self) -> "BuildMoe":
         router, names = self.router, ", ".join(self.experts)
-        if self.merge == "average" and (idle := [key for key in _OF_MIXTURES if getattr(self, key) != type(self).model_fields[key].default]):
-            raise ValueError(f"{', '.join(idle)}: an average has no router and nothing to choose among; leave it out, or set merge: mixture")
+        if self.merge == "average" and (
+            idle := [key for key in _OF_MIXTURES if getattr(self, key) != type(self).model_fields[key].default]
+        ):
+            raise ValueError(
+                f"{', '.join(idle)}: an average has no router and nothing to choose among; leave it out, or set merge: mixture"
+            )
         if self.routing == "top_k" and self.top_k > max(len(self.experts), 2):
-            raise ValueError(f"top_k: {self.top_k} of {len(self.experts)} experts cannot answer; give at most {len(self.experts)}")
+            raise ValueError(
+                f"top_k: {self.top_k} of {len(self.experts)} experts cannot answer; give at most {len(self.experts)}"
+            )
         if isinstance(router, ForcedRouter) and router.expert not in self.experts:
-            raise ValueError(f"router.expert: {router.expert} is none of the experts, which are {names}; name one of them")
+            raise ValueError(
+                f"router.expert: {router.expert} is none of the experts, which are {names}; name one of them"
+            )
         if isinstance(router, CentroidRouter) and (odd := sorted(router.data.keys() ^ self.experts.keys())):
-            raise ValueError(f"router.data: {', '.join(odd)} is an expert without rows, or rows without an expert; the experts are {names}")
+            raise ValueError(
+                f"router.data: {', '.join(odd)} is an expert without rows, or rows without an expert; the experts are {names}"
+            )
         return self
 
 
@@ -283,9 +306,13 @@ class Gate(Part):
     @model_validator(mode="after")
     def _rows_of_every_expert(self) -> "Gate":
         if odd := sorted(self.experts.keys() ^ self.data.keys()):
-            raise ValueError(f"data: {', '.join(odd)} is an expert without rows, or rows without an expert; name the same in experts and in data")
+            raise ValueError(
+                f"data: {', '.join(odd)} is an expert without rows, or rows without an expert; name the same in experts and in data"
+            )
         if heavy := sorted(name for name, source in self.data.items() if source.weight > 1):
-            raise ValueError(f"data.{heavy[0]}.weight: experts count alike however many rows they have, so no row is seen twice; leave weight out")
+            raise ValueError(
+                f"data.{heavy[0]}.weight: experts count alike however many rows they have, so no row is seen twice; leave weight out"
+            )
         return self
 
 
@@ -307,7 +334,9 @@ class PythonStage(Part):
         for name in self.outputs:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts:
-                raise ValueError(f"outputs: {name!r} leads out of the stage's own folder; name what lies below {{output}}")
+                raise ValueError(
+                    f"outputs: {name!r} leads out of the stage's own folder; name what lies below {{output}}"
+                )
         paths = [PurePosixPath(name) for name in self.outputs]
         if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
             raise ValueError(f"outputs: {', '.join(twice)} is written twice; name each once")
@@ -316,11 +345,15 @@ class PythonStage(Part):
     @model_validator(mode="after")
     def _arguments_name_inputs(self) -> "PythonStage":
         if OUTPUT in self.inputs:
-            raise ValueError(f"inputs: {{{OUTPUT}}} is the stage's own folder already; give the input {OUTPUT} another name")
+            raise ValueError(
+                f"inputs: {{{OUTPUT}}} is the stage's own folder already; give the input {OUTPUT} another name"
+            )
         names = [*self.inputs, OUTPUT]
         for argument in self.arguments:
             if STAGE in argument:
-                raise ValueError(f"arguments: a change of {argument} would run nothing again; name it under inputs, and its name in braces here")
+                raise ValueError(
+                    f"arguments: a change of {argument} would run nothing again; name it under inputs, and its name in braces here"
+                )
             if unknown := [name for name in NAMED_INPUT.findall(argument) if name not in names]:
                 there = ", ".join(f"{{{name}}}" for name in names)
                 raise ValueError(f"arguments: {{{unknown[0]}}} names no input of this stage; there are {there}")
@@ -328,7 +361,8 @@ class PythonStage(Part):
 
 
 AnyStage = Annotated[
-    TrainStage | EvaluateStage | CompareStage | MakePairs | MergeAdapter | BuildMoe | Gate | PythonStage, Field(discriminator="kind")
+    TrainStage | EvaluateStage | CompareStage | MakePairs | MergeAdapter | BuildMoe | Gate | PythonStage,
+    Field(discriminator="kind"),
 ]
 PATHS: dict[type, tuple[str, ...]] = {
     Source: ("path", "images_root"),

@@ -93,5 +93,7 @@ class Pipeline(Common):
         assert isinstance(stage, TrainStage)
         common = {key: getattr(self, key) for key in Common.model_fields} | {"name": f"{self.name}-{name}"[:64]}
         own = {key: getattr(stage, key) for key in Training.model_fields} | {"tuning": tuning}
-        written = {key for key in own if key in stage.model_fields_set} | {key for key in common if key in self.model_fields_set}
+        written = {key for key in own if key in stage.model_fields_set} | {
+            key for key in common if key in self.model_fields_set
+        }
         return Spec.model_construct(_fields_set=written | {"name", "model"}, **common, **own, model=model)

@@ -105,7 +105,9 @@ class Summary(Part):
     """ROUGE-Lsum, length against the reference's, sections that are there, extractive coverage, and faithfulness where an NLI model is named."""
 
     kind: Literal["summary"]
-    sections: tuple[str, ...] = Field((), strict=False)  # a list comes to a task as Python's, which a strict tuple would refuse
+    sections: tuple[str, ...] = Field(
+        (), strict=False
+    )  # a list comes to a task as Python's, which a strict tuple would refuse
     """Headings that a summary must have."""
     nli: Annotated[HubModel | FolderModel, Field(discriminator="kind")] | None = None
     """A model that tells whether one sentence follows from another; which of its labels means what is tried on known pairs first."""
@@ -206,7 +208,9 @@ class Judge(Part):
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(f"url: {self.url!r} is no address; give one such as http://localhost:8000/v1")
         if "@" in parts.netloc or parts.query:
-            raise ValueError("url: it holds a user or a query, which all who read the run could read; name an environment variable with key instead")
+            raise ValueError(
+                "url: it holds a user or a query, which all who read the run could read; name an environment variable with key instead"
+            )
         if self.question is not None and "{answer}" not in self.question:
             raise ValueError("question: it does not hold {answer}, so the judge would not see what it judges")
         return self

@@ -13,7 +13,14 @@ from pydantic_core import ErrorDetails
 from finefit.spec.reader import Fault, KeyPath, Place, scalar
 
 _GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}([,' ][0-9]{3})+|[-+]?[0-9]+(_[0-9]+)+")
-_WANTED = {int: "a whole number", float: "a number", str: "text", bool: "`true` or `false`", tuple: "a list", dict: "a mapping"}
+_WANTED = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "`true` or `false`",
+    tuple: "a list",
+    dict: "a mapping",
+}
 NAMED = {
     bool: "a truth value",
     int: "a number",
@@ -23,13 +30,23 @@ NAMED = {
     dict: "a mapping",
     NoneType: "no value",
 }
-_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than", "less_than_equal": "at most"}
+_BOUNDS = {
+    "greater_than": "more than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
 _KEY = "[key]"
 """What pydantic adds to the name of an entry where that itself is wrong."""
-_GIVES_WAY = {"literal_error", "too_short"}  # a union complains for every member, a list of bad items about its length too
+_GIVES_WAY = {
+    "literal_error",
+    "too_short",
+}  # a union complains for every member, a list of bad items about its length too
 
 
-def schema_faults(errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place], root: type[BaseModel]) -> Iterable[Fault]:
+def schema_faults(
+    errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place], root: type[BaseModel]
+) -> Iterable[Fault]:
     """One fault for each key of `root`, so a union that was missed by all its members is told once."""
     found: dict[KeyPath, Fault] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _GIVES_WAY):
@@ -57,13 +74,19 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
         case "union_tag_not_found":
             return (*path, "kind"), "missing", f"give {listed(_choices(declared))}"
         case "union_tag_invalid":
-            return (*path, "kind"), f"{shown(value['kind'])} is not accepted", _one_of(value["kind"], _choices(declared))
+            return (
+                (*path, "kind"),
+                f"{shown(value['kind'])} is not accepted",
+                _one_of(value["kind"], _choices(declared)),
+            )
         case "literal_error":
             return path, f"{said} is not accepted", _one_of(value, _choices(declared))
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal" as bound:
             return path, f"{said} is out of range", f"give {_BOUNDS[bound]} {next(iter(context.values())):g}"
         case "too_short" | "too_long":
-            needed = f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
+            needed = (
+                f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
+            )
             return path, f"{said} has {len(value)} items", f"give {needed}"
         case "string_pattern_mismatch":  # names are the only ones
             marks = "`.`, `_` and `-`" if "." in context["pattern"] else "`_` and `-`"
@@ -139,7 +162,9 @@ def _members(annotation: Any) -> list[Any]:
 def _fields(annotation: Any) -> dict[str, Any]:
     """Declared types by the key that users write."""
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return {field.alias or name: field.annotation for name, field in annotation.model_fields.items()} if is_model else {}
+    return (
+        {field.alias or name: field.annotation for name, field in annotation.model_fields.items()} if is_model else {}
+    )
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -147,7 +172,12 @@ def _choices(annotation: Any) -> list[str]:
     annotation = annotation if get_origin(annotation) is Literal else _bare(annotation)
     if members := _members(annotation):
         return [choice for member in members for choice in _choices(member)]
-    return [str(choice) for choice in get_args(_fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None))]
+    return [
+        str(choice)
+        for choice in get_args(
+            _fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None)
+        )
+    ]
 
 
 def _wanted(annotation: Any) -> str:

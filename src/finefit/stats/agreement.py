@@ -45,7 +45,9 @@ def kappa(pairs: Sequence[tuple[Hashable, Hashable]], *, seed: int = 0, confiden
     for at, (one, other) in enumerate(pairs):
         cells[at, labels[one], labels[other]] = 1
     observed = wilson(sum(one == other for one, other in pairs), n, confidence)
-    return Agreement(observed=observed, kappa=_kappa(cells.reshape(n, -1), observed, seed, confidence) if len(labels) > 1 else None)
+    return Agreement(
+        observed=observed, kappa=_kappa(cells.reshape(n, -1), observed, seed, confidence) if len(labels) > 1 else None
+    )
 
 
 def _kappa(cells: Numbers, observed: Interval, seed: int, confidence: float) -> Interval:

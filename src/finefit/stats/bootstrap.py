@@ -48,7 +48,9 @@ LOGARITHM = Scale(of=np.log, slope=np.reciprocal, back=lambda x: math.exp(min(x,
 
 def log_odds(top: float) -> Scale:
     """Of a value from 0 to `top`."""
-    return Scale(of=lambda v: np.log(v / (top - v)), slope=lambda v: top / (v * (top - v)), back=lambda x: top * _sigmoid(x))
+    return Scale(
+        of=lambda v: np.log(v / (top - v)), slope=lambda v: top / (v * (top - v)), back=lambda x: top * _sigmoid(x)
+    )
 
 
 def standard_error(statistic: Statistic, table: Numbers) -> float:
@@ -62,7 +64,9 @@ def standard_error(statistic: Statistic, table: Numbers) -> float:
     return error if error > _NO_SPREAD * (1 + abs(float(without.mean()))) else 0.0
 
 
-def studentised(statistic: Statistic, table: Numbers, *, scale: Scale, seed: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def studentised(
+    statistic: Statistic, table: Numbers, *, scale: Scale, seed: int, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
     """The ends of the interval; the table must show some spread. A side on which draws have no spread of their own is Student's alone."""
     n, error = len(table), standard_error(statistic, table)
     value = statistic(table.sum(axis=0), n)

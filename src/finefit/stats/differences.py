@@ -31,19 +31,27 @@ class Difference:
     n: int
 
 
-def paired(metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0, confidence: float = CONFIDENCE) -> Difference:
+def paired(
+    metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0, confidence: float = CONFIDENCE
+) -> Difference:
     """Rows of both tables belong to the same items."""
     if first.shape != second.shape:
-        raise ValueError(f"{len(first)} and {len(second)} items cannot be paired; give the same items in the same order")
+        raise ValueError(
+            f"{len(first)} and {len(second)} items cannot be paired; give the same items in the same order"
+        )
     n = len(first)
     require_sample(n, confidence)
     values = require_finite(metric, first), require_finite(metric, second)
     value = values[1] - values[0]
     low, high = _ends(metric, first, second, values, seed, confidence)
-    return Difference(value=value, low=min(low, value), high=max(high, value), p=permutation_p(metric, first, second, seed=seed), n=n)
+    return Difference(
+        value=value, low=min(low, value), high=max(high, value), p=permutation_p(metric, first, second, seed=seed), n=n
+    )
 
 
-def _ends(metric: Metric, first: Numbers, second: Numbers, values: tuple[float, float], seed: int, confidence: float) -> tuple[float, float]:
+def _ends(
+    metric: Metric, first: Numbers, second: Numbers, values: tuple[float, float], seed: int, confidence: float
+) -> tuple[float, float]:
     n, both = len(first), np.concatenate([first, second], axis=1)
     tops = [top_of(metric, table, value) for table, value in zip((first, second), values, strict=True)]
     top = tops[0] if None not in tops else None
@@ -59,7 +67,11 @@ def _ends(metric: Metric, first: Numbers, second: Numbers, values: tuple[float, 
             return widest
         low, high = studentised(statistic, both, scale=PLAIN, seed=seed, confidence=confidence)
         return max(low, widest[0]), min(high, widest[1])
-    return studentised(statistic, both, scale=PLAIN, seed=seed, confidence=confidence) if spread else (values[1] - values[0],) * 2
+    return (
+        studentised(statistic, both, scale=PLAIN, seed=seed, confidence=confidence)
+        if spread
+        else (values[1] - values[0],) * 2
+    )
 
 
 def _difference(metric: Metric) -> Statistic:

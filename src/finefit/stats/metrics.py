@@ -43,7 +43,9 @@ def combined(metric: Metric, sums: Numbers, n: int) -> Numbers:
 
 def table(metric: Metric, items: Sequence[Mapping[str, float]]) -> Numbers:
     """Items x counts."""
-    return np.array([[item[name] for name in metric.counts] for item in items], dtype=np.float64).reshape(len(items), len(metric.counts))
+    return np.array([[item[name] for name in metric.counts] for item in items], dtype=np.float64).reshape(
+        len(items), len(metric.counts)
+    )
 
 
 def value(metric: Metric, items: Sequence[Mapping[str, float]]) -> float:
@@ -99,7 +101,9 @@ def _chrf(sums: Numbers, _: int) -> Numbers:
     answered, wanted, matched = (sums[..., at::3] for at in range(3))
     has_both = (answered > 0) & (wanted > 0)
     orders = has_both.sum(axis=-1)
-    precision, recall = (_over(np.where(has_both, _over(matched, side), 0.0).sum(axis=-1), orders) for side in (answered, wanted))
+    precision, recall = (
+        _over(np.where(has_both, _over(matched, side), 0.0).sum(axis=-1), orders) for side in (answered, wanted)
+    )
     return 100 * _over((1 + _CHRF_BETA**2) * precision * recall, _CHRF_BETA**2 * precision + recall)
 
 

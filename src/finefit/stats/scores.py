@@ -41,7 +41,9 @@ def cautions(n: int) -> tuple[str, ...]:
 def require_finite(metric: Metric, table: Numbers) -> float:
     """The metric's value; an infinite or undefined one would spoil every number beside it."""
     if broken := int((~np.isfinite(table)).any(axis=1).sum()):
-        raise ValueError(f"{metric.name}: the counts of {broken} of {len(table)} items are not finite; score such an item as nothing found")
+        raise ValueError(
+            f"{metric.name}: the counts of {broken} of {len(table)} items are not finite; score such an item as nothing found"
+        )
     with np.errstate(over="ignore"):
         value = float(combined(metric, table.sum(axis=0), len(table)))
     if not math.isfinite(value):
@@ -74,14 +76,18 @@ def effective(metric: Metric, table: Numbers) -> float:
     return max(1.0, float(weights.sum()) ** 2 / squares) if squares > 0 else float(len(table))
 
 
-def _bounded_ends(metric: Metric, table: Numbers, value: float, top: float, seed: int, confidence: float) -> tuple[float, float]:
+def _bounded_ends(
+    metric: Metric, table: Numbers, value: float, top: float, seed: int, confidence: float
+) -> tuple[float, float]:
     n = effective(metric, table)
 
     def statistic(sums: Numbers, n: int) -> Numbers:
         return combined(metric, sums, n)
 
     if not _AT_AN_END < value / top < 1 - _AT_AN_END or standard_error(statistic, table) == 0:
-        unseen = wilson_ends(0.0, n, confidence)[1]  # so large a share of other items may not have come up, and may be worth anything
+        unseen = wilson_ends(0.0, n, confidence)[
+            1
+        ]  # so large a share of other items may not have come up, and may be worth anything
         return value * (1 - unseen), value + (top - value) * unseen
     widest = wilson_ends(value / top, n, confidence)
     low, high = studentised(statistic, table, scale=log_odds(top), seed=seed, confidence=confidence)

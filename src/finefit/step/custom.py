@@ -74,7 +74,9 @@ def blank_rows(count: int, *, tokens: int, supervised: int, sizes: Sequence[tupl
     """As large as the largest that there are, with nothing in them; what is supervised stands at the end. `sizes`: width and height of the images."""
     images = tuple(PIL.Image.new("RGB", (size[0], size[1])) for size in sizes)
     marks = np.arange(tokens) >= tokens - supervised
-    return [CustomRow(tokens=np.zeros(tokens, np.int64), supervised=marks, images=images, seed=at) for at in range(count)]
+    return [
+        CustomRow(tokens=np.zeros(tokens, np.int64), supervised=marks, images=images, seed=at) for at in range(count)
+    ]
 
 
 def _identity(inputs: Inputs) -> str:
@@ -88,7 +90,9 @@ def _identity(inputs: Inputs) -> str:
 Loss = Callable[[Inputs], Tensor]
 
 
-def bind_own(own: Own, *, autocast: AbstractContextManager[Any] | None = None, watch: Callable[[Loss], Loss] = lambda loss: loss) -> Forward:
+def bind_own(
+    own: Own, *, autocast: AbstractContextManager[Any] | None = None, watch: Callable[[Loss], Loss] = lambda loss: loss
+) -> Forward:
     """Answers with the sum of the model's loss: a scalar, and nothing else that the model returns. `watch`: may stand around the call."""
     context, loss = autocast or nullcontext(), watch(own.loss)
 
@@ -120,7 +124,10 @@ def pull_own(own: Own, levers: Levers) -> None:
             "lower it, or name more modules in `layers`",
         )
     if odd := odd_levers(levers):
-        raise SpecError(f"{', '.join(odd)} cannot be had for a model of your own", "leave them at auto: micro_batch and recompute are there")
+        raise SpecError(
+            f"{', '.join(odd)} cannot be had for a model of your own",
+            "leave them at auto: micro_batch and recompute are there",
+        )
     release(own.module)
     for layer in layers[: levers.recompute]:
         layer.forward = Lever(_again, layer.forward)
@@ -145,7 +152,9 @@ def require_sum(own: Own, forward: Forward, both: Batch, parts: Sequence[Batch],
     without gradients and dropout, of rows with the same seeds."""
     together, apart = own_loss.count(both), sum(own_loss.count(part) for part in parts)
     if together != apart:
-        raise own.fault(f"counts {together} for {both.num_rows} rows together and {apart} for each alone: the cut into micro-batches would show")
+        raise own.fault(
+            f"counts {together} for {both.num_rows} rows together and {apart} for each alone: the cut into micro-batches would show"
+        )
     whole, alone = forward(both).item(), sum(forward(part).item() for part in parts)
     if abs(whole - alone) > tolerance * max(abs(whole), abs(alone)):
         raise own.fault(

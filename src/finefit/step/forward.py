@@ -67,7 +67,9 @@ def bind(
             if not heads:
                 heads.append(_plain_head(causal, lambda hidden: logits(hidden, answer)))
             if (head := heads[0]) is not None:
-                return head_logprobs(hidden_NH, head, batch.targets_N, chunk=loss_chunk or batch.num_supervised, kernels=kernels)
+                return head_logprobs(
+                    hidden_NH, head, batch.targets_N, chunk=loss_chunk or batch.num_supervised, kernels=kernels
+                )
             if loss_chunk is None:
                 return logprobs(hidden_NH, batch.targets_N, answer)
             chunks = zip(torch.split(hidden_NH, loss_chunk), torch.split(batch.targets_N, loss_chunk), strict=True)
@@ -75,7 +77,9 @@ def bind(
 
     def forward(batch: Batch) -> Tensor:
         found = answered(batch)
-        if sees and torch.is_grad_enabled() and not found.requires_grad:  # rows that show nothing, where only what looks is trained
+        if (
+            sees and torch.is_grad_enabled() and not found.requires_grad
+        ):  # rows that show nothing, where only what looks is trained
             return found + torch.zeros((), device=found.device, requires_grad=True)
         return found
 
@@ -156,14 +160,21 @@ def _answering(causal: nn.Module, output: Any) -> Iterator[None]:
 def _require_backbone(causal: nn.Module) -> None:
     backbone = getattr(causal, str(getattr(causal, "base_model_prefix", "")), None)
     if not isinstance(backbone, nn.Module) or backbone is causal:
-        raise ModelError(f"{type(causal).__name__} has no backbone below its head", "finefit trains transformers' causal language models")
+        raise ModelError(
+            f"{type(causal).__name__} has no backbone below its head",
+            "finefit trains transformers' causal language models",
+        )
 
 
 def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> AbstractContextManager[Any]:
     """fp16 needs a loss scale beside it; fp32 needs no autocast. `with_cache`: a trained weight is cast once in a forward, and the cast is kept to
     its end."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return torch.autocast(device, dtype=halves[precision], cache_enabled=with_cache) if precision in halves else nullcontext()
+    return (
+        torch.autocast(device, dtype=halves[precision], cache_enabled=with_cache)
+        if precision in halves
+        else nullcontext()
+    )
 
 
 def keeps_casts(tuning: Tuning, levers: Levers) -> bool:

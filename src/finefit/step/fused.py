@@ -29,7 +29,9 @@ class Kernels(Protocol):
         """The answer and, in fp32, the reciprocal of each token's length."""
         ...
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool) -> tuple[Tensor, Tensor | None]:
+    def norm_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """The weight's gradient only where it requires one."""
         ...
 
@@ -48,7 +50,9 @@ class Kernels(Protocol):
         ...
 
 
-def fuse(model: nn.Module, kernels: Kernels | None, dense: Callable[[nn.Module], Tensor], again: Collection[nn.Module] = ()) -> None:
+def fuse(
+    model: nn.Module, kernels: Kernels | None, dense: Callable[[nn.Module], Tensor], again: Collection[nn.Module] = ()
+) -> None:
     """`kernels` is None where torch's own operations are all there is; adapters are single nodes there too. `dense`: a frozen layer's weight as
     a matrix, whatever it is kept in. `again`: what is computed again in backward."""
     recomputed = {id(module) for layer in again for module in layer.modules()}
@@ -78,7 +82,11 @@ def _known(module: nn.Module, kernels: Kernels) -> Lever | None:
         return Lever(_norm, kernels, module, "eps", True)
     if _same(code, modeling_llama.LlamaMLP.forward.__code__) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
         return Lever(_gated, kernels, module)
-    rotate = type(module).forward.__globals__.get("apply_rotary_pos_emb") if "apply_rotary_pos_emb" in code.co_names else None
+    rotate = (
+        type(module).forward.__globals__.get("apply_rotary_pos_emb")
+        if "apply_rotary_pos_emb" in code.co_names
+        else None
+    )
     if rotate is not None and _same(rotate.__code__, modeling_llama.apply_rotary_pos_emb.__code__):
         return Lever(_with_rotation(type(module).forward, kernels), module)  # type: ignore[arg-type]
     return None
@@ -97,7 +105,9 @@ def _same(code: CodeType, other: CodeType) -> bool:
 # adapters
 
 
-def _lora(layer: Any, dense: Callable[[nn.Module], Tensor], is_apart: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _lora(
+    layer: Any, dense: Callable[[nn.Module], Tensor], is_apart: bool, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """As peft computes it; what is more than one plain adapter goes its own way."""
     name = _plain_adapter(layer)
     if name is None or args or kwargs:
@@ -122,7 +132,13 @@ _DENSE = ("Linear", "Linear4bit", "Nf4Linear")
 def _plain_adapter(layer: Any) -> str | None:
     """The one adapter in force, if it is two products and nothing else."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(names) != 1 or layer.disable_adapters or layer.merged or layer.lora_variant or type(layer.base_layer).__name__ not in _DENSE:
+    if (
+        len(names) != 1
+        or layer.disable_adapters
+        or layer.merged
+        or layer.lora_variant
+        or type(layer.base_layer).__name__ not in _DENSE
+    ):
         return None
     has_bias = any(part[names[0]].bias is not None for part in (layer.lora_A, layer.lora_B))
     return None if has_bias else str(names[0])
@@ -174,7 +190,14 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, down_rI: Tensor, up_Or: Tensor, bias: Tensor | None, weight: Callable[[], Tensor], scaling: float, share: float
+        ctx: Any,
+        x_NI: Tensor,
+        down_rI: Tensor,
+        up_Or: Tensor,
+        bias: Tensor | None,
+        weight: Callable[[], Tensor],
+        scaling: float,
+        share: float,
     ) -> Tensor:
         xa_Nr, mask_NI = _halfway(x_NI, down_rI, scaling, share)
         ctx.save_for_backward(x_NI, xa_Nr, down_rI, up_Or, mask_NI)
@@ -193,7 +216,14 @@ class _Adapter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, down_rI: Tensor, up_Or: Tensor, weight: Callable[[], Tensor], scaling: float, share: float, num_out: int
+        ctx: Any,
+        x_NI: Tensor,
+        down_rI: Tensor,
+        up_Or: Tensor,
+        weight: Callable[[], Tensor],
+        scaling: float,
+        share: float,
+        num_out: int,
     ) -> tuple[Tensor, Tensor]:
         xa_Nr, mask_NI = _halfway(x_NI, down_rI, scaling, share)
         ctx.save_for_backward(x_NI, xa_Nr, down_rI, up_Or, mask_NI)
@@ -297,7 +327,9 @@ class _Rotation(torch.autograd.Function):
     """Of queries and keys as their projections leave them, which nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, query_BHTW: Tensor, key_BHTW: Tensor, cos_BTW: Tensor, sin_BTW: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, query_BHTW: Tensor, key_BHTW: Tensor, cos_BTW: Tensor, sin_BTW: Tensor, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BTW, sin_BTW)
         ctx.kernels = kernels
         return kernels.rotate(query_BHTW, key_BHTW, cos_BTW, sin_BTW)

@@ -13,7 +13,9 @@ from torch.autograd.function import once_differentiable
 from finefit.step.fused import Kernels, product_dtype
 
 
-def head_logprobs(hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor, *, chunk: int, kernels: Kernels | None) -> Tensor:
+def head_logprobs(
+    hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor, *, chunk: int, kernels: Kernels | None
+) -> Tensor:
     """Without gradients the same numbers, bit for bit: a reference is computed as the policy is."""
     if torch.is_grad_enabled() and hidden_NH.requires_grad:
         found: Tensor = _Head.apply(hidden_NH, head.weight, targets_N, chunk, kernels)  # type: ignore[no-untyped-call]
@@ -22,7 +24,14 @@ def head_logprobs(hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor, *, chun
         return _losses(hidden_NH, head.weight, targets_N, chunk, kernels, None).neg_()
 
 
-def _losses(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int, kernels: Kernels | None, derivatives_NH: Tensor | None) -> Tensor:
+def _losses(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    chunk: int,
+    kernels: Kernels | None,
+    derivatives_NH: Tensor | None,
+) -> Tensor:
     """Chunk by chunk; fills the derivatives where they are asked for."""
     dtype = product_dtype(hidden_NH)
     weight = weight_VH.to(dtype)
@@ -30,7 +39,11 @@ def _losses(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int,
     for at in range(0, len(targets_N), chunk):
         part = slice(at, at + chunk)
         logits_CV = hidden_NH[part].to(dtype) @ weight.t()
-        losses.append(_cross_entropy_(logits_CV, targets_N[part]) if kernels is None else kernels.cross_entropy(logits_CV, targets_N[part]))
+        losses.append(
+            _cross_entropy_(logits_CV, targets_N[part])
+            if kernels is None
+            else kernels.cross_entropy(logits_CV, targets_N[part])
+        )
         if derivatives_NH is not None and derivatives_NH.dtype == dtype:
             torch.mm(logits_CV, weight, out=derivatives_NH[part])
         elif derivatives_NH is not None:
@@ -41,7 +54,9 @@ def _losses(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int,
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int, kernels: Kernels | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int, kernels: Kernels | None
+    ) -> Tensor:
         derivatives_NH = torch.empty_like(hidden_NH)
         losses_N = _losses(hidden_NH, weight_VH, targets_N, chunk, kernels, derivatives_NH)
         ctx.save_for_backward(derivatives_NH)

@@ -16,7 +16,10 @@ from finefit.errors import SpecError
 def updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
     """Yields the list that the gradients' norms go to, one for each tensor."""
     if not isinstance(optimizer, torch.optim.AdamW):
-        raise SpecError("levers.update: inside needs optimizer.kind adamw, whose kernel leaves out what is not finite", "--set levers.update=after")
+        raise SpecError(
+            "levers.update: inside needs optimizer.kind adamw, whose kernel leaves out what is not finite",
+            "--set levers.update=after",
+        )
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     norms: list[Tensor] = []

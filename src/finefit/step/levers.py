@@ -102,7 +102,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, bool
 def _recomputed_beside(model: nn.Module, levers: Levers) -> list[GradientCheckpointingLayer]:
     """All of them where any layer is recomputed at all, from the first that something is trained in: those before it keep nothing anyway."""
     beside = layers_beside(model) if levers.recompute else []
-    first = next((at for at, layer in enumerate(beside) if any(p.requires_grad for p in layer.parameters())), len(beside))
+    first = next(
+        (at for at, layer in enumerate(beside) if any(p.requires_grad for p in layer.parameters())), len(beside)
+    )
     return beside[first:]
 
 

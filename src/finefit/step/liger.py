@@ -15,7 +15,10 @@ def kernels_here(device: str) -> Kernels | None:
     if device != "cuda":
         return None
     if importlib.util.find_spec("liger_kernel") is None:
-        raise SpecError("levers.kernels fused needs liger-kernel on a card, which is not installed", "pip install 'finefit[gpu]', or set it to torch")
+        raise SpecError(
+            "levers.kernels fused needs liger-kernel on a card, which is not installed",
+            "pip install 'finefit[gpu]', or set it to torch",
+        )
     return Liger()
 
 
@@ -43,14 +46,26 @@ class Liger:
         out, _, rstd, *_ = self._norm.rms_norm_forward(x.contiguous(), weight, eps, offset, mode, None)
         return out, rstd
 
-    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool) -> tuple[Tensor, Tensor | None]:
+    def norm_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool
+    ) -> tuple[Tensor, Tensor | None]:
         from liger_kernel.ops.utils import calculate_settings
 
         width = x.shape[-1]
         block, warps = calculate_settings(width)
         mode, offset = self._norm._str_to_casting_mode["gemma" if is_gemma else "llama"], 1.0 if is_gemma else 0.0
         found = self._norm.rms_norm_backward(
-            gradient, x.contiguous().view(-1, width), weight, rstd, offset, mode, block, warps, False, None, needs_dw=weight.requires_grad
+            gradient,
+            x.contiguous().view(-1, width),
+            weight,
+            rstd,
+            offset,
+            mode,
+            block,
+            warps,
+            False,
+            None,
+            needs_dw=weight.requires_grad,
         )
         return found[0], found[1]
 

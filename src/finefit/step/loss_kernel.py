@@ -37,4 +37,6 @@ def cross_entropy_(logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor) -> No
     num_rows, num_columns = logits_NV.shape
     block = min(_BLOCK, triton.next_power_of_2(num_columns))
     with torch.cuda.device(logits_NV.device):
-        _kernel[(num_rows,)](logits_NV, targets_N, losses_N, logits_NV.stride(0), num_columns, BLOCK=block, num_warps=_WARPS)
+        _kernel[(num_rows,)](
+            logits_NV, targets_N, losses_N, logits_NV.stride(0), num_columns, BLOCK=block, num_warps=_WARPS
+        )

@@ -121,7 +121,9 @@ def _pinned(num_bytes: int, *, is_pinned: bool) -> Tensor:
     if is_pinned:
         code = torch.cuda.cudart().cudaHostRegister(held.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
         if int(code) != 0:
-            raise torch.OutOfMemoryError(f"{num_bytes:,} bytes of host memory could not be pinned (CUDA error {int(code)})")
+            raise torch.OutOfMemoryError(
+                f"{num_bytes:,} bytes of host memory could not be pinned (CUDA error {int(code)})"
+            )
         weakref.finalize(held, _unpin, held.data_ptr())
     return held
 

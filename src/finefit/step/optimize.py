@@ -90,12 +90,23 @@ def _updated_inside(
     with updated_inside(optimizer, parameters) as norms:
         parts = _accumulate(batches, (), forward, objective, engine, whole=whole, loss_scale=1.0)
     loss = parts.pop(_LOSS)
-    grad_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)  # rows that show nothing, of towers that look
-    return StepOutcome(loss=loss, grad_norm=grad_norm, applied=decide(torch.isfinite(loss) & torch.isfinite(grad_norm)), measures=parts)
+    grad_norm = (
+        torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)
+    )  # rows that show nothing, of towers that look
+    return StepOutcome(
+        loss=loss, grad_norm=grad_norm, applied=decide(torch.isfinite(loss) & torch.isfinite(grad_norm)), measures=parts
+    )
 
 
 def _accumulate(
-    batches: Sequence[Batch], idle: Sequence[Batch], forward: Forward, objective: Objective, engine: Engine, *, whole: int, loss_scale: float
+    batches: Sequence[Batch],
+    idle: Sequence[Batch],
+    forward: Forward,
+    objective: Objective,
+    engine: Engine,
+    *,
+    whole: int,
+    loss_scale: float,
 ) -> dict[str, Tensor]:
     """This rank's part of the means, by name."""
     parts: dict[str, Tensor] = {}

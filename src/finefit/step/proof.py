@@ -41,7 +41,10 @@ def frozen_sums(model: nn.Module) -> Sums:
         return {}
     device = next(iter(tensors.values())).device  # what bitsandbytes notes of a packed weight lies on the host
     words = torch.stack([_checksum(tensor).to(device) for tensor in tensors.values()]).tolist()
-    return {name: f"{tensor.dtype} {tuple(tensor.shape)} {word}" for (name, tensor), word in zip(tensors.items(), words, strict=True)}
+    return {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {word}"
+        for (name, tensor), word in zip(tensors.items(), words, strict=True)
+    }
 
 
 def require_unmoved(before: Sums, model: nn.Module) -> bool | None:
@@ -49,7 +52,9 @@ def require_unmoved(before: Sums, model: nn.Module) -> bool | None:
     after = frozen_sums(model)
     if moved := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
         more = f" and {len(moved) - 5} more" if len(moved) > 5 else ""
-        raise FinefitError(f"{len(moved)} of {len(before)} frozen tensors changed during training: {', '.join(moved[:5])}{more}")
+        raise FinefitError(
+            f"{len(moved)} of {len(before)} frozen tensors changed during training: {', '.join(moved[:5])}{more}"
+        )
     return True if before else None
 
 
@@ -60,7 +65,9 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not tensor.requires_grad and id(tensor) not in seen:
             seen.add(id(tensor))
-            part = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)  # as FSDP2 and ZeRO-3 divide
+            part = (
+                tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
+            )  # as FSDP2 and ZeRO-3 divide
             yield name, part.detach()
 
 

@@ -4,7 +4,9 @@ import math
 from typing import Literal
 
 
-def learning_rate(step: int, *, peak: float, kind: Literal["cosine", "linear", "constant"], total_steps: int, warmup_steps: int) -> float:
+def learning_rate(
+    step: int, *, peak: float, kind: Literal["cosine", "linear", "constant"], total_steps: int, warmup_steps: int
+) -> float:
     """Of optimizer step `step`, which counts from 0. Warm-up rises to the peak; cosine and linear fall towards 0 after the last step."""
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)

@@ -46,13 +46,17 @@ def _of_bitsandbytes(groups: list[dict[str, Any]], spec: AdamW, device: str) -> 
     try:
         import bitsandbytes  # an extra: finefit[gpu]
     except ImportError:
-        raise SpecError(f"optimizer.kind {spec.kind} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'") from None
+        raise SpecError(
+            f"optimizer.kind {spec.kind} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'"
+        ) from None
     kind = getattr(bitsandbytes.optim, _BITSANDBYTES[spec.kind])
     optimizer: torch.optim.Optimizer = kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
     return optimizer
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = ALONE, *, keeps: bool = True) -> dict[str, Tensor]:
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = ALONE, *, keeps: bool = True
+) -> dict[str, Tensor]:
     """`<parameter>/<slot>` -> whole tensor, in the parameters' own order. All ranks ask; who `keeps` them gets them."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
@@ -77,11 +81,15 @@ def save_state(
     """`gathered` and `random_of_ranks`: the optimizer's tensors and the random numbers of every rank, where there are several."""
     tensors = optimizer_tensors(model, optimizer) if gathered is None else gathered
     shared = {name for name in tensors if name.rsplit("/", 1)[1] in _SHARED}
-    save_file({name: t.clone() if name in shared else t.contiguous() for name, t in tensors.items()}, folder / OPTIMIZER)
+    save_file(
+        {name: t.clone() if name in shared else t.contiguous() for name, t in tensors.items()}, folder / OPTIMIZER
+    )
     save_file(random_state() if random_of_ranks is None else _by_rank(random_of_ranks), folder / RNG)
 
 
-def restore_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = ALONE, *, rank: int = 0) -> None:
+def restore_state(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = ALONE, *, rank: int = 0
+) -> None:
     """Written by any number of ranks under any layout. A rank that was not there then goes on with the random numbers that it has."""
     slots_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in load_file(folder / OPTIMIZER).items():
@@ -99,7 +107,9 @@ def restore_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _by_rank(random_of_ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"rank{rank}/{kind}": tensor for rank, tensors in enumerate(random_of_ranks) for kind, tensor in tensors.items()}
+    return {
+        f"rank{rank}/{kind}": tensor for rank, tensors in enumerate(random_of_ranks) for kind, tensor in tensors.items()
+    }
 
 
 def _of_rank(stored: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -124,9 +134,13 @@ def _in_place(slot: str, tensor: Tensor, parameter: nn.Parameter, optimizer: tor
 
 def _check_slots(slots_of: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter], folder: Path) -> None:
     if unknown := sorted(slots_of.keys() - parameters.keys()):
-        raise RunError(f"{folder.name} holds optimizer state of tensors that are not trained here: {', '.join(unknown[:3])}")
+        raise RunError(
+            f"{folder.name} holds optimizer state of tensors that are not trained here: {', '.join(unknown[:3])}"
+        )
     if odd := sorted(
-        n for n, slots in slots_of.items() if any(t.shape != whole_shape(parameters[n]) for slot, t in slots.items() if slot in _MOMENTS)
+        n
+        for n, slots in slots_of.items()
+        if any(t.shape != whole_shape(parameters[n]) for slot, t in slots.items() if slot in _MOMENTS)
     ):
         raise RunError(f"{folder.name} holds optimizer state of another shape for {', '.join(odd[:3])}")
 

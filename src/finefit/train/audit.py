@@ -29,7 +29,12 @@ log = logging.getLogger("finefit")
 _LOOKS = 2
 _FLOOR = 1e-12
 """Of the largest norm: what lies below is rounding."""
-_PARTNERS = {"lora_A": "lora_B", "lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B", "lora_embedding_B": "lora_embedding_A"}
+_PARTNERS = {
+    "lora_A": "lora_B",
+    "lora_B": "lora_A",
+    "lora_embedding_A": "lora_embedding_B",
+    "lora_embedding_B": "lora_embedding_A",
+}
 _NAMES_TOLD = 8
 _EXPERTS = ".experts."
 _NOTHING = torch.empty(0)
@@ -55,7 +60,13 @@ class Found:
 
 class Audit:
     def __init__(
-        self, model: nn.Module, engine: Engine, ranks: Ranks, tell: Callable[..., Any], *, unfuse: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        engine: Engine,
+        ranks: Ranks,
+        tell: Callable[..., Any],
+        *,
+        unfuse: Callable[[], None] = lambda: None,
     ) -> None:
         """`unfuse`: so that every module is called by itself and can be seen; only before the run is stopped."""
         self._model, self._engine, self._ranks, self._tell, self._unfuse = model, engine, ranks, tell, unfuse
@@ -132,9 +143,14 @@ class Audit:
         if not is_finite and step == self._last:  # fp16 tries a step again until its scale fits
             return not looking
         self._last = step
-        named = {name: grouped(getattr(found, name)) for name in ("idle", "blind", "not_finite", "waiting", "zero", "faint")}
+        named = {
+            name: grouped(getattr(found, name)) for name in ("idle", "blind", "not_finite", "waiting", "zero", "faint")
+        }
         reached = found.tensors - sum(name in trained for name in found.idle) - len(found.blind)
-        told = {**{k: v for k, v in named.items() if v}, **({"towers": self._by_tower(found), "ranks": by_rank} if self._sees else {})}
+        told = {
+            **{k: v for k, v in named.items() if v},
+            **({"towers": self._by_tower(found), "ranks": by_rank} if self._sees else {}),
+        }
         self._tell(event="audited", step=step, tensors=found.tensors, reached=reached, **told)
         if self._left == 1 and (found.zero or found.faint):
             log.warning(_quiet(found))
@@ -145,13 +161,19 @@ class Audit:
         if not self._sees:
             return frozenset()
         has_shown, self._has_shown = self._ranks.any(self._has_shown), False
-        return frozenset() if has_shown else frozenset(name for name, tower in self._tower_of.items() if tower in ("vision", "projector"))
+        return (
+            frozenset()
+            if has_shown
+            else frozenset(name for name, tower in self._tower_of.items() if tower in ("vision", "projector"))
+        )
 
     def _by_tower(self, found: Found) -> dict[str, dict[str, int]]:
         missing = {*found.idle, *found.blind, *found.not_finite}
         towers = dict.fromkeys(str(tower) for tower in self._tower_of.values())
         names = {tower: [name for name, of in self._tower_of.items() if str(of) == tower] for tower in towers}
-        return {tower: {"tensors": len(own), "reached": len(own) - len(missing & {*own})} for tower, own in names.items()}
+        return {
+            tower: {"tensors": len(own), "reached": len(own) - len(missing & {*own})} for tower, own in names.items()
+        }
 
     def _by_rank(self) -> list[dict[str, int]]:
         """Tensors of each tower that a rank's own rows reached."""
@@ -166,8 +188,12 @@ class Audit:
             heard, self._heard = self._heard, {}
             return dict(zip(heard, torch.stack(list(heard.values())).tolist(), strict=True)) if heard else {}
         here = {name: _local(found[0]) for name, p in trained.items() if (found := self._engine.gradients([p]))}
-        whole = {name: gradient for name, gradient in here.items() if gradient.shape == trained[name].shape}  # of a part nobody knows whose it is
-        self._by_expert = {key: norms for name, gradient in whole.items() for key, norms in _of_experts(name, gradient).items()}
+        whole = {
+            name: gradient for name, gradient in here.items() if gradient.shape == trained[name].shape
+        }  # of a part nobody knows whose it is
+        self._by_expert = {
+            key: norms for name, gradient in whole.items() for key, norms in _of_experts(name, gradient).items()
+        }
         filled = {name: gradient for name, gradient in here.items() if gradient.numel()}
         norms = dict.fromkeys(here, 0.0) | dict(zip(filled, _norms_of(list(filled.values())), strict=True))
         together: dict[str, float] = {}
@@ -179,7 +205,9 @@ class Audit:
 
 
 class _Watched:
-    def __init__(self, objective: Objective, refuse: Callable[[Callable[[], Any]], None], note: Callable[[Batch], None]) -> None:
+    def __init__(
+        self, objective: Objective, refuse: Callable[[Callable[[], Any]], None], note: Callable[[Batch], None]
+    ) -> None:
         self._objective, self._refuse, self._note = objective, refuse, note
 
     def __call__(self, forward: Forward, batch: Batch) -> LossSum:
@@ -193,7 +221,12 @@ class _Watched:
         return self._objective.count(batch)
 
 
-def judge(trained: Mapping[str, nn.Parameter], norms: Mapping[str, float], at_rest: Sequence[str] = (), looking: Container[str] = ()) -> Found:
+def judge(
+    trained: Mapping[str, nn.Parameter],
+    norms: Mapping[str, float],
+    at_rest: Sequence[str] = (),
+    looking: Container[str] = (),
+) -> Found:
     """`at_rest`: experts within tensors that were reached. `looking`: what cannot be reached by rows that show nothing."""
     absent = [name for name in trained if name not in norms]
     blind = [name for name in absent if name in looking]
@@ -221,7 +254,11 @@ def resting(by_expert: Mapping[str, Tensor]) -> list[str]:
 
 def _of_experts(name: str, gradient: Tensor) -> dict[str, Tensor]:
     """The gradient's norm for each expert, where one tensor holds several."""
-    return {name: torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=torch.float32)} if _EXPERTS in name and gradient.ndim == 3 else {}
+    return (
+        {name: torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=torch.float32)}
+        if _EXPERTS in name and gradient.ndim == 3
+        else {}
+    )
 
 
 def _partner_is_zero(name: str, trained: Mapping[str, nn.Parameter]) -> bool:
@@ -238,7 +275,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _norms_of(gradients: list[Tensor]) -> list[float]:
     """One wait for the device, however many there are."""
-    return [float(n) for n in torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).tolist()] if gradients else []
+    return (
+        [float(n) for n in torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).tolist()]
+        if gradients
+        else []
+    )
 
 
 def _words(found: Found) -> str:
@@ -253,7 +294,9 @@ def _words(found: Found) -> str:
 def _quiet(found: Found) -> str:
     parts = []
     if found.zero:
-        parts.append(f"exactly zero for {', '.join(grouped(found.zero)[:_NAMES_TOLD])}: no row used them, or what follows them is zero")
+        parts.append(
+            f"exactly zero for {', '.join(grouped(found.zero)[:_NAMES_TOLD])}: no row used them, or what follows them is zero"
+        )
     if found.faint:
         parts.append(f"rounding (below {_FLOOR:g} of the largest) for {', '.join(grouped(found.faint)[:_NAMES_TOLD])}")
     return "the gradient is " + "; it is ".join(parts)

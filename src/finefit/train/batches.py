@@ -44,20 +44,35 @@ def capacity_under(live: Live, levers: Levers) -> Capacity | None:
 def _batches(live: Live, micro_batch: int, capacity: Capacity | None, step: int) -> list[Batch]:
     """Of this rank, in memory that a card can copy from while it computes. None where the step has fewer rows than there are ranks."""
     stage, ranks = live.stage, live.ranks
-    rows = rows_of_rank(step, rank=ranks.rank, num_ranks=ranks.size, num_rows=len(live.examples), global_batch=stage.global_batch, seed=stage.seed)
+    rows = rows_of_rank(
+        step,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
+        num_rows=len(live.examples),
+        global_batch=stage.global_batch,
+        seed=stage.seed,
+    )
     batches = cut(live, live.examples, rows, step, micro_batch=micro_batch, capacity=capacity) if rows else []
     return [batch.moved(Tensor.pin_memory) for batch in batches] if stage.device == "cuda" else batches
 
 
 def cut(
-    live: Live, examples: Sequence[Trained], rows: Sequence[int], occasion: int | str, *, micro_batch: int, capacity: Capacity | None = None
+    live: Live,
+    examples: Sequence[Trained],
+    rows: Sequence[int],
+    occasion: int | str,
+    *,
+    micro_batch: int,
+    capacity: Capacity | None = None,
 ) -> list[Batch]:
     """`rows`: numbers of examples, packed where a capacity is given; else cut by length. `occasion`: a step, or what else they are taken for."""
     chosen = [examples[row] for row in rows]
     if capacity is not None:
         return [pack([chosen[at] for at in group]) for group in packs_of(chosen, capacity)]
     groups = grouped(lengths_of(chosen), micro_batch)
-    return list(made(live.workers, (call_for(live, examples, [rows[at] for at in group], occasion) for group in groups)))
+    return list(
+        made(live.workers, (call_for(live, examples, [rows[at] for at in group], occasion) for group in groups))
+    )
 
 
 class Call(NamedTuple):
@@ -76,7 +91,11 @@ def call_for(live: Live, examples: Sequence[Trained], rows: Sequence[int], occas
     """What is drawn for a row of a model of the user's own depends on no other."""
     chosen = [examples[row] for row in rows]
     if live.compose is not None:
-        return Call(live.compose, ([single(row) for row in chosen], [seed_of(live.stage.seed, occasion, row) for row in rows]), True)
+        return Call(
+            live.compose,
+            ([single(row) for row in chosen], [seed_of(live.stage.seed, occasion, row) for row in rows]),
+            True,
+        )
     return collating(live.collator, chosen)
 
 

@@ -30,7 +30,9 @@ def _named(make: Make, step: int) -> list[Batch]:
     except MemoryError:
         free = psutil.virtual_memory().available / 2**30
         remedy = "close other programs and give the same command again: it goes on from the last checkpoint"
-        raise WorkerDied(f"host memory did not hold the micro-batches of step {step + 1}: {free:.1f} GiB are free", remedy) from None
+        raise WorkerDied(
+            f"host memory did not hold the micro-batches of step {step + 1}: {free:.1f} GiB are free", remedy
+        ) from None
     except Exception as error:
         error.add_note(f"while the feeder made the micro-batches of step {step + 1}")
         raise
@@ -49,7 +51,9 @@ class Feeder:
         began = time.perf_counter()
         batches = self._asked(step).result()
         waited = time.perf_counter() - began
-        self._ahead = (step + 1, self._thread.submit(_named, self._make, step + 1)) if step + 1 < self._total_steps else None
+        self._ahead = (
+            (step + 1, self._thread.submit(_named, self._make, step + 1)) if step + 1 < self._total_steps else None
+        )
         return Fed(batches=batches, wait_seconds=waited)
 
     def change(self, make: Make) -> None:
@@ -69,5 +73,7 @@ class Feeder:
     def __enter__(self) -> "Feeder":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._thread.shutdown(cancel_futures=True)

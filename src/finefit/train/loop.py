@@ -42,7 +42,9 @@ def _steps(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
     while state.step < live.stage.total_steps:
         if (reason := live.stop.agreed(live.ranks)) is not None:
             _saved(live, state)
-            raise Interrupted(f"stopped by {reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written")
+            raise Interrupted(
+                f"stopped by {reason} after step {state.step} of {live.stage.total_steps}; the checkpoint is written"
+            )
         done, state = state.step, _one_step(live, state, feeder)
         if state.step <= done:  # the same rows again, or a return to an earlier step: nothing is due
             continue
@@ -73,7 +75,11 @@ def _one_step(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
         return replace(state, step=state.step + 1)
     state = _under(live, state, live.corrections.at(state), feeder)
     began = time.perf_counter()
-    num_rows = len(rows_of_step(state.step, num_rows=len(live.examples), global_batch=live.stage.global_batch, seed=live.stage.seed))
+    num_rows = len(
+        rows_of_step(
+            state.step, num_rows=len(live.examples), global_batch=live.stage.global_batch, seed=live.stage.seed
+        )
+    )
     rate = _set_learning_rate(live, state.step)
     random_before = random_state()
     fed = feeder.take(state.step)
@@ -86,7 +92,9 @@ def _one_step(live: Live, state: TrainState, feeder: Feeder) -> TrainState:
     state = replace(state, loss_scale=loss_scale)
     if not outcome.applied:
         return _not_finite(live, state, outcome, random_before)
-    return _applied(live, state, hand.whole, outcome, wait_seconds=fed.wait_seconds, rate=rate, seconds=time.perf_counter() - began)
+    return _applied(
+        live, state, hand.whole, outcome, wait_seconds=fed.wait_seconds, rate=rate, seconds=time.perf_counter() - began
+    )
 
 
 def _scaled_step(live: Live, state: TrainState, hand: Dealt) -> tuple[StepOutcome | Shortage, LossScale | None]:
@@ -126,7 +134,16 @@ def _step(live: Live, state: TrainState, hand: Dealt, loss_scale: float, engine:
     )
 
 
-def _applied(live: Live, state: TrainState, whole: Share, outcome: StepOutcome, *, wait_seconds: float, rate: float, seconds: float) -> TrainState:
+def _applied(
+    live: Live,
+    state: TrainState,
+    whole: Share,
+    outcome: StepOutcome,
+    *,
+    wait_seconds: float,
+    rate: float,
+    seconds: float,
+) -> TrainState:
     step, loss = state.step + 1, outcome.loss.item()
     live.metrics.write(
         step=step,
@@ -149,7 +166,12 @@ def _applied(live: Live, state: TrainState, whole: Share, outcome: StepOutcome, 
         live.metrics.write(event="spike", step=step, found=spike.loss, usual=spike.usual)
     live.note_memory("step", step)
     live.watchdog.beat(f"step {step}", step_seconds=seconds)
-    return replace(state, step=step, tokens=state.tokens + whole.tokens, supervised_tokens=state.supervised_tokens + whole.supervised)
+    return replace(
+        state,
+        step=step,
+        tokens=state.tokens + whole.tokens,
+        supervised_tokens=state.supervised_tokens + whole.supervised,
+    )
 
 
 def _under(live: Live, state: TrainState, levers: Levers, feeder: Feeder) -> TrainState:
@@ -170,7 +192,13 @@ def _rescued(live: Live, state: TrainState, shortage: Shortage, feeder: Feeder) 
 
 def _set_learning_rate(live: Live, step: int) -> float:
     stage = live.stage
-    rate = learning_rate(step, peak=stage.optimizer.lr, kind=stage.schedule, total_steps=stage.total_steps, warmup_steps=stage.warmup_steps)
+    rate = learning_rate(
+        step,
+        peak=stage.optimizer.lr,
+        kind=stage.schedule,
+        total_steps=stage.total_steps,
+        warmup_steps=stage.warmup_steps,
+    )
     for group in live.optimizer.param_groups:
         group["lr"] = rate
     return rate

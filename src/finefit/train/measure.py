@@ -50,5 +50,9 @@ def measure(live: Live, levers: Levers) -> None:
     )
     keep_measurement(found)
     live.metrics.write(
-        event="measured", step=1, foretold_bytes=found.foretold_bytes, measured_bytes=found.measured_bytes, error=round(found.error, 5)
+        event="measured",
+        step=1,
+        foretold_bytes=found.foretold_bytes,
+        measured_bytes=found.measured_bytes,
+        error=round(found.error, 5),
     )

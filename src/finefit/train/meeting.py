@@ -60,9 +60,13 @@ def introduce(where: StageDir, stage: Stage, place: Place) -> Visitor:
         rank=place.rank,
         host=socket.gethostname(),
         pid=os.getpid(),
-        device=f"cuda:{place.local_rank} {torch.cuda.get_device_name(place.local_rank)}" if stage.device == "cuda" else "cpu",
+        device=f"cuda:{place.local_rank} {torch.cuda.get_device_name(place.local_rank)}"
+        if stage.device == "cuda"
+        else "cpu",
         threads=torch.get_num_threads(),
-        free_bytes=torch.cuda.mem_get_info(place.local_rank)[0] if stage.device == "cuda" else psutil.virtual_memory().available,
+        free_bytes=torch.cuda.mem_get_info(place.local_rank)[0]
+        if stage.device == "cuda"
+        else psutil.virtual_memory().available,
         versions={"finefit": __version__, "python": platform.python_version(), **versions},
         stage_sha256=hashlib.sha256(where.stage.read_bytes()).hexdigest(),
         prepared={name: _digest(where, name) for name in stage.prepared},
@@ -84,7 +88,8 @@ def meet(visitor: Visitor, store: Store, *, size: int, patience: timedelta = PAT
             return [_visitor(json.loads(store.get(key))) for key in keys]
     except dist.DistError as error:
         raise WorkerDied(
-            f"rank {visitor.rank} lost rank 0, which holds the meeting: {first_line(error)}", "see why it ended; then give the same command again"
+            f"rank {visitor.rank} lost rank 0, which holds the meeting: {first_line(error)}",
+            "see why it ended; then give the same command again",
         ) from None
     raise _absent(missing, size, patience)
 
@@ -114,7 +119,12 @@ def _visitor(values: dict[str, Any]) -> Visitor:
 
 def require_alike(visitors: Sequence[Visitor], stage: Stage) -> list[str]:
     """Refuses ranks that are unlike the others. What is only remarkable is returned as words."""
-    odd = [*_odd_versions(visitors), *_odd_views(visitors), *_odd_data(visitors, stage), *_too_little_memory(visitors, stage)]
+    odd = [
+        *_odd_versions(visitors),
+        *_odd_views(visitors),
+        *_odd_data(visitors, stage),
+        *_too_little_memory(visitors, stage),
+    ]
     if odd:
         raise RunError(
             "the ranks are not alike:\n" + "\n".join(f"  {line}" for line in odd),
@@ -149,7 +159,11 @@ def _unlike(visitors: Sequence[Visitor], what: str, values: Sequence[str]) -> It
 def _too_little_memory(visitors: Sequence[Visitor], stage: Stage) -> Iterator[str]:
     """Only what is unlike the others is judged here; whether a stage fits at all was planned before."""
     needed = stage.foretold_bytes
-    return (f"{_memory(visitor, visitors)}; {needed:,} are needed" for visitor in _short(visitors) if visitor.free_bytes < needed)
+    return (
+        f"{_memory(visitor, visitors)}; {needed:,} are needed"
+        for visitor in _short(visitors)
+        if visitor.free_bytes < needed
+    )
 
 
 def _little_memory(visitors: Sequence[Visitor]) -> Iterator[str]:

@@ -17,7 +17,10 @@ def prove_sum(live: Live) -> None:
     own = own_of(live.model)
     if own is None or live.compose is None or len(live.examples) < 2:
         return
-    (both,), parts = ([on_device(batch, live.stage.device) for batch in cut(live, live.examples, (0, 1), 0, micro_batch=size)] for size in (2, 1))
+    (both,), parts = (
+        [on_device(batch, live.stage.device) for batch in cut(live, live.examples, (0, 1), 0, micro_batch=size)]
+        for size in (2, 1)
+    )
     random_before = random_state()
     try:
         with still(live.model):

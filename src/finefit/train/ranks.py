@@ -82,7 +82,9 @@ class ManyRanks:
 
     def barrier(self) -> None:
         with peers_named(self.rank, "waiting for the others"):
-            dist.monitored_barrier(self._group, timeout=self._patience, wait_all_ranks=True)  # names those who do not come
+            dist.monitored_barrier(
+                self._group, timeout=self._patience, wait_all_ranks=True
+            )  # names those who do not come
 
 
 @contextmanager
@@ -91,7 +93,14 @@ def joined(place: Place, store: Store, *, device: str, patience: timedelta = _PA
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     card = torch.device("cuda", place.local_rank) if device == "cuda" else None
     with peers_named(place.rank, "joining the process group"):
-        dist.init_process_group(backend, store=PrefixStore("group", store), rank=place.rank, world_size=place.size, timeout=patience, device_id=card)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=patience,
+            device_id=card,
+        )
         group = dist.new_group(backend="gloo", timeout=patience)
     assert group is not None  # every rank is in it
     yield ManyRanks(group, patience=patience)

@@ -49,7 +49,9 @@ def attempt(run: Callable[[Engine], T], live: Live, levers: Levers) -> T | Short
     Ranks that hold whole models ask one another before they exchange gradients. A rank that runs out later, or whose engine exchanges weights all the
     time, cannot be waited for: the correction is written down, the rank ends, and with it the others; the same command goes on."""
     can_agree = live.stage.engine.kind in ("single", "ddp")
-    watched = _Watched(live.engine, live.ranks if can_agree else ONE_RANK, is_torn_in_backward=levers.update == "inside")
+    watched = _Watched(
+        live.engine, live.ranks if can_agree else ONE_RANK, is_torn_in_backward=levers.update == "inside"
+    )
     try:
         return run(watched)
     except _OutElsewhere:
@@ -75,7 +77,12 @@ def corrected(live: Live, state: TrainState, shortage: Shortage) -> TrainState:
     earlier = _before_the_tear(live, state, levers, shortage) if shortage.is_torn else state
     live.corrections.add(earlier.step, levers, writes=live.ranks.is_first)
     live.metrics.write(
-        event="rescued", step=state.step + 1, before=asdict(state.levers), after=asdict(levers), found=shortage.words, **shortage.bytes_held
+        event="rescued",
+        step=state.step + 1,
+        before=asdict(state.levers),
+        after=asdict(levers),
+        found=shortage.words,
+        **shortage.bytes_held,
     )
     live.forward.change(levers)
     return replace(earlier, levers=levers)
@@ -139,7 +146,9 @@ def _no_larger(levers: Levers, known: Levers | None) -> Levers:
 def next_levers(levers: Levers, live: Live) -> Levers | None:
     """The next exact lever in the order of its price; None when all are pulled."""
     rows = -(-min(live.stage.global_batch, len(live.examples)) // live.ranks.size)
-    if levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1:  # an update inside backward needs all rows in one micro-batch
+    if (
+        levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1
+    ):  # an update inside backward needs all rows in one micro-batch
         return replace(levers, micro_batch=at_once // 2)
     num_layers = len(layers_of(live.model))
     if live.compose is not None:
@@ -157,7 +166,9 @@ def _next_model_lever(levers: Levers, engine: EngineSpec, *, num_layers: int) ->
         return replace(levers, keep_attention=False)
     if not levers.offload:
         return replace(levers, offload=True)
-    if isinstance(engine, DeepSpeed) and engine.stage == 3:  # gathers weights for each piece, and on short rows there are fewer of them
+    if (
+        isinstance(engine, DeepSpeed) and engine.stage == 3
+    ):  # gathers weights for each piece, and on short rows there are fewer of them
         return None
     return replace(levers, mlp_tiles=_TILES) if levers.mlp_tiles < _TILES else None
 
@@ -179,7 +190,10 @@ def shortage_of_a_rank(live: Live, levers: Levers, shortage: Shortage) -> Resuma
     """The levers of the next attempt are written down, so that the same command goes on with them."""
     step = live.saver.last or 0
     if (following := next_levers(levers, live)) is None:
-        return Resumable(f"rank {live.ranks.rank} is out of memory with every exact lever pulled: {shortage.words}", _suggestions(live))
+        return Resumable(
+            f"rank {live.ranks.rank} is out of memory with every exact lever pulled: {shortage.words}",
+            _suggestions(live),
+        )
     live.corrections.add(step, following)
     return Resumable(
         f"rank {live.ranks.rank} is out of memory while others wait for it: {shortage.words}",
@@ -188,15 +202,29 @@ def shortage_of_a_rank(live: Live, levers: Levers, shortage: Shortage) -> Resuma
 
 
 def _nothing_left(live: Live, state: TrainState, shortage: Shortage) -> Resumable:
-    what = "in the update of its weights" if shortage.is_torn else f"with every exact lever pulled, {state.levers.micro_batch} row(s) at a time"
-    return Resumable(f"step {state.step + 1} is out of memory {what}: {shortage.words}. The last checkpoint stands", _suggestions(live))
+    what = (
+        "in the update of its weights"
+        if shortage.is_torn
+        else f"with every exact lever pulled, {state.levers.micro_batch} row(s) at a time"
+    )
+    return Resumable(
+        f"step {state.step + 1} is out of memory {what}: {shortage.words}. The last checkpoint stands",
+        _suggestions(live),
+    )
 
 
 def _suggestions(live: Live) -> str:
     """As the plan of this run has them."""
     plan = RunDir(live.saver.where.run).plan
     forecast = read_record(plan, Plan).forecasts.get(live.stage.name) if plan.exists() else None
-    found = [f"--set {' --set '.join(s.changes)} saves {s.saves_bytes / 2**30:.2f} GiB ({s.price})" for s in forecast.suggestions] if forecast else []
+    found = (
+        [
+            f"--set {' --set '.join(s.changes)} saves {s.saves_bytes / 2**30:.2f} GiB ({s.price})"
+            for s in forecast.suggestions
+        ]
+        if forecast
+        else []
+    )
     return (
         "; ".join(found)
         or "close what else uses the card and give the same command again, or ask `finefit plan` for a smaller spec and start with --new"

@@ -41,7 +41,9 @@ def _note(live: Live, where: StageDir, step: int) -> None:
     held = bool(live.validation)
     rows = _by_source(where, live.validation, "validation") if held else _by_source(where, live.examples, "train")
     with autocast_for(live.stage.device, live.stage.precision):
-        found = measure_routing(live.model, rows, skipped=num_shared([row for several in rows.values() for row in several]))
+        found = measure_routing(
+            live.model, rows, skipped=num_shared([row for several in rows.values() for row in several])
+        )
     write_record(where.routing, found)
     where.routing_map.write_text(routing_map(found), encoding="utf-8")
     first = {name: _means(source.first) for name, source in found.sources.items()}

@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from finefit.artifacts.checkpoint import list_checkpoints, name_checkpoint, newest_verified, rotate, step_of, write_checkpoint
+from finefit.artifacts.checkpoint import (
+    list_checkpoints,
+    name_checkpoint,
+    newest_verified,
+    rotate,
+    step_of,
+    write_checkpoint,
+)
 from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.trainings import Stage, TrainState
@@ -74,7 +81,12 @@ class Saver:
     def _write(self, state: TrainState, checkpoint: Path, gathered: _Gathered | None) -> None:
         folder = self.where.checkpoints
         if self.last != state.step:
-            write_checkpoint(folder, state.step, lambda staging: self._fill(staging, state, gathered), needed_bytes=self._needed_bytes())
+            write_checkpoint(
+                folder,
+                state.step,
+                lambda staging: self._fill(staging, state, gathered),
+                needed_bytes=self._needed_bytes(),
+            )
         if state.best is not None:
             name_checkpoint(folder, "best", folder / f"checkpoint-{state.best.step}")
         if state.step == self.stage.total_steps:
@@ -94,7 +106,13 @@ class Saver:
         if gathered is None:
             save_state(staging, self.model, self.optimizer)
         else:
-            save_state(staging, self.model, self.optimizer, gathered=gathered.optimizer, random_of_ranks=gathered.random_of_ranks)
+            save_state(
+                staging,
+                self.model,
+                self.optimizer,
+                gathered=gathered.optimizer,
+                random_of_ranks=gathered.random_of_ranks,
+            )
         write_record(staging / STATE, state)
         (staging / "README.md").write_text(_model_card(self.stage, state), encoding="utf-8")
 
@@ -115,14 +133,19 @@ def _first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
     if error is not None:
         raise error
     if told is not None:
-        raise (Resumable if told.exit_code == Resumable.exit_code else RunError)(f"the first rank could not save: {told.problem}", told.remedy)
+        raise (Resumable if told.exit_code == Resumable.exit_code else RunError)(
+            f"the first rank could not save: {told.problem}", told.remedy
+        )
 
 
 def find_checkpoint(where: StageDir, stage: Stage) -> tuple[Path | None, list[str]]:
     """The newest verified checkpoint of this stage. One of another model, template or adapter is refused, not skipped."""
     checkpoint, rejected = newest_verified(where.checkpoints)
     if checkpoint is None and list_checkpoints(where.checkpoints):
-        raise RunError("no checkpoint verifies:\n" + "\n".join(rejected), "remove the damaged checkpoints to start from the beginning")
+        raise RunError(
+            "no checkpoint verifies:\n" + "\n".join(rejected),
+            "remove the damaged checkpoints to start from the beginning",
+        )
     if checkpoint is not None:
         _belongs(checkpoint, read_record(checkpoint / STATE, TrainState), stage)
     return checkpoint, rejected
@@ -134,7 +157,10 @@ def agreed_checkpoint(where: StageDir, stage: Stage, ranks: Ranks) -> tuple[Path
     names = [name or "none" for name in ranks.gather(checkpoint.name if checkpoint else None)]
     if len(set(names)) > 1:
         seen = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-        raise RunError(f"the ranks do not find the same checkpoint: {seen}", "see that every node reads the same run directory, then try again")
+        raise RunError(
+            f"the ranks do not find the same checkpoint: {seen}",
+            "see that every node reads the same run directory, then try again",
+        )
     return checkpoint, rejected
 
 
@@ -148,13 +174,19 @@ def _belongs(checkpoint: Path, state: TrainState, stage: Stage) -> None:
                 f"{stage.model_name} ({stage.model_fingerprint[:12]})",
             ),
             ("prompt template", state.template_sha256[:12], stage.template_sha256[:12]),
-            ("tuning", *(repr(tuning.model_dump(exclude={"adapter"})) for tuning in (state.tuning, stage.tuning))),  # its adapter by content, above
+            (
+                "tuning",
+                *(repr(tuning.model_dump(exclude={"adapter"})) for tuning in (state.tuning, stage.tuning)),
+            ),  # its adapter by content, above
             ("step", str(state.step), str(step_of(checkpoint))),
         )
         if theirs != ours
     ]
     if differing:
-        raise RunError(f"{checkpoint.name} belongs to another run: " + "; ".join(differing), "remove it from this run's checkpoints folder")
+        raise RunError(
+            f"{checkpoint.name} belongs to another run: " + "; ".join(differing),
+            "remove it from this run's checkpoints folder",
+        )
 
 
 def _model_card(stage: Stage, state: TrainState) -> str:

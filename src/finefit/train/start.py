@@ -53,5 +53,7 @@ def _not_at_the_start(loss: float, allowed: float, *, is_from_file: bool) -> Fin
     return FindingError(
         f"before the first step the DPO loss is {loss:.6f}, and it must be ln 2 = {math.log(2):.6f} (to {allowed:.0e}): the model and its reference "
         "are the same weights there. So the reference is not where training starts, and the model would be held to something else",
-        anew if is_from_file else "please report it with the spec; objective.reference: cached computes the reference beforehand",
+        anew
+        if is_from_file
+        else "please report it with the spec; objective.reference: cached computes the reference beforehand",
     )

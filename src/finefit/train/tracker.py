@@ -96,8 +96,12 @@ class Wandb:
     def __init__(self, run: Identity) -> None:
         import wandb
 
-        settings = wandb.Settings(x_disable_stats=True, console="off", disable_git=True, save_code=False)  # numbers of ours, and nothing else
-        self._run = wandb.init(project=run.project, id=run.name, name=run.name, dir=str(run.folder), resume="allow", settings=settings)
+        settings = wandb.Settings(
+            x_disable_stats=True, console="off", disable_git=True, save_code=False
+        )  # numbers of ours, and nothing else
+        self._run = wandb.init(
+            project=run.project, id=run.name, name=run.name, dir=str(run.folder), resume="allow", settings=settings
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -107,7 +111,11 @@ class Wandb:
         import wandb
 
         task = next(iter(values), "").partition("/")[0]
-        samples = {f"{task}/samples": wandb.Table(columns=["sample", "text"], data=[list(pair) for pair in texts.items()])} if texts else {}
+        samples = (
+            {f"{task}/samples": wandb.Table(columns=["sample", "text"], data=[list(pair) for pair in texts.items()])}
+            if texts
+            else {}
+        )
         self._run.log({**values, **samples, f"{task}/step": step})
 
     def close(self) -> None:
@@ -123,12 +131,18 @@ class Mlflow:
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         earlier = self._client.search_runs([experiment], filter_string=f"tags.finefit = '{run.name}'", max_results=1)
-        made = earlier[0] if earlier else self._client.create_run(experiment, run_name=run.name, tags={"finefit": run.name})
+        made = (
+            earlier[0]
+            if earlier
+            else self._client.create_run(experiment, run_name=run.name, tags={"finefit": run.name})
+        )
         self._id, self._metric = made.info.run_id, mlflow.entities.Metric
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[self._metric(name, value, now, step) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, metrics=[self._metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def score(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
         self.log(step, values)
@@ -144,7 +158,9 @@ class Trackio:
         import trackio
 
         self._trackio = trackio
-        trackio.init(project=run.project, name=run.name, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        trackio.init(
+            project=run.project, name=run.name, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(dict(values), step=step)
@@ -156,7 +172,12 @@ class Trackio:
         self._trackio.finish()
 
 
-SINKS: dict[str, Callable[[Identity], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+SINKS: dict[str, Callable[[Identity], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
 
 
 def log_of(where: StageDir, kind: str) -> Path:
@@ -189,7 +210,9 @@ def _texts(line: Mapping[str, Any]) -> dict[str, str]:
     """Of a line of scores: each sample as it would be read."""
     about = f"{line.get('task')}/{line.get('checkpoint')}"
     return {
-        f"{about}/sample-{at}": f"{sample['prompt']}\n\nanswer: {sample['answer']}\n\nreference: {sample['reference']}"[:_LONGEST_TEXT]
+        f"{about}/sample-{at}": f"{sample['prompt']}\n\nanswer: {sample['answer']}\n\nreference: {sample['reference']}"[
+            :_LONGEST_TEXT
+        ]
         for at, sample in enumerate(line.get("samples", ()), 1)
     }
 
@@ -198,14 +221,19 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in line.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and name not in _NO_MEASURES
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and name not in _NO_MEASURES
     }
 
 
 class Feed:
     """Of one tracker, until `is_over`."""
 
-    def __init__(self, where: StageDir, kind: str, project: str, lines: Path, offset: int, is_over: threading.Event) -> None:
+    def __init__(
+        self, where: StageDir, kind: str, project: str, lines: Path, offset: int, is_over: threading.Event
+    ) -> None:
         self._where, self._kind, self._lines, self._is_over = where, kind, lines, is_over
         self._identity = Identity(project=project, name=_name(where), folder=where.path)
         self._offset = offset

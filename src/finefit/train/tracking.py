@@ -45,14 +45,23 @@ class Tracking:
         offset: int | None = None,
     ) -> None:
         """`lines`: what they are fed from, by default the metrics; from `offset` on, by default from its end."""
-        self._where, self._trackers, self._tell, self._last_seconds = where, trackers, tell, last_seconds or _LAST_SECONDS
+        self._where, self._trackers, self._tell, self._last_seconds = (
+            where,
+            trackers,
+            tell,
+            last_seconds or _LAST_SECONDS,
+        )
         self._lines, self._offset = lines or where.metrics, offset
         self._fed: list[_Fed] = []
 
     def __enter__(self) -> "Tracking":
         for tracker in self._trackers:
             if importlib.util.find_spec(tracker.kind) is None:  # each package is called as its kind
-                self._tell(event="tracker_failed", tracker=tracker.kind, found=f"{tracker.kind} is not installed: pip install {tracker.kind}")
+                self._tell(
+                    event="tracker_failed",
+                    tracker=tracker.kind,
+                    found=f"{tracker.kind} is not installed: pip install {tracker.kind}",
+                )
             else:
                 self._fed.append(self._started(tracker))
         return self
@@ -65,7 +74,15 @@ class Tracking:
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*_COMMAND, tracker.kind, str(self._where.path), project, str(self._lines), str(offset), str(self._last_seconds)],
+                [
+                    *_COMMAND,
+                    tracker.kind,
+                    str(self._where.path),
+                    project,
+                    str(self._lines),
+                    str(offset),
+                    str(self._last_seconds),
+                ],
                 stdin=subprocess.PIPE,  # its end tells the process that training has ended, however it did
                 stdout=output,
                 stderr=output,
@@ -74,7 +91,9 @@ class Tracking:
             )
         return _Fed(tracker=tracker, process=process, offset=offset)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for fed in self._fed:
             assert fed.process.stdin is not None
             fed.process.stdin.close()

@@ -18,7 +18,9 @@ _RECENT_STEPS = 50
 class Watchdog:
     """Its thread lives as long as the `with` block. Whoever makes progress calls `beat`."""
 
-    def __init__(self, tell: Callable[..., Any], *, patience: float = PATIENCE_SECONDS, log: TextIO | None = None) -> None:
+    def __init__(
+        self, tell: Callable[..., Any], *, patience: float = PATIENCE_SECONDS, log: TextIO | None = None
+    ) -> None:
         """`tell` is given the event; the stacks go to `log`, by default the error output of the process."""
         self._tell, self._patience, self._log = tell, patience, log
         self._beaten, self._what, self._is_told = time.monotonic(), "the start", False
@@ -45,7 +47,11 @@ class Watchdog:
 
     def _report(self, idle: float, allowed: float) -> None:
         log = self._log or sys.stderr
-        print(f"nothing has gone on for {idle:.0f} seconds since {self._what}; the stacks of all threads:", file=log, flush=True)
+        print(
+            f"nothing has gone on for {idle:.0f} seconds since {self._what}; the stacks of all threads:",
+            file=log,
+            flush=True,
+        )
         faulthandler.dump_traceback(file=log, all_threads=True)
         self._tell(event="stalled", seconds=round(idle, 1), allowed_seconds=round(allowed, 1), since=self._what)
 
@@ -54,6 +60,8 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         self._thread.join(timeout=5)

@@ -63,7 +63,9 @@ from finefit.train.watchdog import Watchdog
 log = logging.getLogger("finefit")
 
 
-def run_stage(where: StageDir, stop: StopRequest, place: Place | None = None, store: Store | None = None) -> StageResult:
+def run_stage(
+    where: StageDir, stop: StopRequest, place: Place | None = None, store: Store | None = None
+) -> StageResult:
     """`place`: of this process among the ranks; `store`: where they leave word for each other, if it is open already."""
     stage = read_record(where.stage, Stage)
     _set_up_torch(stage, place)
@@ -72,11 +74,18 @@ def run_stage(where: StageDir, stop: StopRequest, place: Place | None = None, st
         if ranks.is_first:
             sweep(where.checkpoints)
         with Journal(where.metrics_of(ranks.rank)) as metrics, Journal(where.memory_of(ranks.rank)) as memory:
-            metrics.write(event="environment", variables=recorded_variables(os.environ), threads=torch.get_num_threads(), ranks=_who(visitors))
+            metrics.write(
+                event="environment",
+                variables=recorded_variables(os.environ),
+                threads=torch.get_num_threads(),
+                ranks=_who(visitors),
+            )
             return _trained(where, stage, stop, ranks, metrics, memory)
 
 
-def _trained(where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, metrics: Journal, memory: Journal) -> StageResult:
+def _trained(
+    where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, metrics: Journal, memory: Journal
+) -> StageResult:
     note_memory = _memory_notes(memory, stage.device)
     note_memory("start", 0)
     with Workers(num_workers(ranks.size)) as workers:
@@ -103,7 +112,9 @@ def _trained(where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, met
 
 
 @contextmanager
-def _company(where: StageDir, stage: Stage, place: Place | None, store: Store | None) -> Iterator[tuple[Ranks, Sequence[Visitor]]]:
+def _company(
+    where: StageDir, stage: Stage, place: Place | None, store: Store | None
+) -> Iterator[tuple[Ranks, Sequence[Visitor]]]:
     """The other ranks, met and found alike."""
     if place is None or place.size == 1:
         yield ONE_RANK, ()
@@ -117,7 +128,17 @@ def _company(where: StageDir, stage: Stage, place: Place | None, store: Store | 
 
 
 def _who(visitors: Sequence[Visitor]) -> list[dict[str, object]]:
-    return [{"rank": v.rank, "host": v.host, "pid": v.pid, "device": v.device, "threads": v.threads, "free_bytes": v.free_bytes} for v in visitors]
+    return [
+        {
+            "rank": v.rank,
+            "host": v.host,
+            "pid": v.pid,
+            "device": v.device,
+            "threads": v.threads,
+            "free_bytes": v.free_bytes,
+        }
+        for v in visitors
+    ]
 
 
 def _set_up_torch(stage: Stage, place: Place | None) -> None:
@@ -134,7 +155,9 @@ def _set_up_torch(stage: Stage, place: Place | None) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if stage.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported, which transformers may do long before us
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # read when DeepSpeed is first imported, which transformers may do long before us
     torch.manual_seed(stage.seed)
 
 
@@ -158,14 +181,24 @@ def _make_live(
     workers: Workers,
 ) -> tuple[Live, TrainState]:
     checkpoint = _checkpoint(where, stage, ranks, metrics)  # verified before a weight is loaded
-    examples = {name: open_examples(where.verified(name, stage.prepared)) for name in stage.prepared if name.endswith(".safetensors")}
+    examples = {
+        name: open_examples(where.verified(name, stage.prepared))
+        for name in stage.prepared
+        if name.endswith(".safetensors")
+    }
     folder = _folder(where, stage)
-    model = make_trainable(_base(folder, stage, where.run, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run)
-    kept = None if isinstance(stage.tuning, Full) else kept_of(model, folder)  # what little of a whole model is frozen is saved as the rest is
+    model = make_trainable(
+        _base(folder, stage, where.run, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run
+    )
+    kept = (
+        None if isinstance(stage.tuning, Full) else kept_of(model, folder)
+    )  # what little of a whole model is frozen is saved as the rest is
     keep_start(stage.objective, stage.tuning, model)
     engine = make_engine(stage, ranks, folder=where.path, run=where.run)
     watchdog = Watchdog(metrics.write)
-    forward = Rig(lambda levers: engine.around(partial(_forward, model, stage, levers)), stage.levers, beat=watchdog.beat)
+    forward = Rig(
+        lambda levers: engine.around(partial(_forward, model, stage, levers)), stage.levers, beat=watchdog.beat
+    )
     optimizer = engine.prepare(model, partial(make_optimizer, spec=stage.optimizer, device=stage.device))
     saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer, layout=engine, ranks=ranks, kept=kept)
     frozen = frozen_sums(model)  # as loaded and divided, before a checkpoint is put back
@@ -173,7 +206,17 @@ def _make_live(
         torch.manual_seed(stage.seed + ranks.rank)
     pad = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options).pad
     collator = Collator(pad=pad, see=OwnEye(where.tokenizer, folder / "config.json", stage.images))
-    start = Start(where=where, stage=stage, model=model, forward=forward, collator=collator, workers=workers, ranks=ranks, stop=stop, metrics=metrics)
+    start = Start(
+        where=where,
+        stage=stage,
+        model=model,
+        forward=forward,
+        collator=collator,
+        workers=workers,
+        ranks=ranks,
+        stop=stop,
+        metrics=metrics,
+    )
     rows = with_reference(start, examples)  # of the starting weights, so before a checkpoint is put back
     state = _fresh_state(stage)
     if checkpoint is None:
@@ -203,7 +246,9 @@ def _make_live(
         stop=stop,
         note_memory=note_memory,
         corrections=Corrections(where.path),
-        audit=Audit(model, engine, ranks, metrics.write, unfuse=partial(forward.change, replace(state.levers, kernels="torch"))),
+        audit=Audit(
+            model, engine, ranks, metrics.write, unfuse=partial(forward.change, replace(state.levers, kernels="torch"))
+        ),
         spikes=Spikes(line["loss"] for line in read_steps(where.metrics)),
         watchdog=watchdog,
         usage=Usage(_card(stage.device)),
@@ -223,7 +268,11 @@ def _forward(model: nn.Module, stage: Stage, levers: Levers) -> Forward:
 
 
 def _card(device: str) -> Read | None:
-    return open_card(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}") if device == "cuda" else None
+    return (
+        open_card(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+        if device == "cuda"
+        else None
+    )
 
 
 def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -> Path | None:
@@ -237,7 +286,10 @@ def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -
 def _folder(where: StageDir, stage: Stage) -> Path:
     located = locate_start(stage.model, stage.tuning, where.run)
     if located.fingerprint != stage.model_fingerprint:
-        raise RunError(f"the model {stage.model_name} has changed since this run began", "put the old one back, or start again with --new")
+        raise RunError(
+            f"the model {stage.model_name} has changed since this run began",
+            "put the old one back, or start again with --new",
+        )
     return located.folder
 
 
@@ -288,7 +340,9 @@ def _peak_bytes(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def work(where: StageDir, place: Place | None = None, store: Store | None = None, *, is_child_of_ours: bool = True) -> int:
+def work(
+    where: StageDir, place: Place | None = None, store: Store | None = None, *, is_child_of_ours: bool = True
+) -> int:
     """The exit code; the reason of a failure is in this rank's result. Of a success only the first rank writes one."""
     stop = StopRequest()
     stop.listen(is_child_of_ours=is_child_of_ours)
@@ -298,7 +352,9 @@ def work(where: StageDir, place: Place | None = None, store: Store | None = None
         result = run_stage(where, stop, place, store)
     except torch.OutOfMemoryError as error:
         log.error("%s", error)
-        words = FindingError(f"out of memory: {error}", "lower levers.micro_batch: start again with --new --set levers.micro_batch=1")
+        words = FindingError(
+            f"out of memory: {error}", "lower levers.micro_batch: start again with --new --set levers.micro_batch=1"
+        )
         result = _failed(where, Failure.of(words))
     except FinefitError as error:
         log.error("%s", error)

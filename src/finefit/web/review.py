@@ -23,7 +23,11 @@ from finefit.review.verdicts import REASONS
 from finefit.web.guard import LOGIN, Token
 from finefit.web.pictures import picture_of
 
-_PAGES = {"/": ("review.html", "text/html"), "/review.js": ("review.js", "text/javascript"), "/review.css": ("review.css", "text/css")}
+_PAGES = {
+    "/": ("review.html", "text/html"),
+    "/review.js": ("review.js", "text/javascript"),
+    "/review.css": ("review.css", "text/css"),
+}
 _NO_ROOM = 507
 Answer = Callable[[Request], Awaitable[Response]]
 

@@ -34,7 +34,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
             listening.bind((host, port))
         except OSError as error:
             raise UserError(
-                f"{host}:{port} cannot be listened on: {error.strerror}", "name another --port, or leave it away for a free one"
+                f"{host}:{port} cannot be listened on: {error.strerror}",
+                "name another --port, or leave it away for a free one",
             ) from None
         yield listening
 
@@ -50,7 +51,10 @@ def _reached_by(host: str) -> list[str]:
     if host in ("0.0.0.0", "::"):
         machine = socket.gethostname()
         found = [
-            address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses if _is_address(address.address)
+            address.address.partition("%")[0]
+            for addresses in psutil.net_if_addrs().values()
+            for address in addresses
+            if _is_address(address.address)
         ]
         return list(dict.fromkeys([machine, *found, "localhost"]))
     return list(dict.fromkeys([host, *(["localhost"] if is_loopback(host) else [])]))

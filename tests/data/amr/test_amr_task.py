@@ -21,7 +21,12 @@ TWICE = "(m / mèo :classifier(c / con) :theme(c1 / chuột :classifier(c / con)
 
 
 def a_row(answer: str = GOLD, **more: Any) -> Row:
-    return Row(source="gold.txt", number=7, messages=(Message("user", "The boy wants to go."), Message("assistant", answer)), **more)
+    return Row(
+        source="gold.txt",
+        number=7,
+        messages=(Message("user", "The boy wants to go."), Message("assistant", answer)),
+        **more,
+    )
 
 
 def a_task(form: AmrForm | None = None, **settings: Any) -> Task:
@@ -37,7 +42,9 @@ def test_an_answer_that_says_the_same_in_other_words_is_right() -> None:
     assert found == {"matched": TRIPLES, "predicted": TRIPLES, "gold": TRIPLES, "parsable": 1.0, "root": 1.0}
 
 
-@pytest.mark.parametrize("answer", ["", "I do not know.", "(w / want-01 :ARG0 (b / boy", "(w / want-01 :ARG0 (b / boy) :ARG1 (b / bird))"])
+@pytest.mark.parametrize(
+    "answer", ["", "I do not know.", "(w / want-01 :ARG0 (b / boy", "(w / want-01 :ARG0 (b / boy) :ARG1 (b / bird))"]
+)
 def test_an_answer_that_is_no_graph_matches_nothing_adds_nothing_and_leaves_all_to_be_found(answer: str) -> None:
     item = score_item(a_task(), 0, a_row(), prompt="", reply=Reply(text=answer))
     assert item.counts == {"matched": 0.0, "predicted": 0.0, "gold": TRIPLES, "parsable": 0.0, "root": 0.0}
@@ -71,19 +78,31 @@ def test_spelling_is_made_the_same_on_both_sides_unless_it_is_to_stay() -> None:
 
 
 def test_gold_that_defines_a_variable_twice_is_an_error_unless_a_recorded_repair_is_on() -> None:
-    with pytest.raises(NoResult, match=r"has a graph that defines c twice; give the second another name, or set repair_gold: true"):
+    with pytest.raises(
+        NoResult, match=r"has a graph that defines c twice; give the second another name, or set repair_gold: true"
+    ):
         a_task().require(a_row(TWICE))
     task = a_task(repair_gold=True)
-    item = score_item(task, 0, a_row(TWICE), prompt="", reply=Reply(text="(m / mèo :classifier (c / con) :theme (d / chuột :classifier (e / con)))"))
+    item = score_item(
+        task,
+        0,
+        a_row(TWICE),
+        prompt="",
+        reply=Reply(text="(m / mèo :classifier (c / con) :theme (d / chuột :classifier (e / con)))"),
+    )
     assert item.counts["matched"] == item.counts["predicted"] == item.counts["gold"] == 8.0
     assert item.extracted["gold_repairs"] == ["c / con is c2 now, since c was defined before"]
     assert task.signature["repair_gold"] == "true"
     assert counts(task, TWICE, a_row(TWICE))["matched"] == 8.0  # the gold itself is right
-    assert counts(task, TWICE, a_row("(m / mèo)"))["parsable"] == 0.0  # where the gold needs no repair, an answer gets none
+    assert (
+        counts(task, TWICE, a_row("(m / mèo)"))["parsable"] == 0.0
+    )  # where the gold needs no repair, an answer gets none
 
 
 def test_the_nearest_of_several_references_counts() -> None:
-    item = score_item(a_task(), 0, a_row("(x / other)", references=("(x / other)", GOLD)), prompt="", reply=Reply(text=GOLD))
+    item = score_item(
+        a_task(), 0, a_row("(x / other)", references=("(x / other)", GOLD)), prompt="", reply=Reply(text=GOLD)
+    )
     assert item.counts["matched"] == TRIPLES
     assert item.reference == GOLD
 
@@ -136,7 +155,12 @@ def build(row: Row, **form: Any) -> Row:
 
 def test_building_keeps_system_message_place_and_references() -> None:
     row = a_row(references=(GOLD, "(x / y)"))
-    row = Row(source=row.source, number=row.number, messages=(Message("system", "You parse."), *row.messages), references=row.references)
+    row = Row(
+        source=row.source,
+        number=row.number,
+        messages=(Message("system", "You parse."), *row.messages),
+        references=row.references,
+    )
     built = build(row, method="mtup2")
     assert (built.place, built.messages[0]) == (row.place, row.messages[0])
     assert [reference.splitlines()[1] for reference in built.references] == [f"Task 2: {GOLD}", "Task 2: (x / y)"]
@@ -150,7 +174,9 @@ def test_building_spells_concepts_one_way_or_leaves_them() -> None:
 def test_a_repair_is_told_in_the_row_and_without_it_the_row_cannot_be_built() -> None:
     assert build(a_row(TWICE), repair_gold=True).repairs == ("c / con is c2 now, since c was defined before",)
     assert build(a_row()).repairs == ()
-    assert build(a_row(references=(GOLD, TWICE)), repair_gold=True).repairs == ("c / con is c2 now, since c was defined before",)
+    assert build(a_row(references=(GOLD, TWICE)), repair_gold=True).repairs == (
+        "c / con is c2 now, since c was defined before",
+    )
     with pytest.raises(NoResult, match="defines c twice"):
         build(a_row(TWICE))
 

@@ -34,7 +34,16 @@ def test_lines_and_indentation_make_no_difference() -> None:
         ("(t / thi\u0301ch)", "(t / th\u00edch)"),
         ('(n / "New (York)" :quant 1)', '(n / "New (York)" :quant 1)'),
     ],
-    ids=["role at its bracket", "blanks in a concept", "no blanks", "slash and colon", "texts", "alignments", "composed letters", "quoted concept"],
+    ids=[
+        "role at its bracket",
+        "blanks in a concept",
+        "no blanks",
+        "slash and colon",
+        "texts",
+        "alignments",
+        "composed letters",
+        "quoted concept",
+    ],
 )
 def test_quirks_of_annotators_are_read(written: str, meant: str) -> None:
     assert write(parse(written)) == meant
@@ -68,12 +77,17 @@ def test_penman_and_we_read_the_same_where_penman_reads() -> None:
     def told(text: str) -> set[tuple[str, str, str]]:
         """Of penman: as the tree is written, before roles are turned round."""
         written = [(variable, role, target) for variable, edges in penman.parse(text).nodes() for role, target in edges]
-        return {(variable, role, str(target[0] if isinstance(target, tuple) else target)) for variable, role, target in written}
+        return {
+            (variable, role, str(target[0] if isinstance(target, tuple) else target))
+            for variable, role, target in written
+        }
 
     def ours(node: Node) -> set[tuple[str, str, str]]:
         own = {(node.variable, "/", node.concept)}
         for edge in node.edges:
-            own |= {(node.variable, f":{edge.role}", edge.target.variable if isinstance(edge.target, Node) else edge.target)}
+            own |= {
+                (node.variable, f":{edge.role}", edge.target.variable if isinstance(edge.target, Node) else edge.target)
+            }
             own |= ours(edge.target) if isinstance(edge.target, Node) else set()
         return own
 
@@ -132,7 +146,9 @@ def test_the_graph_is_found_among_prose(answer: str, graph: str) -> None:
     assert find_graph(answer) == graph
 
 
-@pytest.mark.parametrize(("answer", "reason"), [("", "the answer is empty"), ("I cannot (sorry).", "the answer holds no graph")])
+@pytest.mark.parametrize(
+    ("answer", "reason"), [("", "the answer is empty"), ("I cannot (sorry).", "the answer holds no graph")]
+)
 def test_an_answer_without_a_graph_says_so(answer: str, reason: str) -> None:
     with pytest.raises(NoResult, match=reason):
         find_graph(answer)
@@ -145,7 +161,11 @@ def test_an_answer_without_a_graph_says_so(answer: str, reason: str) -> None:
         ("(w / want :ARG0 (b / boy", "(w / want :ARG0 (b / boy))", 2),
         ("(w / want :ARG0 (b / boy)) ) )", "(w / want :ARG0 (b / boy))", 1),
         ("(w / want :ARG0 :ARG1 (b / boy))", "(w / want :ARG1 (b / boy))", 1),
-        ("(w / want :ARG0 (b / boy) :ARG1 (b / bird :poss b))", "(w / want :ARG0 (b / boy) :ARG1 (b2 / bird :poss b))", 1),
+        (
+            "(w / want :ARG0 (b / boy) :ARG1 (b / bird :poss b))",
+            "(w / want :ARG0 (b / boy) :ARG1 (b2 / bird :poss b))",
+            1,
+        ),
         ("(w / want :ARG0 (b /", "(w / want)", 3),
         ('(n / name :op1 "Salt)', '(n / name :op1 "Salt")', 1),
         ("(w / want (b / boy) :ARG1 (g / go))", "(w / want :ARG1 (g / go))", 1),

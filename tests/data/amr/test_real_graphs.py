@@ -45,7 +45,10 @@ def test_a_dropped_graph_raises(tmp_path: Path) -> None:
 
 def test_a_hundred_perturbed_graphs_score_as_the_package_scores_them(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(0)
-    drawn = [(perturbed(gold, chance), gold) for gold in chance.sample([parse(block.graph) for block in read_graphs(TRAIN)], 100)]
+    drawn = [
+        (perturbed(gold, chance), gold)
+        for gold in chance.sample([parse(block.graph) for block in read_graphs(TRAIN)], 100)
+    ]
     theirs = [of_the_package(predicted, gold, monkeypatch) for predicted, gold in drawn]
     ours = [(one.matched, one.predicted, one.gold) for one in (matched(predicted, gold) for predicted, gold in drawn)]
     print(f"\nSmatch of 100 perturbed graphs: {corpus_f1(ours):.3f}, by the package {corpus_f1(theirs):.3f}")

@@ -35,7 +35,9 @@ def of_the_package(predicted: Node, gold: Node, monkeypatch: pytest.MonkeyPatch)
     return found
 
 
-def test_the_corpus_score_is_that_of_the_smatch_package_to_three_decimals_on_perturbed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_score_is_that_of_the_smatch_package_to_three_decimals_on_perturbed_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn = pairs(100)
     theirs = [of_the_package(predicted, gold, monkeypatch) for predicted, gold in drawn]
     found = [matched(predicted, gold) for predicted, gold in drawn]
@@ -76,7 +78,9 @@ LETTERS = st.integers(0, 3)
 TRIPLES = st.builds(
     lambda concepts, attributes, relations: Triples(
         concepts=tuple(f"c{concept}" for concept in concepts),
-        attributes=frozenset({(0, "top", "top"), *((at % len(concepts), f"r{role}", f"v{value}") for at, role, value in attributes)}),
+        attributes=frozenset(
+            {(0, "top", "top"), *((at % len(concepts), f"r{role}", f"v{value}") for at, role, value in attributes)}
+        ),
         relations=frozenset((begin % len(concepts), f"r{role}", end % len(concepts)) for begin, role, end in relations),
     ),
     st.lists(LETTERS, min_size=1, max_size=5),
@@ -129,7 +133,9 @@ def best_of_all(first: Triples, second: Triples) -> int:
 
 
 def _agree(first: Triples, second: Triples, mapping: tuple[int, ...]) -> int:
-    concepts = sum(to != -1 and concept == second.concepts[to] for concept, to in zip(first.concepts, mapping, strict=True))
+    concepts = sum(
+        to != -1 and concept == second.concepts[to] for concept, to in zip(first.concepts, mapping, strict=True)
+    )
     attributes = {(mapping[at], role, value) for at, role, value in first.attributes}
     relations = {(mapping[begin], role, mapping[end]) for begin, role, end in first.relations}
     return concepts + len(attributes & second.attributes) + len(relations & second.relations)
@@ -158,7 +164,12 @@ def test_writings_that_mean_the_same_match_wholly(text: str, same: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("(b / boy)", 2), ("(b / boy :ARG0-of (g / go-01))", 4), ("(b / boy :consist-of (g / gold))", 4), ("(b / boy :polarity - :quant 3)", 4)],
+    [
+        ("(b / boy)", 2),
+        ("(b / boy :ARG0-of (g / go-01))", 4),
+        ("(b / boy :consist-of (g / gold))", 4),
+        ("(b / boy :polarity - :quant 3)", 4),
+    ],
 )
 def test_triples_are_concepts_attributes_relations_and_the_root(text: str, number: int) -> None:
     assert len(triples(parse(text))) == number
@@ -175,12 +186,16 @@ def test_texts_of_several_words_are_compared_whole() -> None:
 
 
 def test_more_starts_never_find_less() -> None:
-    found: list[Any] = [[match(triples(p), triples(g), restarts=restarts).matched for p, g in pairs(20)] for restarts in (0, 5, 20)]
+    found: list[Any] = [
+        [match(triples(p), triples(g), restarts=restarts).matched for p, g in pairs(20)] for restarts in (0, 5, 20)
+    ]
     assert all(few <= some <= many for few, some, many in zip(*found, strict=True))
 
 
 def test_an_answer_that_never_stops_is_matched_in_bounded_time() -> None:
-    endless = parse("(a / and" + "".join(f" :op{n} (s{n} / see-01 :ARG0 (b{n} / boy) :ARG1 (c{n} / cup))" for n in range(60)) + ")")
+    endless = parse(
+        "(a / and" + "".join(f" :op{n} (s{n} / see-01 :ARG0 (b{n} / boy) :ARG1 (c{n} / cup))" for n in range(60)) + ")"
+    )
     found = matched(endless, shipped("train")[0])
     assert found.predicted == 182 + 180
     assert found.matched <= found.gold

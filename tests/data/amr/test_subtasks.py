@@ -54,7 +54,9 @@ def test_the_answer_of_a_method_is_its_sub_tasks_one_behind_the_other(method: Me
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_last_result_is_found_in_what_was_built(method: Method) -> None:
-    assert last_result(target_of(GRAPH, method), method) == WRITTEN if method in ("baseline", "mtup2") else f"\n{WRITTEN}"
+    assert (
+        last_result(target_of(GRAPH, method), method) == WRITTEN if method in ("baseline", "mtup2") else f"\n{WRITTEN}"
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)

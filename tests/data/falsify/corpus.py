@@ -43,6 +43,11 @@ def context_of(*texts: str, others: tuple[str, ...] = (), words: Words | None = 
 
 
 def _claim(text: str, chance: random.Random) -> str:
-    named = {"how": chance.choice(_HOW), "what": chance.choice(_WHAT), "who": chance.choice(_WHO), "y": chance.randint(1998, 2019)}
+    named = {
+        "how": chance.choice(_HOW),
+        "what": chance.choice(_WHAT),
+        "who": chance.choice(_WHO),
+        "y": chance.randint(1998, 2019),
+    }
     said = text.format(**named, n=chance.randint(11, 89), m=chance.randint(90, 400), k=chance.randint(2, 24))
     return said[0].upper() + said[1:]

@@ -14,7 +14,9 @@ LENGTHS = {"characters": len}
 
 
 def _cost(choices: list[list[Counts]], taken: tuple[int, ...] | list[int], target: float) -> float:
-    totals = {name: sum(options[at].get(name, 0.0) for options, at in zip(choices, taken, strict=True)) for name in "abc"}
+    totals = {
+        name: sum(options[at].get(name, 0.0) for options, at in zip(choices, taken, strict=True)) for name in "abc"
+    }
     return sum((total - (target if name == "a" else 0)) ** 2 for name, total in totals.items())
 
 
@@ -24,11 +26,15 @@ def test_no_single_other_choice_would_be_better(choices: list[list[Counts]], tar
     for choice, options in enumerate(choices):
         others = [[*taken[:choice], at, *taken[choice + 1 :]] for at in range(len(options))]
         assert _cost(choices, taken, target) <= min(_cost(choices, other, target) for other in others)
-    assert _cost(choices, taken, target) >= min(_cost(choices, other, target) for other in product(*(range(len(options)) for options in choices)))
+    assert _cost(choices, taken, target) >= min(
+        _cost(choices, other, target) for other in product(*(range(len(options)) for options in choices))
+    )
 
 
 def test_longer_and_shorter_come_out_even_at_every_size() -> None:
-    choices: list[list[Counts]] = [[{"all": 1.0, size: 1.0}, {"all": -1.0, size: -1.0}] for size in ("small", "large") for _ in range(50)]
+    choices: list[list[Counts]] = [
+        [{"all": 1.0, size: 1.0}, {"all": -1.0, size: -1.0}] for size in ("small", "large") for _ in range(50)
+    ]
     taken = balance(choices, targets={}, weights={"all": 1.0, "small": 1.0, "large": 1.0}, chance=random.Random(1))
     for size in ("small", "large"):
         assert sum(options[at].get(size, 0) for options, at in zip(choices, taken, strict=True)) in (-2, 0, 2)
@@ -51,23 +57,33 @@ def _change(row: int, rule: RuleName, before: str, after: str) -> Falsified:
 
 
 def test_rules_come_in_their_shares() -> None:
-    options = {str(row): [_change(row, "entity", f"x{row}", f"y{row}"), _change(row, "number", f"1{row}", f"2{row}")] for row in range(100)}
+    options = {
+        str(row): [_change(row, "entity", f"x{row}", f"y{row}"), _change(row, "number", f"1{row}", f"2{row}")]
+        for row in range(100)
+    }
     taken = take_evenly(options, shares={"entity": 3.0, "number": 1.0}, per_row=1, lengths=LENGTHS, seed=0)
     assert sum(change.rule == "entity" for changes in taken.values() for change in changes) == 75
 
 
 def test_no_word_stands_on_one_side_much_more_often_than_a_coin_would_have_it() -> None:
     denied = [(verb, f"{verb} not") for verb in ("is", "was", "are")]
-    options = {str(row): [_change(row, "negation", *change) for change in (*denied, ("is not", "is"))] for row in range(400)}
+    options = {
+        str(row): [_change(row, "negation", *change) for change in (*denied, ("is not", "is"))] for row in range(400)
+    }
     leanings = []
     for seed in range(10):
         taken = take_evenly(options, shares={"negation": 1.0}, per_row=1, lengths={}, seed=seed)
-        leanings.append(sum(1 if change.after.endswith("not") else -1 for changes in taken.values() for change in changes))
+        leanings.append(
+            sum(1 if change.after.endswith("not") else -1 for changes in taken.values() for change in changes)
+        )
     assert max(map(abs, leanings)) <= 4 * 20
     assert len(set(leanings)) > 4
 
 
 def test_several_pairs_of_a_row_are_made_by_different_rules() -> None:
-    options = {str(row): [_change(row, "entity", "x", "y"), _change(row, "number", "1", "2"), _change(row, "number", "1", "3")] for row in range(10)}
+    options = {
+        str(row): [_change(row, "entity", "x", "y"), _change(row, "number", "1", "2"), _change(row, "number", "1", "3")]
+        for row in range(10)
+    }
     taken = take_evenly(options, shares={"entity": 1.0, "number": 1.0}, per_row=2, lengths=LENGTHS, seed=0)
     assert all(sorted(change.rule for change in changes) == ["entity", "number"] for changes in taken.values())

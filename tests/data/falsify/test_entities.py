@@ -34,7 +34,9 @@ def test_terms_are_known_by_lists_endings_and_capitals(text: str, kinds: list[st
 
 def test_a_term_gives_way_to_another_of_its_kind_from_the_other_rows() -> None:
     others = ("It helps HBO.", "It helps CBT.", "Also PCR.", "Also LOS.", "Also ICU.")
-    assert _swapped("We used MRI here.", others=others) == {f"We used {term} here." for term in ("HBO", "CBT", "PCR", "LOS", "ICU")}
+    assert _swapped("We used MRI here.", others=others) == {
+        f"We used {term} here." for term in ("HBO", "CBT", "PCR", "LOS", "ICU")
+    }
 
 
 def test_a_term_of_the_rows_own_source_is_never_put_in_nor_its_plural() -> None:
@@ -49,7 +51,9 @@ def test_the_lists_serve_where_the_rows_have_too_few_terms_of_a_kind() -> None:
 
 
 def test_the_lists_are_silent_where_the_rows_have_enough() -> None:
-    words = Words(kinds={"drug": KindOfTerm(words=("aspirin", "heparin", "insulin", "morphine", "warfarin", "digoxin"))})
+    words = Words(
+        kinds={"drug": KindOfTerm(words=("aspirin", "heparin", "insulin", "morphine", "warfarin", "digoxin"))}
+    )
     others = ("heparin", "insulin", "morphine", "warfarin")
     assert _swapped("We gave aspirin.", others=others, words=words) == {f"We gave {drug}." for drug in others}
 
@@ -59,7 +63,14 @@ def test_article_and_capital_fit_the_new_term() -> None:
     assert _swapped("It is a liver.", words=words) == {"It is an eye."}
     assert _swapped("Eye and hand.", words=words) == {"Liver and hand."}
     assert _swapped("We saw an MRI.", others=("a CT scan", "an MRI")) == {"We saw a CT."}
-    assert [sounds_like_a_vowel(word) for word in ("hour", "union", "ulcer", "HBO", "PCR", "unit")] == [True, False, True, True, False, False]
+    assert [sounds_like_a_vowel(word) for word in ("hour", "union", "ulcer", "HBO", "PCR", "unit")] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_term_of_quite_another_length_is_not_taken() -> None:

@@ -30,7 +30,9 @@ def test_a_foreign_sentence_stands_at_any_place_or_in_place_of_any() -> None:
             (first, second, third, FOREIGN),
         )
     }
-    replaced = {" ".join(parts) for parts in ((FOREIGN, second, third), (first, FOREIGN, third), (first, second, FOREIGN))}
+    replaced = {
+        " ".join(parts) for parts in ((FOREIGN, second, third), (first, FOREIGN, third), (first, second, FOREIGN))
+    }
     assert texts == inserted | replaced
 
 
@@ -39,7 +41,9 @@ def test_a_single_sentence_is_kept_and_one_without_an_end_stays_last() -> None:
 
 
 def test_lines_stay_lines() -> None:
-    assert f"A line.\n{FOREIGN}\nAnother line." in {change.text for change in _changes("A line.\nAnother line.", (FOREIGN,))}
+    assert f"A line.\n{FOREIGN}\nAnother line." in {
+        change.text for change in _changes("A line.\nAnother line.", (FOREIGN,))
+    }
 
 
 def test_a_sentence_that_the_row_may_support_is_not_taken() -> None:
@@ -62,7 +66,9 @@ def test_names_of_the_foreign_sentence_become_those_of_the_row_each_once() -> No
 @given(st.integers(1, 10_000), st.integers(0, 99))
 def test_the_answer_is_never_returned_as_it_was(number: int, seed: int) -> None:
     row = make_row(number, seed=1)
-    context = context_of(*(message.content for message in row.messages), others=tuple(other.answer for other in make_rows(30)))
+    context = context_of(
+        *(message.content for message in row.messages), others=tuple(other.answer for other in make_rows(30))
+    )
     change = fabricate(row.answer, context, random.Random(seed))
     if change is not None:
         assert change.text != row.answer
@@ -72,7 +78,14 @@ def test_the_answer_is_never_returned_as_it_was(number: int, seed: int) -> None:
 def test_sentences_end_at_full_stops_and_not_at_abbreviations_initials_and_decimals() -> None:
     text = 'He (e.g. Dr. Smith et al.) saw S. aureus in 1.5 ml. "Yes." Was it so? It was\n- one\n- two'
     found = [span.text for span in sentences_of(text, shipped_words())]
-    assert found == ["He (e.g. Dr. Smith et al.) saw S. aureus in 1.5 ml.", '"Yes."', "Was it so?", "It was", "- one", "- two"]
+    assert found == [
+        "He (e.g. Dr. Smith et al.) saw S. aureus in 1.5 ml.",
+        '"Yes."',
+        "Was it so?",
+        "It was",
+        "- one",
+        "- two",
+    ]
 
 
 @given(st.text(alphabet="aA1.?! \n\"'(", max_size=60))

@@ -38,7 +38,9 @@ def made() -> Made:
 def _changes(made: Made) -> dict[str, list[tuple[str, str, str, int]]]:
     changes: dict[str, list[tuple[str, str, str, int]]] = {}
     for pair in made.pairs:
-        changes.setdefault(pair.row.place, []).append((pair.change.rule, pair.change.before, pair.change.after, pair.change.at))
+        changes.setdefault(pair.row.place, []).append(
+            (pair.change.rule, pair.change.before, pair.change.after, pair.change.at)
+        )
     return changes
 
 
@@ -53,7 +55,9 @@ def test_differences_of_every_size_are_even(made: Made) -> None:
     assert made.audit is not None
     assert len(made.audit.sizes) >= 6
     assert all(abs(size.longer - size.shorter) <= 5 for size in made.audit.sizes)
-    assert sum(size.longer for size in made.audit.sizes) == pytest.approx(sum(size.shorter for size in made.audit.sizes), abs=4)
+    assert sum(size.longer for size in made.audit.sizes) == pytest.approx(
+        sum(size.shorter for size in made.audit.sizes), abs=4
+    )
 
 
 def test_every_rule_makes_its_part(made: Made) -> None:
@@ -84,7 +88,14 @@ from finefit.data.falsify.make import make_pairs
 from tests.data.falsify.corpus import make_rows
 print([(pair.change.before, pair.change.after) for pair in make_pairs(make_rows(12), seed=0).pairs])"""
     printed = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=ROOT,
+        )
         for seed in ("1", "2")
     ]
     assert printed[0].stdout == printed[1].stdout != "[]\n"
@@ -130,7 +141,9 @@ def test_an_answer_that_is_judged_right_is_used() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 30).map(make_row) | st.sampled_from(ODD), max_size=8), st.integers(1, 4), st.integers(0, 9))
+@given(
+    st.lists(st.integers(1, 30).map(make_row) | st.sampled_from(ODD), max_size=8), st.integers(1, 4), st.integers(0, 9)
+)
 def test_used_and_unused_are_all_that_was_read(rows: list[Row | BadRow], per_row: int, seed: int) -> None:
     made = make_pairs(rows, seed=seed, per_row=per_row)
     assert made.read == len(rows) == made.used + len(made.unused)
@@ -146,7 +159,9 @@ def test_another_right_answer_of_the_row_is_never_the_wrong_side() -> None:
     other = row_of("It was the lungs.", number=2, asked="And?")
 
     def wrong(*references: str) -> set[str]:
-        made = make_pairs([row_of("It was the liver.", references=references), other], seed=0, shares={"entity": 1.0}, words=words)
+        made = make_pairs(
+            [row_of("It was the liver.", references=references), other], seed=0, shares={"entity": 1.0}, words=words
+        )
         assert made.used + len(made.unused) == 2
         return {pair.change.text for pair in made.pairs}
 
@@ -174,7 +189,10 @@ def test_a_rule_can_be_asked_for_alone(rule: RuleName) -> None:
 
 def test_the_rules_load_no_torch() -> None:
     code = "import sys, finefit.data.falsify.written; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
 
 
 # as files
@@ -182,7 +200,9 @@ def test_the_rules_load_no_torch() -> None:
 
 def test_the_written_pairs_are_read_as_objective_dpo_reads_pairs(made: Made, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.jsonl", made.pairs)
-    rows = [row for row in open_source(Source(path="pairs.jsonl"), tmp_path, split="train").rows() if isinstance(row, Row)]
+    rows = [
+        row for row in open_source(Source(path="pairs.jsonl"), tmp_path, split="train").rows() if isinstance(row, Row)
+    ]
     assert len(rows) == len(made.pairs)
     for row, pair in zip(rows, made.pairs, strict=True):
         assert (row.kind, row.messages, row.num_given) == ("pair", pair.row.messages, 1)
@@ -195,14 +215,22 @@ def test_a_line_tells_rule_change_and_row(made: Made, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.jsonl", made.pairs)
     for line in read_lines(tmp_path / "pairs.jsonl"):
         change = line["change"]
-        assert line["chosen"][: change["at"]] + change["after"] + line["chosen"][change["at"] + len(change["before"]) :] == line["rejected"]
+        assert (
+            line["chosen"][: change["at"]] + change["after"] + line["chosen"][change["at"] + len(change["before"]) :]
+            == line["rejected"]
+        )
         assert line["rule"] in ALL_RULES
         assert line["row"].startswith("rows.jsonl:")
 
 
 def test_earlier_calls_and_thoughts_and_tools_come_back_as_they_were(tmp_path: Path) -> None:
     call = ToolCall("lookup", '{"word": "rain"}')
-    earlier = (Message("system", "Be brief."), Message("user", "q"), Message("assistant", "", "hm", (call,)), Message("tool", "wet"))
+    earlier = (
+        Message("system", "Be brief."),
+        Message("user", "q"),
+        Message("assistant", "", "hm", (call,)),
+        Message("tool", "wet"),
+    )
     tools = '[{"name": "lookup"}]'
     row = replace(make_row(1), messages=(*earlier, make_row(1).messages[-1]), tools=tools)
     made = make_pairs([row], seed=0)

@@ -53,7 +53,9 @@ def test_a_denial_becomes_a_sentence_that_still_reads_well(denied: str, affirmed
     assert affirmed in _inverted(denied)
 
 
-@pytest.mark.parametrize("text", ["It is not only cheap.", "It no longer holds.", "Is it so?", "A case-control follow-up.", "Plain words."])
+@pytest.mark.parametrize(
+    "text", ["It is not only cheap.", "It no longer holds.", "Is it so?", "A case-control follow-up.", "Plain words."]
+)
 def test_what_would_read_badly_is_left_alone(text: str) -> None:
     assert _inverted(text) == set()
 

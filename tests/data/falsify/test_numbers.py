@@ -11,7 +11,9 @@ from finefit.data.falsify.words import shipped_words
 from tests.data.falsify.corpus import context_of
 
 WHOLE = st.integers(0, 10**9).map(str)
-DECIMAL = st.tuples(st.integers(0, 9999), st.integers(0, 9999), st.integers(1, 5)).map(lambda n: f"{n[0]}.{n[1]:0{n[2]}d}")
+DECIMAL = st.tuples(st.integers(0, 9999), st.integers(0, 9999), st.integers(1, 5)).map(
+    lambda n: f"{n[0]}.{n[1]:0{n[2]}d}"
+)
 GROUPED = st.integers(1000, 10**9).map(lambda n: f"{n:,}")
 NUMBERS = WHOLE | DECIMAL | GROUPED
 BEHIND = st.sampled_from(("", "%", " %", " mg", "mg", "-fold", " patients"))

@@ -12,7 +12,9 @@ def _change(before: str, after: str) -> Falsified:
     return Falsified(answer=ANSWER, rule="negation", before=before, after=after, at=ANSWER.index(before))
 
 
-@pytest.mark.parametrize(("before", "after"), [("safe", "SAFE"), ("safe", " safe"), ("safe.", "safe!"), ("safe", "safe")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("safe", "SAFE"), ("safe", " safe"), ("safe.", "safe!"), ("safe", "safe")]
+)
 def test_what_differs_in_case_space_or_punctuation_alone_is_not_wrong(before: str, after: str) -> None:
     assert not is_wrong(_change(before, after), context_of())
 
@@ -28,6 +30,8 @@ def test_lists_that_change_nothing_make_no_pair() -> None:
 
 
 def test_options_are_a_function_of_seed_rule_and_row() -> None:
-    drawn = [seeded(*parts).random() for parts in ((0, "a", "b"), (1, "a", "b"), (0, "b", "b"), (0, "a", "c"), (0, "ab", ""))]
+    drawn = [
+        seeded(*parts).random() for parts in ((0, "a", "b"), (1, "a", "b"), (0, "b", "b"), (0, "a", "c"), (0, "ab", ""))
+    ]
     assert len(set(drawn)) == 5
     assert seeded(0, "a", "b").random() == drawn[0]

@@ -15,7 +15,9 @@ from finefit.spec.rows import Source
 
 
 def _row(asked: str = "Why?", *, number: int = 1, tools: str = "") -> Row:
-    return Row(source="a", number=number, messages=(Message("user", asked), Message("assistant", "Because.")), tools=tools)
+    return Row(
+        source="a", number=number, messages=(Message("user", asked), Message("assistant", "Because.")), tools=tools
+    )
 
 
 def _samples(*scored: tuple[str, float]) -> list[Sample]:
@@ -38,11 +40,16 @@ def test_the_best_answer_is_preferred_to_the_worst() -> None:
         ((("one", 1.0),), "has 1 sampled answers, and a pair needs two"),
         ((("one", 1.0), ("two", 1.0)), "has scores from 1 to 1, which differ by no more than 0.2"),
         ((("one", 1.0), ("two", 0.85)), "has scores from 0.85 to 1, which differ by no more than 0.2"),
-        ((("Same text.", 1.0), (" same  TEXT", 0.0)), "has a best and a worst answer that read the same, or one that is empty"),
+        (
+            (("Same text.", 1.0), (" same  TEXT", 0.0)),
+            "has a best and a worst answer that read the same, or one that is empty",
+        ),
         ((("one", 1.0), (" ", 0.0)), "has a best and a worst answer that read the same, or one that is empty"),
     ],
 )
-def test_a_row_without_a_difference_is_not_used_and_says_why(samples: tuple[tuple[str, float], ...], reason: str) -> None:
+def test_a_row_without_a_difference_is_not_used_and_says_why(
+    samples: tuple[tuple[str, float], ...], reason: str
+) -> None:
     found = from_scored([(_row(), _samples(*samples))], seed=0, margin=0.2)
     assert found.pairs == ()
     assert [(unused.place, unused.reason) for unused in found.unused] == [("a:1", reason)]
@@ -50,7 +57,11 @@ def test_a_row_without_a_difference_is_not_used_and_says_why(samples: tuple[tupl
 
 def test_among_equal_scores_those_are_taken_that_keep_lengths_even() -> None:
     rows = [
-        (_row(f"Why {at}?", number=at), _samples((f"middle {at:03}", 1.0), (f"longermuch {at:03}", 0.0), (f"mi {at:03}", 0.0))) for at in range(100)
+        (
+            _row(f"Why {at}?", number=at),
+            _samples((f"middle {at:03}", 1.0), (f"longermuch {at:03}", 0.0), (f"mi {at:03}", 0.0)),
+        )
+        for at in range(100)
     ]
     found = from_scored(rows, seed=0)
     assert found.audit is not None
@@ -63,8 +74,14 @@ def test_a_score_that_is_no_number_is_refused() -> None:
         from_scored([(_row(), _samples(("one", math.nan), ("two", 1.0)))], seed=0)
 
 
-@given(st.dictionaries(st.text("ab", max_size=3), st.lists(st.tuples(st.text("xy ", max_size=3), st.integers(0, 2)), max_size=4)))
-def test_pairs_and_unused_are_all_rows_also_of_files_that_are_called_alike(rows: dict[str, list[tuple[str, int]]]) -> None:
+@given(
+    st.dictionaries(
+        st.text("ab", max_size=3), st.lists(st.tuples(st.text("xy ", max_size=3), st.integers(0, 2)), max_size=4)
+    )
+)
+def test_pairs_and_unused_are_all_rows_also_of_files_that_are_called_alike(
+    rows: dict[str, list[tuple[str, int]]],
+) -> None:
     found = from_scored([(_row(asked), _samples(*samples)) for asked, samples in rows.items()], seed=0)
     assert len(rows) == len(found.pairs) + len(found.unused)
     assert all(pair.chosen.score > pair.rejected.score for pair in found.pairs)

@@ -49,7 +49,11 @@ class Lens(Protocol):
         ...
 
     def extra(
-        self, input_ids_BT: NDArray[np.int64], lengths: Sequence[int], rows: Sequence[Sequence[Shown]], prompts: Sequence[int] | None = None
+        self,
+        input_ids_BT: NDArray[np.int64],
+        lengths: Sequence[int],
+        rows: Sequence[Sequence[Shown]],
+        prompts: Sequence[int] | None = None,
     ) -> Extra:
         """What the batch is given beside its tokens, which are padded on the right and have `lengths` of their own: one sequence of images for each
         row, in the order of their marks. It has the tensor `places_I`, the flat positions in B x T of the image tokens, in order; the rest is between

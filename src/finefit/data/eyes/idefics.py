@@ -21,7 +21,10 @@ from finefit.errors import SpecError
 from finefit.objective.batch import Extra
 from finefit.spec.rows import ImageLimits
 
-_PIL: Mapping[str, type[BaseImageProcessor]] = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}
+_PIL: Mapping[str, type[BaseImageProcessor]] = {
+    "idefics3": Idefics3ImageProcessorPil,
+    "smolvlm": SmolVLMImageProcessorPil,
+}
 _LARGEST = 4096
 """Pixels of the longer side, which the processors never go beyond."""
 
@@ -75,7 +78,10 @@ class IdeficsEye:
     def text(self, size: Size) -> str:
         rows, columns = self.grid(size)
         tokens = self.mark * self.lens.features
-        lines = ["".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n" for row in range(rows)]
+        lines = [
+            "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
         return "".join(lines) + ("\n" if rows else "") + self.around + self.whole + tokens + self.around
 
     def plain(self, prompt: str, start: str) -> str:
@@ -90,7 +96,9 @@ class IdeficsEye:
         if self.max_pixels is None or not self.processor.do_image_splitting:
             return usual
         choices = [usual, *(side * tiles for tiles in range(math.ceil(usual / side) - 1, 0, -1))]
-        return next((longest for longest in choices if _shown(self._cut(size, longest)) * side**2 <= self.max_pixels), side)
+        return next(
+            (longest for longest in choices if _shown(self._cut(size, longest)) * side**2 <= self.max_pixels), side
+        )
 
     def _cut(self, size: Size, longest: int) -> Grid:
         width, height = _scaled(size, longest)
@@ -146,7 +154,11 @@ def idefics_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) ->
     return tried(found, lens.tile)
 
 
-_WORDS = (("image_token", "<image>"), ("fake_image_token", "<fake_token_around_image>"), ("global_image_token", "<global-img>"))
+_WORDS = (
+    ("image_token", "<image>"),
+    ("fake_image_token", "<fake_token_around_image>"),
+    ("global_image_token", "<global-img>"),
+)
 
 
 def _require_reach(limits: ImageLimits, side: int, processor: Any) -> None:
@@ -160,7 +172,8 @@ def _require_reach(limits: ImageLimits, side: int, processor: Any) -> None:
         return
     if not processor.do_image_splitting:
         raise SpecError(
-            f"data.images.max_pixels would have no effect: this model sees every image as {side} x {side} pixels", "take it out of the spec"
+            f"data.images.max_pixels would have no effect: this model sees every image as {side} x {side} pixels",
+            "take it out of the spec",
         )
     if limits.max_pixels < side**2:
         raise SpecError(

@@ -36,7 +36,10 @@ def llava_lens(config: Mapping[str, Any]) -> LlavaLens:
 
 def num_features(settings: Any, tile: Tile) -> int:
     """Of a tile: CLIP puts a class token before the patches, and the usual way is to leave out what comes first."""
-    has_class, leaves_first = settings.vision_config.model_type == TOWERS[0], settings.vision_feature_select_strategy == "default"
+    has_class, leaves_first = (
+        settings.vision_config.model_type == TOWERS[0],
+        settings.vision_feature_select_strategy == "default",
+    )
     return tile.patches**2 + int(has_class) - int(leaves_first)
 
 

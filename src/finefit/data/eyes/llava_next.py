@@ -38,7 +38,10 @@ class LlavaNextLens:
 
     def square(self, side: int) -> Grid:
         smallest = min(self.pinpoints, key=lambda point: point[0] * point[1])
-        return self.cut((side, side), [list(point) for point in self.pinpoints if point[0] * point[1] <= side**2] or [list(smallest)])
+        return self.cut(
+            (side, side),
+            [list(point) for point in self.pinpoints if point[0] * point[1] <= side**2] or [list(smallest)],
+        )
 
     def num_tokens(self, grid: Grid) -> int:
         _, _, height, width = grid
@@ -122,14 +125,18 @@ def llava_next_lens(config: Mapping[str, Any]) -> LlavaNextLens:
             f"{num_features(settings, tile)} features of {tile.patches**2} patches, which cannot be laid out as an image",
             "LLaVA-NeXT takes `default` with a CLIP tower and `full` with a SigLIP tower",
         )
-    return LlavaNextLens(settings.image_token_id, tile, tuple((height, width) for height, width in settings.image_grid_pinpoints))
+    return LlavaNextLens(
+        settings.image_token_id, tile, tuple((height, width) for height, width in settings.image_grid_pinpoints)
+    )
 
 
 def llava_next_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
     lens, processor, mark = llava_next_lens(config), image_processor(folder), token_of(folder)
     pinpoints = _allowed(processor.image_grid_pinpoints, limits)
     identity = identity_of(processor, pinpoints, mark)
-    return tried(LlavaNextEye(lens=lens, mark=mark, identity=identity, processor=processor, pinpoints=pinpoints), lens.tile)
+    return tried(
+        LlavaNextEye(lens=lens, mark=mark, identity=identity, processor=processor, pinpoints=pinpoints), lens.tile
+    )
 
 
 def _allowed(pinpoints: Sequence[Sequence[int]], limits: ImageLimits) -> list[list[int]]:

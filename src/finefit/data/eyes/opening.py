@@ -21,7 +21,8 @@ def settings_of(config: Mapping[str, Any]) -> Any:
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(
-            f"the config.json of a {config['model_type']} cannot be read: {reason}", "take the config.json of the published model"
+            f"the config.json of a {config['model_type']} cannot be read: {reason}",
+            "take the config.json of the published model",
         ) from None
 
 
@@ -32,7 +33,10 @@ def image_processor(folder: Path, pil: type[BaseImageProcessor] | None = None) -
         return AutoImageProcessor.from_pretrained(folder, backend="pil") if pil is None else pil.from_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{folder} has no image processor that can be loaded: {reason}", "put the model's preprocessor_config.json there") from None
+        raise ModelError(
+            f"{folder} has no image processor that can be loaded: {reason}",
+            "put the model's preprocessor_config.json there",
+        ) from None
 
 
 def token_of(folder: Path, name: str = "image_token", usual: str = "<image>") -> str:

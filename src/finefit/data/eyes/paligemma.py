@@ -34,12 +34,18 @@ class PaliGemmaLens:
         return self.tile.blank(1)
 
     def extra(
-        self, input_ids_BT: NDArray[np.int64], lengths: Sequence[int], rows: Sequence[Sequence[Shown]], prompts: Sequence[int] | None = None
+        self,
+        input_ids_BT: NDArray[np.int64],
+        lengths: Sequence[int],
+        rows: Sequence[Sequence[Shown]],
+        prompts: Sequence[int] | None = None,
     ) -> Extra:
         """`blocks_BT`: 0 of a prompt's tokens, -1 of all others."""
         if prompts is None:
             self._require_prompts(input_ids_BT, lengths)
-        is_prompt_BT = np.arange(input_ids_BT.shape[1])[None] < np.asarray(lengths if prompts is None else prompts)[:, None]
+        is_prompt_BT = (
+            np.arange(input_ids_BT.shape[1])[None] < np.asarray(lengths if prompts is None else prompts)[:, None]
+        )
         blocks_BT = torch.from_numpy(np.where(is_prompt_BT, 0, -1).astype(np.int32))
         return Extra(tensors={**seen(self, input_ids_BT, lengths, rows), "blocks_BT": blocks_BT})
 
@@ -47,7 +53,10 @@ class PaliGemmaLens:
         """An answer that passed for a prompt would be seen by the tokens that have to foretell it."""
         ends = [row[length - 1] for row, length in zip(input_ids_BT, lengths, strict=True) if length]
         if self.end in ends:
-            raise DataError("a row of a batch ends with an answer, and nothing says where its prompt ends", "give the lens `prompts`")
+            raise DataError(
+                "a row of a batch ends with an answer, and nothing says where its prompt ends",
+                "give the lens `prompts`",
+            )
 
 
 def paligemma_lens(config: Mapping[str, Any]) -> PaliGemmaLens:
@@ -57,7 +66,9 @@ def paligemma_lens(config: Mapping[str, Any]) -> PaliGemmaLens:
 
 def paligemma_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Eye:
     lens, mark = paligemma_lens(config), token_of(folder)
-    return one_tile(lens, lens.tile, folder, limits, mark=mark, written=mark * lens.tile.patches**2, write=_images_first)
+    return one_tile(
+        lens, lens.tile, folder, limits, mark=mark, written=mark * lens.tile.patches**2, write=_images_first
+    )
 
 
 def _images_first(mark: str, prompt: str, start: str) -> str:

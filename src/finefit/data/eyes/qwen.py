@@ -60,7 +60,11 @@ class QwenLens:
 
     def blank(self, grid: Grid) -> Pixels:
         frames, rows, columns = grid
-        return {_PIXELS: np.zeros((frames * rows * columns, self.channels * self.frames * self.patch_size**2), dtype=np.float32)}
+        return {
+            _PIXELS: np.zeros(
+                (frames * rows * columns, self.channels * self.frames * self.patch_size**2), dtype=np.float32
+            )
+        }
 
     def extra(
         self,
@@ -78,7 +82,10 @@ class QwenLens:
             positions_3BT[:, row, :length], after = _positions(length, self._starts(own, grids), grids, self.merge)
             following.append(after)
             places.append(own + row * input_ids_BT.shape[1])
-        tensors = {"places_I": torch.from_numpy(np.concatenate(places)), "positions_3BT": torch.from_numpy(positions_3BT)}
+        tensors = {
+            "places_I": torch.from_numpy(np.concatenate(places)),
+            "positions_3BT": torch.from_numpy(positions_3BT),
+        }
         tower_tensors, tower_host = self._tower([image for images in rows for image in images])
         return Extra(tensors=tensors | tower_tensors, host={"next_positions": tuple(following)} | tower_host)
 
@@ -87,7 +94,9 @@ class QwenLens:
         counts = [self.num_tokens(grid) for grid in grids]
         ends = np.cumsum(counts, dtype=np.int64)
         firsts = ends - np.array(counts, dtype=np.int64)
-        if len(places) != sum(counts) or any(places[end - 1] - places[first] != end - 1 - first for first, end in zip(firsts, ends, strict=True)):
+        if len(places) != sum(counts) or any(
+            places[end - 1] - places[first] != end - 1 - first for first, end in zip(firsts, ends, strict=True)
+        ):
             raise DataError(
                 f"a row has {len(places)} image tokens, but its {len(grids)} images make {sum(counts)}, each in one piece",
                 "prepare the rows again with the same model and the same data.images",
@@ -109,7 +118,9 @@ class QwenLens:
             pieces.append(_lengths(windows))
             host["tower.max_window_seqlen"] = max(pieces[1])
         if self.table_side is not None:
-            taps = get_vision_interpolation_indices_and_weights(grid_thw, self.table_side, align_corners=True, spatial_merge_size=self.merge)
+            taps = get_vision_interpolation_indices_and_weights(
+                grid_thw, self.table_side, align_corners=True, spatial_merge_size=self.merge
+            )
             tensors |= dict(zip(("tower.interp_indices", "tower.interp_weights"), taps, strict=True))
         pixels = np.concatenate([image.pixels[_PIXELS] for image in images])
         return {_PIXELS: torch.from_numpy(pixels)} | tensors, host | {"tower.pieces": tuple(pieces)}
@@ -166,7 +177,9 @@ class QwenEye:
     def grid(self, size: Size) -> Grid:
         width, height = size
         try:
-            scaled = smart_resize(height, width, self.lens.patch_size * self.lens.merge, min_pixels=self.fewest, max_pixels=self.most)
+            scaled = smart_resize(
+                height, width, self.lens.patch_size * self.lens.merge, min_pixels=self.fewest, max_pixels=self.most
+            )
         except ValueError:
             raise Fault(
                 f"it has {width:,} x {height:,} pixels: one side is more than 200 times the other, which the model's processor refuses"
@@ -188,7 +201,14 @@ def qwen_eye(folder: Path, config: Mapping[str, Any], limits: ImageLimits) -> Qw
     lens, processor = qwen_lens(config), image_processor(folder, Qwen2VLImageProcessorPil)
     _require_equal(folder, processor, lens)
     fewest, most = _range(processor, limits)
-    return QwenEye(lens=lens, mark=MARK, identity=identity_of(processor, fewest, most), processor=processor, fewest=fewest, most=most)
+    return QwenEye(
+        lens=lens,
+        mark=MARK,
+        identity=identity_of(processor, fewest, most),
+        processor=processor,
+        fewest=fewest,
+        most=most,
+    )
 
 
 def _require_equal(folder: Path, processor: Qwen2VLImageProcessorPil, lens: QwenLens) -> None:

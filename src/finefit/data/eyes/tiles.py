@@ -73,7 +73,9 @@ def tower_of(config: Mapping[str, Any], *known: str) -> tuple[Any, Tile]:
 # batches
 
 
-def seen(lens: Lens, input_ids_BT: NDArray[np.int64], lengths: Sequence[int], rows: Sequence[Sequence[Shown]]) -> dict[str, Tensor]:
+def seen(
+    lens: Lens, input_ids_BT: NDArray[np.int64], lengths: Sequence[int], rows: Sequence[Sequence[Shown]]
+) -> dict[str, Tensor]:
     """`places_I` and the tiles of all images, `pixel_values`; nothing where no row has an image."""
     is_image_BT = _own(input_ids_BT.shape, lengths) & (input_ids_BT == lens.image_token)
     for at, (row, tokens) in enumerate(zip(rows, is_image_BT.sum(1).tolist(), strict=True)):
@@ -97,7 +99,10 @@ def _own(shape: tuple[int, ...], lengths: Sequence[int]) -> NDArray[np.bool_]:
 def _fitting(lens: Lens, image: Shown) -> NDArray[np.float32]:
     expected, found = lens.blank(image.grid)["pixel_values"].shape, image.pixels["pixel_values"].shape
     if found != expected:
-        raise DataError(f"an image has pixels of the shape {found}, and its grid {image.grid} is of {expected}", "prepare the data again")
+        raise DataError(
+            f"an image has pixels of the shape {found}, and its grid {image.grid} is of {expected}",
+            "prepare the data again",
+        )
     return image.pixels["pixel_values"]
 
 
@@ -106,7 +111,9 @@ def _fitting(lens: Lens, image: Shown) -> NDArray[np.float32]:
 
 def tiles_of(processor: Any, image: PIL.Image.Image | list[PIL.Image.Image], **how: Any) -> NDArray[np.float32]:
     """With what the processor puts around them, as it stacks them."""
-    tiles: NDArray[np.float32] = processor(images=[image], return_tensors="pt", **how)["pixel_values"].numpy().astype(np.float32, copy=False)
+    tiles: NDArray[np.float32] = (
+        processor(images=[image], return_tensors="pt", **how)["pixel_values"].numpy().astype(np.float32, copy=False)
+    )
     return tiles
 
 
@@ -156,7 +163,10 @@ def one_tile(
     _require_none(limits, tile.side)
     processor = image_processor(folder)
     identity = identity_of(processor, how, written)
-    return tried(OneTile(lens=lens, mark=mark, identity=identity, processor=processor, how=how, written=written, write=write), tile)
+    return tried(
+        OneTile(lens=lens, mark=mark, identity=identity, processor=processor, how=how, written=written, write=write),
+        tile,
+    )
 
 
 def _require_none(limits: ImageLimits, side: int) -> None:

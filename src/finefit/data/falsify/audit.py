@@ -86,8 +86,12 @@ def audit(sides: Sequence[Sides], measures: Mapping[str, Measure]) -> Audit | No
 
 def _sizes(sides: Sequence[Sides], measure: Measure) -> tuple[Size, ...]:
     differences = [measure(pair.rejected) - measure(pair.chosen) for pair in sides]
-    longer, shorter = (Counter(size_of(difference) for difference in differences if sign * difference > 0) for sign in (1, -1))
-    return tuple(Size(up_to=size, longer=longer[size], shorter=shorter[size]) for size in sorted(longer.keys() | shorter.keys()))
+    longer, shorter = (
+        Counter(size_of(difference) for difference in differences if sign * difference > 0) for sign in (1, -1)
+    )
+    return tuple(
+        Size(up_to=size, longer=longer[size], shorter=shorter[size]) for size in sorted(longer.keys() | shorter.keys())
+    )
 
 
 def size_of(difference: int) -> int:
@@ -97,7 +101,9 @@ def size_of(difference: int) -> int:
 
 def _warnings(num_pairs: int, length: Mapping[str, Auc], words: Auc) -> list[str]:
     if num_pairs < _FEWEST:
-        return [f"{num_pairs} pairs are too few to say whether their sides can be told by length or words; {_FEWEST} or more are needed"]
+        return [
+            f"{num_pairs} pairs are too few to say whether their sides can be told by length or words; {_FEWEST} or more are needed"
+        ]
     found = [
         f"the sides of the {num_pairs} pairs can be told by their number of {name} (AUC {auc.worst:.2f}, at most {LENGTH_LIMIT} is wanted)"
         ", so training may learn to prefer a length: give more rows, or allow more rules"
@@ -144,7 +150,9 @@ def _weights(bags: Sequence[tuple[Counter[str], Counter[str]]]) -> dict[str, flo
         wrong.update(rejected)
         right.update(chosen)
     words = wrong.keys() | right.keys()
-    shift = math.log((sum(right.values()) + _SMOOTHING * len(words) + 1) / (sum(wrong.values()) + _SMOOTHING * len(words) + 1))
+    shift = math.log(
+        (sum(right.values()) + _SMOOTHING * len(words) + 1) / (sum(wrong.values()) + _SMOOTHING * len(words) + 1)
+    )
     return {word: math.log((wrong[word] + _SMOOTHING) / (right[word] + _SMOOTHING)) + shift for word in words}
 
 

@@ -13,7 +13,9 @@ Counts = Mapping[Hashable, float]
 _MOST_SWEEPS = 8
 
 
-def balance(choices: Sequence[Sequence[Counts]], *, targets: Counts, weights: Counts, chance: random.Random) -> list[int]:
+def balance(
+    choices: Sequence[Sequence[Counts]], *, targets: Counts, weights: Counts, chance: random.Random
+) -> list[int]:
     """The index of the option taken in each choice. A count without a target is to be zero; one without a weight does not matter."""
     choices = [[_weighed(option, weights) for option in options] for options in choices]
     taken = [chance.randrange(len(options)) for options in choices]

@@ -29,10 +29,19 @@ class _Option:
 
 
 def take_evenly(
-    options: Mapping[str, Sequence[Falsified]], *, shares: Mapping[RuleName, float], per_row: int, lengths: Mapping[str, Measure], seed: int
+    options: Mapping[str, Sequence[Falsified]],
+    *,
+    shares: Mapping[RuleName, float],
+    per_row: int,
+    lengths: Mapping[str, Measure],
+    seed: int,
 ) -> dict[str, list[Falsified]]:
     """By the key of a row; up to `per_row` changes each, by different rules. The order of rows makes no difference."""
-    left = {key: [_Option(change, _counts(change, lengths)) for change in options[key]] for key in sorted(options) if options[key]}
+    left = {
+        key: [_Option(change, _counts(change, lengths)) for change in options[key]]
+        for key in sorted(options)
+        if options[key]
+    }
     taken: dict[str, list[Falsified]] = {key: [] for key in left}
     owed: defaultdict[Hashable, float] = defaultdict(float)
     for turn in range(per_row):
@@ -74,7 +83,9 @@ def _wanted(choices: Sequence[Sequence[Counts]], shares: Mapping[RuleName, float
         for option in options:
             for name, count in option.items():
                 spread[name] += count * count / len(options)
-    words = {name: chance.gauss(0, math.sqrt(spread[name])) for name in sorted(name for name in spread if _is_word(name))}  # type: ignore[type-var]
+    words = {
+        name: chance.gauss(0, math.sqrt(spread[name])) for name in sorted(name for name in spread if _is_word(name))
+    }  # type: ignore[type-var]
     return words | {rule: len(choices) * share / sum(shares.values()) for rule, share in shares.items()}
 
 

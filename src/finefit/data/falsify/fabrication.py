@@ -56,7 +56,9 @@ def _nearness(sentence: Sentence, context: Context) -> float:
 def _about_this_row(sentence: str, answer: str, context: Context, chance: random.Random) -> str:
     """With the answer's own names and acronyms in place of the sentence's; each of them once, so that they do not pile up."""
     own = {kind: chance.sample(found, len(found)) for kind, found in _names(answer, context).items()}
-    instead = {name: own[kind].pop() for kind, found in _names(sentence, context).items() for name in found if own.get(kind)}
+    instead = {
+        name: own[kind].pop() for kind, found in _names(sentence, context).items() for name in found if own.get(kind)
+    }
     if not instead:
         return sentence
     pattern = "|".join(map(re.escape, sorted(instead, key=lambda text: (-len(text), text))))

@@ -68,7 +68,9 @@ def make_pairs(
     words = words or shipped_words()
     every = list(rows)
     kept, unused = _sorted_out(every)
-    lexicon = make_lexicon((row.answer for row in kept.values()), chain.from_iterable(row.references for row in kept.values()), words)
+    lexicon = make_lexicon(
+        (row.answer for row in kept.values()), chain.from_iterable(row.references for row in kept.values()), words
+    )
     options = {key: _options(row, lexicon, words, rules, seed) for key, row in kept.items()}
     taken = take_evenly(options, shares=shares, per_row=per_row, lengths=lengths, seed=seed)
     nothing = f"has an answer that no rule can change: {', '.join(rules)}"
@@ -88,9 +90,15 @@ def make_pairs(
 def _rules_of(shares: Mapping[RuleName, float], per_row: int) -> tuple[RuleName, ...]:
     rules = tuple(rule for rule in ALL_RULES if shares.get(rule, 0) > 0)
     if min(shares.values(), default=-1) < 0 or not rules:
-        raise DataError(f"the shares of rules are {dict(shares)}: none is left to make pairs by, or one is negative", "give one rule a share above 0")
+        raise DataError(
+            f"the shares of rules are {dict(shares)}: none is left to make pairs by, or one is negative",
+            "give one rule a share above 0",
+        )
     if not 1 <= per_row <= len(rules):
-        raise DataError(f"{per_row} pairs of each row are asked for, by {len(rules)} rules that each make one", f"ask for 1 to {len(rules)}")
+        raise DataError(
+            f"{per_row} pairs of each row are asked for, by {len(rules)} rules that each make one",
+            f"ask for 1 to {len(rules)}",
+        )
     return rules
 
 
@@ -134,7 +142,9 @@ def _options(row: Row, lexicon: Lexicon, words: Words, rules: tuple[RuleName, ..
 
 def content_key(row: Row) -> str:
     """Equal for rows that say the same to a model."""
-    return "\x1e".join([*(part for message in row.messages for part in _said(message)), *([row.tools] if row.tools else [])])
+    return "\x1e".join(
+        [*(part for message in row.messages for part in _said(message)), *([row.tools] if row.tools else [])]
+    )
 
 
 def _said(message: Message) -> Iterator[str]:
@@ -145,10 +155,16 @@ def _said(message: Message) -> Iterator[str]:
         yield f"{call.name}({call.arguments})"
 
 
-def _counted(rules: Sequence[RuleName], pairs: Sequence[MadePair], options: Iterable[Sequence[Falsified]]) -> dict[RuleName, RuleCount]:
+def _counted(
+    rules: Sequence[RuleName], pairs: Sequence[MadePair], options: Iterable[Sequence[Falsified]]
+) -> dict[RuleName, RuleCount]:
     made = Counter(pair.change.rule for pair in pairs)
     found = [{change.rule for change in row} for row in options]
     return {
-        rule: RuleCount(made=made[rule], impossible=sum(rule not in row for row in found), share=made[rule] / len(pairs) if pairs else 0.0)
+        rule: RuleCount(
+            made=made[rule],
+            impossible=sum(rule not in row for row in found),
+            share=made[rule] / len(pairs) if pairs else 0.0,
+        )
         for rule in rules
     }

@@ -95,7 +95,11 @@ class _Forms:
         for one, other in lists.opposites:
             opposite.setdefault(one, other)
             opposite.setdefault(other, one)
-        denied = {form: negated for verb in dict.fromkeys((*lists.verbs, *lists.finite)) for form, negated in _negated(verb, lists)}
+        denied = {
+            form: negated
+            for verb in dict.fromkeys((*lists.verbs, *lists.finite))
+            for form, negated in _negated(verb, lists)
+        }
         third = [_third(verb) for verb in lists.finite]
         kept = {*lists.auxiliaries, *lists.perfect}
         return _Forms(
@@ -104,7 +108,9 @@ class _Forms:
             opposites=_any_of(opposite),
             negative=frozenset(lists.negative),
             auxiliary=re.compile(rf"(?<=[\w,)] )\b({_either(lists.auxiliaries)})\b(?! not\b)(?= \w)"),
-            perfect=re.compile(rf"(?<=\w )\b({_either(lists.perfect)})\b(?= (?:\w+ly )?(?:{_either(lists.participles)}|\w+ed)\b)"),
+            perfect=re.compile(
+                rf"(?<=\w )\b({_either(lists.perfect)})\b(?= (?:\w+ly )?(?:{_either(lists.participles)}|\w+ed)\b)"
+            ),
             spoken=re.compile(rf"\b({_either(lists.subjects)}) (?P<verb>{_either(denied)})\b", re.IGNORECASE),
             finite=re.compile(rf"(?<=\w )(?P<verb>{_either(third)})\b"),
             denied=denied,
@@ -126,7 +132,9 @@ def _without_not(text: str, forms: _Forms) -> Iterator[Inversion]:
         yield Inversion(found[0], found["kept"], found.start())
     for found in forms.support.finditer(text):
         if found["verb"] not in forms.lists.bound:
-            yield Inversion(found[0], (found["adverb"] or "") + _affirmed(found["do"], found["verb"], forms.lists), found.start())
+            yield Inversion(
+                found[0], (found["adverb"] or "") + _affirmed(found["do"], found["verb"], forms.lists), found.start()
+            )
 
 
 def _with_not(text: str, start: int, end: int, forms: _Forms) -> Iterator[Inversion]:

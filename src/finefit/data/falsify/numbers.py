@@ -52,7 +52,9 @@ def numbers_of(text: str, words: Words) -> tuple[Number, ...]:
     """Those that say how much, how many or when; not those of names, dates and confidence levels."""
     within_dates = {at for found in _DATE.finditer(text) for at in range(*found.span())}
     ranges = _ranges(text)
-    found = (_number(text, match, ranges, words) for match in _NUMBER.finditer(text) if match.start() not in within_dates)
+    found = (
+        _number(text, match, ranges, words) for match in _NUMBER.finditer(text) if match.start() not in within_dates
+    )
     return tuple(number for number in found if number is not None)
 
 

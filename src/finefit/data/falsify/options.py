@@ -13,7 +13,12 @@ from finefit.data.falsify.negation import invert
 from finefit.data.falsify.numbers import change_number
 from finefit.data.fingerprint import normalise
 
-RULES: Final[Mapping[RuleName, Rule]] = {"entity": swap_entity, "number": change_number, "negation": invert, "fabrication": fabricate}
+RULES: Final[Mapping[RuleName, Rule]] = {
+    "entity": swap_entity,
+    "number": change_number,
+    "negation": invert,
+    "fabrication": fabricate,
+}
 _DRAWS = 12
 """Of each rule: what balances is chosen among them."""
 
@@ -35,7 +40,11 @@ def options_of(answer: str, context: Context, rules: tuple[RuleName, ...], *, se
 def is_wrong(option: Falsified, context: Context) -> bool:
     """It reads differently, not only in white space, case or punctuation, and is no answer that is right somewhere."""
     text = normalise(option.text)
-    return normalise(option.before) != normalise(option.after) and text != normalise(option.answer) and text not in context.lexicon.right
+    return (
+        normalise(option.before) != normalise(option.after)
+        and text != normalise(option.answer)
+        and text not in context.lexicon.right
+    )
 
 
 def seeded(seed: int, *parts: str) -> random.Random:

@@ -37,7 +37,11 @@ class Scored:
 
 
 def from_scored(
-    scored: Iterable[tuple[Row, Sequence[Sample]]], *, seed: int, margin: float = 0.0, lengths: Mapping[str, Measure] = LENGTHS
+    scored: Iterable[tuple[Row, Sequence[Sample]]],
+    *,
+    seed: int,
+    margin: float = 0.0,
+    lengths: Mapping[str, Measure] = LENGTHS,
 ) -> Scored:
     """Of rows that differ in what they say. The scores of a pair differ by more than `margin`; of equally good answers those are taken that keep
     lengths even."""
@@ -50,13 +54,18 @@ def from_scored(
         else:
             options[content_key(row)] = _best_against_worst(row, samples)
     pairs = _even(options, lengths, seed)
-    sides = [Sides(row=content_key(pair.row), chosen=pair.chosen.answer, rejected=pair.rejected.answer) for pair in pairs]
+    sides = [
+        Sides(row=content_key(pair.row), chosen=pair.chosen.answer, rejected=pair.rejected.answer) for pair in pairs
+    ]
     return Scored(pairs=tuple(pairs), unused=tuple(unused), audit=audit(sides, lengths))
 
 
 def _unfit(place: str, samples: Sequence[Sample], margin: float) -> str | None:
     if any(not math.isfinite(sample.score) for sample in samples):
-        raise DataError(f"{place} has an answer whose score is no number, so the best cannot be told", "score every answer; a failed one counts zero")
+        raise DataError(
+            f"{place} has an answer whose score is no number, so the best cannot be told",
+            "score every answer; a failed one counts zero",
+        )
     if len(samples) < 2:
         return f"has {len(samples)} sampled answers, and a pair needs two"
     best, worst = (pick(sample.score for sample in samples) for pick in (max, min))
@@ -72,14 +81,18 @@ def _best_against_worst(row: Row, samples: Sequence[Sample]) -> list[ScoredPair]
 def _couples(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """Every best one with every worst one that reads differently."""
     best, worst = (pick(sample.score for sample in samples) for pick in (max, min))
-    sides = ([sample for sample in samples if sample.score == score and sample.answer.strip()] for score in (best, worst))
+    sides = (
+        [sample for sample in samples if sample.score == score and sample.answer.strip()] for score in (best, worst)
+    )
     couples = product(*(sorted(side, key=lambda sample: sample.answer) for side in sides))
     return [(one, other) for one, other in couples if normalise(one.answer) != normalise(other.answer)]
 
 
 def _even(options: Mapping[str, Sequence[ScoredPair]], lengths: Mapping[str, Measure], seed: int) -> list[ScoredPair]:
     order = sorted(options)
-    choices: list[list[Counts]] = [[length_counts(pair.chosen.answer, pair.rejected.answer, lengths) for pair in options[key]] for key in order]
+    choices: list[list[Counts]] = [
+        [length_counts(pair.chosen.answer, pair.rejected.answer, lengths) for pair in options[key]] for key in order
+    ]
     weights = {name: 1.0 for row in choices for option in row for name in option}
     taken = dict(zip(order, balance(choices, targets={}, weights=weights, chance=seeded(seed, "scored")), strict=True))
     return [options[key][taken[key]] for key in options]

@@ -27,7 +27,11 @@ def words_of(text: str) -> list[str]:
 @lru_cache(maxsize=64)
 def sentences_of(text: str, words: Words) -> tuple[Span, ...]:
     """In order, without the white space between them."""
-    cuts = [(found.start() + len(found["stop"] or ""), found.end()) for found in _BOUNDARY.finditer(text) if _ends(text, found, words)]
+    cuts = [
+        (found.start() + len(found["stop"] or ""), found.end())
+        for found in _BOUNDARY.finditer(text)
+        if _ends(text, found, words)
+    ]
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
     spans = (_trimmed(text, start, end) for start, end in zip(starts, ends, strict=True))
     return tuple(span for span in spans if span.text)
@@ -43,7 +47,9 @@ def _ends(text: str, found: re.Match[str], words: Words) -> bool:
         return True
     last = _LAST_WORD.search(text[max(0, found.start() - 20) : found.start()])
     # a single capital is an initial
-    return last is None or not (last[0].lower() in words.sentences.abbreviations or (len(last[0]) == 1 and last[0].isupper()))
+    return last is None or not (
+        last[0].lower() in words.sentences.abbreviations or (len(last[0]) == 1 and last[0].isupper())
+    )
 
 
 def _trimmed(text: str, start: int, end: int) -> Span:

@@ -29,7 +29,9 @@ class Term:
 @lru_cache(maxsize=4096)  # also of the sentences that are drawn again and again
 def terms_of(text: str, words: Words) -> tuple[Term, ...]:
     """In order, none overlapping another; of overlapping ones the first, and of those the longest."""
-    found = sorted([*_listed(text, words), *_acronyms(text), *_names(text)], key=lambda term: (term.at, -term.end, term.kind))
+    found = sorted(
+        [*_listed(text, words), *_acronyms(text), *_names(text)], key=lambda term: (term.at, -term.end, term.kind)
+    )
     kept: list[Term] = []
     for term in found:
         if not kept or term.at >= kept[-1].end:
@@ -81,7 +83,10 @@ def _names(text: str) -> Iterator[Term]:
 def _pattern(words: Words) -> tuple[re.Pattern[str], dict[str, str]]:
     kinds = {word.lower(): kind for kind, known in reversed(list(words.kinds.items())) for word in known.words}
     listed = sorted(kinds, key=len, reverse=True)
-    ended = [f"(?P<{name}>[a-z]{{2,}}(?:{'|'.join(map(re.escape, words.kinds[kind].endings))}))" for kind, name in _groups(words)]
+    ended = [
+        f"(?P<{name}>[a-z]{{2,}}(?:{'|'.join(map(re.escape, words.kinds[kind].endings))}))"
+        for kind, name in _groups(words)
+    ]
     either = [*map(re.escape, listed), *ended] or ["(?!)"]
     return re.compile(rf"(?<![\w-])(?:{'|'.join(either)})(?![\w-])", re.IGNORECASE), kinds
 

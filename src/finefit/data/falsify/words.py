@@ -70,7 +70,8 @@ def read_words(path: Path) -> Words:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"the word lists {path} cannot be read: {error}", "name a YAML file in UTF-8, or leave it out for the shipped lists"
+            f"the word lists {path} cannot be read: {error}",
+            "name a YAML file in UTF-8, or leave it out for the shipped lists",
         ) from None
     return _parse(text, str(path))
 
@@ -79,7 +80,13 @@ def _parse(text: str, name: str) -> Words:
     try:
         return Words.model_validate(YAML(typ="safe", pure=True).load(text))
     except YAMLError as error:
-        raise DataError(f"{name} is no YAML: {' '.join(str(error).split())}", "mend it; the shipped words.yaml shows the form") from None
+        raise DataError(
+            f"{name} is no YAML: {' '.join(str(error).split())}", "mend it; the shipped words.yaml shows the form"
+        ) from None
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
-        raise DataError(f"{name} holds other than lists of words: {faults}", "mend it; the shipped words.yaml shows the form") from None
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors()
+        )
+        raise DataError(
+            f"{name} holds other than lists of words: {faults}", "mend it; the shipped words.yaml shows the form"
+        ) from None

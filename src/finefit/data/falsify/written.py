@@ -59,5 +59,8 @@ def _message(message: Message) -> dict[str, Any]:
     if message.reasoning:
         written["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        written["tool_calls"] = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.tool_calls]
+        written["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
     return written

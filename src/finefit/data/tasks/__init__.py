@@ -38,7 +38,9 @@ from finefit.spec.tasks import (
 __all__ = ["Likelihood", "NoResult", "Reading", "Reply", "Task", "make_build", "make_task"]
 
 
-def make_task(evaluation: Evaluation, *, form: Form | None = None, base: Path | None = None, run: Path | None = None) -> Task:
+def make_task(
+    evaluation: Evaluation, *, form: Form | None = None, base: Path | None = None, run: Path | None = None
+) -> Task:
     """`form`: what the rows were built with, `data.task`. `base`: the folder that a file of the user's own is relative to, and models too,
     where `run` is not given: in a run they are relative to its directory."""
     task = _named(evaluation, form, base, run or base)

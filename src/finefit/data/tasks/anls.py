@@ -18,14 +18,18 @@ def anls(name: str, settings: Anls) -> Task:
         metrics=(mean("anls"),),
         extract=stripped,
         compare=lambda found, reference: {"anls": _similarity(found, reference, settings.threshold)},
-        signature={"anls": f"similarity below {settings.threshold:g} is 0; case and the width of spaces ignored; the nearest reference"},
+        signature={
+            "anls": f"similarity below {settings.threshold:g} is 0; case and the width of spaces ignored; the nearest reference"
+        },
     )
 
 
 def _similarity(answer: str, reference: str, threshold: float) -> float:
     left, right = (" ".join(text.lower().split()) for text in (answer, reference))
     length = max(len(answer), len(reference))
-    if 1 - abs(len(left) - len(right)) / length < threshold:  # so many edits at least: a long answer is not compared letter by letter
+    if (
+        1 - abs(len(left) - len(right)) / length < threshold
+    ):  # so many edits at least: a long answer is not compared letter by letter
         return 0.0
     found = 1 - edit_distance(left, right) / length
     return found if found >= threshold else 0.0

@@ -12,7 +12,12 @@ from finefit.data.tasks.task import Reading, Reply, Task
 from finefit.spec.tasks import Bleu, Chrf
 from finefit.stats.metrics import Metric
 
-_BLEU_COUNTS = ("length", "reference_length", *(f"matched_{n}" for n in range(1, 5)), *(f"ngrams_{n}" for n in range(1, 5)))
+_BLEU_COUNTS = (
+    "length",
+    "reference_length",
+    *(f"matched_{n}" for n in range(1, 5)),
+    *(f"ngrams_{n}" for n in range(1, 5)),
+)
 
 
 def bleu(name: str, settings: Bleu) -> Task:
@@ -22,9 +27,14 @@ def bleu(name: str, settings: Bleu) -> Task:
 
 def chrf(name: str, settings: Chrf) -> Task:
     metric = CHRF(word_order=settings.word_order)
-    orders = [*(f"char_{n}" for n in range(1, metric.char_order + 1)), *(f"word_{n}" for n in range(1, metric.word_order + 1))]
+    orders = [
+        *(f"char_{n}" for n in range(1, metric.char_order + 1)),
+        *(f"word_{n}" for n in range(1, metric.word_order + 1)),
+    ]
     counts = tuple(f"{order}_{what}" for order in orders for what in ("answered", "wanted", "matched"))
-    return _corpus_task(name, Metric(name="chrf" + "+" * settings.word_order, aggregate="chrf", counts=counts, unit="points"), metric)
+    return _corpus_task(
+        name, Metric(name="chrf" + "+" * settings.word_order, aggregate="chrf", counts=counts, unit="points"), metric
+    )
 
 
 def _corpus_task(name: str, metric: Metric, counter: BLEU | CHRF) -> Task:
@@ -38,7 +48,14 @@ def _corpus_task(name: str, metric: Metric, counter: BLEU | CHRF) -> Task:
         answer = stripped(reply.text)
         return Reading(extracted=answer, counts=counted(answer, row))
 
-    return Task(name=name, metrics=(metric,), read=read, nothing=lambda row: counted("", row), require=require_right, signature=_signature(counter))
+    return Task(
+        name=name,
+        metrics=(metric,),
+        read=read,
+        nothing=lambda row: counted("", row),
+        require=require_right,
+        signature=_signature(counter),
+    )
 
 
 def _signature(counter: BLEU | CHRF) -> dict[str, str]:
@@ -56,4 +73,6 @@ Score = Callable[[str, Sequence[str]], list[float]]
 def sentence_bleu() -> Score:
     """Of one answer against one reference, from 0 to 1, as TruthfulQA is scored."""
     metric = BLEU(tokenize="intl")
-    return lambda answer, references: [metric.corpus_score([answer], [[reference]]).score / 100 for reference in references]
+    return lambda answer, references: [
+        metric.corpus_score([answer], [[reference]]).score / 100 for reference in references
+    ]

@@ -33,7 +33,8 @@ _TRUE: Final = 0.5
 def require_model(nli: Nli, base: Path | None) -> None:
     if isinstance(nli, FolderModel) and not (_place(nli, base) / "config.json").is_file():
         raise SpecError(
-            f"summary: nli names the folder {nli.path}, which holds no model", "give a folder with config.json, relative to the spec file"
+            f"summary: nli names the folder {nli.path}, which holds no model",
+            "give a folder with config.json, relative to the spec file",
         )
 
 
@@ -56,7 +57,10 @@ def faithfulness(nli: Nli, base: Path | None) -> Callable[[str, str], float]:
     entails = entailing_label(judge)
 
     def faithful(source: str, answer: str) -> float:
-        judged = [any(bool((p[:, entails] > _TRUE).any()) for p in judge.probabilities(source, piece)) for piece in judge.pieces(answer)]
+        judged = [
+            any(bool((p[:, entails] > _TRUE).any()) for p in judge.probabilities(source, piece))
+            for piece in judge.pieces(answer)
+        ]
         return sum(judged) / len(judged) if judged else 0.0
 
     return faithful
@@ -78,7 +82,9 @@ class _Judge:
         """Sentences; an endless one in parts that leave half of the room to the source."""
         size = self.max_tokens // 2
         for sentence in sentences(answer):
-            spans = self.tokenizer(sentence, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+            spans = self.tokenizer(sentence, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
+                "offset_mapping"
+            ]
             for at in range(0, len(spans), size):
                 yield sentence[spans[at][0] : spans[min(at + size, len(spans)) - 1][1]]
 
@@ -97,7 +103,9 @@ class _Judge:
         windows.pop("overflow_to_sample_mapping", None)
         for at in range(0, len(windows["input_ids"]), _BATCH):
             with torch.inference_mode():
-                logits = self.model(**{name: found[at : at + _BATCH].to(self.device) for name, found in windows.items()}).logits
+                logits = self.model(
+                    **{name: found[at : at + _BATCH].to(self.device) for name, found in windows.items()}
+                ).logits
             yield logits.float().softmax(dim=-1).cpu()
 
 
@@ -112,10 +120,14 @@ def _load(nli: Nli, base: Path | None) -> _Judge:
         model = AutoModelForSequenceClassification.from_pretrained(place, **more).eval().to(device)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the NLI model {place} cannot be loaded: {str(error).splitlines()[0]}", "give a model for sequence classification"
+            f"the NLI model {place} cannot be loaded: {str(error).splitlines()[0]}",
+            "give a model for sequence classification",
         ) from None
     if not tokenizer.is_fast:
-        raise ModelError(f"the NLI model {place} has no fast tokenizer, which cuts the source into windows", "give a model with tokenizer.json")
+        raise ModelError(
+            f"the NLI model {place} has no fast tokenizer, which cuts the source into windows",
+            "give a model with tokenizer.json",
+        )
     limit = getattr(model.config, "max_position_embeddings", None) or _MAX_TOKENS
     return _Judge(name=place, tokenizer=tokenizer, model=model, device=device, max_tokens=min(_MAX_TOKENS, limit - 2))
 
@@ -126,7 +138,8 @@ def entailing_label(judge: _Judge) -> int:
     follows, contradicts = (_one_label(judge, pairs, names) for pairs in (FOLLOWS, CONTRADICTS))
     if follows == contradicts:
         raise ModelError(
-            f"the NLI model {judge.name} calls what follows and what contradicts alike {names[follows]}", "name a model that can tell them apart"
+            f"the NLI model {judge.name} calls what follows and what contradicts alike {names[follows]}",
+            "name a model that can tell them apart",
         )
     for label, meaning, pair in ((follows, "entailment", FOLLOWS[0]), (contradicts, "contradiction", CONTRADICTS[0])):
         if _meaning(names[label]) not in (None, meaning):

@@ -34,7 +34,9 @@ def hallucination(name: str) -> Task:
         require_finite(reply)
         right, worst = per_token(reply.right[0]), max(reply.wrong, key=per_token)
         counts = {"preferred_wrong": float(per_token(worst) >= right), "margin": right - per_token(worst)}
-        return Reading(extracted={"right": right, "wrong": per_token(worst), "most_likely_wrong": worst.text}, counts=counts)
+        return Reading(
+            extracted={"right": right, "wrong": per_token(worst), "most_likely_wrong": worst.text}, counts=counts
+        )
 
     return Task(
         name=name,
@@ -69,7 +71,9 @@ def perplexity(name: str, settings: Perplexity) -> Task:
 
     return Task(
         name=name,
-        metrics=(Metric(name="perplexity", aggregate="perplexity", counts=("nats", "tokens"), unit="number", better="lower"),),
+        metrics=(
+            Metric(name="perplexity", aggregate="perplexity", counts=("nats", "tokens"), unit="number", better="lower"),
+        ),
         read=read,
         nothing=lambda _: {"nats": 0.0, "tokens": 0.0},
         require=require_right,

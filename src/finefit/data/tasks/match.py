@@ -16,7 +16,9 @@ def stripped(answer: str) -> str:
 def _json_object(answer: str) -> dict[str, Any]:
     try:
         value = json.loads(answer)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Python reads NaN, infinities and half characters; a record holds none
+        json.dumps(
+            value, ensure_ascii=False, allow_nan=False
+        ).encode()  # Python reads NaN, infinities and half characters; a record holds none
     except (ValueError, RecursionError) as error:
         raise NoResult(f"the answer is no JSON: {error}") from None
     if not isinstance(value, dict):
@@ -36,7 +38,12 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def exact_match(name: str = "exact_match") -> Task:
-    return against_references(name, metrics=(rate("exact"),), extract=stripped, compare=lambda found, reference: {"exact": float(found == reference)})
+    return against_references(
+        name,
+        metrics=(rate("exact"),),
+        extract=stripped,
+        compare=lambda found, reference: {"exact": float(found == reference)},
+    )
 
 
 def json_match(name: str = "json_match") -> Task:

@@ -69,10 +69,16 @@ class _Own:
 
     def metrics(self) -> tuple[Metric, ...]:
         named = getattr(self._module, "METRICS", None)
-        if not isinstance(named, dict) or not named or not all(isinstance(name, str) and name.isidentifier() for name in named):
+        if (
+            not isinstance(named, dict)
+            or not named
+            or not all(isinstance(name, str) and name.isidentifier() for name in named)
+        ):
             raise self.fault(f"has METRICS = {named!r}; give names with mean or rate, such as {{'score': 'mean'}}")
         if unknown := {name: kind for name, kind in named.items() if kind not in _KINDS}:
-            raise self.fault(f"has METRICS with {unknown}: a metric is a mean of values from 0 to 1, or a rate of values that are 0 or 1")
+            raise self.fault(
+                f"has METRICS with {unknown}: a metric is a mean of values from 0 to 1, or a rate of values that are 0 or 1"
+            )
         return tuple(_KINDS[kind](name) for name, kind in named.items())
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -101,11 +107,15 @@ class _Own:
         if not row.prompt:
             raise NoResult("it has no prompt that could be built")
         if row.rejected and (len(row.rejected) != 1 or len(row.messages) != row.num_given + 1):
-            raise NoResult("is a pair whose sides differ in more than their last answer, so there is no one prompt that could be built")
+            raise NoResult(
+                "is a pair whose sides differ in more than their last answer, so there is no one prompt that could be built"
+            )
         texts = (row.answer, *row.references, *row.wrong, *(message.content for message in row.rejected))
         made = {text: self._made(row.prompt[-1].content, text) for text in dict.fromkeys(texts)}
         if len({prompt for prompt, _ in made.values()}) > 1:
-            raise NoResult(f"has several answers, and {self.path.name} builds another prompt for each; give one that does not depend on the answer")
+            raise NoResult(
+                f"has several answers, and {self.path.name} builds another prompt for each; give one that does not depend on the answer"
+            )
         built = {text: answer for text, (_, answer) in made.items()}
         asked = replace(row.prompt[-1], content=made[row.answer][0])
         return replace(
@@ -160,10 +170,17 @@ class _Own:
 
     def _told(self, doing: str, error: BaseException) -> SpecError:
         own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self.path)]
-        line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.path) else own[-1] if own else None
+        line = (
+            error.lineno
+            if isinstance(error, SyntaxError) and error.filename == str(self.path)
+            else own[-1]
+            if own
+            else None
+        )
         place = self.path.name if line is None else f"{self.path.name}:{line}"
         return SpecError(
-            f"the task file {place} failed in {doing}: {type(error).__name__}: {error}", "mend the file; answers are asked for again then"
+            f"the task file {place} failed in {doing}: {type(error).__name__}: {error}",
+            "mend the file; answers are asked for again then",
         )
 
 

@@ -38,7 +38,11 @@ def comparison(settings: Rouge, kinds: tuple[str, ...] = KINDS) -> Compare:
 
 
 def _tokenizer(settings: Rouge) -> _UnicodeTokenizer | DefaultTokenizer:
-    return _UnicodeTokenizer(stemmer=settings.stemmer) if settings.tokenizer == "unicode" else DefaultTokenizer(settings.stemmer)
+    return (
+        _UnicodeTokenizer(stemmer=settings.stemmer)
+        if settings.tokenizer == "unicode"
+        else DefaultTokenizer(settings.stemmer)
+    )
 
 
 def _in_lines(text: str, settings: Rouge) -> str:
@@ -62,7 +66,9 @@ def worded(settings: Rouge) -> Callable[[str], str]:
 def rouge_signature(settings: Rouge) -> dict[str, str]:
     return {
         "rouge": f"rouge-score {version('rouge-score')}",
-        "tokenizer": "unicode: letters, marks and digits of every script" if settings.tokenizer == "unicode" else "rouge-score's: a-z and 0-9",
+        "tokenizer": "unicode: letters, marks and digits of every script"
+        if settings.tokenizer == "unicode"
+        else "rouge-score's: a-z and 0-9",
         "stemmer": f"Porter, nltk {version('nltk')}" if settings.stemmer else "none",
         "sentences": SENTENCE_RULE if settings.sentences == "split" else "lines",
     }

@@ -40,7 +40,9 @@ def summary(name: str, settings: Summary, base: Path | None) -> Task:
     return _with_source(task, settings, base)
 
 
-_NOTHING = dict.fromkeys(("rougeLsum", "words", "reference_words", "sections", "grams", "copied_grams", "density", "faithful"), 0.0)
+_NOTHING = dict.fromkeys(
+    ("rougeLsum", "words", "reference_words", "sections", "grams", "copied_grams", "density", "faithful"), 0.0
+)
 
 
 def _metrics(settings: Summary) -> tuple[Metric, ...]:
@@ -48,7 +50,9 @@ def _metrics(settings: Summary) -> tuple[Metric, ...]:
         mean("rougeLsum"),
         *((mean("faithful"),) if settings.nli is not None else ()),
         *((mean("sections"),) if settings.sections else ()),
-        Metric(name="length_ratio", aggregate="ratio", counts=("words", "reference_words"), unit="number", better="neither"),
+        Metric(
+            name="length_ratio", aggregate="ratio", counts=("words", "reference_words"), unit="number", better="neither"
+        ),
         Metric(name="copied", aggregate="ratio", counts=("copied_grams", "grams"), better="neither"),
         mean("density", unit="number", better="neither"),
     )
@@ -86,7 +90,10 @@ def _heading(text: str) -> str:
 def _sections(answer: str, wanted: Sequence[str]) -> float:
     """The share that stands at the start of a line, as `## Facts`, `1. Facts`, `**Facts:**` or `Facts: ...`."""
     lines = [_BEFORE_HEADING.sub("", line).casefold() for line in answer.splitlines()]
-    there = sum(any(line.startswith(heading) and _AFTER_HEADING.match(line[len(heading) :]) for line in lines) for heading in wanted)
+    there = sum(
+        any(line.startswith(heading) and _AFTER_HEADING.match(line[len(heading) :]) for line in lines)
+        for heading in wanted
+    )
     return there / len(wanted) if wanted else 0.0
 
 
@@ -105,7 +112,10 @@ def _passages(answer: Sequence[str], source: Sequence[str]) -> list[int]:
         places[pair].append(at)
     known, at, lengths = set(source), 0, []
     while at < len(answer):
-        length = max((_shared(answer, source, at, start) for start in places.get(tuple(answer[at : at + 2]), ())), default=int(answer[at] in known))
+        length = max(
+            (_shared(answer, source, at, start) for start in places.get(tuple(answer[at : at + 2]), ())),
+            default=int(answer[at] in known),
+        )
         lengths += [length] if length else []
         at += max(1, length)
     return lengths
@@ -121,4 +131,9 @@ def _shared(answer: Sequence[str], source: Sequence[str], at: int, start: int) -
 def _signature(settings: Summary) -> dict[str, str]:
     own = {"copied": f"{_GRAM}-grams of words that stand in the prompt", "density": "Grusky et al. 2018, in words"}
     sections = {"sections": ", ".join(settings.sections)} if settings.sections else {}
-    return rouge_signature(_ROUGE) | own | sections | (entailment_signature(settings.nli) if settings.nli is not None else {})
+    return (
+        rouge_signature(_ROUGE)
+        | own
+        | sections
+        | (entailment_signature(settings.nli) if settings.nli is not None else {})
+    )

@@ -111,7 +111,11 @@ def against_references(
         found, wanted = extract(reply.text), references(row)
         counted = {text: compare(found, reference) for text, reference in wanted.items()}
         nearest = max(counted, key=lambda text: [value(metric, [counted[text]]) for metric in metrics])
-        best = {count: max(given[count] for given in counted.values()) for count in names} if best_of_each else counted[nearest]
+        best = (
+            {count: max(given[count] for given in counted.values()) for count in names}
+            if best_of_each
+            else counted[nearest]
+        )
         return Reading(extracted=found, counts=best, reference=nearest)
 
     def counts_of_nothing(row: Row) -> Mapping[str, float]:

@@ -19,7 +19,12 @@ _THOUSANDS: Final = re.compile(r"\d,\d")
 _FULL_STOP: Final = re.compile(r"\.(?!\d)")
 _NUMBERS: Final = {
     "none": "0",
-    **{word: str(number) for number, word in enumerate(("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"))},
+    **{
+        word: str(number)
+        for number, word in enumerate(
+            ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+        )
+    },
 }
 _ARTICLES: Final = frozenset({"a", "an", "the"})
 _CONTRACTIONS: Final = (
@@ -31,7 +36,12 @@ _CONTRACTIONS: Final = (
     "wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've"
 )
 """Those of the evaluation: not `she'd` or `we'll`, which are other words without it."""
-_WHOLE: Final = {word[:at] + word[at + 1 :]: word for word in _CONTRACTIONS.split() for at, character in enumerate(word) if character == "'"}
+_WHOLE: Final = {
+    word[:at] + word[at + 1 :]: word
+    for word in _CONTRACTIONS.split()
+    for at, character in enumerate(word)
+    if character == "'"
+}
 """Each with one apostrophe missing."""
 
 
@@ -42,13 +52,17 @@ def vqa_accuracy(name: str) -> Task:
         read=_read,
         nothing=lambda _: {"vqa": 0.0},
         require=_require_people,
-        signature={"vqa": "min(1, agreeing / 3), each person left out in turn; answers and references made alike by the rules of the VQA evaluation"},
+        signature={
+            "vqa": "min(1, agreeing / 3), each person left out in turn; answers and references made alike by the rules of the VQA evaluation"
+        },
     )
 
 
 def _read(reply: Reply, row: Row) -> Reading:
     found = alike(stripped(reply.text))
-    agreeing = sum(votes for reference, votes in zip(row.references, row.votes, strict=True) if alike(reference) == found)
+    agreeing = sum(
+        votes for reference, votes in zip(row.references, row.votes, strict=True) if alike(reference) == found
+    )
     return Reading(extracted=found, counts=_counts(agreeing, sum(row.votes)))
 
 

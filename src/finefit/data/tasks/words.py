@@ -10,8 +10,12 @@ from nltk.stem.porter import PorterStemmer
 
 _UNSPACED: Final = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 """Scripts that put no space between words: each character is taken for one, with the marks that belong to it."""
-_WORD: Final = regex.compile(rf"[{_UNSPACED}--\p{{M}}]\p{{M}}*|[\p{{L}}\p{{M}}\p{{N}}--[{_UNSPACED}--\p{{M}}]]+", regex.VERSION1)
-_SENTENCE_END: Final = regex.compile(r"(?<=[.!?…][\"'”’»)\]]*)\s+|(?<=[。！？｡][”’」』）]*)(?![。！？｡”’」』）])|\n+", regex.VERSION1)
+_WORD: Final = regex.compile(
+    rf"[{_UNSPACED}--\p{{M}}]\p{{M}}*|[\p{{L}}\p{{M}}\p{{N}}--[{_UNSPACED}--\p{{M}}]]+", regex.VERSION1
+)
+_SENTENCE_END: Final = regex.compile(
+    r"(?<=[.!?…][\"'”’»)\]]*)\s+|(?<=[。！？｡][”’」』）]*)(?![。！？｡”’」』）])|\n+", regex.VERSION1
+)
 SENTENCE_RULE: Final = "at line ends, at . ! ? … before a space, at 。！？"
 
 

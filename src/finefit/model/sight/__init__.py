@@ -40,7 +40,12 @@ def sight_of(config: PretrainedConfig) -> Sight | None:
 
 def tower_of(sight: Sight, name: str) -> Tower | None:
     """Of the module or parameter with this dotted name; None where it belongs to none."""
-    inside = [(len(prefix), tower) for tower, prefixes in sight.towers.items() for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")]
+    inside = [
+        (len(prefix), tower)
+        for tower, prefixes in sight.towers.items()
+        for prefix in prefixes
+        if f"{name}.".startswith(f"{prefix}.")
+    ]
     return max(inside)[1] if inside else None
 
 

@@ -65,7 +65,9 @@ def by_piece(
     model's own forward has none, and waits for the device."""
     lengths = _cut_by(cu_seq_lens_q, pieces)
     if has_kernel(query, key, value):
-        return varlen_between(query, key, value, cu_seq_lens_q, max(lengths), dropout=dropout, scaling=scaling, is_causal=False), None
+        return varlen_between(
+            query, key, value, cu_seq_lens_q, max(lengths), dropout=dropout, scaling=scaling, is_causal=False
+        ), None
     one = partial(attend, module, attention_mask=None, dropout=dropout, scaling=scaling, is_causal=False)
     return in_runs(one, query, key, value, lengths), None
 
@@ -81,7 +83,9 @@ def in_runs(attend: Attention, query: Tensor, key: Tensor, value: Tensor, length
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     sizes = [length * count for length, count in runs]
     answers = []
-    for (length, count), *run in zip(runs, *(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True):
+    for (length, count), *run in zip(
+        runs, *(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True
+    ):
         q, k, v = (tensor.unflatten(2, (count, length)).squeeze(0).transpose(0, 1) for tensor in run)
         answers.append(attend(query=q, key=k, value=v)[0].flatten(0, 1))
     return torch.cat(answers).unsqueeze(0)

@@ -45,7 +45,9 @@ class GemmaSight:
             features_NPH = model.multi_modal_projector(features_of_siglip(model.vision_tower, extra.tensors[PIXELS]))
             embedded_BTH = with_features(embedded_BTH, extra, features_NPH.flatten(0, 1))
         if extra is not None and "blocks_BT" in extra.tensors:
-            settings.setdefault("attention_mask", self._mask(model.language_model, extra.tensors["blocks_BT"], embedded_BTH.dtype))
+            settings.setdefault(
+                "attention_mask", self._mask(model.language_model, extra.tensors["blocks_BT"], embedded_BTH.dtype)
+            )
         return spoken(model.language_model, embedded_BTH, **self._placed(settings, input_ids_BT))
 
     def _mask(self, language: Any, blocks_BT: Tensor, dtype: torch.dtype) -> Tensor | Masks:

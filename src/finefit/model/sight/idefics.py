@@ -41,4 +41,6 @@ def _states(tower: Any, pixels_NCSS: Tensor) -> Tensor:
     return states_NPH
 
 
-IDEFICS = IdeficsSight({"vision": ("model.vision_model",), "projector": ("model.connector",), "language": ("model.text_model", "lm_head")})
+IDEFICS = IdeficsSight(
+    {"vision": ("model.vision_model",), "projector": ("model.connector",), "language": ("model.text_model", "lm_head")}
+)

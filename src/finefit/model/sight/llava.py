@@ -48,6 +48,10 @@ def _laid_out(model: Any, extra: Extra, features_FH: Tensor) -> Tensor:
 
 
 LLAVA = LlavaSight(
-    {"vision": ("model.vision_tower",), "projector": ("model.multi_modal_projector",), "language": ("model.language_model", "lm_head")}
+    {
+        "vision": ("model.vision_tower",),
+        "projector": ("model.multi_modal_projector",),
+        "language": ("model.language_model", "lm_head"),
+    }
 )
 LLAVA_NEXT = LlavaSight({**LLAVA.towers, "projector": ("model.multi_modal_projector", "model.image_newline")})

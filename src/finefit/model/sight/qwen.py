@@ -55,7 +55,11 @@ def _look(visual: Any, extra: Extra) -> tuple[Tensor, list[Tensor]]:
     """Features for the places of all images; of Qwen3 further ones, which its first layers are given."""
     attend_by_piece(visual)
     take_product(visual.patch_embed.proj)
-    told = {name.removeprefix(_TOWER): value for name, value in (*extra.tensors.items(), *extra.host.items()) if name.startswith(_TOWER)}
+    told = {
+        name.removeprefix(_TOWER): value
+        for name, value in (*extra.tensors.items(), *extra.host.items())
+        if name.startswith(_TOWER)
+    }
     seen = visual(extra.tensors["pixel_values"], grid_thw=None, **told)
     return seen.pooler_output, list(getattr(seen, "deepstack_features", None) or ())
 

@@ -81,7 +81,10 @@ def as_taken(masks: Mapping[str, Tensor], config: PretrainedConfig, dtype: torch
     """Attention that is written out adds its mask to the scores."""
     if config._attn_implementation != "eager":
         return dict(masks)
-    return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min) for kind, mask in masks.items()}
+    return {
+        kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        for kind, mask in masks.items()
+    }
 
 
 def _before(blocks_BT: Tensor) -> Tensor:

@@ -74,12 +74,20 @@ def make(order: Order, out: Path) -> dict[str, Any]:
         top_k=mixture.top_k,
         shared=stage.shared,
         copies=stage.copies,
-        start=partial(_from_rows, order, stage.router, base, started.append) if isinstance(stage.router, CentroidRouter) else None,
+        start=partial(_from_rows, order, stage.router, base, started.append)
+        if isinstance(stage.router, CentroidRouter)
+        else None,
         seed=order.seed,
     )
     size = read_model_folder(base).num_parameters or 0
     top_k = min(mixture.top_k, len(built.experts))
-    asked = {"merge": "mixture", "router": stage.router.kind, "top_k": top_k, "shared": stage.shared, "base_parameters": size}
+    asked = {
+        "merge": "mixture",
+        "router": stage.router.kind,
+        "top_k": top_k,
+        "shared": stage.shared,
+        "base_parameters": size,
+    }
     proof = {"proof": _proof(stage, built, size, experts, base, out)}
     return asdict(built) | asked | proof | (_routing(order, built, started[0], out) if started else {})
 
@@ -94,7 +102,9 @@ def _expert(order: Order, name: str) -> Path:
     return locate(found.model, Path(order.base)).folder
 
 
-def _from_rows(order: Order, asked: CentroidRouter, base: Path, keep: Callable[[_Started], None], names: tuple[str, ...]) -> Router:
+def _from_rows(
+    order: Order, asked: CentroidRouter, base: Path, keep: Callable[[_Started], None], names: tuple[str, ...]
+) -> Router:
     """Rows of a copy are left to the expert that it is a copy of, which has rows of its own."""
     if len(names) == 1:
         return lambda _: torch.zeros(1, _hidden_size(base))
@@ -115,7 +125,10 @@ def starting_rows(
     taken = {name: _rows(asked.data[name], asked, renderer, base, seed) for name in names}
     for name, (rows, faults) in taken.items():
         if not rows:
-            raise DataError(f"no row of expert {name} can start its router; the first: {faults[0]}", "raise router.max_tokens, or mend the rows")
+            raise DataError(
+                f"no row of expert {name} can start its router; the first: {faults[0]}",
+                "raise router.max_tokens, or mend the rows",
+            )
         if len(rows) >= asked.rows and len(set(rows)) == 1:
             raise DataError(
                 f"the {asked.rows} rows of expert {name} that router.rows takes are all the same, and one must be held out",
@@ -129,7 +142,9 @@ def _hidden_size(base: Path) -> int:
     return int(read_model_folder(base).config["hidden_size"])
 
 
-def _rows(source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int) -> tuple[list[tuple[int, ...]], list[str]]:
+def _rows(
+    source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int
+) -> tuple[list[tuple[int, ...]], list[str]]:
     """Built and rendered as in training, and what is wrong with rows that cannot be: a few are wanted, so others stand in for them."""
     reading = replace(open_source(source, base, split="train"), build=builder(asked.task, base=base))
     rows: list[Row] = []
@@ -145,7 +160,9 @@ def _rows(source: Source, asked: CentroidRouter, renderer: Renderer, base: Path,
     return tokens, faults + unfit
 
 
-def _rendered(rows: Sequence[Row], asked: CentroidRouter, renderer: Renderer, seed: int) -> tuple[list[tuple[int, ...]], list[str]]:
+def _rendered(
+    rows: Sequence[Row], asked: CentroidRouter, renderer: Renderer, seed: int
+) -> tuple[list[tuple[int, ...]], list[str]]:
     """A seeded sample in the order of the rows; a longer prompt is cut in its middle."""
     budget = Budget(max_tokens=asked.max_tokens, too_long="cut_prompt", turns="all")
     order = iter(np.random.RandomState(seed).permutation(len(rows)).tolist())
@@ -160,19 +177,26 @@ def _rendered(rows: Sequence[Row], asked: CentroidRouter, renderer: Renderer, se
     return [example.tokens for at in sorted(found) for example in found[at].examples], faults
 
 
-def _proof(stage: BuildMoe, built: Built, dense: int, experts: Mapping[str, Path], base: Path, out: Path) -> dict[str, float] | str:
+def _proof(
+    stage: BuildMoe, built: Built, dense: int, experts: Mapping[str, Path], base: Path, out: Path
+) -> dict[str, float] | str:
     """By expert the largest difference of logits; or why there is none."""
     needed, free = round(4 * _ROOM * (built.parameters + dense)), read_free_memory_bytes(MEMORY_LIMITS)
     if needed > free:
         return f"left out: it needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
-    return prove_experts(out, {name: experts[name] for name in built.experts}, shared=base if stage.shared == "base" else None)
+    return prove_experts(
+        out, {name: experts[name] for name in built.experts}, shared=base if stage.shared == "base" else None
+    )
 
 
 def _routing(order: Order, built: Built, started: _Started, out: Path) -> dict[str, Any]:
     """Where held-out tokens would go by the base's hidden states; and where they go in the mixture, if it can be loaded here."""
     centroids = started.centroids
     left_out = {name: {"rows": len(faults), "first": faults[0]} for name, faults in started.left_out.items()}
-    told: dict[str, Any] = {"own_in_base": {name: statistics.fmean(shares) for name, shares in centroids.own.items()}, "left_out": left_out}
+    told: dict[str, Any] = {
+        "own_in_base": {name: statistics.fmean(shares) for name, shares in centroids.own.items()},
+        "left_out": left_out,
+    }
     needed, free = round(_ROOM * built.parameters * _DTYPES[order.precision].itemsize), _free_bytes(order.device)
     if needed > free:
         reason = f"not measured: the mixture needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
@@ -213,27 +237,36 @@ def _choice(summary: Mapping[str, Any]) -> list[str]:
     if summary["router"] == "select_one":
         return ["every token goes to it: a router could not reach the other experts, so they were left out"]
     if summary["top_k"] == 1:
-        return ["one expert answers each token at full weight: the language-model loss gives such a router no gradient; it stays as it starts"]
+        return [
+            "one expert answers each token at full weight: the language-model loss gives such a router no gradient; it stays as it starts"
+        ]
     return ["the router starts at random: train it"] if summary["router"] == "random" else []
 
 
 def _left_out(summary: Mapping[str, Any]) -> list[str]:
     told = summary.get("left_out", {})
-    return [f"the router starts without {found['rows']} rows of {name}; the first: {found['first']}" for name, found in told.items()]
+    return [
+        f"the router starts without {found['rows']} rows of {name}; the first: {found['first']}"
+        for name, found in told.items()
+    ]
 
 
 def _routes(summary: Mapping[str, Any]) -> list[str]:
     chance = 1 / len(summary["experts"])
     if own := summary.get("own"):
         each = ", ".join(f"{name} {share:.0%}" for name, share in own.items())
-        mean: Sequence[float] = [statistics.fmean(layer) for layer in zip(*summary["own_by_layer"].values(), strict=True)]
+        mean: Sequence[float] = [
+            statistics.fmean(layer) for layer in zip(*summary["own_by_layer"].values(), strict=True)
+        ]
         return [
             f"held-out tokens whose first choice is their own expert: {each} (by chance {chance:.0%}); by layer {min(mean):.0%} to {max(mean):.0%}",
             f"where they go: {RECORD}, {MAP}",
         ]
     if told := summary.get("own_in_base"):
         each = ", ".join(f"{name} {share:.0%}" for name, share in told.items())
-        return [f"held-out tokens nearest to their own expert in the base: {each} (by chance {chance:.0%}); {summary['routing']}"]
+        return [
+            f"held-out tokens nearest to their own expert in the base: {each} (by chance {chance:.0%}); {summary['routing']}"
+        ]
     return []
 
 

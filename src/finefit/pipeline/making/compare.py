@@ -31,17 +31,27 @@ def _targets(order: Order, stage: CompareStage) -> list[str]:
     """Each once, in the order of the spec."""
     if unknown := [part for part in stage.of if not order.scores[part]]:
         raise SpecError(
-            f"of: {unknown[0]} is no model of that evaluation", f"name one that stands under its models, or {unknown[0].partition(':')[0]}"
+            f"of: {unknown[0]} is no model of that evaluation",
+            f"name one that stands under its models, or {unknown[0].partition(':')[0]}",
         )
     return widened(list(dict.fromkeys(target for part in stage.of for target in order.scores[part])))
 
 
 def _write_pages(record: Path) -> None:
     """By a process: pages are made above this room, and what draws takes memory of its own."""
-    done = subprocess.run([sys.executable, "-P", "-m", _PAGES, str(record)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", _PAGES, str(record)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-_TAIL_LINES:])
-        raise FinefitError(f"the page of {record} could not be written, which is a fault of finefit:\n{tail}", "please report it with these lines")
+        raise FinefitError(
+            f"the page of {record} could not be written, which is a fault of finefit:\n{tail}",
+            "please report it with these lines",
+        )
 
 
 def _summary(found: Comparison) -> dict[str, Any]:
@@ -50,7 +60,10 @@ def _summary(found: Comparison) -> dict[str, Any]:
         "verdict": found.verdict,
         "is_one_variable": found.is_one_variable,
         "differing": [setting.key for setting in found.differing],
-        "tasks": {task.task: [_difference(found, task, pairing) for pairing in task.pairings if pairing.changes] for task in found.tasks},
+        "tasks": {
+            task.task: [_difference(found, task, pairing) for pairing in task.pairings if pairing.changes]
+            for task in found.tasks
+        },
         "warnings": list(found.warnings),
         "files": [FILE, *(Path(FILE).with_suffix(end).name for end in (".html", ".md"))],
     }
@@ -76,7 +89,9 @@ def _difference(found: Comparison, task: TaskComparison, pairing: Pairing) -> di
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    found = [f"{task}: {_told(difference)}" for task, differences in summary["tasks"].items() for difference in differences]
+    found = [
+        f"{task}: {_told(difference)}" for task, differences in summary["tasks"].items() for difference in differences
+    ]
     return [summary["verdict"], *found, *(f"note: {warning}" for warning in summary["warnings"])]
 
 

@@ -47,11 +47,18 @@ def score(order: Order, place: Path, *, lock: int, tick: Tick, say: Say) -> dict
     _forget(place.glob(f"{STAGING}*"))  # what a kill left
     evaluations = tuple(_found_anywhere(one, Path(order.base)) for one in stage.evaluate)
     runs = _opened(order, place, {name: wired for name, wired in models.items() if wired.gate is None}, evaluations)
-    gates = [GateModel(name=name, folder=Path(wired.gate), place=place / name) for name, wired in models.items() if wired.gate is not None]
+    gates = [
+        GateModel(name=name, folder=Path(wired.gate), place=place / name)
+        for name, wired in models.items()
+        if wired.gate is not None
+    ]
     for gate in gates:
         require_known_prompts(gate, runs)
     hands = _Hands(lock=lock, tick=tick, say=say)
-    scored = {name: _answered(run, evaluations, hands, f"{at} of {len(runs)}") for at, (name, run) in enumerate(runs.items(), 1)}
+    scored = {
+        name: _answered(run, evaluations, hands, f"{at} of {len(runs)}")
+        for at, (name, run) in enumerate(runs.items(), 1)
+    }
     scored |= {gate.name: score_gate(gate, runs, evaluations) for gate in gates}
     _forget(earlier for earlier in place.glob(f"{EARLIER}*") if not (earlier / "reviews").exists())
     return summary_of({name: scored[name] for name in models})
@@ -62,20 +69,35 @@ def _found_anywhere(evaluation: Evaluation, base: Path) -> Evaluation:
     return moved_task(evaluation, lambda path: str((base / path).resolve()))
 
 
-def _opened(order: Order, place: Path, models: Mapping[str, WiredModel], evaluations: tuple[Evaluation, ...]) -> dict[str, RunDir]:
+def _opened(
+    order: Order, place: Path, models: Mapping[str, WiredModel], evaluations: tuple[Evaluation, ...]
+) -> dict[str, RunDir]:
     """A run directory for each, with rows that its tasks can read."""
     assert isinstance(order.stage, EvaluateStage)
-    runs = {name: open_at(asked, place / name) for name, asked in _asked(order, order.stage.data, models, evaluations).items()}
+    runs = {
+        name: open_at(asked, place / name)
+        for name, asked in _asked(order, order.stage.data, models, evaluations).items()
+    }
     for name, run in runs.items():
         require_readable(run, [request_of(run, name, one) for one in evaluations])
     return runs
 
 
-def _asked(order: Order, data: Questions, models: Mapping[str, WiredModel], evaluations: tuple[Evaluation, ...]) -> dict[str, Asked]:
+def _asked(
+    order: Order, data: Questions, models: Mapping[str, WiredModel], evaluations: tuple[Evaluation, ...]
+) -> dict[str, Asked]:
     asks, base = _asks(order, data, evaluations), Path(order.base)
     bare = _loaded_alike([wired_bare(name, wired, asks) for name, wired in models.items()])
-    prepared = {one.name: prepare_questions(data.test, asks.model_copy(update={"model": one.model}), one.tokenizer, base=base) for one in bare}
-    return {one.name: Asked(bare=one, prepared=prepared[one.name], base=base, device=order.device, precision=order.precision) for one in bare}
+    prepared = {
+        one.name: prepare_questions(data.test, asks.model_copy(update={"model": one.model}), one.tokenizer, base=base)
+        for one in bare
+    }
+    return {
+        one.name: Asked(
+            bare=one, prepared=prepared[one.name], base=base, device=order.device, precision=order.precision
+        )
+        for one in bare
+    }
 
 
 def _asks(order: Order, data: Questions, evaluations: tuple[Evaluation, ...]) -> Spec:
@@ -85,7 +107,10 @@ def _asks(order: Order, data: Questions, evaluations: tuple[Evaluation, ...]) ->
 
 def _loaded_alike(models: Sequence[Bare]) -> list[Bare]:
     """A model that others here lay an adapter over is loaded in the same bits as theirs: what it scores then differs by the adapter alone."""
-    return [one if one.weights is not None else replace(one, tuning=_tuning_over(one.model, models) or one.tuning) for one in models]
+    return [
+        one if one.weights is not None else replace(one, tuning=_tuning_over(one.model, models) or one.tuning)
+        for one in models
+    ]
 
 
 def _tuning_over(model: Model, models: Iterable[Bare]) -> Tuning | None:

@@ -54,7 +54,9 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     means = mean_embeddings(folder, [prompt.tokens for prompt in train])
     gate = fit(means, labels, num_experts=len(experts), epochs=stage.epochs, lr=stage.lr, seed=order.seed)
     scores = token_scores(folder, gate)
-    save_file({SCORES: scores, "weight": gate.weight_KD, "centre": gate.centre_D}, out / TABLE, metadata={"format": "pt"})
+    save_file(
+        {SCORES: scores, "weight": gate.weight_KD, "centre": gate.centre_D}, out / TABLE, metadata={"format": "pt"}
+    )
     record = SequenceGate(
         experts=experts,
         template_sha256=renderer.sha256(),
@@ -72,14 +74,25 @@ def make(order: Order, out: Path) -> dict[str, Any]:
 def lines(summary: dict[str, Any]) -> list[str]:
     accuracy, held, experts = summary["accuracy"], summary["held"], summary["experts"]
     right = round(accuracy["value"] * accuracy["n"])
-    value, low, high, most = map(_percent, (accuracy["value"], accuracy["low"], accuracy["high"], max(held.values()) / accuracy["n"]))
-    told = [f"right for {right} of {accuracy['n']} held-out prompts: {value} ({low} to {high}); always {max(held, key=held.__getitem__)}: {most}"]
+    value, low, high, most = map(
+        _percent, (accuracy["value"], accuracy["low"], accuracy["high"], max(held.values()) / accuracy["n"])
+    )
+    told = [
+        f"right for {right} of {accuracy['n']} held-out prompts: {value} ({low} to {high}); always {max(held, key=held.__getitem__)}: {most}"
+    ]
     for expert in experts:
         words = ", ".join(map(repr, summary["telling"][expert]))
-        told.append(f"{expert}: {summary['confusion'][expert][expert]} of {held[expert]}; what speaks most for it: {words}")
+        told.append(
+            f"{expert}: {summary['confusion'][expert][expert]} of {held[expert]}; what speaks most for it: {words}"
+        )
     if summary["shared_prompts"]:
-        told.append(f"{summary['shared_prompts']} prompts stand in the rows of several experts; no choice is right for all of them")
-    return [*told, "one expert for the whole prompt, by which tokens it has: neither their order nor a hidden state is seen, so it is no router"]
+        told.append(
+            f"{summary['shared_prompts']} prompts stand in the rows of several experts; no choice is right for all of them"
+        )
+    return [
+        *told,
+        "one expert for the whole prompt, by which tokens it has: neither their order nor a hidden state is seen, so it is no router",
+    ]
 
 
 def _percent(share: float) -> str:
@@ -114,18 +127,25 @@ def _rows(source: Source, form: Form | None, base: Path, seed: int) -> list[Row]
 
 def _tokens(row: Row, renderer: Renderer) -> list[int]:
     if row.kind == "text":
-        raise DataError(f"{row.place} is plain text, and a gate chooses by what is asked", "take rows with a prompt and an answer")
+        raise DataError(
+            f"{row.place} is plain text, and a gate chooses by what is asked", "take rows with a prompt and an answer"
+        )
     try:
         return renderer.prompt_tokens(as_item(row).prompt, tools=row.tools)
     except DataError as fault:
         raise DataError(f"{row.place} {fault.problem}", fault.remedy) from None
 
 
-def _split(prompts: Sequence[_Prompt], experts: Sequence[str], share: float, seed: int) -> tuple[list[_Prompt], list[_Prompt]]:
+def _split(
+    prompts: Sequence[_Prompt], experts: Sequence[str], share: float, seed: int
+) -> tuple[list[_Prompt], list[_Prompt]]:
     """Equal prompts stay on one side, or the accuracy would be that of a memory."""
     keys = np.array([prompt.key for prompt in prompts], np.uint64)
     if len(set(keys.tolist())) < 2:
-        raise DataError(f"all {len(prompts)} prompts ask the same, so none can be held out to measure the gate on", "give rows that ask other things")
+        raise DataError(
+            f"all {len(prompts)} prompts ask the same, so none can be held out to measure the gate on",
+            "give rows that ask other things",
+        )
     is_held = held_share(keys, share, seed)
     held = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if is_out]
     train = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if not is_out]
@@ -152,17 +172,25 @@ def _num_shared(prompts: Sequence[_Prompt]) -> int:
 
 def _measured(scores: Tensor, held: Sequence[_Prompt], experts: Sequence[str]) -> Mapping[str, Any]:
     """By the function that will choose."""
-    found = Counter(zip((prompt.expert for prompt in held), chosen(scores, experts, [prompt.tokens for prompt in held]), strict=True))
+    found = Counter(
+        zip(
+            (prompt.expert for prompt in held), chosen(scores, experts, [prompt.tokens for prompt in held]), strict=True
+        )
+    )
     confusion = {expert: {other: found[expert, other] for other in experts} for expert in experts}
     return {"confusion": confusion, "accuracy": wilson(sum(found[expert, expert] for expert in experts), len(held))}
 
 
-def _telling(scores: Tensor, train: Sequence[_Prompt], experts: Sequence[str], renderer: Renderer) -> dict[str, tuple[str, ...]]:
+def _telling(
+    scores: Tensor, train: Sequence[_Prompt], experts: Sequence[str], renderer: Renderer
+) -> dict[str, tuple[str, ...]]:
     """What the gate really reads: where it is the template or a phrase that all rows share, that shows here."""
     lead = scores - scores.mean(1, keepdim=True)
     told = {}
     for at, expert in enumerate(experts):
         counts = Counter(token for prompt in train if prompt.expert == expert for token in prompt.tokens)
         best = sorted(counts, key=lambda token: (-counts[token] * float(lead[token, at]), token))[:_TELLING]
-        told[expert] = tuple(str(renderer.tokenizer.decode([token], clean_up_tokenization_spaces=False)) for token in best)
+        told[expert] = tuple(
+            str(renderer.tokenizer.decode([token], clean_up_tokenization_spaces=False)) for token in best
+        )
     return told

@@ -59,7 +59,10 @@ def require_experts(models: Mapping[str, WiredModel], evaluations: Sequence[Eval
                 f"name {', '.join(missing)} under models too: they are known by the names that the gate has for its experts",
             )
         if own := [one.label for one in evaluations if isinstance(one.task, LmEval)]:
-            raise SpecError(f"{', '.join(own)} brings items of its own, whose prompts models.{name} cannot see", "evaluate the gate in another stage")
+            raise SpecError(
+                f"{', '.join(own)} brings items of its own, whose prompts models.{name} cannot see",
+                "evaluate the gate in another stage",
+            )
 
 
 def require_known_prompts(gate: GateModel, runs: Mapping[str, RunDir]) -> None:
@@ -87,12 +90,24 @@ def score_gate(gate: GateModel, runs: Mapping[str, RunDir], evaluations: Sequenc
     if digest_at(gate.place) != digest:
         _create(gate, digest, experts, evaluations)
     where = stage_of(RunDir(gate.place))
-    return {one.label: read_record(where.evaluation(one.label, gate.name, one.limit).result, EvalResult) for one in evaluations}
+    return {
+        one.label: read_record(where.evaluation(one.label, gate.name, one.limit).result, EvalResult)
+        for one in evaluations
+    }
 
 
 def _digest(gate: GateModel, experts: Mapping[str, RunDir], evaluations: Sequence[Evaluation]) -> str:
-    files = [gate.folder / RECORD, gate.folder / TABLE, *(_paths(run, one).result for run in experts.values() for one in evaluations)]
-    content = [gate.name, *experts, *(one.label for one in evaluations), *(read_file(file, file.parent).sha256 for file in files)]
+    files = [
+        gate.folder / RECORD,
+        gate.folder / TABLE,
+        *(_paths(run, one).result for run in experts.values() for one in evaluations),
+    ]
+    content = [
+        gate.name,
+        *experts,
+        *(one.label for one in evaluations),
+        *(read_file(file, file.parent).sha256 for file in files),
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -111,7 +126,9 @@ def _create(gate: GateModel, digest: str, experts: Mapping[str, RunDir], evaluat
         raise
 
 
-def _fill(run: RunDir, gate: GateModel, digest: str, experts: Mapping[str, RunDir], evaluations: Sequence[Evaluation]) -> None:
+def _fill(
+    run: RunDir, gate: GateModel, digest: str, experts: Mapping[str, RunDir], evaluations: Sequence[Evaluation]
+) -> None:
     where, first = run.stage(1, "eval"), stage_of(next(iter(experts.values())))
     began, own = time.perf_counter(), read_record(first.eval_stage, EvalStage)
     choices = _choices(gate, own.subject, first)
@@ -124,11 +141,19 @@ def _fill(run: RunDir, gate: GateModel, digest: str, experts: Mapping[str, RunDi
     for one in evaluations:
         _compose(where, own, one, experts, choices, seconds=time.perf_counter() - began)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_record(run.run, Run(name=gate.name, digest=digest, finefit=__version__, created=now, kind="eval", status="finished"))
+    write_record(
+        run.run, Run(name=gate.name, digest=digest, finefit=__version__, created=now, kind="eval", status="finished")
+    )
 
 
 def _compose(
-    where: StageDir, own: EvalStage, evaluation: Evaluation, experts: Mapping[str, RunDir], choices: Sequence[str], *, seconds: float
+    where: StageDir,
+    own: EvalStage,
+    evaluation: Evaluation,
+    experts: Mapping[str, RunDir],
+    choices: Sequence[str],
+    *,
+    seconds: float,
 ) -> None:
     """One request and its result, as if somebody had been asked."""
     asked = read_record(_paths(next(iter(experts.values())), evaluation).request, EvalRequest)
@@ -140,7 +165,9 @@ def _compose(
 
 
 def _require_same_items(gate: GateModel, experts: Mapping[str, RunDir]) -> None:
-    items = {name: read_record(stage_of(run).eval_stage, EvalStage).subject.items_sha256 for name, run in experts.items()}
+    items = {
+        name: read_record(stage_of(run).eval_stage, EvalStage).subject.items_sha256 for name, run in experts.items()
+    }
     if len(set(items.values())) > 1:
         raise RunError(
             f"the experts of {gate.name} were not asked the same rows: {', '.join(f'{name} {sha256[:12]}' for name, sha256 in items.items())}",
@@ -173,7 +200,10 @@ def _renderer(where: StageDir, subject: Subject) -> Renderer:
 
 def _prompt(renderer: Renderer, row: Row, most: int | None) -> list[int]:
     if row.text:
-        raise DataError(f"{row.place} is plain text: it asks nothing that a gate could choose by", "take rows with a prompt and an answer")
+        raise DataError(
+            f"{row.place} is plain text: it asks nothing that a gate could choose by",
+            "take rows with a prompt and an answer",
+        )
     messages = row.prompt if most is None else renderer.cut_prompt(row.prompt, tools=row.tools, max_tokens=most)
     return renderer.prompt_tokens(messages, tools=row.tools)
 
@@ -182,8 +212,13 @@ def composed(answered: Mapping[str, EvalResult], choices: Sequence[str]) -> Eval
     """One result from those of several models on the same items: of each item that of the model which was chosen for it, `choices[item.item]`."""
     first = next(iter(answered.values()))
     for name, result in answered.items():
-        if result.definitions != first.definitions or [item.key for item in result.items] != [item.key for item in first.items]:
-            raise RunError(f"{first.task}: {name} was scored in another way, or on other items, than {next(iter(answered))}", "score them anew")
+        if result.definitions != first.definitions or [item.key for item in result.items] != [
+            item.key for item in first.items
+        ]:
+            raise RunError(
+                f"{first.task}: {name} was scored in another way, or on other items, than {next(iter(answered))}",
+                "score them anew",
+            )
     items = tuple(_chosen(answered, choices[item.item], at) for at, item in enumerate(first.items))
     taken = [sum(item.answered_by == name for item in items) for name in answered]
     words = ", ".join(f"{name} {count}" for name, count in zip(answered, taken, strict=True))
@@ -209,5 +244,8 @@ def _chosen(answered: Mapping[str, EvalResult], name: str, at: int) -> EvalItem:
 def _signature(answered: Mapping[str, EvalResult]) -> dict[str, str]:
     """Where the experts' differ, all of them."""
     keys = dict.fromkeys(key for result in answered.values() for key in result.signature)
-    found = {key: " / ".join(dict.fromkeys(result.signature.get(key, "(none)") for result in answered.values())) for key in keys}
+    found = {
+        key: " / ".join(dict.fromkeys(result.signature.get(key, "(none)") for result in answered.values()))
+        for key in keys
+    }
     return found | {CHOSEN: f"one of {', '.join(answered)}, chosen for each prompt by a gate"}

@@ -28,9 +28,17 @@ def make(order: Order, out: Path) -> dict[str, Any]:
         write_text(out / f"{name}.jsonl", "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in split.pairs))
     settings = {"seed": order.seed, "method": moved(stage.method, named_alone).model_dump(mode="json")}
     write_text(
-        out / REPORT, json.dumps({"version": 1, **settings, "splits": {name: report_of(split) for name, split in splits.items()}}, indent=1) + "\n"
+        out / REPORT,
+        json.dumps(
+            {"version": 1, **settings, "splits": {name: report_of(split) for name, split in splits.items()}}, indent=1
+        )
+        + "\n",
     )
-    return {"method": stage.method.kind, "splits": {name: summary_of(split) for name, split in splits.items()}, "loaded_bytes": loaded_bytes}
+    return {
+        "method": stage.method.kind,
+        "splits": {name: summary_of(split) for name, split in splits.items()},
+        "loaded_bytes": loaded_bytes,
+    }
 
 
 def _splits(order: Order, stage: MakePairs, answers: Path) -> tuple[dict[str, Split], int | None]:
@@ -38,7 +46,10 @@ def _splits(order: Order, stage: MakePairs, answers: Path) -> tuple[dict[str, Sp
     base = Path(order.base)
     match stage.method:
         case Rules() as rules:
-            return {name: ruled(rows, rules, base, order.seed) for name, rows in rows_of_splits(stage, base, order.seed).items()}, None
+            return {
+                name: ruled(rows, rules, base, order.seed)
+                for name, rows in rows_of_splits(stage, base, order.seed).items()
+            }, None
         case Verdicts() as verdicts:
             from finefit.pipeline.making.pairs_judged import judged
 
@@ -70,14 +81,28 @@ def _split(made: Made) -> Split:
 def lines(summary: dict[str, Any]) -> list[str]:
     """A line or two for each split, and each warning once."""
     told = [line for name, split in summary["splits"].items() for line in _told(name, split)]
-    return told + [f"warning: {name}: {warning}" for name, split in summary["splits"].items() for warning in split["warnings"]]
+    return told + [
+        f"warning: {name}: {warning}" for name, split in summary["splits"].items() for warning in split["warnings"]
+    ]
 
 
 def _told(name: str, split: dict[str, Any]) -> list[str]:
     unread = split["read"] - split["used"]
     rules = ", ".join(f"{rule} {count['made']}" for rule, count in split["rules"].items())
     tells = ", ".join(f"by the number of {measure} {auc:.2f}" for measure, auc in split["length_auc"].items())
-    first = f"{name}: {split['pairs']:,} pairs of {split['used']:,} of {split['read']:,} rows" + (f" ({rules})" if rules else "")
-    told = f"; sides are told apart {tells}, by single words {split['words_auc']:.2f} (0.5 is a guess)" if split["words_auc"] is not None else ""
-    left = [f"{name}: {unread:,} rows are in no pair: {'; '.join(f'{count:,} {why}' for why, count in split['unused'].items())}"] if unread else []
+    first = f"{name}: {split['pairs']:,} pairs of {split['used']:,} of {split['read']:,} rows" + (
+        f" ({rules})" if rules else ""
+    )
+    told = (
+        f"; sides are told apart {tells}, by single words {split['words_auc']:.2f} (0.5 is a guess)"
+        if split["words_auc"] is not None
+        else ""
+    )
+    left = (
+        [
+            f"{name}: {unread:,} rows are in no pair: {'; '.join(f'{count:,} {why}' for why, count in split['unused'].items())}"
+        ]
+        if unread
+        else []
+    )
     return [first + told, *left]

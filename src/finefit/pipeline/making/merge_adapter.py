@@ -27,7 +27,12 @@ def make(order: Order, out: Path) -> dict[str, Any]:
     adapter = _adapter(order, stage)
     base = locate(order.models["model"].model, Path(order.base))
     merged = merge_adapter(base.folder, adapter, out, dtype=_DTYPES[stage.precision])
-    return {**asdict(merged), "base": base.name, "bits": _trained_bits(adapter), "warnings": list(_warnings(merged, _trained_bits(adapter)))}
+    return {
+        **asdict(merged),
+        "base": base.name,
+        "bits": _trained_bits(adapter),
+        "warnings": list(_warnings(merged, _trained_bits(adapter))),
+    }
 
 
 def _adapter(order: Order, stage: MergeAdapter) -> Path:
@@ -39,9 +44,15 @@ def _adapter(order: Order, stage: MergeAdapter) -> Path:
         )
     found = wired.adapter if stage.adapter is None else str(Path(order.base) / stage.adapter)
     if found is None:
-        raise ModelError(f"stage {order.name} merges an adapter, and its model has none", "name a stage that trains one, or a folder with adapter:")
+        raise ModelError(
+            f"stage {order.name} merges an adapter, and its model has none",
+            "name a stage that trains one, or a folder with adapter:",
+        )
     if not (Path(found) / CONFIG).is_file():
-        raise ModelError(f"{found} holds no {CONFIG}, so there is no adapter to merge", "name a folder with an adapter that peft can read")
+        raise ModelError(
+            f"{found} holds no {CONFIG}, so there is no adapter to merge",
+            "name a folder with an adapter that peft can read",
+        )
     return Path(found)
 
 

@@ -35,7 +35,10 @@ class Split:
 def rows_of_splits(stage: MakePairs, base: Path, seed: int) -> dict[str, list[Row | BadRow]]:
     """Of every split that is asked for; a prompt that stands in two of them is refused."""
     named = {"train": stage.train, "validation": (stage.validation,), "test": (stage.test,)}
-    found = {split: [row for source in sources if source for row in _rows(source, base, seed, split)] for split, sources in named.items()}
+    found = {
+        split: [row for source in sources if source for row in _rows(source, base, seed, split)]
+        for split, sources in named.items()
+    }
     splits = {split: rows for split, rows in found.items() if any(named[split])}
     _require_apart(splits)
     return splits
@@ -60,7 +63,10 @@ def open_anywhere(source: Source, base: Path, *, split: str) -> Reading:
     """Files go by their names, those of a folder by their paths within it: where they lie is no part of a pair."""
     reading = open_source(source, base, split=split)
     top = os.path.commonpath([file.path.parent for file in reading.files])
-    files = (file if "://" in file.name else replace(file, name=file.path.relative_to(top).as_posix()) for file in reading.files)
+    files = (
+        file if "://" in file.name else replace(file, name=file.path.relative_to(top).as_posix())
+        for file in reading.files
+    )
     join = None if reading.join is None else replace(reading.join, path=named_alone(reading.join.path))
     return replace(reading, files=tuple(files), join=join)
 
@@ -82,14 +88,23 @@ def _require_apart(splits: Mapping[str, list[Row | BadRow]]) -> None:
                     both.append(f"{row.place} ({split}) asks what {place} ({first}) asks")
     if both:
         more = f", and {len(both) - _SHOWN} more" if len(both) > _SHOWN else ""
-        raise DataError(f"rows that are held out stand in another split too: {'; '.join(both[:_SHOWN])}{more}", "keep each row in one of the files")
+        raise DataError(
+            f"rows that are held out stand in another split too: {'; '.join(both[:_SHOWN])}{more}",
+            "keep each row in one of the files",
+        )
 
 
 def require_pairs(splits: Mapping[str, Split]) -> None:
     for name, split in splits.items():
         if not split.pairs:
-            reasons = "; ".join(f"{count:,} {reason}" for reason, count in _reasons(split).items()) or "there was nothing to read"
-            raise DataError(f"no pair could be made for {name} of {split.read:,} rows: {reasons}", "give other rows, or another method")
+            reasons = (
+                "; ".join(f"{count:,} {reason}" for reason, count in _reasons(split).items())
+                or "there was nothing to read"
+            )
+            raise DataError(
+                f"no pair could be made for {name} of {split.read:,} rows: {reasons}",
+                "give other rows, or another method",
+            )
 
 
 def summary_of(split: Split) -> dict[str, Any]:
@@ -121,5 +136,8 @@ def _reasons(split: Split) -> dict[str, int]:
 def _kind(reason: str) -> str:
     for start in ("says the same as ", "has scores from "):
         if reason.startswith(start):
-            return {"says the same as ": "says the same as another row", "has scores from ": "has scores that do not differ enough"}[start]
+            return {
+                "says the same as ": "says the same as another row",
+                "has scores from ": "has scores that do not differ enough",
+            }[start]
     return reason

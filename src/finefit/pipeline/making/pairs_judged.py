@@ -22,7 +22,9 @@ from finefit.spec.stages import Verdicts
 
 _EXPORT = "write the pairs into a file with `finefit review RUN RUN --export-pairs pairs.jsonl`, and name that"
 _IN_PART = "which a stage's pairs do not carry: train on the file itself"
-_HAS_IMAGES = "shows images, which a stage's pairs do not carry: train on the file that `finefit review --export-pairs` writes"
+_HAS_IMAGES = (
+    "shows images, which a stage's pairs do not carry: train on the file that `finefit review --export-pairs` writes"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,13 @@ def judged(method: Verdicts, base: Path) -> Split:
     pairs, repeated = _agreed([pair for part in found for pair in part.pairs])
     unused = [row for part in found for row in part.unused] + repeated
     sides = [Sides(row=str(pair["prompt"]), chosen=pair["chosen"], rejected=pair["rejected"]) for pair in pairs]
-    return Split(read=len(pairs) + len(unused), used=len(pairs), pairs=tuple(pairs), unused=tuple(unused), audit=audit(sides, LENGTHS))
+    return Split(
+        read=len(pairs) + len(unused),
+        used=len(pairs),
+        pairs=tuple(pairs),
+        unused=tuple(unused),
+        audit=audit(sides, LENGTHS),
+    )
 
 
 def _of(name: str, base: Path) -> Iterator[_Found]:
@@ -48,7 +56,10 @@ def _of(name: str, base: Path) -> Iterator[_Found]:
     elif path.is_file():
         yield _exported(name, base)
     else:
-        raise RunError(f"{name} is neither a run directory nor a file with judged pairs", "name a run that was reviewed, or " + _EXPORT)
+        raise RunError(
+            f"{name} is neither a run directory nor a file with judged pairs",
+            "name a run that was reviewed, or " + _EXPORT,
+        )
 
 
 # reviews in a run directory
@@ -57,7 +68,9 @@ def _of(name: str, base: Path) -> Iterator[_Found]:
 def _reviews(run: Path, name: str) -> Iterator[_Found]:
     journals = sorted((run / "reviews").glob("*.jsonl"))
     if not journals:
-        raise RunError(f"{name} has no reviews, so nobody has judged its answers", f"judge them with `finefit review {name}`")
+        raise RunError(
+            f"{name} has no reviews, so nobody has judged its answers", f"judge them with `finefit review {name}`"
+        )
     for journal in journals:
         entries = read_entries(journal)
         yield _decided(_stack(run, journal, entries), entries, f"{named_alone(name)}/reviews/{journal.name}")
@@ -108,7 +121,9 @@ def _exported(name: str, base: Path) -> _Found:
             unused.append(Unused(place=row.place, reason=reason))
         else:
             sides = {"chosen": row.answer, "rejected": row.rejected[0].content, **tools_record(row)}
-            pairs.append((row.place, {"prompt": messages_record(row.prompt), **sides, "rule": "judged", "row": row.place}))
+            pairs.append(
+                (row.place, {"prompt": messages_record(row.prompt), **sides, "rule": "judged", "row": row.place})
+            )
     return _Found(pairs=tuple(pairs), unused=tuple(unused))
 
 

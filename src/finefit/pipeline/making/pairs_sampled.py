@@ -73,12 +73,19 @@ def sampled_splits(order: Order, stage: MakePairs, method: Sampled, journal: Pat
     return splits, sampler.loaded_bytes
 
 
-def rows_to_ask(stage: MakePairs, method: Sampled, base: Path, seed: int) -> tuple[Task, dict[str, tuple[list[Row], list[Unused]]]]:
+def rows_to_ask(
+    stage: MakePairs, method: Sampled, base: Path, seed: int
+) -> tuple[Task, dict[str, tuple[list[Row], list[Unused]]]]:
     """What the answers will be scored by; of every split the rows that can be asked, and those that cannot. A split without the first is refused."""
     task = _task(method, base)
     found = {split: _sorted_out(rows, task) for split, rows in rows_of_splits(stage, base, seed).items()}
     nothing = {split: unused for split, (kept, unused) in found.items() if not kept}
-    require_pairs({split: Split(read=len(rows), used=0, pairs=(), unused=tuple(rows), audit=None) for split, rows in nothing.items()})
+    require_pairs(
+        {
+            split: Split(read=len(rows), used=0, pairs=(), unused=tuple(rows), audit=None)
+            for split, rows in nothing.items()
+        }
+    )
     return task, found
 
 
@@ -89,7 +96,8 @@ def _task(method: Sampled, base: Path) -> Task:
         if task.generates and task.metrics[0].better == "higher":
             return task
     raise SpecError(
-        f"method.task {method.task.kind} does not say of a written answer alone how good it is", "name a task that does, such as rouge or exact_match"
+        f"method.task {method.task.kind} does not say of a written answer alone how good it is",
+        "name a task that does, such as rouge or exact_match",
     )
 
 
@@ -184,7 +192,9 @@ def _room(order: Order, method: Sampled, bare: Bare, *, longest: int) -> Room:
     return rooms_here(subject, Path(order.base), (evaluation,), longest)[evaluation.label]
 
 
-def _split(read: int, scored: Sequence[tuple[Row, list[Sample]]], unused: list[Unused], margin: float, seed: int) -> Split:
+def _split(
+    read: int, scored: Sequence[tuple[Row, list[Sample]]], unused: list[Unused], margin: float, seed: int
+) -> Split:
     found = from_scored(scored, seed=seed, margin=margin)
     pairs = tuple(pair_record(pair) for pair in found.pairs)
     missing = (*unused, *found.unused)
@@ -197,7 +207,9 @@ def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[tuple[Ro
     metric = task.metrics[0]
     items = [
         (row, score_item(task, at, row, prompt="", reply=Reply(text=text)))
-        for at, (row, text) in enumerate((row, text) for row, answers in zip(rows, texts, strict=True) for text in answers)
+        for at, (row, text) in enumerate(
+            (row, text) for row, answers in zip(rows, texts, strict=True) for text in answers
+        )
     ]
     scores = [item.scores[metric.name] for item in finished(task, items)]
     samples = [Sample(answer=item.answer, score=score) for (_, item), score in zip(items, scores, strict=True)]
@@ -209,7 +221,12 @@ def _texts(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[list[str]
     """The answers to each row, by number of the sample. A killed process left whole batches, so the others are formed as they would have been."""
     each = sampler.method.samples
     asked = [(row, sample) for row in rows for sample in range(each)]
-    found = {at: text for line in read_lines(sampler.journal) if (line["by"], line["split"]) == (sampler.by, split) for at, text in line["answers"]}
+    found = {
+        at: text
+        for line in read_lines(sampler.journal)
+        if (line["by"], line["split"]) == (sampler.by, split)
+        for at, text in line["answers"]
+    }
     todo = [at for at in range(len(asked)) if at not in found]
     with Journal(sampler.journal) as journal:
         for batch in _batches(sampler, [asked[at] for at in todo]):
@@ -228,7 +245,10 @@ def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[di
     def choose(batch: Sequence[int]) -> Choose:
         nonlocal together
         together = batch
-        said = [chances(sampler.seed, content_key(row), sample, steps=method.max_new_tokens) for row, sample in (asked[at] for at in batch)]
+        said = [
+            chances(sampler.seed, content_key(row), sample, steps=method.max_new_tokens)
+            for row, sample in (asked[at] for at in batch)
+        ]
         return drawn_by(said, temperature=method.temperature, device=sampler.device)
 
     for at, answer in answers(

@@ -52,7 +52,9 @@ def _run(script: Path, arguments: list[str]) -> None:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0):
-                raise SpecError(f"{script.name} ended with {end.code}", "its own words are in the stage's log") from None
+                raise SpecError(
+                    f"{script.name} ended with {end.code}", "its own words are in the stage's log"
+                ) from None
         except Exception as error:  # the boundary to the user's script: whatever it raises is told with its place
             if is_full(error):
                 raise
@@ -72,7 +74,10 @@ def _line_of(error: Exception, script: Path) -> str:
 
 def _require(outputs: tuple[str, ...], out: Path) -> None:
     if not out.is_dir():
-        raise SpecError("the script ended and has removed the folder that it fills", "let it write into {output} and leave the folder itself there")
+        raise SpecError(
+            "the script ended and has removed the folder that it fills",
+            "let it write into {output} and leave the folder itself there",
+        )
     if absent := [name for name in outputs if not (out / name).exists()]:
         there = ", ".join(sorted(path.name for path in out.iterdir())) or "nothing"
         raise SpecError(

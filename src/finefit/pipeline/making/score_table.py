@@ -41,7 +41,10 @@ def answered_by(result: EvalResult) -> dict[str, int]:
 
 def _interval(score: Score) -> dict[str, float | None]:
     """An end that there is none of is None."""
-    return {key: value if math.isfinite(value) else None for key, value in (("value", score.value), ("low", score.low), ("high", score.high))}
+    return {
+        key: value if math.isfinite(value) else None
+        for key, value in (("value", score.value), ("low", score.low), ("high", score.high))
+    }
 
 
 def _metric(metric: Metric) -> dict[str, str]:
@@ -57,7 +60,9 @@ def told(summary: dict[str, Any]) -> list[str]:
 
 def _of_model(found: dict[str, Any], own: dict[str, dict[str, str]]) -> list[str]:
     chosen = [
-        ", ".join(f"{count} by {name}" for name, count in scores["answered_by"].items()) for scores in found.values() if "answered_by" in scores
+        ", ".join(f"{count} by {name}" for name, count in scores["answered_by"].items())
+        for scores in found.values()
+        if "answered_by" in scores
     ]
     return [*(_of_task(task, scores, own.get(task)) for task, scores in found.items()), *dict.fromkeys(chosen)]
 

@@ -78,9 +78,13 @@ class Settings:
         if not 0 <= self.token_dropout < 1:
             raise ValueError(f"token_dropout {self.token_dropout} is no share below 1")
         if self.side % (2 * self.patch):
-            raise ValueError(f"side {self.side} is no multiple of two patches of {self.patch} pixels, so patches cannot be pooled 2 x 2")
+            raise ValueError(
+                f"side {self.side} is no multiple of two patches of {self.patch} pixels, so patches cannot be pooled 2 x 2"
+            )
         if not 0 < self.keep <= self.num_patches:
-            raise ValueError(f"keep {self.keep} of the {self.num_patches} patches that a view of {self.side} pixels has")
+            raise ValueError(
+                f"keep {self.keep} of the {self.num_patches} patches that a view of {self.side} pixels has"
+            )
 
     @property
     def patch(self) -> int:
@@ -145,7 +149,9 @@ class Look:
         """Sobel over the grid of mean features. The border is continued, so that it is no edge itself."""
         num_rows, num_patches = self.similarity_BP.shape
         side = round(num_patches**0.5)
-        plane = functional.pad(self.features_BPC.mean(dim=2).view(num_rows, 1, side, side), (1, 1, 1, 1), mode="replicate")
+        plane = functional.pad(
+            self.features_BPC.mean(dim=2).view(num_rows, 1, side, side), (1, 1, 1, 1), mode="replicate"
+        )
         sobel = plane.new_tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
         across, down = (functional.conv2d(plane, kernel.view(1, 1, 3, 3)) for kernel in (sobel, sobel.T))
         return scaled(torch.hypot(across, down).flatten(1))
@@ -194,7 +200,13 @@ def random(look: Look) -> Tensor:
     return look.noise_BP
 
 
-SCORES: Mapping[str, Callable[[Look], Tensor]] = {"base": base, "entropy": entropy, "edge": edge, "full": full, "random": random}
+SCORES: Mapping[str, Callable[[Look], Tensor]] = {
+    "base": base,
+    "entropy": entropy,
+    "edge": edge,
+    "full": full,
+    "random": random,
+}
 
 
 def best(scores_BP: Tensor, keep: int) -> Tensor:
@@ -210,12 +222,17 @@ def merged(features_BPC: Tensor, kept_BK: Tensor, least: float) -> Tensor:
     """The kept patches, each the mean of itself and of those left out that are most like it, where they are enough so."""
     kept_BKC = taken(features_BPC, kept_BK)
     with torch.no_grad():
-        direction_BPC, kept_direction_BKC = functional.normalize(features_BPC, dim=2), functional.normalize(kept_BKC, dim=2)
+        direction_BPC, kept_direction_BKC = (
+            functional.normalize(features_BPC, dim=2),
+            functional.normalize(kept_BKC, dim=2),
+        )
         cosine_BPK, nearest_BP = (direction_BPC @ kept_direction_BKC.mT).max(dim=2)
         is_left_BP = torch.ones_like(cosine_BPK).scatter(1, kept_BK, 0.0)
         joins_BP = is_left_BP * (cosine_BPK >= least)
         share_BKP = functional.one_hot(nearest_BP, kept_BK.shape[1]).mT * joins_BP[:, None, :]
-    return (kept_BKC + share_BKP.to(features_BPC.dtype) @ features_BPC) / (1 + share_BKP.sum(dim=2, keepdim=True)).to(features_BPC.dtype)
+    return (kept_BKC + share_BKP.to(features_BPC.dtype) @ features_BPC) / (1 + share_BKP.sum(dim=2, keepdim=True)).to(
+        features_BPC.dtype
+    )
 
 
 # --- the language model
@@ -228,11 +245,15 @@ class Block(nn.Module):
         super().__init__()
         self.heads = made.heads
         self.attn_norm, self.ff_norm = (nn.RMSNorm(made.hidden, eps=1e-5) for _ in range(2))
-        self.q_proj, self.k_proj, self.v_proj, self.attn_out = (nn.Linear(made.hidden, made.hidden, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.attn_out = (
+            nn.Linear(made.hidden, made.hidden, bias=False) for _ in range(4)
+        )
         self.ff_proj, self.up_proj = (nn.Linear(made.hidden, made.mlp, bias=False) for _ in range(2))
         self.ff_out = nn.Linear(made.mlp, made.hidden, bias=False)
 
-    def forward(self, hidden_BLH: Tensor, turn: Tensor, sees_B1LL: Tensor, before: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, hidden_BLH: Tensor, turn: Tensor, sees_B1LL: Tensor, before: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """`before`: keys and values of what was read already, which stand in front of those made here."""
         normed_BLH = self.attn_norm(hidden_BLH)
         query, (key, value) = turned(self._heads(self.q_proj(normed_BLH)), turn), self._remembered(normed_BLH, turn)
@@ -362,9 +383,9 @@ def _twice(question: NDArray[np.int64], answer_A: NDArray[np.int64], copies: Cop
         parts_T=np.repeat([READ, FIRST, SECOND], lengths),
         places_A=made.num_seen + lengths[0] + np.arange(2 * lengths[1]),
         targets_A=np.tile(answer_A, 2),
-        weights_A=np.concatenate([is_masked / (whole * p) if is_masked.any() else np.zeros(len(answer_A)) for is_masked, p in copies]).astype(
-            np.float32
-        ),
+        weights_A=np.concatenate(
+            [is_masked / (whole * p) if is_masked.any() else np.zeros(len(answer_A)) for is_masked, p in copies]
+        ).astype(np.float32),
     )
 
 
@@ -372,7 +393,11 @@ def _positions(question: int, *copies: int, made: Settings) -> NDArray[np.int64]
     """The image comes first in memory and stands behind `lead` tokens: attention knows the order by positions alone. Both copies of an answer stand
     in the same place."""
     lead, num_seen = min(made.lead, question), made.num_seen
-    text = [np.arange(lead), num_seen + np.arange(lead, question), *(num_seen + question + np.arange(copy) for copy in copies)]
+    text = [
+        np.arange(lead),
+        num_seen + np.arange(lead, question),
+        *(num_seen + question + np.arange(copy) for copy in copies),
+    ]
     return np.concatenate([lead + np.arange(num_seen), *text])
 
 
@@ -387,7 +412,11 @@ def padded(rows: Sequence[NDArray[Any]], value: float) -> Tensor:
 class Shirg(nn.Module):
     views = 1
     """Images of a row; both views are made of it."""
-    towers: Mapping[str, tuple[str, ...]] = {"vision": ("vision",), "projector": ("projector",), "language": ("transformer",)}
+    towers: Mapping[str, tuple[str, ...]] = {
+        "vision": ("vision",),
+        "projector": ("projector",),
+        "language": ("transformer",),
+    }
 
     def __init__(self, made: Settings) -> None:
         super().__init__()
@@ -401,7 +430,8 @@ class Shirg(nn.Module):
         linear = [name for name, module in self.named_modules() if isinstance(module, nn.Linear)]
         self.adaptable = tuple(name for name in linear if name != "transformer.ff_out")
         self.layers = tuple(
-            [f"vision.encoder.layers.{n}" for n in range(config.num_hidden_layers)] + [f"transformer.blocks.{n}" for n in range(made.language.layers)]
+            [f"vision.encoder.layers.{n}" for n in range(config.num_hidden_layers)]
+            + [f"transformer.blocks.{n}" for n in range(made.language.layers)]
         )
 
     # rows become tensors
@@ -434,7 +464,9 @@ class Shirg(nn.Module):
         hidden_BLH = self.transformer(*self._read(inputs))
         places_BAH = inputs["places"][:, :, None].expand(-1, -1, hidden_BLH.shape[2])
         logits_BAV = self.transformer.logits(hidden_BLH.gather(1, places_BAH))
-        surprise = functional.cross_entropy(logits_BAV.flatten(0, 1).float(), inputs["targets"].flatten(), reduction="none")
+        surprise = functional.cross_entropy(
+            logits_BAV.flatten(0, 1).float(), inputs["targets"].flatten(), reduction="none"
+        )
         return (surprise * inputs["weights"].flatten()).sum()
 
     def _read(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -485,7 +517,10 @@ class Shirg(nn.Module):
         layer = self.vision.encoder.layers[-1]
         attention = layer.self_attn
         normed_BPC = layer.layer_norm1(before_BPC)
-        queries, keys = (project(normed_BPC).float().chunk(attention.num_heads, dim=2) for project in (attention.q_proj, attention.k_proj))
+        queries, keys = (
+            project(normed_BPC).float().chunk(attention.num_heads, dim=2)
+            for project in (attention.q_proj, attention.k_proj)
+        )
         total = torch.zeros(len(before_BPC), before_BPC.shape[1], before_BPC.shape[1], device=before_BPC.device)
         for query, key in zip(queries, keys, strict=True):
             total += (query @ key.mT * attention.scale).softmax(dim=2)
@@ -527,7 +562,9 @@ class Shirg(nn.Module):
             hidden_BLH = block(hidden_BLH, turn, sees_B1LL)
         return found
 
-    def _told(self, ids_BA: Tensor, turn: Tensor, sees_B11L: Tensor, past: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _told(
+        self, ids_BA: Tensor, turn: Tensor, sees_B11L: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         """The likeliest token of each place, and how likely it is. A mask is no answer."""
         hidden_BAH = self.transformer.wte(ids_BA)
         for block, before in zip(self.transformer.blocks, past, strict=True):

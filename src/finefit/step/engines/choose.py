@@ -25,7 +25,10 @@ def make_engine(stage: Stage, peers: Peers, *, folder: Path, run: Path) -> LiveE
     require_possible(stage)
     match stage.engine:
         case Single():
-            raise RunError(f"engine.kind is single, and this is one of {peers.size} ranks", "name another engine, or start one process")
+            raise RunError(
+                f"engine.kind is single, and this is one of {peers.size} ranks",
+                "name another engine, or start one process",
+            )
         case Parallel():
             return Copies(peers)
         case FullyShard():
@@ -47,7 +50,9 @@ def divides_weights(engine: Engine) -> bool:
 
 def require_possible(stage: Stage) -> None:
     if odd := list(engine_problems(stage.engine, stage.tuning, stage.optimizer, stage.levers)):
-        raise SpecError("\n".join(finding.problem for finding in odd), "\n".join(dict.fromkeys(finding.remedy for finding in odd)))
+        raise SpecError(
+            "\n".join(finding.problem for finding in odd), "\n".join(dict.fromkeys(finding.remedy for finding in odd))
+        )
 
 
 def engine_problems(engine: Engine, tuning: Tuning, optimizer: AdamW, levers: Levers) -> Iterator[Finding]:
@@ -55,7 +60,8 @@ def engine_problems(engine: Engine, tuning: Tuning, optimizer: AdamW, levers: Le
     name = engine.kind
     if levers.update == "inside" and not isinstance(engine, Single):
         yield _error(
-            f"levers.update inside needs the whole gradient in backward, and engine.kind {name} sums it over ranks later", "--set levers.update=after"
+            f"levers.update inside needs the whole gradient in backward, and engine.kind {name} sums it over ranks later",
+            "--set levers.update=after",
         )
     if isinstance(engine, FullyShard | DeepSpeed) and optimizer.kind != "adamw":
         yield _error(

@@ -79,7 +79,9 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype, so many that a message is worth its latency; a tensor that is larger goes alone."""
     bucket: list[Tensor] = []
     for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET_BYTES):
+        if bucket and (
+            gradient.dtype != bucket[0].dtype or sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET_BYTES
+        ):
             yield bucket
             bucket = []
         bucket.append(gradient)

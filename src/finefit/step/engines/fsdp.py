@@ -21,7 +21,9 @@ class FullShards:
     def __init__(self, peers: Peers, *, device: str, compute: torch.dtype | None = None) -> None:
         """`compute`: what weights are gathered in; None: what they are kept in. Gradients are summed in what they are kept in."""
         self._peers, self._device = peers, device
-        self._policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False)
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False
+        )
         self._root: Any = None
 
     def around(self, bind: Bind) -> Forward:
@@ -82,11 +84,15 @@ class FullShards:
         _local(parameter.detach()).copy_(_local(_divided(value, parameter)))
 
     def slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Slots:
-        return {name: _whole(torch.as_tensor(value)).cpu() for name, value in optimizer.state.get(parameter, {}).items()}
+        return {
+            name: _whole(torch.as_tensor(value)).cpu() for name, value in optimizer.state.get(parameter, {}).items()
+        }
 
     def put_slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slots: Slots) -> None:
         optimizer.state[parameter] = {
-            name: _divided(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim else value
+            name: _divided(value, parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
+            else value
             for name, value in slots.items()
         }
 

@@ -30,7 +30,9 @@ _STEP = -1
 def import_deepspeed(device: str) -> Any:
     if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, at import
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # calls that torch has renamed, one line for each
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # calls that torch has renamed, one line for each
     try:
         import deepspeed  # an extra: finefit[deepspeed]
     except ImportError as error:
@@ -77,7 +79,9 @@ class Zero:
             parameter.all_gather()  # type: ignore[attr-defined] # returns at once where it is whole already
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if self._device == "cuda" else self._peers.rank))  # it insists
+        os.environ.setdefault(
+            "LOCAL_RANK", str(torch.cuda.current_device() if self._device == "cuda" else self._peers.rank)
+        )  # it insists
         root = Root(model)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = make_optimizer(model)
@@ -85,7 +89,9 @@ class Zero:
             self._deepspeed.zero.Init(module=root, config_dict_or_path=self._config)
             for buffer in root.buffers():
                 buffer.data = buffer.data.to(self._device)
-        self._engine, *_ = self._deepspeed.initialize(model=root, optimizer=optimizer, config=self._config, dist_init_required=False)
+        self._engine, *_ = self._deepspeed.initialize(
+            model=root, optimizer=optimizer, config=self._config, dist_init_required=False
+        )
         if self._divides_weights:
             self._outside = outside_layers(model)
             _leave_alone(around_backbone(model))
@@ -159,7 +165,10 @@ class Zero:
 
     def slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Slots:
         kept = optimizer.state.get(self._flat(parameter), {})
-        return {name: value.cpu().clone() if name == "step" else self._whole_slot(parameter, name, value).cpu() for name, value in kept.items()}
+        return {
+            name: value.cpu().clone() if name == "step" else self._whole_slot(parameter, name, value).cpu()
+            for name, value in kept.items()
+        }
 
     def _whole_slot(self, parameter: nn.Parameter, name: str, kept: Tensor) -> Tensor:
         if self._divides_weights:
@@ -180,20 +189,26 @@ class Zero:
                 continue
             kept = optimizer.state[flat].setdefault(name, torch.zeros_like(flat))
             if self._divides_weights:
-                self._deepspeed.utils.safe_set_local_optimizer_state(parameter, self._own(parameter, value.to(flat.device)), name)
+                self._deepspeed.utils.safe_set_local_optimizer_state(
+                    parameter, self._own(parameter, value.to(flat.device)), name
+                )
             elif (place := _place(parameter)) is not None:
                 inside, outside = place
                 kept[outside] = value.flatten()[inside].to(flat.device)
 
     def _flats(self) -> list[Tensor]:
         zero = self._zero
-        found: list[Tensor] = zero.fp32_partitioned_groups_flat if self._divides_weights else zero.single_partition_of_fp32_groups
+        found: list[Tensor] = (
+            zero.fp32_partitioned_groups_flat if self._divides_weights else zero.single_partition_of_fp32_groups
+        )
         return found
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of the group that the parameter is in."""
         groups = self._zero.fp16_groups if self._divides_weights else self._zero.bit16_groups
-        return next(flat for flat, group in zip(self._flats(), groups, strict=True) if any(p is parameter for p in group))
+        return next(
+            flat for flat, group in zip(self._flats(), groups, strict=True) if any(p is parameter for p in group)
+        )
 
     def _own(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This rank's part of a tensor; the last part is filled up."""

@@ -80,9 +80,14 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise SpecError(f"engine.config: there is no {path}", "its path is relative to the spec file") from None
     except ValueError as error:
-        raise SpecError(f"engine.config: {path.name} is no JSON: {error}", "mend it, or leave engine.config out") from None
+        raise SpecError(
+            f"engine.config: {path.name} is no JSON: {error}", "mend it, or leave engine.config out"
+        ) from None
     if not isinstance(found, dict):
-        raise SpecError(f"engine.config: {path.name} holds {type(found).__name__} instead of an object", "mend it, or leave engine.config out")
+        raise SpecError(
+            f"engine.config: {path.name} holds {type(found).__name__} instead of an object",
+            "mend it, or leave engine.config out",
+        )
     return found
 
 
@@ -99,7 +104,8 @@ def deepspeed_config(stage: Stage, own: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,  # finefit says itself which micro-batch is the last of a step
         "gradient_clipping": 0.0,  # and clips by the norm that it shows
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": _zero(stage) | {key: value for key, value in own.get("zero_optimization", {}).items() if value != _AUTO},
+        "zero_optimization": _zero(stage)
+        | {key: value for key, value in own.get("zero_optimization", {}).items() if value != _AUTO},
     }
 
 

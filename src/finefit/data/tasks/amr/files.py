@@ -29,9 +29,17 @@ def read_graphs(path: Path) -> list[Block]:
     for file in find_files(path.name, path.parent, split="graphs"):
         for record in read_records(file):
             if isinstance(record, BadRow):
-                raise DataError(f"{record.place} {record.reason}", "mend the file: a graph left out would put all others beside the wrong sentence")
+                raise DataError(
+                    f"{record.place} {record.reason}",
+                    "mend the file: a graph left out would put all others beside the wrong sentence",
+                )
             blocks.append(
-                Block(source=record.source, number=record.number, sentence=str(record.value.get("snt", "")), graph=str(record.value.get("amr", "")))
+                Block(
+                    source=record.source,
+                    number=record.number,
+                    sentence=str(record.value.get("snt", "")),
+                    graph=str(record.value.get("amr", "")),
+                )
             )
     return blocks
 

@@ -35,7 +35,9 @@ def defined_twice(root: Node) -> list[str]:
 
 def renamed(root: Node) -> tuple[Node, tuple[str, ...]]:
     """Every node has a variable of its own, and what was changed. A bare variable goes on meaning the first node that has it."""
-    taken = {node.variable for node in nodes(root)} | {edge.target for node in nodes(root) for edge in node.edges if isinstance(edge.target, str)}
+    taken = {node.variable for node in nodes(root)} | {
+        edge.target for node in nodes(root) for edge in node.edges if isinstance(edge.target, str)
+    }
     seen: set[str] = set()
     changes: list[str] = []
 
@@ -43,10 +45,14 @@ def renamed(root: Node) -> tuple[Node, tuple[str, ...]]:
         variable = node.variable
         if variable in seen:
             variable = _fresh(variable, taken)
-            changes.append(f"{node.variable} / {node.concept} is {variable} now, since {node.variable} was defined before")
+            changes.append(
+                f"{node.variable} / {node.concept} is {variable} now, since {node.variable} was defined before"
+            )
         seen.add(variable)
         taken.add(variable)
-        edges = (replace(edge, target=once(edge.target)) if isinstance(edge.target, Node) else edge for edge in node.edges)
+        edges = (
+            replace(edge, target=once(edge.target)) if isinstance(edge.target, Node) else edge for edge in node.edges
+        )
         return Node(variable, node.concept, tuple(edges))
 
     return once(root), tuple(changes)

@@ -106,7 +106,9 @@ class _Search:
                     best = (gain, node, other)
         return best
 
-    def _gain(self, node: int, other: int, mapping: Sequence[int], holder: Mapping[int, int], held: Sequence[int]) -> int:
+    def _gain(
+        self, node: int, other: int, mapping: Sequence[int], holder: Mapping[int, int], held: Sequence[int]
+    ) -> int:
         gain = self._adds(node, other, mapping) - held[node]
         loser = holder.get(other)
         if loser is None:
@@ -119,13 +121,17 @@ class _Search:
     def _adds(self, node: int, other: int, mapping: Sequence[int]) -> int:
         """What the link is worth beside the others of the mapping."""
         link = (node, other)
-        return self._alone.get(link, 0) + sum(worth for (at, to), worth in self._together.get(link, {}).items() if mapping[at] == to)
+        return self._alone.get(link, 0) + sum(
+            worth for (at, to), worth in self._together.get(link, {}).items() if mapping[at] == to
+        )
 
     def _with(self, one: Link, other: Link) -> int:
         return self._together.get(one, {}).get(other, 0)
 
     def _worth(self, mapping: Sequence[int]) -> int:
-        pairs = sum(self._adds(node, other, mapping) - self._alone.get((node, other), 0) for node, other in enumerate(mapping))
+        pairs = sum(
+            self._adds(node, other, mapping) - self._alone.get((node, other), 0) for node, other in enumerate(mapping)
+        )
         return sum(self._alone.get(link, 0) for link in enumerate(mapping)) + pairs // 2
 
 

@@ -65,7 +65,9 @@ def _end(text: str, begin: int) -> int:
 
 def write(node: Node) -> str:
     """In one line, which costs a model the fewest tokens."""
-    inside = "".join(f" :{edge.role} {write(edge.target) if isinstance(edge.target, Node) else edge.target}" for edge in node.edges)
+    inside = "".join(
+        f" :{edge.role} {write(edge.target) if isinstance(edge.target, Node) else edge.target}" for edge in node.edges
+    )
     return f"({node.variable} / {node.concept}{inside})"
 
 
@@ -116,7 +118,9 @@ class _Parser:
         self._at = opened.end()
         variable, concept = opened[1], self._concept() if opened[2] else ""
         if self._mends is None and not (variable and concept):
-            raise NoResult(f"a node has no {'concept' if variable else 'variable'}: {_shown(self._text[opened.start() :])}")
+            raise NoResult(
+                f"a node has no {'concept' if variable else 'variable'}: {_shown(self._text[opened.start() :])}"
+            )
         edges = self._edges(depth)
         return Node(variable, concept, edges) if variable and concept else None
 

@@ -20,7 +20,10 @@ def skeleton(root: Node) -> str:
 
     def written(node: Node) -> str:
         edges = ((edge.role, edge.target) for edge in node.edges)
-        told = (f" :{role} {written(target) if isinstance(target, Node) else _again(target, named)}" for role, target in edges)
+        told = (
+            f" :{role} {written(target) if isinstance(target, Node) else _again(target, named)}"
+            for role, target in edges
+        )
         return f"({node.concept}{''.join(told)})"
 
     return written(root)
@@ -40,7 +43,11 @@ def relations(root: Node) -> list[tuple[str, str, str]]:
     named = {node.variable: node.concept for node in nodes(root)}
     edges = ((node, edge) for node in nodes(root) for edge in node.edges)
     return [
-        (node.concept, f":{edge.role}", edge.target.concept if isinstance(edge.target, Node) else named.get(edge.target, edge.target))
+        (
+            node.concept,
+            f":{edge.role}",
+            edge.target.concept if isinstance(edge.target, Node) else named.get(edge.target, edge.target),
+        )
         for node, edge in edges
     ]
 
@@ -88,7 +95,9 @@ def _label(method: Method, number: int) -> str:
 def prompt_of(sentence: str, method: Method) -> str:
     parts = _PARTS[method]
     if len(parts) == 1:
-        return f"Write the AMR (Abstract Meaning Representation) of the sentence: {parts[0].asked}.\nSentence: {sentence}"
+        return (
+            f"Write the AMR (Abstract Meaning Representation) of the sentence: {parts[0].asked}.\nSentence: {sentence}"
+        )
     asked = "\n".join(f"{_label(method, number).strip()} {part.asked}" for number, part in enumerate(parts, start=1))
     return f"Write the AMR (Abstract Meaning Representation) of the sentence in {len(parts)} parts.\n{asked}\nSentence: {sentence}"
 

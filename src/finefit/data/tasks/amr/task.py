@@ -53,7 +53,9 @@ def read_gold(text: str, *, repair: bool) -> tuple[Node, tuple[str, ...]]:
     """A graph that is right, and what had to be repaired in it."""
     root = parse_loosely(text)
     if not repair and (twice := defined_twice(root)):
-        raise NoResult(f"has a graph that defines {', '.join(twice)} twice; give the second another name, or set repair_gold: true")
+        raise NoResult(
+            f"has a graph that defines {', '.join(twice)} twice; give the second another name, or set repair_gold: true"
+        )
     return renamed(root)
 
 
@@ -86,7 +88,9 @@ class _Scorer:
         """Never raises NoResult: an answer without a graph still has the gold that it was held against."""
         golds = self._golds(row)
         own, after = self._found(reply.text, is_repaired=bool(row.repairs) or any(repairs for _, repairs in golds))
-        scored = [(self._match(own.root, gold), self._match(after.root, gold), gold, repairs) for gold, repairs in golds]
+        scored = [
+            (self._match(own.root, gold), self._match(after.root, gold), gold, repairs) for gold, repairs in golds
+        ]
         before, later, gold, repairs = max(scored, key=lambda found: (found[0].f1, found[1].f1))
         counts = _counts(before) | {"parsable": float(own.root is not None), "root": _same_root(own.root, gold)}
         extracted: dict[str, object] = {"graph": _written(own.root)}
@@ -114,7 +118,9 @@ class _Scorer:
 
     def _as_it_stands(self, text: str, is_repaired: bool) -> _Found:
         try:
-            return _Found(spelt(renamed(parse_loosely(text))[0] if is_repaired else parse(text), self.settings.concepts))
+            return _Found(
+                spelt(renamed(parse_loosely(text))[0] if is_repaired else parse(text), self.settings.concepts)
+            )
         except NoResult as reason:
             return _Found(None, failure=str(reason))
 
@@ -128,7 +134,9 @@ class _Scorer:
     def _match(self, root: Node | None, gold: Node) -> Match:
         """No graph matches nothing and adds nothing."""
         wanted = triples(gold)
-        return Match(0, 0, len(wanted)) if root is None else match(triples(root), wanted, restarts=self.settings.restarts)
+        return (
+            Match(0, 0, len(wanted)) if root is None else match(triples(root), wanted, restarts=self.settings.restarts)
+        )
 
 
 def _counts(found: Match) -> dict[str, float]:
@@ -167,7 +175,11 @@ def smatch_of_files(predicted: Path, gold: Path, settings: Amr) -> list[tuple[st
     task = amr_task("amr", settings, form=None)
     found: list[tuple[str, Reading]] = []
     for mine, right in align(read_graphs(predicted), read_graphs(gold)):
-        row = Row(source=right.source, number=right.number, messages=(Message("user", right.sentence), Message("assistant", right.graph)))
+        row = Row(
+            source=right.source,
+            number=right.number,
+            messages=(Message("user", right.sentence), Message("assistant", right.graph)),
+        )
         try:
             task.require(row)
         except NoResult as reason:
