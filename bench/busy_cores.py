@@ -1,7 +1,8 @@
 """Training on a CPU that has other work to do: what a short spin of OpenMP's threads is worth.
 
-Runs five steps of the demo with and without GOMP_SPINCOUNT=2000 (what finefit gives its workers), on idle cores and beside one busy process
-per core. Losses must be equal. `python bench/busy_cores.py bench/results/busy_cores.json` takes about four minutes on two cores.
+Runs five steps of the demo with and without GOMP_SPINCOUNT=2000 (what finefit gives its workers), on idle cores and
+beside one busy process per core. Losses must be equal. `python bench/busy_cores.py bench/results/busy_cores.json` takes
+about four minutes on two cores.
 """
 
 import json

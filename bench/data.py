@@ -1,7 +1,9 @@
-"""Preparation of rows: its speed beside a bare loop of `tokenizers`, its memory on a million rows, and how full packs are.
+"""Preparation of rows: its speed beside a bare loop of `tokenizers`, its memory on a million rows, and how full packs
+are.
 
-`python bench/data.py bench/results/data.json FILE...` takes some ten minutes on two cores. The files are any that finefit reads without `fields:`
-(the committed result: the Alpaca and C4 demos of LLaMA-Factory, PubMedQA); without files, rows made here are taken. The tokenizer is SmolLM2's.
+`python bench/data.py bench/results/data.json FILE...` takes some ten minutes on two cores. The files are any that
+finefit reads without `fields:` (the committed result: the Alpaca and C4 demos of LLaMA-Factory, PubMedQA); without
+files, rows made here are taken. The tokenizer is SmolLM2's.
 """
 
 import json
@@ -25,14 +27,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process is one core
 
 import numpy as np
 
-from finefit.data import pieces
-from finefit.data.order import rows_of_step
-from finefit.data.packing import best_fit, fill
-from finefit.data.prepared import prepare
+from finefit.data import tokenizer_pool
+from finefit.data.examples import Examples
+from finefit.data.order import best_fit, rows_of_step
+from finefit.data.prepare import prepare
 from finefit.data.render import open_renderer
-from finefit.data.store import Examples
 from finefit.model.embedded import converted, find
-from finefit.spec.rows import Data, Source
+from finefit.spec.data import Data, Source
 
 REPEATS = 3
 ROWS = 20_000
@@ -61,13 +62,13 @@ def prepared(path: Path, tokenizer: Path, folder: Path) -> tuple[Seconds, Exampl
 
 def in_processes(count: int) -> None:
     """So many, however little there is to do."""
-    pieces._BYTES_PER_PROCESS = 1
-    pieces.count_cores = lambda: count  # type: ignore[attr-defined]
+    tokenizer_pool._BYTES_PER_PROCESS = 1
+    tokenizer_pool.count_cores = lambda: count  # type: ignore[attr-defined]
 
 
 def speed(path: Path, tokenizer: Path) -> dict[str, Any]:
-    """The bare loop gets the finished texts in a list and throws the tokens away; preparation reads, detects, renders, masks, compares, writes.
-    Both in one process, in seconds of its own processor time, by turns."""
+    """The bare loop gets the finished texts in a list and throws the tokens away; preparation reads, detects, renders,
+    masks, compares, writes. Both in one process, in seconds of its own processor time, by turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = enlarged(path, folder / "rows.jsonl")
@@ -116,8 +117,8 @@ def fresh(folder: Path, name: str) -> Path:
 
 def enlarged(path: Path, place: Path) -> Path:
     """The rows of a file in its own shape, as often as it takes to have enough; a number makes them different."""
-    from finefit.data.read import open_source
     from finefit.data.rows import Row
+    from finefit.data.sources import open_source
 
     rows = [row for row in open_source(Source(path=str(path)), Path(), split="train").rows() if isinstance(row, Row)]
     with place.open("w", encoding="utf-8") as file:
@@ -150,7 +151,7 @@ def packing(path: Path, tokenizer: Path) -> dict[str, Any]:
         "rows": len(lengths),
         "longest": longest,
         "mean": round(float(lengths.mean()), 1),
-        "fill_of_packs": round(fill(lengths, whole, max_tokens=MAX_TOKENS), 4),
+        "fill_of_packs": round(float(np.sum(lengths)) / (len(whole) * MAX_TOKENS), 4),
         "padded_as_they_come": round(efficiency(in_steps, micro, is_sorted=False), 4),
         "padded_grouped": round(efficiency(in_steps, micro, is_sorted=True), 4),
     }

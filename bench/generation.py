@@ -4,11 +4,12 @@
     python -m bench.generation measure bench/results/generation.json seeing    only this part, and only this is replaced in the result
     python -m bench.generation measure out.json --small                        on a CPU: tiny models, to see that it runs
 
-Two questions. How many tokens a second: 64 prompts of 100 to 1,000 tokens and 128 new ones each, on the shape of Qwen2.5-7B with random weights in
-bf16, which end no answer early. Both sides take the prompts longest first in the same batches; finefit once more with as many rows at once as its
-plan finds room for. How much memory: the same batches, and one answer of 256 tokens behind a prompt of 200,000 on the shape of Qwen3-4B, as the most
-that torch reserved; and prompts with images on the shape of Qwen2.5-VL-3B. A forecast never sees what is measured.
-"""
+Two questions. How many tokens a second: 64 prompts of 100 to 1,000 tokens and 128 new ones each, on the shape of
+Qwen2.5-7B with random weights in bf16, which end no answer early. Both sides take the prompts longest first in the same
+batches; finefit once more with as many rows at once as its plan finds room for. How much memory: the same batches, and
+one answer of 256 tokens behind a prompt of 200,000 on the shape of Qwen3-4B, as the most that torch reserved; and
+prompts with images on the shape of Qwen2.5-VL-3B. A forecast never sees what is measured.
+"""  # noqa: E501
 
 import argparse
 import gc
@@ -22,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.launcher import chosen_variables
+from finefit.artifacts.processes import chosen_variables
 
 os.environ |= chosen_variables(os.environ, deterministic=False)  # before torch starts, as a worker has them
 
@@ -32,23 +33,22 @@ from torch import nn
 from transformers import GenerationConfig
 
 from bench.memory import SHAPES, VL, fill, versions
-from finefit.artifacts.forecasts import Room
+from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.records import Levers
-from finefit.data.eyes import lens_of
-from finefit.data.eyes.eye import Grid, Shown
 from finefit.evaluate.batches import in_batches
-from finefit.evaluate.decoding import decode, follow, likeliest, prefill
+from finefit.evaluate.decoding import decode, decode_step, likeliest, prefill
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.model.attention import choose_attention, for_answers
-from finefit.model.sight import auto_class
-from finefit.plan.rooms import make_rooms, scene_for_answers
+from finefit.plan.eval_memory import eval_config, make_eval_limits
 from finefit.plan.target import Target, find_target
 from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.generation import rehearse_generation
+from finefit.rehearse.generation import rehearse_answers
 from finefit.spec.models import Full
 from finefit.spec.schema import Evaluation
-from finefit.step.levers import pull
+from finefit.step.levers import apply_levers
+from finefit.vision import auto_class, geometry_of
+from finefit.vision.family import Grid, ImageInput
 
 TINY: dict[str, Any] = SHAPES["qwen3-4b"] | {
     "hidden_size": 64,
@@ -180,7 +180,7 @@ def _device() -> str:
 
 
 def timed(
-    generate: Generate, model: nn.Module, prompts: Prompts, size: Size, room: Room
+    generate: Generate, model: nn.Module, prompts: Prompts, size: Size, batch_limit: EvalBatchLimit
 ) -> tuple[dict[str, Any], Answers]:
     """Tokens a second over all prompts, and the most that was reserved meanwhile, weights included."""
     warned: list[str] = []
@@ -190,14 +190,14 @@ def timed(
     found = dict(
         in_batches(
             [len(prompt) + size.new_tokens for prompt in prompts],
-            room,
+            batch_limit,
             lambda chosen: generate(model, [prompts[at] for at in chosen], size.new_tokens),
             warn=warned.append,
         )
     )
     seconds = time.perf_counter() - began
     answer = {
-        "rows": room.rows,
+        "rows": batch_limit.rows,
         "seconds": round(seconds, 3),
         "new_tokens_per_second": round(size.new_tokens * len(prompts) / seconds, 1),
         "reserved_bytes": _reserved(),
@@ -218,21 +218,22 @@ def _reserved() -> int | None:
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
 
 
-def foretold(config: dict[str, Any], target: Target, **shape: Any) -> int:
-    return rehearse_generation(scene_for_answers(config, Full(kind="full"), target), **shape)
+def predicted_bytes_of(config: dict[str, Any], target: Target, **shape: Any) -> int:
+    return rehearse_answers(eval_config(config, Full(kind="full"), target), **shape).reserved_bytes
 
 
-def planned_room(size: Size, target: Target) -> Room:
+def planned_room(size: Size, target: Target) -> EvalBatchLimit:
     evaluation = Evaluation.model_validate({"task": "exact_match", "max_new_tokens": size.new_tokens})
-    scene = scene_for_answers(size.batched, Full(kind="full"), target)
-    (room,) = make_rooms(scene, target, [evaluation], prompt_tokens=size.lengths[1], devices=1).values()
-    return room
+    cfg = eval_config(size.batched, Full(kind="full"), target)
+    (batch_limit,) = make_eval_limits(cfg, target, [evaluation], prompt_tokens=size.lengths[1], devices=1).values()
+    return batch_limit
 
 
 def batched(size: Size, target: Target) -> dict[str, Any]:
     prompts = make_prompts(size)
-    same = Room(rows=size.rows, tokens=1 << 40)
-    forecast = foretold(size.batched, target, rows=size.rows, prompt_tokens=size.lengths[1], new_tokens=size.new_tokens)
+    same = EvalBatchLimit(rows=size.rows, tokens=1 << 40)
+    shape = {"rows": size.rows, "prompt_tokens": size.lengths[1], "new_tokens": size.new_tokens}
+    forecast = predicted_bytes_of(size.batched, target, **shape)
     planned = planned_room(size, target)
     model = build(size.batched, _device())
     by_us, tokens = timed(ours, model, prompts, size, same)
@@ -240,9 +241,9 @@ def batched(size: Size, target: Target) -> dict[str, Any]:
     del model
     by_them, other_tokens = timed(plain, build(size.batched, _device(), attention=str), prompts, size, same)
     return {
-        "finefit": by_us | {"foretold_bytes": forecast},
+        "finefit": by_us | {"predicted_bytes": forecast},
         "finefit_planned": by_plan
-        | {"foretold_bytes": planned.reserved_bytes, "foretold_seconds_per_full_batch": planned.batch_seconds},
+        | {"predicted_bytes": planned.reserved_bytes, "predicted_seconds_per_full_batch": planned.batch_seconds},
         "transformers": by_them,
         "speedup_same_batch": round(by_us["new_tokens_per_second"] / by_them["new_tokens_per_second"], 3),
         "speedup_planned": round(by_plan["new_tokens_per_second"] / by_them["new_tokens_per_second"], 3),
@@ -263,20 +264,20 @@ def one_by_one(model: nn.Module, prompt: Sequence[int], new_tokens: int) -> tupl
         context = prefill(
             model, torch.tensor([prompt[:-1]], device=device), [len(prompt) - 1], max_new_tokens=new_tokens
         )
-        token_B = follow(model, context, torch.tensor(prompt[-1:], device=device))
+        token_B = decode_step(model, context, torch.tensor(prompt[-1:], device=device))
         token_B.item()  # waits for the card
         first = time.perf_counter() - began
         for _ in range(new_tokens - 1):
-            token_B = follow(model, context, token_B)
+            token_B = decode_step(model, context, token_B)
         token_B.item()
     return first, time.perf_counter() - began
 
 
 def long(size: Size, target: Target, *, mlp_tiles: int) -> dict[str, Any]:
     shape = {"rows": 1, "prompt_tokens": size.long_prompt, "new_tokens": size.long_new, "mlp_tiles": mlp_tiles}
-    forecast = foretold(size.long, target, **shape)
+    forecast = predicted_bytes_of(size.long, target, **shape)
     model = build(size.long, _device())
-    pull(model, Levers(micro_batch=1, mlp_tiles=mlp_tiles))
+    apply_levers(model, Levers(micro_batch=1, mlp_tiles=mlp_tiles))
     chance = random.Random(1)
     prompt = [chance.randrange(10, size.long["vocab_size"]) for _ in range(size.long_prompt)]
     ours(model, [prompt[:64]], 2)
@@ -290,23 +291,26 @@ def long(size: Size, target: Target, *, mlp_tiles: int) -> dict[str, Any]:
         "first_token_seconds": round(first, 2),
         "later_tokens_per_second": round((size.long_new - 1) / max(1e-9, seconds - first), 2),
         "reserved_bytes": _reserved(),
-        "foretold_bytes": forecast,
+        "predicted_bytes": forecast,
     }
 
 
 def seeing(size: Size, target: Target, grid: Grid, rows: int) -> dict[str, Any]:
-    """Prompts of one image each; all but the first are a word shorter, so that the cache is masked, as it is rehearsed."""
-    lens, scene = lens_of(size.seeing), scene_for_answers(size.seeing, Full(kind="full"), target)
-    assert lens is not None
+    """Prompts of one image each; all but the first are a word shorter, so that the cache is masked, as it is
+    rehearsed."""
+    geometry, cfg = geometry_of(size.seeing), eval_config(size.seeing, Full(kind="full"), target)
+    assert geometry is not None
     shape: dict[str, Any] = {
         "rows": rows,
-        "prompt_tokens": 1 + lens.num_tokens(grid) + size.words,
+        "prompt_tokens": 1 + geometry.num_tokens(grid) + size.words,
         "new_tokens": size.new_tokens,
     }
-    forecast = rehearse_generation(replace(scene, grids=(grid,)), **shape)
-    chance, pixels = np.random.default_rng(2), lens.blank(grid)
-    prompt = [1, *[lens.image_token] * lens.num_tokens(grid), *chance.integers(10, 400, size.words).tolist()]
-    image = Shown(grid, {name: chance.normal(size=blank.shape).astype(blank.dtype) for name, blank in pixels.items()})
+    forecast = rehearse_answers(replace(cfg, grids=(grid,)), **shape).reserved_bytes
+    chance, pixels = np.random.default_rng(2), geometry.blank_pixels(grid)
+    prompt = [1, *[geometry.image_token] * geometry.num_tokens(grid), *chance.integers(10, 400, size.words).tolist()]
+    image = ImageInput(
+        grid, {name: chance.normal(size=blank.shape).astype(blank.dtype) for name, blank in pixels.items()}
+    )
     model = build(size.seeing, _device())
 
     def answer(prompts: Prompts, new_tokens: int) -> float:
@@ -316,7 +320,7 @@ def seeing(size: Size, target: Target, grid: Grid, rows: int) -> dict[str, Any]:
             model,
             prompts,
             max_new_tokens=new_tokens,
-            look=lambda ids, lengths: lens.extra(ids, lengths, [[image]] * len(prompts), lengths),
+            make_images=lambda ids, lengths: geometry.extra(ids, lengths, [[image]] * len(prompts), lengths),
             **how,
         )
         return time.perf_counter() - began
@@ -327,10 +331,10 @@ def seeing(size: Size, target: Target, grid: Grid, rows: int) -> dict[str, Any]:
     return {
         **shape,
         "date": datetime.now(UTC).date().isoformat(),
-        "image_tokens": lens.num_tokens(grid),
+        "image_tokens": geometry.num_tokens(grid),
         "seconds": round(seconds, 2),
         "reserved_bytes": _reserved(),
-        "foretold_bytes": forecast,
+        "predicted_bytes": forecast,
     }
 
 
@@ -361,7 +365,7 @@ def errors(found: dict[str, Any]) -> dict[str, float]:
         **found,
     }
     pairs = {
-        name: (part.get("foretold_bytes"), part.get("reserved_bytes"))
+        name: (part.get("predicted_bytes"), part.get("reserved_bytes"))
         for name, part in parts.items()
         if isinstance(part, dict)
     }

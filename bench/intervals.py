@@ -1,10 +1,12 @@
-"""How many of 100 intervals hold the truth: `python -m bench.intervals` prints the table of docs/compare.md; in brackets the percentile bootstrap."""
+"""How many of 100 intervals hold the truth: `python -m bench.intervals` prints the table of docs/compare.md; in
+brackets the percentile bootstrap."""
 
 import numpy as np
 
-from finefit.stats import bootstrap, interval_of
-from finefit.stats.metrics import Metric, Numbers, combined
-from tests.stats.test_scores import CASES, Draw
+from finefit.stats import intervals
+from finefit.stats.intervals import Numbers
+from finefit.stats.metrics import Metric, combined, interval_of
+from tests.stats.test_metrics import CASES, Draw
 
 _SIZES = (10, 20, 50, 200)
 _TRIALS = 1000
@@ -28,7 +30,7 @@ def _held(metric: Metric, draw: Draw, n: int, truth: float, rng: np.random.Gener
 
 
 def main() -> None:
-    bootstrap.RESAMPLES = _DRAWS
+    intervals.RESAMPLES = _DRAWS
     print(f"| items | {' | '.join(map(str, _SIZES))} |\n|{'---|' * (1 + len(_SIZES))}")
     for name, (metric, draw) in CASES.items():
         rng = np.random.default_rng(11)

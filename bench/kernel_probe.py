@@ -1,4 +1,5 @@
-"""What torch's own kernels take inside themselves and how fast they are, measured on a CUDA card: the facts behind `finefit.rehearse.kernels`.
+"""What torch's own kernels take inside themselves and how fast they are, measured on a CUDA card: the facts behind
+`finefit.rehearse.fake_kernels`.
 
 `python bench/kernel_probe.py bench/results/kernel_probe.json` takes about a minute.
 """

@@ -7,10 +7,10 @@
     python bench/memory.py merge   predicted.json measured.json capped.json bench/results/memory.json
     python bench/memory.py renew   predicted.json bench/results/memory.json    forecasts of today beside measurements that stay
 
-Behind the files `predict`, `measure` and `capped` take parts of names, and then only the cases that have one of them; `merge` replaces these in the
-earlier result. All cases share a process: what CUDA itself holds grows from one to the next (`device_bytes`). A prediction never sees the card:
-only its name and compute capability.
-"""
+Behind the files `predict`, `measure` and `capped` take parts of names, and then only the cases that have one of them;
+`merge` replaces these in the earlier result. All cases share a process: what CUDA itself holds grows from one to the
+next (`device_bytes`). A prediction never sees the card: only its name and compute capability.
+"""  # noqa: E501
 
 import gc
 import json
@@ -30,21 +30,21 @@ import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.records import Levers
-from finefit.data.eyes import lens_of
-from finefit.data.eyes.eye import Grid, Shown
 from finefit.facts.cards import find_kind
 from finefit.objective.batch import Batch, Extra, Packed, Paired
-from finefit.plan.look import holes
+from finefit.plan.search import fragmentation_bytes
 from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.clock import step_seconds
-from finefit.rehearse.depth import cut, rehearse_depth
+from finefit.rehearse.cost_model import step_seconds
+from finefit.rehearse.fake_images import image_tokens
 from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.showing import image_tokens
+from finefit.rehearse.layer_kinds import rehearse_extrapolated, with_layers
+from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.spec.schema import AdamW, Dpo, Objective, Sft
-from finefit.step.objective import is_cached
+from finefit.step.forward import is_reference_cached
+from finefit.vision import geometry_of
+from finefit.vision.family import Grid, ImageInput
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {
@@ -373,9 +373,9 @@ class Case:
         return "-".join(parts)
 
     @property
-    def scene(self) -> Scene:
-        return Scene(
-            config=cut(SHAPES[self.shape], ["layer"] * self.layers),
+    def cfg(self) -> StepConfig:
+        return StepConfig(
+            config=with_layers(SHAPES[self.shape], ["layer"] * self.layers),
             tuning=self.tuning,
             optimizer=AdamW(lr=1e-5, kind=self.optimizer),
             device="cuda",
@@ -716,10 +716,12 @@ def predict(parts: Sequence[str]) -> list[dict[str, Any]]:
     found = []
     for case in chosen(parts):
         began = time.perf_counter()
-        rehearsed = rehearse_depth(case.scene)
+        rehearsed = rehearse_extrapolated(case.cfg)
         answer = replay(rehearsed.trace.stream())
         margin = (
-            int(answer.reserved_bytes * MARGIN) + MARGIN_BYTES + holes(answer.reserved_bytes, rehearsed, case.scene)
+            int(answer.reserved_bytes * MARGIN)
+            + MARGIN_BYTES
+            + fragmentation_bytes(answer.reserved_bytes, rehearsed, case.cfg)
         )
         block = rehearsed.trace.blocks[rehearsed.trace.events[answer.peak_at][0]]
         found.append(
@@ -737,7 +739,10 @@ def predict(parts: Sequence[str]) -> list[dict[str, Any]]:
             }
         )
         print(
-            f"{case.name:75} {answer.allocated_bytes / 2**30:8.3f} {answer.reserved_bytes / 2**30:8.3f} {found[-1]['rehearsal_seconds']:5.1f} s",
+            (
+                f"{case.name:75} {answer.allocated_bytes / 2**30:8.3f} {answer.reserved_bytes / 2**30:8.3f} "
+                f"{found[-1]['rehearsal_seconds']:5.1f} s"
+            ),
             flush=True,
         )
     return found
@@ -750,30 +755,29 @@ def measure(
     case: Case, *, limit_bytes: int | None = None, steps: int = 6, adjust: Callable[[nn.Module], None] = lambda _: None
 ) -> dict[str, Any]:
     """`adjust` may change the model before it is trained."""
-    from finefit.step.forward import autocast_for, bind, keeps_casts
-    from finefit.step.levers import pull
-    from finefit.step.liger import kernels_here
-    from finefit.step.objective import make_objective, still
+    from finefit.step.forward import autocast_for, bind, eval_without_grad, keeps_casts, make_objective
+    from finefit.step.fused import kernels_here
+    from finefit.step.levers import apply_levers
     from finefit.step.optimize import optimizer_step
     from finefit.step.state import make_optimizer
 
     if limit_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(0).total_memory)
-    scene = case.scene
+    cfg = case.cfg
     torch.manual_seed(0)
-    model = build(scene)
+    model = build(cfg)
     adjust(model)
     is_fused = case.kernels == "fused"
     kernels = kernels_here(DEVICE) if is_fused else None
-    pull(model, scene.levers, kernels=kernels)
-    optimizer = make_optimizer(model, scene.optimizer, device=DEVICE)
-    autocast = autocast_for(DEVICE, scene.precision, with_cache=keeps_casts(scene.tuning, scene.levers))
-    forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
-    objective = make_objective(scene.objective, scene.tuning, model, forward)
-    is_half = scene.precision == "fp16"
+    apply_levers(model, cfg.levers, kernels=kernels)
+    optimizer = make_optimizer(model, cfg.optimizer, device=DEVICE)
+    autocast = autocast_for(DEVICE, cfg.precision, with_cache=keeps_casts(cfg.tuning, cfg.levers))
+    forward = bind(model, loss_chunk=cfg.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
+    objective = make_objective(cfg.objective, cfg.tuning, model, forward)
+    is_half = cfg.precision == "fp16"
     loaded, before_update = torch.cuda.memory_allocated(), 0
-    if is_cached(scene.objective, scene.tuning):
-        with still(model):
+    if is_reference_cached(cfg.objective, cfg.tuning):
+        with eval_without_grad(model):
             forward(make_batch(case))
 
     def decide(finite: Tensor) -> bool:
@@ -813,11 +817,11 @@ def measure(
 
 def make_batch(case: Case) -> Batch:
     """Random tokens, the last ones of every sequence supervised, as the rehearsal has it."""
-    scene = case.scene
-    sequences = case.rows * scene.sides
-    ids = torch.randint(0, read_config(scene.config).get_text_config().vocab_size, (sequences, case.tokens))
+    cfg = case.cfg
+    sequences = case.rows * cfg.sides
+    ids = torch.randint(0, read_config(cfg.config).get_text_config().vocab_size, (sequences, case.tokens))
     extra = show(case, ids)
-    last = torch.arange(case.tokens - 1 - scene.supervised, case.tokens - 1)
+    last = torch.arange(case.tokens - 1 - cfg.supervised, case.tokens - 1)
     supervised = torch.cat([row * case.tokens + last for row in range(sequences)])
     targets = ids.flatten()[supervised + 1]
     boundaries = torch.arange(sequences + 1, dtype=torch.int32) * case.tokens
@@ -826,7 +830,7 @@ def make_batch(case: Case) -> Batch:
         boundaries_R1=boundaries,
         lengths=(case.tokens,) * sequences,
     )
-    reference = torch.zeros(sequences) if is_cached(case.objective, case.tuning) else None
+    reference = torch.zeros(sequences) if is_reference_cached(case.objective, case.tuning) else None
     return Batch(
         input_ids_BT=ids.view(1, -1) if case.packing else ids,
         positions_N=supervised,
@@ -834,62 +838,62 @@ def make_batch(case: Case) -> Batch:
         num_supervised=len(supervised),
         num_tokens=ids.numel(),
         packed=packed if case.packing else None,
-        paired=Paired(supervised=(scene.supervised,) * sequences, reference_R=reference) if scene.sides > 1 else None,
+        paired=Paired(supervised=(cfg.supervised,) * sequences, reference_R=reference) if cfg.sides > 1 else None,
         extra=extra,
     ).moved(lambda tensor: tensor.to(DEVICE))
 
 
 def show(case: Case, ids_BT: Tensor) -> Extra | None:
     """Images of random pixels one after the other, their tokens written into the rows."""
-    lens = lens_of(case.scene.config)
-    if lens is None:
+    geometry = geometry_of(case.cfg.config)
+    if geometry is None:
         return None
-    ids_BT[ids_BT == lens.image_token] = 1
+    ids_BT[ids_BT == geometry.image_token] = 1
     at, row = 1, []
     for grid in case.grids:
-        ids_BT[:, at : at + lens.num_tokens(grid)] = lens.image_token
-        at += lens.num_tokens(grid) + 1
+        ids_BT[:, at : at + geometry.num_tokens(grid)] = geometry.image_token
+        at += geometry.num_tokens(grid) + 1
         row.append(
-            Shown(
+            ImageInput(
                 grid,
                 {
                     name: np.random.default_rng(at).normal(size=p.shape).astype(p.dtype)
-                    for name, p in lens.blank(grid).items()
+                    for name, p in geometry.blank_pixels(grid).items()
                 },
             )
         )
-    prompts = [case.tokens - case.scene.supervised] * len(ids_BT)
-    return lens.extra(ids_BT.numpy(), [case.tokens] * len(ids_BT), [row] * len(ids_BT), prompts)
+    prompts = [case.tokens - case.cfg.supervised] * len(ids_BT)
+    return geometry.extra(ids_BT.numpy(), [case.tokens] * len(ids_BT), [row] * len(ids_BT), prompts)
 
 
-def build(scene: Scene) -> nn.Module:
+def build(cfg: StepConfig) -> nn.Module:
     """Random weights where a loaded model's would lie, in the order and with the detours of loading."""
     from finefit.model.attention import choose_attention
     from finefit.model.experts import choose_experts
     from finefit.model.load import base_bits, make_trainable, weight_dtype
-    from finefit.model.sight import auto_class
+    from finefit.vision import auto_class
 
-    config = read_config(scene.config)
+    config = read_config(cfg.config)
     with torch.device("meta"):
         model = auto_class(config).from_config(
             config,
-            dtype=weight_dtype(scene.precision, scene.tuning),
+            dtype=weight_dtype(cfg.precision, cfg.tuning),
             attn_implementation=choose_attention(
-                DEVICE, torch.cuda.get_device_capability(), scene.precision, config, packing=scene.levers.packing
+                DEVICE, torch.cuda.get_device_capability(), cfg.precision, config, packing=cfg.levers.packing
             ),
             experts_implementation=choose_experts(),
         )
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    if base_bits(scene.tuning) == 8:
+    if base_bits(cfg.tuning) == 8:
         quantise_to_bytes(model)
-    elif base_bits(scene.tuning):
+    elif base_bits(cfg.tuning):
         quantise(model)
     else:
         warm_up = torch.empty(total, dtype=torch.uint8, device=DEVICE)
         del warm_up
     fill(model)
     model.tie_weights()
-    trained: nn.Module = make_trainable(model, scene.tuning, name="bench")
+    trained: nn.Module = make_trainable(model, cfg.tuning, name="bench")
     return trained
 
 
@@ -935,7 +939,8 @@ def quantise(model: nn.Module) -> None:
 
 
 def quantise_to_bytes(model: nn.Module) -> None:
-    """As transformers loads them: all in one piece from the allocator first, then each from the card to the host and back."""
+    """As transformers loads them: all in one piece from the allocator first, then each from the card to the host and
+    back."""
     import bitsandbytes
 
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -999,13 +1004,14 @@ def measure_all(out: Path, parts: Sequence[str]) -> None:
 
 
 def capped_all(predicted: list[dict[str, Any]], out: Path, parts: Sequence[str]) -> None:
-    """What the allocator may hold is set to the predicted reserved memory with its margin, and to 3 % less than the predicted reserved memory."""
-    foretold = {row["config"]: row for row in predicted}
+    """What the allocator may hold is set to the predicted reserved memory with its margin, and to 3 % less than the
+    predicted reserved memory."""
+    by_config = {row["config"]: row for row in predicted}
     found: list[dict[str, Any]] = []
-    cases = sorted((c for c in chosen(parts) if c.tokens < LONG), key=lambda c: foretold[c.name]["reserved_bytes"])
+    cases = sorted((c for c in chosen(parts) if c.tokens < LONG), key=lambda c: by_config[c.name]["reserved_bytes"])
     limits = {
-        "fits": {name: row["reserved_bytes"] + row["margin_bytes"] for name, row in foretold.items()},
-        "does not fit": {name: int(row["reserved_bytes"] * 0.97) for name, row in foretold.items()},
+        "fits": {name: row["reserved_bytes"] + row["margin_bytes"] for name, row in by_config.items()},
+        "does not fit": {name: int(row["reserved_bytes"] * 0.97) for name, row in by_config.items()},
     }
     for verdict, limit_of in limits.items():
         for case in cases:
@@ -1060,7 +1066,8 @@ def replaced(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
 
 
 def renewed(rows: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was measured keeps its date; runs under a limit had that of the forecast of their day. What was never measured is left out."""
+    """What was measured keeps its date; runs under a limit had that of the forecast of their day. What was never
+    measured is left out."""
     now = {row["config"]: {"predicted": {key: row[key] for key in _PREDICTED}} for row in predicted}
     return [
         row | now[row["config"]] | {"versions": row["versions"] | {"predicted": versions()}}

@@ -1,7 +1,8 @@
-"""Mixtures of experts: what is foretold against what a card takes, with tokens spread over all experts and with all of them sent to the same few.
+"""Mixtures of experts: predicted against measured memory, with tokens spread over all experts and with all of
+them sent to the same few.
 
-python -m bench.moe bench/results/moe.json          on the card, about three minutes
-python -m bench.moe bench/results/moe.json mixtral  only cases whose name has this part, and only these are replaced in the result
+python -m bench.moe bench/results/moe.json          on the card, about three minutes python -m bench.moe
+bench/results/moe.json mixtral  only cases whose name has this part, and only these are replaced in the result
 """
 
 import json
@@ -17,8 +18,8 @@ from torch import nn
 
 from bench.memory import FULL, RATES, Case, alone, lora, measure, subset, versions
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.clock import step_seconds
-from finefit.rehearse.depth import rehearse_depth
+from finefit.rehearse.cost_model import step_seconds
+from finefit.rehearse.layer_kinds import rehearse_extrapolated
 
 TWO, LARGE, MANY = "qwen2-0.5b-of-2", "mixtral", "qwen3-moe"
 ROUTERS = subset("mlp.gate")
@@ -37,8 +38,8 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def foretold(case: Case) -> dict[str, Any]:
-    trace = rehearse_depth(case.scene).trace
+def predicted(case: Case) -> dict[str, Any]:
+    trace = rehearse_extrapolated(case.cfg).trace
     answer = replay(trace.stream())
     return {
         "allocated_bytes": answer.allocated_bytes,
@@ -63,7 +64,8 @@ def off(found: dict[str, Any], told: dict[str, Any], key: str) -> str:
 
 
 def renewed(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each row has its own date, card and versions, so those that stay say what they were measured with. Cases that are no more are dropped."""
+    """Each row has its own date, card and versions, so those that stay say what they were measured with. Cases that are
+    no more are dropped."""
     known = {row["config"]: row for row in (*rows, found)}
     return [known[case.name] for case in CASES if case.name in known]
 
@@ -72,13 +74,13 @@ def main(out: Path, parts: Sequence[str]) -> None:
     rows = json.loads(out.read_text())["cases"] if out.exists() else []
     about = {"card": torch.cuda.get_device_name(), "versions": versions()}
     for case in (case for case in CASES if not parts or any(part in case.name for part in parts)):
-        told = foretold(case)
+        expected = predicted(case)
         taken = {name: measured(case, is_collapsed=name == "collapsed") for name in ("even", "collapsed")}
         date = datetime.now(UTC).date().isoformat()
-        rows = renewed(rows, {"config": case.name, "date": date, **about, "foretold": told, **taken})
+        rows = renewed(rows, {"config": case.name, "date": date, **about, "predicted": expected, **taken})
         for name, found in taken.items():
             words = " ".join(
-                f"{key.removesuffix('_bytes')} {off(found, told, key)}"
+                f"{key.removesuffix('_bytes')} {off(found, expected, key)}"
                 for key in ("allocated_bytes", "reserved_bytes", "step_seconds")
             )
             print(f"{case.name:60} {name:10} {words} {found.get('error', '')}", flush=True)

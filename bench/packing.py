@@ -3,8 +3,9 @@
     python -m bench.packing predict predicted.json            on a machine without a GPU
     python -m bench.packing measure predicted.json bench/results/packing.json    on the card
 
-A forecast is made for the worst pack (`micro_batch` rows of the longest length). It is compared with that pack, and with packs of many short rows,
-which must not need more. Speed is taken over steps of 64 rows whose lengths are drawn as instruction data has them.
+A forecast is made for the worst pack (`micro_batch` rows of the longest length). It is compared with that pack, and
+with packs of many short rows, which must not need more. Speed is taken over steps of 64 rows whose lengths are drawn as
+instruction data has them.
 """
 
 import json
@@ -23,12 +24,12 @@ from bench.memory import FULL, SHAPES, alone, fill, lora, versions
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate, micro_batches
 from finefit.data.examples import Example
-from finefit.data.packing import Capacity, capacity_of
+from finefit.data.order import Capacity, capacity_of
 from finefit.objective.batch import Batch
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.depth import rehearse_depth
 from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.scene import Scene
+from finefit.rehearse.layer_kinds import rehearse_extrapolated
+from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW
 
@@ -52,7 +53,7 @@ class Case:
         tuned = "full" if self.tuning == FULL else "lora"
         return f"{self.shape}-{self.layers}L-{tuned}-{self.rows}x{self.tokens}-re{self.recompute}"
 
-    def scene(self, *, packing: bool) -> Scene:
+    def cfg(self, *, packing: bool) -> StepConfig:
         levers = Levers(
             micro_batch=self.rows,
             recompute=self.recompute,
@@ -60,7 +61,7 @@ class Case:
             adapter_inputs="bf16",
             packing=packing,
         )
-        return Scene(
+        return StepConfig(
             config=dict(SHAPES[self.shape], num_hidden_layers=self.layers),
             tuning=self.tuning,
             optimizer=AdamW(lr=1e-5),
@@ -93,7 +94,7 @@ CASES = (
 def predict(out: Path) -> None:
     found = {}
     for case in CASES:
-        answer = replay(rehearse_depth(case.scene(packing=True)).trace.stream())
+        answer = replay(rehearse_extrapolated(case.cfg(packing=True)).trace.stream())
         found[case.name] = {"allocated_bytes": answer.allocated_bytes, "reserved_bytes": answer.reserved_bytes}
         print(case.name, found[case.name], flush=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
@@ -110,18 +111,18 @@ def step_of(case: Case, *, packing: bool) -> Callable[[list[Batch]], float]:
 
     from finefit.model.attention import choose_attention
     from finefit.model.load import make_trainable, weight_dtype
-    from finefit.objective.sft import sft
+    from finefit.objective.losses import sft_loss
     from finefit.step.forward import autocast_for, bind
-    from finefit.step.levers import pull
+    from finefit.step.levers import apply_levers
     from finefit.step.optimize import optimizer_step
     from finefit.step.state import make_optimizer
 
-    scene = case.scene(packing=packing)
-    config = read_config(scene.config)
+    cfg = case.cfg(packing=packing)
+    config = read_config(cfg.config)
     attention = choose_attention("cuda", torch.cuda.get_device_capability(), "bf16", config, packing=packing)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=weight_dtype("bf16", scene.tuning), attn_implementation=attention
+            config, dtype=weight_dtype("bf16", cfg.tuning), attn_implementation=attention
         )
     warm_up = torch.empty(
         sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8, device="cuda"
@@ -130,16 +131,18 @@ def step_of(case: Case, *, packing: bool) -> Callable[[list[Batch]], float]:
     torch.manual_seed(0)
     fill(model)
     model.tie_weights()
-    trained = make_trainable(model, scene.tuning, name="bench")
-    pull(trained, scene.levers)
-    optimizer = make_optimizer(trained, scene.optimizer, device="cuda")
-    forward = bind(trained, loss_chunk=scene.levers.loss_chunk, autocast=autocast_for("cuda", "bf16"))
+    trained = make_trainable(model, cfg.tuning, name="bench")
+    apply_levers(trained, cfg.levers)
+    optimizer = make_optimizer(trained, cfg.optimizer, device="cuda")
+    forward = bind(trained, loss_chunk=cfg.levers.loss_chunk, autocast=autocast_for("cuda", "bf16"))
 
     def step(batches: list[Batch]) -> float:
         on_card = [batch.moved(lambda tensor: tensor.cuda()) for batch in batches]
         torch.cuda.synchronize()
         began = time.perf_counter()
-        outcome = optimizer_step(on_card, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool)
+        outcome = optimizer_step(
+            on_card, forward=forward, objective=sft_loss, optimizer=optimizer, clip=1.0, decide=bool
+        )
         torch.cuda.synchronize()
         assert outcome.applied
         return time.perf_counter() - began
@@ -181,8 +184,8 @@ def speed(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": sum(lengths), "longest": max(lengths)}
     for name, (packing, batches) in ways.items():
         timed = alone(
-            lambda batches=batches, packing=packing: {"seconds": median_of(step_of(case, packing=packing), batches)}
-        )  # type: ignore[misc]
+            lambda batches=batches, packing=packing: {"seconds": median_of(step_of(case, packing=packing), batches)}  # type: ignore[misc]
+        )
         found[name] = {
             "micro_batches": len(batches),
             "computed_tokens": sum(b.input_ids_BT.numel() for b in batches),
@@ -196,13 +199,13 @@ def median_of(step: Callable[[list[Batch]], float], batches: list[Batch]) -> flo
 
 
 def measure(predicted: Path, out: Path) -> None:
-    foretold = json.loads(predicted.read_text())
+    predictions = json.loads(predicted.read_text())
     found: dict[str, Any] = {"card": torch.cuda.get_device_name(), "versions": versions(), "cases": {}}
     for case in CASES:
         worst = [case.tokens] * (2 * case.rows)
         short = [case.tokens // 16] * min(2 * case.capacity.rows, 2 * 16 * case.rows)
         found["cases"][case.name] = {
-            "foretold": foretold[case.name],
+            "predicted": predictions[case.name],
             "worst": alone(lambda case=case, worst=worst: memory(case, worst)),  # type: ignore[misc]
             "short_rows": alone(lambda case=case, short=short: memory(case, short)),  # type: ignore[misc]
             "speed": speed(case),

@@ -1,14 +1,14 @@
 """What the stages of a pipeline have made and scored that are done, from its run directory.
 
-finefit recipes medical-sft-dpo-twin --to twin && finefit run twin/spec.yaml
-python -m bench.pipelines runs/medical-sft-dpo-twin-1 bench/results/medical_twin.json
+finefit recipes medical-sft-dpo-twin --to twin && finefit run twin/spec.yaml python -m bench.pipelines
+runs/medical-sft-dpo-twin-1 bench/results/medical_twin.json
 
-finefit recipes rmoe-twin --to twin && finefit run twin/spec.yaml
-python -m bench.pipelines runs/rmoe-twin-1 bench/results/rmoe_twin.json
+finefit recipes rmoe-twin --to twin && finefit run twin/spec.yaml python -m bench.pipelines runs/rmoe-twin-1
+bench/results/rmoe_twin.json
 
     finefit run bench/pubmedqa/spec.yaml                                # with the first 300 records of PubMedQA beside it: see there
     python -m bench.pipelines runs/pubmedqa-1 bench/results/pubmedqa.json
-"""
+"""  # noqa: E501
 
 import json
 import os
@@ -18,15 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.pipelines import Done, PipelineState
-from finefit.artifacts.records import read_record
+from finefit.artifacts.records import FinishedStage, PipelineState, read_record
 from finefit.artifacts.rundir import RunDir
 
 
 def collected(run: RunDir) -> dict[str, Any]:
     places = {stage.name: run.path / stage.place for stage in read_record(run.state, PipelineState).stages}
     records = {name: place / "done.json" for name, place in places.items() if (place / "done.json").exists()}
-    done = {name: read_record(record, Done) for name, record in records.items()}
+    done = {name: read_record(record, FinishedStage) for name, record in records.items()}
     ended = max(record.stat().st_mtime for record in records.values())
     return {
         "pipeline": run.path.name,

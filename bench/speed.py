@@ -3,9 +3,9 @@
     python -m bench.speed measure OUT.json [NAME...]     on the card: all cases, or those whose name contains one of these
     python -m bench.speed profile OUT.txt NAME           where the time of one case goes
 
-Median of steps after a warm-up, each between synchronised clocks. Memory is `max_memory_reserved`. A capped case can take no more from the card
-than a card of that size would give it (the CUDA context is taken off).
-"""
+Median of steps after a warm-up, each between synchronised clocks. Memory is `max_memory_reserved`. A capped case can
+take no more from the card than a card of that size would give it (the CUDA context is taken off).
+"""  # noqa: E501
 
 import json
 import statistics
@@ -27,9 +27,9 @@ from finefit.artifacts.records import Levers
 from finefit.objective.batch import Batch, Paired
 from finefit.plan.target import CONTEXT_BYTES
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.clock import step_seconds
-from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.scene import Scene
+from finefit.rehearse.cost_model import step_seconds
+from finefit.rehearse.layer_kinds import rehearse_extrapolated
+from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Tuning
 from finefit.spec.schema import AdamW, Objective
 
@@ -58,8 +58,8 @@ class Case:
     peers: bool = False
 
     @property
-    def scene(self) -> Scene:
-        return Scene(
+    def cfg(self) -> StepConfig:
+        return StepConfig(
             config=dict(SHAPES[self.shape], num_hidden_layers=self.layers),
             tuning=self.tuning,
             optimizer=AdamW(lr=1e-5, kind=self.optimizer, clip=self.clip),
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def num_sequences(self) -> int:
-        return self.rows * self.scene.sides
+        return self.rows * self.cfg.sides
 
 
 FUSED = Levers(micro_batch=4, kernels="fused", adapter_inputs="bf16", loss_chunk=1024)
@@ -231,23 +231,22 @@ CASES: tuple[Case, ...] = (
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    from finefit.step.forward import autocast_for, bind, keeps_casts
-    from finefit.step.levers import pull
-    from finefit.step.liger import kernels_here
-    from finefit.step.objective import make_objective
+    from finefit.step.forward import autocast_for, bind, keeps_casts, make_objective
+    from finefit.step.fused import kernels_here
+    from finefit.step.levers import apply_levers
     from finefit.step.optimize import optimizer_step
     from finefit.step.state import make_optimizer
 
     _cap(case)
-    scene = case.scene
+    cfg = case.cfg
     torch.manual_seed(0)
-    model = build(scene)
-    is_fused = scene.levers.kernels == "fused"
+    model = build(cfg)
+    is_fused = cfg.levers.kernels == "fused"
     kernels = kernels_here("cuda") if is_fused else None
-    pull(model, scene.levers, kernels=kernels)
-    optimizer = make_optimizer(model, scene.optimizer, device="cuda")
-    autocast = autocast_for("cuda", "bf16", with_cache=keeps_casts(case.tuning, scene.levers))
-    forward = bind(model, loss_chunk=scene.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
+    apply_levers(model, cfg.levers, kernels=kernels)
+    optimizer = make_optimizer(model, cfg.optimizer, device="cuda")
+    autocast = autocast_for("cuda", "bf16", with_cache=keeps_casts(case.tuning, cfg.levers))
+    forward = bind(model, loss_chunk=cfg.levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
     objective = make_objective(case.objective, case.tuning, model, forward)
     batches = [_batch(case)]
 
@@ -266,10 +265,11 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def run_peer(case: Case, *, liger: bool) -> dict[str, Any]:
-    """transformers and peft as their trainers call them: labels in, loss out, checkpointing where layers are recomputed."""
+    """transformers and peft as their trainers call them: labels in, loss out, checkpointing where layers are
+    recomputed."""
     _cap(case)
     torch.manual_seed(0)
-    model: Any = build(case.scene)
+    model: Any = build(case.cfg)
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2
 
@@ -324,7 +324,7 @@ def _cap(case: Case) -> None:
 
 def _batch(case: Case) -> Batch:
     ids = torch.randint(0, SHAPES[case.shape]["vocab_size"], (case.num_sequences, case.tokens))
-    supervised = case.scene.supervised
+    supervised = case.cfg.supervised
     places = torch.cat(
         [
             row * case.tokens + torch.arange(case.tokens - 1 - supervised, case.tokens - 1)
@@ -341,12 +341,12 @@ def _batch(case: Case) -> Batch:
     )
 
 
-def foretold(case: Case) -> dict[str, Any]:
+def predicted(case: Case) -> dict[str, Any]:
     """What the rehearsal says of the same step; it never sees the card."""
-    rehearsed = rehearse_depth(case.scene)
+    rehearsed = rehearse_extrapolated(case.cfg)
     return {
-        "foretold_reserved_bytes": replay(rehearsed.trace.stream()).reserved_bytes,
-        "foretold_seconds": round(step_seconds(rehearsed.trace, RATES), 5),
+        "predicted_reserved_bytes": replay(rehearsed.trace.stream()).reserved_bytes,
+        "predicted_seconds": round(step_seconds(rehearsed.trace, RATES), 5),
         "host_bytes": rehearsed.trace.host_bytes,
     }
 
@@ -368,9 +368,12 @@ def measure(out: Path, wanted: list[str]) -> None:
     ]  # last: it patches transformers
     for case, tool, run in runs:
         levers = asdict(case.levers) if tool == "finefit" else {"recompute": case.levers.recompute}
-        answer = alone(run) | (foretold(case) if tool == "finefit" else {})
+        answer = alone(run) | (predicted(case) if tool == "finefit" else {})
         print(
-            f"{case.name:60} {tool:30} {answer.get('tokens_per_second')} {answer.get('reserved_bytes', 0) / GIB:.2f} {answer}",
+            (
+                f"{case.name:60} {tool:30} {answer.get('tokens_per_second')} "
+                f"{answer.get('reserved_bytes', 0) / GIB:.2f} {answer}"
+            ),
             flush=True,
         )
         found.append({"case": case.name, "tool": tool, **answer, "levers": levers, **shared})

@@ -41,7 +41,7 @@ def misses(row: dict[str, Any]) -> list[str]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| case | tool | tokens/s | goal | reserved GiB | foretold | goal | seconds a step |",
+        "| case | tool | tokens/s | goal | reserved GiB | predicted | goal | seconds a step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -53,7 +53,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             f"{row['tokens_per_second']:,.0f}",
             f"{fast:,}" if fast else "",
             f"{row['reserved_bytes'] / GIB:.2f}",
-            f"{row['foretold_reserved_bytes'] / GIB:.2f}" if is_ours else "",
+            f"{row['predicted_reserved_bytes'] / GIB:.2f}" if is_ours else "",
             f"{small}" if small else "",
             f"{row['step_seconds']:.3f}",
         )

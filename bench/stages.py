@@ -1,14 +1,16 @@
-"""A pipeline on one card, at the size of system C: what each stage holds, that the card is empty again after it, and what was planned.
+"""A pipeline on one card, at the size of system C: what each stage holds, that the card is empty again after it, and
+what was planned.
 
     python -m bench.stages bench/results/stages.json                    on the card
     python -m bench.stages bench/results/stages.json tuned scores       only these stages, and only these are replaced in the result
     python -m bench.stages out.json --small                             on a CPU: a tiny model, to see that it runs
 
-A random model of Qwen2-0.5B's shape becomes two experts, their mixture, a mixture with a trained router, and one that is trained whole, which is
-scored. `finefit run` plans all of it before anything is loaded, and carries it out. The result is written after every stage: what was measured stays
-when the run is cut off. A stage that stands on one that is not asked for gets random weights of the same shape in its place. Levers are what
+A random model of Qwen2-0.5B's shape becomes two experts, their mixture, a mixture with a trained router, and one that
+is trained whole, which is scored. `finefit run` plans all of it before anything is loaded, and carries it out. The
+result is written after every stage: what was measured stays when the run is cut off. A stage that stands on one that is
+not asked for gets random weights of the same shape in its place. Levers are what
 `finefit plan` finds for an H200; they are given, and so is the batch that is scored, since searching for them takes most of the time.
-"""
+"""  # noqa: E501
 
 import argparse
 import json
@@ -28,11 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finefit
 from bench.memory import SHAPES, versions
-from finefit.artifacts.pipelines import Done
-from finefit.artifacts.records import read_record
+from finefit.artifacts.records import FinishedStage, read_record
 from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.trainings import StageResult
-from finefit.model.moe import moe_config
+from finefit.artifacts.stage_records import StageResult
+from finefit.moe.build import moe_config
 from tests.conftest import SPECIAL, make_tokenizer, write_jsonl
 
 ROWS = Path(finefit.__file__).parent / "recipes/rmoe-twin"
@@ -67,7 +68,7 @@ STAGES = {
     kind: build_moe
     base: {kind: folder, path: base}
     experts: {orders: {kind: stage, name: orders}, dates: {kind: stage, name: dates}}
-    router: {kind: centroids, template: plain, max_tokens: 1024, data: {orders: {path: orders-train.jsonl}, dates: {path: dates-train.jsonl}}}""",
+    router: {kind: centroids, template: plain, max_tokens: 1024, data: {orders: {path: orders-train.jsonl}, dates: {path: dates-train.jsonl}}}""",  # noqa: E501
     "routed": """
     kind: train
     model: {kind: stage, name: mixture}
@@ -167,12 +168,12 @@ def measure(folder: Path, size: Size, stages: Sequence[str], tell: Callable[[str
     assert told == {*stages}
 
 
-def done_in(folder: Path) -> Iterator[tuple[RunDir, Done]]:
+def done_in(folder: Path) -> Iterator[tuple[RunDir, FinishedStage]]:
     for path in sorted((folder / "runs/stages-1/stages").glob("[0-9]*-*/done.json")):
-        yield RunDir(path.parent), read_record(path, Done)
+        yield RunDir(path.parent), read_record(path, FinishedStage)
 
 
-def stage_row(folder: Path, place: RunDir, done: Done) -> dict[str, Any]:
+def stage_row(folder: Path, place: RunDir, done: FinishedStage) -> dict[str, Any]:
     """What was held, by whomever, on the whole card."""
     assert done.memory is not None
     held = {key: getattr(done.memory, key) for key in ("before_bytes", "loaded_bytes", "peak_bytes", "after_bytes")}

@@ -30,7 +30,8 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     ):  # under nohup or in a shell's background job; our children would inherit it
         signal.signal(_number, _usual)
 
-# rouge-score brings absl, whose handler closes what stderr was when it was imported, a capture of pytest's, once submitit sets up its logging
+# rouge-score brings absl, whose handler closes what stderr was when it was imported, a capture of pytest's, once
+# submitit sets up its logging
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -152,7 +153,8 @@ def make_project(folder: Path, *, spec: str = SPEC, rows: int = 22) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The user's cache is never written: only a converted model, which is dear to make, is read from it. All tests of a session share this one."""
+    """The user's cache is never written: only a converted model, which is dear to make, is read from it. All tests of a
+    session share this one."""
     cache = tmp_path_factory.mktemp("cache")
     (cache / "finefit").mkdir()
     for model in finefit_cache().glob("smollm2-135m-*"):
@@ -164,8 +166,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _without_imports() -> Iterator[None]:
-    """Where no test is about how a process starts, its imports would be most of the work. Beside a card every process starts as a user's does: what
-    torch reads there, it reads when it is loaded."""
+    """Where no test is about how a process starts, its imports would be most of the work. Beside a card every process
+    starts as a user's does: what torch reads there, it reads when it is loaded."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             rehearse_here(patch)

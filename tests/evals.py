@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from finefit.artifacts.evaluations import EvalItem, EvalRequest, EvalResult, Score, Subject
-from finefit.artifacts.forecasts import Room
+from finefit.artifacts.forecasts import EvalBatchLimit
+from finefit.artifacts.stage_records import EvalItem, EvalRequest, EvalResult, Score, Subject
 from finefit.spec.models import FolderModel, Full
 from finefit.spec.schema import Evaluation
 from finefit.stats.metrics import Metric, rate
@@ -21,13 +21,16 @@ SUBJECT = Subject(
     template_sha256="e" * 64,
     items_sha256="d" * 64,
 )
-ROOM = Room(rows=4, tokens=4096)
+LIMIT = EvalBatchLimit(rows=4, tokens=4096)
 ALL_FIELDS = rate("all_fields")
 
 
 def make_request(checkpoint: str, *, task: Any = "json_match", **more: Any) -> EvalRequest:
     return EvalRequest(
-        checkpoint=checkpoint, evaluation=Evaluation.model_validate({"task": task, **more}), subject=SUBJECT, room=ROOM
+        checkpoint=checkpoint,
+        evaluation=Evaluation.model_validate({"task": task, **more}),
+        subject=SUBJECT,
+        batch_limit=LIMIT,
     )
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.pipelines import Done, PipelineState, StageState
-from finefit.artifacts.records import Run, write_record
+from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageState, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from tests.runs import make_bare
 
@@ -34,7 +33,7 @@ def make_evaluation(
         make_bare(place / name, scores, name=name, model_fingerprint=name[0] * 64, **evaluation)
     if is_done:
         summary = {"models": list(models)}
-        done = Done(
+        done = FinishedStage(
             name="scores",
             kind="evaluate",
             key="k",

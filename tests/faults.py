@@ -1,5 +1,6 @@
-"""Faults, placed exactly. Workers are forked from a server that has loaded torch once and never used it; they are killed from outside, or kill
-themselves before a chosen file operation. A run that was struck is compared, tensor by tensor, with one of the same job that was not."""
+"""Faults, placed exactly. Workers are forked from a server that has loaded torch once and never used it; they are
+killed from outside, or kill themselves before a chosen file operation. A run that was struck is compared, tensor by
+tensor, with one of the same job that was not."""
 
 import faulthandler
 import hashlib
@@ -26,12 +27,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finefit.artifacts.atomic import read_steps
 from finefit.artifacts.checkpoint import list_checkpoints, problems, step_of
-from finefit.artifacts.journal import read_steps
 from finefit.artifacts.rundir import StageDir
-from finefit.pipeline.create import create_run
-from finefit.pipeline.inputs import open_inputs
-from finefit.spec.load import load_spec
+from finefit.run.create import create_run, read_request
+from finefit.spec.load import load_pipeline
 from finefit.train import loop
 from finefit.train.worker import work
 from tests.conftest import SPEC, make_model_folder, make_project
@@ -94,11 +94,8 @@ def make_job(
     path = project(folder, spec=spec)
     if model_seed:
         make_model_folder(folder / "model", seed=model_seed, dropout=0.1)
-    asked = load_spec(path, ())
-    runs = folder / "runs"
-    opened = open_inputs(asked, folder, runs / asked.name)
-    run = create_run(opened, spec_text=spec, overrides=(), base=folder, runs=runs)
-    return Job(pristine=run.path)
+    request = read_request(load_pipeline(path), folder, spec_text=spec)
+    return Job(pristine=create_run(request, runs=folder / "runs").path)
 
 
 def make_reference(job: Job) -> Reference:
@@ -214,7 +211,8 @@ _WATCHED = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdi
 
 
 def watch_operations(folder: Path, see: Callable[[Operation], None]) -> None:
-    """Calls `see` before each file operation in `folder`, for the rest of this process. What compiled code opens is not seen."""
+    """Calls `see` before each file operation in `folder`, for the rest of this process. What compiled code opens is not
+    seen."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event not in _WATCHED:

@@ -1,5 +1,6 @@
-"""Workers that launchers start in a test's own process, forked from a server that has loaded torch once and never used it: all that such a start has
-(a session, pipe, log, lock and environment of its own) without the seconds of imports. What a command starts as a process is started as by a user."""
+"""Workers that launchers start in a test's own process, forked from a server that has loaded torch once and never used
+it: all that such a start has (a session, pipe, log, lock and environment of its own) without the seconds of imports.
+What a command starts as a process is started as by a user."""
 
 import contextlib
 import importlib
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from finefit.pipeline import launch
+from finefit.run import launch
 
-# A fork of the process that runs the tests would share the lock of its progress bars: whoever is killed with it in hand stops all others for good.
+# A fork of the process that runs the tests would share the lock of its progress bars: whoever is killed with it in hand
+# stops all others for good.
 FORKS = multiprocessing.get_context("forkserver")
 _WORKERS = ("finefit.train.worker", "finefit.evaluate.worker")
 FORKS.set_forkserver_preload([__name__, "tests.faults", *_WORKERS])

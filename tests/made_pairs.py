@@ -4,24 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.pipelines import Order
-from finefit.data.read import open_source
+from finefit.artifacts.records import StageJob
 from finefit.data.rows import BadRow, Row
-from finefit.pipeline.inputs import between
-from finefit.pipeline.making.make_pairs import make
-from finefit.pipeline.stage_paths import moved
-from finefit.spec.rows import Source
-from finefit.spec.stages import MakePairs
-from tests.data.falsify.corpus import make_rows
+from finefit.data.sources import open_source
+from finefit.run.create import between
+from finefit.spec.data import Source
+from finefit.spec.stages import MakePairs, moved
+from finefit.stages.worker import maker_of
+from tests.negatives.corpus import make_rows
 
 
 def grounded(count: int, *, seed: int) -> list[dict[str, Any]]:
     return [{"prompt": row.prompt[0].content, "answer": row.answer} for row in make_rows(count, seed=seed)]
 
 
-def order_of(folder: Path, stage: dict[str, Any], *, seed: int = 1, **more: Any) -> Order:
+def job_of(folder: Path, stage: dict[str, Any], *, seed: int = 1, **more: Any) -> StageJob:
     spec = MakePairs.model_validate_json(json.dumps({"kind": "make_pairs", **stage}))
-    return Order(
+    return StageJob(
         name="pairs", pipeline="p", seed=seed, device="cpu", precision="fp32", base=str(folder), stage=spec, **more
     )
 
@@ -29,7 +28,8 @@ def order_of(folder: Path, stage: dict[str, Any], *, seed: int = 1, **more: Any)
 def made(folder: Path, stage: dict[str, Any], *, out: str = "out", **more: Any) -> tuple[dict[str, Any], Path]:
     place = folder / out / "output"
     place.mkdir(parents=True)
-    return make(order_of(folder, stage, **more), place), place
+    job = job_of(folder, stage, **more)
+    return maker_of(job.stage)(job, place), place
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -45,5 +45,5 @@ def read_back(path: Path) -> list[Row]:
 def from_a_run(folder: Path, stage: dict[str, Any], *, out: str, **more: Any) -> Path:
     """As `finefit run --runs` asks for it: with paths that start in the run directory."""
     run = folder / "far/away/runs/p-1"
-    spec = moved(order_of(folder, stage).stage, between(folder, run))
+    spec = moved(job_of(folder, stage).stage, between(folder, run))
     return made(run, spec.model_dump(mode="json", exclude_unset=True, exclude={"kind"}), out=out, **more)[1]

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finefit.model.experts import choose_experts
-from finefit.model.moe import moe_config
+from finefit.moe.build import moe_config
 from tests.conftest import SPECIAL, make_project, make_tokenizer
 
 DENSE: dict[str, Any] = {
@@ -34,8 +34,8 @@ def mixture_config(family: str, *, num_experts: int = 4, top_k: int = 2, **more:
 
 
 def make_mixture(family: str, *, num_experts: int = 3, top_k: int = 2, **more: Any) -> PreTrainedModel:
-    """Weights large enough that routers are decided, and tokens of one text go to every expert. What stands in for a shared expert is zero, as it is
-    built."""
+    """Weights large enough that routers are decided, and tokens of one text go to every expert. What stands in for a
+    shared expert is zero, as it is built."""
     torch.manual_seed(0)
     config = mixture_config(family, num_experts=num_experts, top_k=top_k, **more)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(

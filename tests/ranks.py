@@ -11,9 +11,9 @@ from typing import Any
 
 import cloudpickle
 
-from finefit.artifacts.launcher import Place
+from finefit.artifacts.processes import RankEnv
 from finefit.errors import FinefitError
-from finefit.pipeline.launch import free_port
+from finefit.run.launch import free_port
 from tests.forks import FORKS
 
 
@@ -29,14 +29,15 @@ class Ended:
 
 
 def as_ranks(
-    size: int, act: Callable[[Place], Any], *, absent: tuple[int, ...] = (), deadline_seconds: float = 60
+    size: int, act: Callable[[RankEnv], Any], *, absent: tuple[int, ...] = (), deadline_seconds: float = 60
 ) -> list[Ended]:
-    """What each rank came to, by rank; `absent` ones never start. `act` is sent by value and shares nothing with this process."""
+    """What each rank came to, by rank; `absent` ones never start. `act` is sent by value and shares nothing with this
+    process."""
     port, began = free_port(), time.monotonic()
     started = {}
     for rank in (rank for rank in range(size) if rank not in absent):
         ours, theirs = FORKS.Pipe(duplex=False)
-        place = Place(rank=rank, size=size, local_rank=rank, local_size=size, address="127.0.0.1", port=port)
+        place = RankEnv(rank=rank, size=size, local_rank=rank, local_size=size, address="127.0.0.1", port=port)
         process = FORKS.Process(target=_be_rank, args=(place, cloudpickle.dumps(act), theirs), daemon=True)
         process.start()
         theirs.close()
@@ -56,7 +57,7 @@ def as_ranks(
     return ended
 
 
-def _be_rank(place: Place, act: bytes, theirs: "Connection[bytes, bytes]") -> None:
+def _be_rank(place: RankEnv, act: bytes, theirs: "Connection[bytes, bytes]") -> None:
     os.environ.update(place.variables())
     warnings.simplefilter("error")
     began = time.monotonic()

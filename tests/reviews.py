@@ -1,4 +1,4 @@
-"""Stacks, journals and runs for tests of reviews."""
+"""Review set, journals and runs for tests of reviews."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,73 +7,75 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.evaluations import EvalItem, EvalRequest
 from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir
-from finefit.facts.files import read_file
+from finefit.artifacts.stage_records import EvalItem, EvalRequest
+from finefit.facts.files import sha256_of
+from finefit.review.items import PromptMessage, ReviewItem, ReviewSet
 from finefit.review.session import Session, open_session
-from finefit.review.stack import Said, Sheet, Stack
-from finefit.review.verdicts import Choice, Entry, Opened, Reason, Verdict
+from finefit.review.verdicts import JournalEntry, Reason, ReviewOpened, Verdict, VerdictChoice
 from tests.evals import SUBJECT, make_item, make_request, make_result
 
 MODELS = ("left-1:checkpoint-12", "right-1:checkpoint-12")
 
 
-def make_stack(num_sheets: int = 6, *, models: Sequence[str] = MODELS, **more: Any) -> Stack:
+def make_review_set(num_items: int = 6, *, models: Sequence[str] = MODELS, **more: Any) -> ReviewSet:
     """Each answer says whose it is, so that a test can tell where it stands."""
-    sheets = tuple(
-        Sheet(
+    items = tuple(
+        ReviewItem(
             key=f"item-{at}",
-            prompt=(Said(role="user", text=f"question {at}"),),
+            prompt=(PromptMessage(role="user", text=f"question {at}"),),
             answers=tuple(f"{model} answers {at}" for model in models),
             reference=f"reference {at}",
             place=f"test.jsonl:{at + 1}",
         )
-        for at in range(num_sheets)
+        for at in range(num_items)
     )
-    return Stack(name="review", task="summary", models=tuple(models), sheets=sheets, **more)
+    return ReviewSet(name="review", task="summary", models=tuple(models), items=items, **more)
 
 
-def make_single(num_sheets: int = 6) -> Stack:
-    return make_stack(num_sheets, models=MODELS[:1])
+def make_single(num_items: int = 6) -> ReviewSet:
+    return make_review_set(num_items, models=MODELS[:1])
 
 
-OPENED = Opened(at="2026-01-01T00:00:00.000+00:00", seed=5, task="summary", models=MODELS)
+OPENED = ReviewOpened(at="2026-01-01T00:00:00.000+00:00", seed=5, task="summary", models=MODELS)
 
 
-def in_memory(stack: Stack, entries: Sequence[Entry] = (), **more: Any) -> tuple[Session, list[Entry]]:
+def in_memory(
+    review_set: ReviewSet, entries: Sequence[JournalEntry] = (), **more: Any
+) -> tuple[Session, list[JournalEntry]]:
     """A session, and the list that it writes to."""
-    written: list[Entry] = [OPENED, *entries]
-    return Session(stack, list(written), written.append, **more), written
+    written: list[JournalEntry] = [OPENED, *entries]
+    return Session(review_set, list(written), written.append, **more), written
 
 
 @contextmanager
-def on_disk(stack: Stack, folder: Path, **more: Any) -> Iterator[Session]:
-    with open_session(stack, folder, **{"seed": 5} | more) as session:
+def on_disk(review_set: ReviewSet, folder: Path, **more: Any) -> Iterator[Session]:
+    with open_session(review_set, folder, **{"seed": 5} | more) as session:
         yield session
 
 
 def make_verdict(
-    stack: Stack,
+    review_set: ReviewSet,
     number: int,
     at: int,
-    choice: Choice,
+    choice: VerdictChoice,
     *,
     rater: str = "ann",
     reasons: Sequence[Sequence[Reason]] = (),
     shown: tuple[int, ...] | None = None,
 ) -> Verdict:
-    """On the sheet `at`."""
-    sheet = stack.sheets[at]
-    marked = tuple(tuple(names) for names in reasons) or ((),) * len(stack.models)
+    """On the item `at`."""
+    item = review_set.items[at]
+    marked = tuple(tuple(names) for names in reasons) or ((),) * len(review_set.models)
     return Verdict(
         number=number,
         at=OPENED.at,
         rater=rater,
-        key=sheet.key,
-        models=stack.models,
-        answers=sheet.digests,
-        shown=shown or tuple(range(len(stack.models))),
+        key=item.key,
+        models=review_set.models,
+        answers=item.digests,
+        shown=shown or tuple(range(len(review_set.models))),
         choice=choice,
         reasons=marked,
     )
@@ -100,7 +102,7 @@ def make_run(
         for at in range(40)
     ]
     where.prepared("test.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    sha256 = read_file(where.prepared("test.jsonl"), where.path).sha256
+    sha256 = sha256_of(where.prepared("test.jsonl"))
     write_record(run.run, Run(name="tiny", digest="d", finefit="0.1.0", created=OPENED.at, status="finished"))
     for checkpoint, items in results.items():
         if checkpoint != "base":
@@ -119,7 +121,7 @@ def set_rows(run: RunDir, rows: Sequence[Mapping[str, Any]]) -> None:
     """The run's test rows are these; its requests know them."""
     where = run.stage(1, "sft")
     where.prepared("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sha256 = read_file(where.prepared("test.jsonl"), where.path).sha256
+    sha256 = sha256_of(where.prepared("test.jsonl"))
     for paths in where.evaluations():
         request = read_record(paths.request, EvalRequest)
         write_record(paths.request, replace(request, subject=replace(request.subject, items_sha256=sha256)))

@@ -6,19 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.evaluations import DatasetScores, EvalItem, EvalRequest, EvalResult, EvalStage, Score
+from finefit.artifacts.atomic import Journal
 from finefit.artifacts.forecasts import Plan, Resolved
-from finefit.artifacts.journal import Journal
 from finefit.artifacts.records import Facts, Inputs, Levers, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir
-from finefit.artifacts.trainings import Stage, StageResult
+from finefit.artifacts.stage_records import (
+    DatasetScores,
+    EvalItem,
+    EvalRequest,
+    EvalResult,
+    EvalStage,
+    Score,
+    Stage,
+    StageResult,
+)
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
 from finefit.spec.load import parse_spec, spec_to_json
 from finefit.spec.models import FolderModel
 from finefit.spec.schema import Evaluation, Single
 from finefit.stats.metrics import Metric, rate
-from tests.evals import ROOM, SUBJECT, make_item, make_result
+from tests.evals import LIMIT, SUBJECT, make_item, make_result
 from tests.forecasts import make_forecast
 
 SPEC = """\
@@ -58,7 +66,8 @@ def make_run(
     finefit: str = "0.5",
     **evaluation: Any,
 ) -> RunDir:
-    """`results`: by checkpoint (base, checkpoint-6), the hits of items 0, 1, ... or the items themselves, of the task exact_match."""
+    """`results`: by checkpoint (base, checkpoint-6), the hits of items 0, 1, ... or the items themselves, of the task
+    exact_match."""
     run, where = RunDir(folder), RunDir(folder).stage(1, "sft")
     spec = parse_spec(SPEC, where="spec.yaml", overrides=tuple(overrides))
     chosen = levers or Levers(micro_batch=2)
@@ -88,7 +97,7 @@ def make_run(
         num_rows=24,
         global_batch=spec.global_batch,
         levers=chosen,
-        foretold_bytes=1,
+        predicted_bytes=1,
         save=spec.save,
         validate_every=None,
         on_nan=spec.on_nan,
@@ -140,7 +149,8 @@ def make_run(
 
 
 def split_by_dataset(run: RunDir, sizes: Mapping[str, int]) -> None:
-    """So many items of the final checkpoint's result come from each, in their order; what is recorded of each is wrong on purpose."""
+    """So many items of the final checkpoint's result come from each, in their order; what is recorded of each is wrong
+    on purpose."""
     path = run.stage(1, "sft").evaluation("exact_match", "checkpoint-6").result
     result = read_record(path, EvalResult)
     names = [name for name, size in sizes.items() for _ in range(size)]
@@ -194,7 +204,9 @@ def write_result(
         one if isinstance(one, EvalItem) else make_item(at, hit=float(one)) for at, one in enumerate(answered)
     )
     evaluation = Evaluation.model_validate({"task": task, "limit": limit, **(settings or {})})
-    request = EvalRequest(checkpoint=checkpoint, evaluation=evaluation, subject=replace(SUBJECT, **subject), room=ROOM)
+    request = EvalRequest(
+        checkpoint=checkpoint, evaluation=evaluation, subject=replace(SUBJECT, **subject), batch_limit=LIMIT
+    )
     paths = where.evaluation(evaluation.label, checkpoint, limit)
     paths.folder.mkdir(parents=True, exist_ok=True)
     write_record(paths.request, request)
@@ -204,7 +216,7 @@ def write_result(
         "definitions": metrics,
         "signature": dict(signature or {}),
         "peak_bytes": 2**29,
-        "foretold_bytes": 2**29,
+        "predicted_bytes": 2**29,
     }
     write_record(paths.result, make_result(checkpoint, items, task=evaluation.label, **more))
 

@@ -1,4 +1,4 @@
-"""The house: rooms know only rooms below them, every room has its place, and plain rooms stay light."""
+"""Packages import only packages below them, every package has its place, and packages of plain data stay light."""
 
 import shutil
 import subprocess
@@ -24,27 +24,27 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_room_knows_only_rooms_below_it() -> None:
+def test_every_package_imports_only_packages_below_it() -> None:
     done = _lint(ROOT)
     assert done.returncode == 0, done.stdout
 
 
-def test_a_copy_of_the_house_keeps_its_contracts(copied: Path) -> None:
+def test_a_copy_of_the_package_keeps_its_contracts(copied: Path) -> None:
     done = _lint(copied)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("room", ["utils.py", "helpers/__init__.py"])
-def test_a_room_without_a_place_breaks_the_contract(copied: Path, room: str) -> None:
-    new = copied / "finefit" / room
+@pytest.mark.parametrize("name", ["utils.py", "helpers/__init__.py"])
+def test_a_package_without_a_place_breaks_the_contract(copied: Path, name: str) -> None:
+    new = copied / "finefit" / name
     new.parent.mkdir(exist_ok=True)
     new.write_text("")
     done = _lint(copied)
     assert done.returncode != 0
-    assert f"finefit.{Path(room).parts[0].removesuffix('.py')}" in done.stdout
+    assert f"finefit.{Path(name).parts[0].removesuffix('.py')}" in done.stdout
 
 
-def test_a_room_that_knows_one_above_it_breaks_the_contract(copied: Path) -> None:
+def test_a_package_that_imports_one_above_it_breaks_the_contract(copied: Path) -> None:
     with (copied / "finefit" / "spec" / "every.py").open("a") as file:
         file.write("\nimport finefit.plan.resolve\n")
     done = _lint(copied)
@@ -52,13 +52,13 @@ def test_a_room_that_knows_one_above_it_breaks_the_contract(copied: Path) -> Non
     assert "finefit.spec is not allowed to import finefit.plan" in done.stdout
 
 
-def test_plain_rooms_load_no_torch() -> None:
-    """Not even through the rooms and libraries that they use."""
+def test_packages_of_plain_data_load_no_torch() -> None:
+    """Not even through the packages and libraries that they use."""
     package = ROOT / "src" / "finefit"
     modules = [
         "finefit." + ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
-        for room in PLAIN
-        for path in sorted((package / room).glob("*.py"))
+        for name in PLAIN
+        for path in sorted((package / name).glob("*.py"))
     ]
     assert len(modules) > 20
     code = f"""

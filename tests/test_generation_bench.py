@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.generation import SMALL, errors, measure
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_generation_runs_on_a_cpu(tmp_path: Path) -> None:
     measure(tmp_path / "out.json", SMALL)
     found = json.loads((tmp_path / "out.json").read_text())
@@ -14,26 +17,26 @@ def test_the_benchmark_of_generation_runs_on_a_cpu(tmp_path: Path) -> None:
     for side in ("finefit", "finefit_planned", "transformers"):
         assert batched[side]["new_tokens_per_second"] > 0
         assert batched[side]["warnings"] == []
-    assert batched["finefit"]["foretold_bytes"] > 100_000
+    assert batched["finefit"]["predicted_bytes"] > 100_000
     assert (long["prompt_tokens"], long["new_tokens"]) == (300, 8)
-    assert found["long_in_tiles"]["foretold_bytes"] < long["foretold_bytes"]
+    assert found["long_in_tiles"]["predicted_bytes"] < long["predicted_bytes"]
 
 
 def test_a_part_that_is_measured_again_leaves_the_others_as_they_were(tmp_path: Path) -> None:
-    earlier = {"date": "2026-01-01", "long": {"foretold_bytes": 95, "reserved_bytes": 100}}
+    earlier = {"date": "2026-01-01", "long": {"predicted_bytes": 95, "reserved_bytes": 100}}
     (tmp_path / "out.json").write_text(json.dumps(earlier))
     measure(tmp_path / "out.json", SMALL, ["seeing", "seeing_large"])
     found = json.loads((tmp_path / "out.json").read_text())
     assert {key: found[key] for key in earlier} == earlier
     assert "batched" not in found
     assert (found["seeing"]["image_tokens"], found["seeing_large"]["image_tokens"]) == (16, 64)
-    assert 100_000 < found["seeing"]["foretold_bytes"] < found["seeing_large"]["foretold_bytes"]
+    assert 100_000 < found["seeing"]["predicted_bytes"] < found["seeing_large"]["predicted_bytes"]
     assert found["errors"] == {"long": -0.05}
 
 
 def test_an_error_is_what_a_forecast_has_above_the_truth() -> None:
     found = {
-        "batched": {"finefit": {"foretold_bytes": 110, "reserved_bytes": 100}, "speedup": 1.0},
-        "long": {"foretold_bytes": 95, "reserved_bytes": 100},
+        "batched": {"finefit": {"predicted_bytes": 110, "reserved_bytes": 100}, "speedup": 1.0},
+        "long": {"predicted_bytes": 95, "reserved_bytes": 100},
     }
     assert errors(found) == {"batched/finefit": 0.1, "long": -0.05}

@@ -1,8 +1,15 @@
 """Forecasts and measurements of the benchmark of memory, put together."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from bench.memory import renewed, versions
+import pytest
+
+from bench.memory import predict, renewed, versions
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "memory.json"
+EXACT = ("allocated_bytes", "reserved_bytes", "peak_bytes", "components")
 
 
 def _row(config: str, reserved: int) -> dict[str, Any]:
@@ -36,3 +43,22 @@ def test_a_renewed_forecast_stands_beside_the_measurement_that_stays() -> None:
 
 def _now() -> dict[str, Any]:
     return {"predicted": versions(), "measured": {"torch": "1"}}
+
+
+def _assert_as_committed(*parts: str) -> None:
+    committed = {row["config"]: row["predicted"] for row in json.loads(RESULTS.read_text())}
+    found = {row["config"]: row for row in predict(parts) if row["config"] in committed}
+    assert found
+    for config, row in found.items():
+        assert {key: row[key] for key in EXACT} == {key: committed[config][key] for key in EXACT}, config
+
+
+@pytest.mark.parametrize("part", ["r64-2x2048-re4-chunk1024-fused", "qwen2.5-0.5b-24L-full-2x512"])
+def test_a_committed_prediction_is_predicted_again_to_the_byte(part: str) -> None:
+    """When a tensor is freed decides what is reserved: a local variable more or less in the step shows here."""
+    _assert_as_committed(part)
+
+
+@pytest.mark.slow
+def test_all_committed_predictions_are_predicted_again_to_the_byte() -> None:
+    _assert_as_committed()

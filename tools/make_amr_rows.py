@@ -1,8 +1,9 @@
-"""Writes the rows of the recipe amr-twin: simple English sentences, each with the graph of its meaning in the manner of AMR.
+"""Writes the rows of the recipe amr-twin: simple English sentences, each with the graph of its meaning in the manner of
+AMR.
 
-Words and patterns are written by hand here; which of them meet is drawn. The patterns cover what makes a graph more than a list: a node that two
-others point to, negation, quantities, names, inverse roles, several clauses. No test sentence is a training sentence, and no subject, verb and object
-of a test sentence meet in training.
+Words and patterns are written by hand here; which of them meet is drawn. The patterns cover what makes a graph more
+than a list: a node that two others point to, negation, quantities, names, inverse roles, several clauses. No test
+sentence is a training sentence, and no subject, verb and object of a test sentence meet in training.
 
     python tools/make_amr_rows.py src/finefit/recipes/amr-twin
 """

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEM = "Extract orders."
-# The keys and their types stand in the user's turn: SmolLM2-135M attempts JSON there, and ignored a similar line as a system prompt.
+# The keys and their types stand in the user's turn: SmolLM2-135M attempts JSON there, and ignored a similar line as a
+# system prompt.
 REQUEST = "JSON with customer, item (singular), quantity, day (or null), urgent (bool):"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What the rows of one file are drawn from; every fourth row uses names and items of training instead of its own."""
+    """What the rows of one file are drawn from; every fourth row uses names and items of training instead of its
+    own."""
 
     name: str
     rows_per_skeleton: int
@@ -43,7 +45,8 @@ def listed(text: str) -> tuple[str, ...]:
 #   {me}       the customer                      {friend}    somebody else
 #   {want}     count and item, "three desk lamps", "a kettle"
 #   {n}        the count alone, two or more      {wrong}     a number that is not the count
-#   {things}   the item in the plural            {thing}     the item in the singular (one of it, unless {n} stands there too)
+# {things}   the item in the plural            {thing}     the item in the singular (one of it, unless {n} stands there
+# too)
 #   {other}    another item, in the plural       {otherone}  another item, in the singular
 #   {day}      the weekday wanted                {otherday}  another weekday
 #   {anyday}   says that the day does not matter; every skeleton has this or {day}
@@ -249,32 +252,51 @@ TEST_SKELETONS = lines("""
     """)
 
 TRAIN_FIRST_NAMES = listed(
-    "Marta, Oliver, Priya, Jonas, Aisha, Tom, Elena, Samuel, Ingrid, Kofi, Lucy, Mateo, Hana, Peter, Nadia, Victor, Chloe, Omar,"
-    "Grace, Stefan, Yuki, Daniel, Rosa, Ahmed, Emma, Lars, Sofia, Ben, Carla, Ivan, Mei, George, Fatima, Hugo, Anna, Dmitri,"
-    "Sarah, Luis, Zoe, Karim, Helen, Marco, Lena, Patrick, Amina, Felix, Julia, Ravi, Nora, Simon, Bianca, Walter, Leila, Oscar,"
+    "Marta, Oliver, Priya, Jonas, Aisha, Tom, Elena, Samuel, Ingrid, Kofi, Lucy, Mateo, Hana, Peter, Nadia, "
+    "Victor, Chloe, Omar,"
+    "Grace, Stefan, Yuki, Daniel, Rosa, Ahmed, Emma, Lars, Sofia, Ben, Carla, Ivan, Mei, George, Fatima, Hugo, "
+    "Anna, Dmitri,"
+    "Sarah, Luis, Zoe, Karim, Helen, Marco, Lena, Patrick, Amina, Felix, Julia, Ravi, Nora, Simon, Bianca, "
+    "Walter, Leila, Oscar,"
     "Teresa, Erik, Diana, Paul, Miriam, Anton, Claire, Jamal, Vera, Henry, Lucia, Bruno, Kate, Arjun, Monika, Tim,"
-    "Abigail, Bogdan, Camille, Dominic, Elsa, Francesca, Gloria, Hassan, Imogen, Jorge, Katarina, Liam, Mohammed, Natasha, Orla,"
-    "Pablo, Rebecca, Sanjay, Tamara, Uma, Valentina, William, Xenia, Yolanda, Zara, Albert, Bridget, Callum, Dalia, Edgar, Flora,"
-    "Giulia, Howard, Iris, Jacob, Kirsten, Louis, Margaret, Nathan, Olga, Pedro, Ruth, Sven, Theo, Viktoria, Wendy, Youssef, Zelda"
+    "Abigail, Bogdan, Camille, Dominic, Elsa, Francesca, Gloria, Hassan, Imogen, Jorge, Katarina, Liam, "
+    "Mohammed, Natasha, Orla,"
+    "Pablo, Rebecca, Sanjay, Tamara, Uma, Valentina, William, Xenia, Yolanda, Zara, Albert, Bridget, Callum, "
+    "Dalia, Edgar, Flora,"
+    "Giulia, Howard, Iris, Jacob, Kirsten, Louis, Margaret, Nathan, Olga, Pedro, Ruth, Sven, Theo, Viktoria, "
+    "Wendy, Youssef, Zelda"
 )
 TRAIN_LAST_NAMES = listed(
-    "Novak, Green, Okafor, Larsen, Rossi, Patel, Weber, Silva, Brown, Tanaka, Moreau, Haddad, Kowalski, Murphy, Jensen, Costa,"
+    "Novak, Green, Okafor, Larsen, Rossi, Patel, Weber, Silva, Brown, Tanaka, Moreau, Haddad, Kowalski, "
+    "Murphy, Jensen, Costa,"
     "Fischer, Wright, Ali, Popov, Garcia, Lindgren, Chen, Baker, Dubois, Mensah, Hall, Keller, Santos, Young,"
-    "Andersson, Bauer, Carter, Davies, Eriksen, Farrell, Gomez, Horvat, Ivanov, Johnson, Kaya, Lambert, Marino, Nielsen, Osman, Price,"
+    "Andersson, Bauer, Carter, Davies, Eriksen, Farrell, Gomez, Horvat, Ivanov, Johnson, Kaya, Lambert, "
+    "Marino, Nielsen, Osman, Price,"
     "Quinn, Reyes, Schmidt, Thompson, Vargas, Walker, Yilmaz, Zimmer"
 )
 TRAIN_ITEMS = listed(
-    "desk lamp, kettle, garden chair, paint roller, door handle, pillow, notebook, bike light, coffee mug, curtain rod, hammer,"
-    "phone charger, candle, picture frame, water filter, towel, umbrella, wall clock, tea pot, extension cord, plant pot, broom,"
-    "garden hose, mouse trap, smoke alarm, rubber duck, oven glove, table cloth, step ladder, lunch box, padlock, wine glass,"
-    "shower curtain, office chair, light bulb, cutting board, bucket, mirror, bread knife, doormat, blanket, stapler, soup bowl,"
-    "key ring, tent, fan, radiator valve, flower vase, laundry basket, bar stool, frying pan, bath mat, wooden spoon, bird house,"
-    "tool box, work glove, paint brush, egg timer, coat hook, snow shovel, baking tray, sleeping bag, rain coat, soap dish,"
-    "air pump, alarm clock, apron, ash tray, bedside table, bin liner, book shelf, bottle opener, cable tie, cake tin, camera strap,"
-    "cheese grater, clothes line, coffee grinder, compass, cool box, cushion, dinner plate, drain cover, duvet, ear plug, fly swatter,"
-    "fountain pen, fuse, garlic press, guitar string, hand mixer, hinge, ink cartridge, jewel case, juice press, jump rope, keyboard,"
-    "kite, lantern, luggage tag, magnet, measuring cup, mop, napkin, needle, nut cracker, oil can, paper bin, pencil case, pet bowl,"
-    "plunger, potato peeler, quilt, ruler, salt shaker, sander, saw, screwdriver, sieve, sponge, stool, tennis racket, thermometer,"
+    "desk lamp, kettle, garden chair, paint roller, door handle, pillow, notebook, bike light, coffee mug, "
+    "curtain rod, hammer,"
+    "phone charger, candle, picture frame, water filter, towel, umbrella, wall clock, tea pot, extension cord, "
+    "plant pot, broom,"
+    "garden hose, mouse trap, smoke alarm, rubber duck, oven glove, table cloth, step ladder, lunch box, "
+    "padlock, wine glass,"
+    "shower curtain, office chair, light bulb, cutting board, bucket, mirror, bread knife, doormat, blanket, "
+    "stapler, soup bowl,"
+    "key ring, tent, fan, radiator valve, flower vase, laundry basket, bar stool, frying pan, bath mat, wooden "
+    "spoon, bird house,"
+    "tool box, work glove, paint brush, egg timer, coat hook, snow shovel, baking tray, sleeping bag, rain "
+    "coat, soap dish,"
+    "air pump, alarm clock, apron, ash tray, bedside table, bin liner, book shelf, bottle opener, cable tie, "
+    "cake tin, camera strap,"
+    "cheese grater, clothes line, coffee grinder, compass, cool box, cushion, dinner plate, drain cover, "
+    "duvet, ear plug, fly swatter,"
+    "fountain pen, fuse, garlic press, guitar string, hand mixer, hinge, ink cartridge, jewel case, juice "
+    "press, jump rope, keyboard,"
+    "kite, lantern, luggage tag, magnet, measuring cup, mop, napkin, needle, nut cracker, oil can, paper bin, "
+    "pencil case, pet bowl,"
+    "plunger, potato peeler, quilt, ruler, salt shaker, sander, saw, screwdriver, sieve, sponge, stool, tennis "
+    "racket, thermometer,"
     "torch, vacuum bag, wallet, watering can, whistle, wind chime, window blind, zipper"
 )
 HURRIED = lines("""
@@ -320,7 +342,8 @@ VALIDATION = Split(
     first_names=listed("Astrid, Colin, Farah, Gustav, Isabel, Joel, Kamala, Leon, Magda, Nils, Pia, Rashid"),
     last_names=listed("Ferrari, Olsen, Sharma, Cooper, Lopez, Dvorak"),
     items=listed(
-        "rice cooker, jam jar, ironing board, sun hat, tape measure, cork screw, spice rack, desk fan, yoga mat, dog lead"
+        "rice cooker, jam jar, ironing board, sun hat, tape measure, cork screw, spice rack, desk fan, yoga "
+        "mat, dog lead"
     ),
 )
 TEST = Split(
@@ -328,18 +351,25 @@ TEST = Split(
     rows_per_skeleton=1,
     skeletons=TEST_SKELETONS,
     first_names=listed(
-        "Beatrix, Cedric, Dolores, Emeka, Frida, Gordon, Harriet, Ismail, Johanna, Kenji, Lorenzo, Maeve, Nikolai, Odette,"
-        "Philippa, Quentin, Rohan, Svetlana, Tariq, Ursula, Vincent, Wanda, Xavier, Yasmin, Zachary, Agnes, Boris, Celia,"
+        "Beatrix, Cedric, Dolores, Emeka, Frida, Gordon, Harriet, Ismail, Johanna, Kenji, Lorenzo, Maeve, "
+        "Nikolai, Odette,"
+        "Philippa, Quentin, Rohan, Svetlana, Tariq, Ursula, Vincent, Wanda, Xavier, Yasmin, Zachary, Agnes, "
+        "Boris, Celia,"
         "Derek, Esther, Adrian, Brenda, Claudia, Duncan, Elias, Fiona, Gavin, Heidi, Irene, Jasper"
     ),
     last_names=listed(
-        "Abara, Becker, Castillo, Dahl, Ellis, Fontaine, Gupta, Hoffman, Ito, Jovanovic, Kelly, Lindholm, Morales, Nguyen"
+        "Abara, Becker, Castillo, Dahl, Ellis, Fontaine, Gupta, Hoffman, Ito, Jovanovic, Kelly, Lindholm, "
+        "Morales, Nguyen"
     ),
     items=listed(
-        "bean bag, camping stove, dart board, door bell, fire blanket, fish tank, flask, garden gnome, glue gun, hot water bottle,"
-        "ice tray, jigsaw puzzle, kitchen scale, lawn mower, letter box, mixing bowl, night light, pepper mill, phone stand,"
-        "pizza cutter, power drill, rake, salad spinner, sewing kit, shoe rack, tea towel, toaster, tripod, trolley, waffle iron,"
-        "chess set, pen holder, door wedge, fruit bowl, hair dryer, key safe, lamp shade, milk jug, wall hook, wine rack"
+        "bean bag, camping stove, dart board, door bell, fire blanket, fish tank, flask, garden gnome, glue "
+        "gun, hot water bottle,"
+        "ice tray, jigsaw puzzle, kitchen scale, lawn mower, letter box, mixing bowl, night light, pepper "
+        "mill, phone stand,"
+        "pizza cutter, power drill, rake, salad spinner, sewing kit, shoe rack, tea towel, toaster, tripod, "
+        "trolley, waffle iron,"
+        "chess set, pen holder, door wedge, fruit bowl, hair dryer, key safe, lamp shade, milk jug, wall hook, "
+        "wine rack"
     ),
 )
 SPLITS = (TRAIN, VALIDATION, TEST)

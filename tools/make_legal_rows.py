@@ -1,7 +1,8 @@
 """Writes the rows of the recipe legal-200k-twin: invented court files, each with the summary that a clerk would write.
 
-Every sentence is written by hand here; names, dates and sums are drawn. What the summary says stands in the file exactly once, among exhibits and
-statements that do not matter: only who reads all of it can answer. Train, validation and test share no parties and no dispute.
+Every sentence is written by hand here; names, dates and sums are drawn. What the summary says stands in the file
+exactly once, among exhibits and statements that do not matter: only who reads all of it can answer. Train, validation
+and test share no parties and no dispute.
 
     python tools/make_legal_rows.py src/finefit/recipes/legal-200k-twin
 """
@@ -77,7 +78,10 @@ TRAIN = (
             "The letter of dismissal gave no reason and was signed by somebody whom nobody knew.",
         ),
         claim="{c} asks for {sum}, which is the salary of the notice period.",
-        defence="{r} says that trust is worth more than a notice period and that six days are a long time for money to be away.",
+        defence=(
+            "{r} says that trust is worth more than a notice period and that six days are a long time for money to "
+            "be away."
+        ),
         won="a single payment that comes back within a week does not end eleven years in one day",
         lost="the payment had been made to a firm of the bookkeeper's own brother, which was not said to anybody",
     ),
@@ -91,7 +95,9 @@ TRAIN = (
         ),
         claim="{c} asks for {sum}, the price of a grown hedge.",
         defence="{r} says that the hedge stood on its own side and took the light from its tomatoes.",
-        won="the boundary stones lie on the tomato side of the roots, so that the hedge was not the respondent's to cut",
+        won=(
+            "the boundary stones lie on the tomato side of the roots, so that the hedge was not the respondent's to cut"
+        ),
         lost="the boundary stones lie on the far side of the roots, and one may cut what grows in one's own garden",
     ),
     Dispute(
@@ -103,7 +109,10 @@ TRAIN = (
             "Forty-four parties stood at the jetty, and there were twenty boats.",
         ),
         claim="{c} asks for {sum}: the price of the program and what was paid back at the jetty.",
-        defence="{r} says that the program had been tested by the claimant itself and approved in an e-mail with two exclamation marks.",
+        defence=(
+            "{r} says that the program had been tested by the claimant itself and approved in an e-mail with two "
+            "exclamation marks."
+        ),
         won="an approval in February says nothing of a month with thirty-one days",
         lost="the contract gave the claimant four weeks of testing over the turn of a month, of which it used two days",
     ),
@@ -167,14 +176,32 @@ WITNESSES = (
 )
 MONTHS = ("January", "March", "April", "June", "August", "October", "November")
 EXHIBITS = (
-    "Exhibit {n} is a letter of {day} {month}, in which {c} asks for an answer within a fortnight. No answer is in the file.",
+    (
+        "Exhibit {n} is a letter of {day} {month}, in which {c} asks for an answer within a fortnight. No answer "
+        "is in the file."
+    ),
     "Exhibit {n} is a photograph that shows a yard, a wall and part of a bicycle. Nobody could say when it was taken.",
-    "Exhibit {n} is an invoice for stamps and paper. It was put in by mistake and stays in the file because it is numbered.",
-    "Exhibit {n} is a receipt of {day} {month} over {odd} pounds, which both sides agree has nothing to do with the matter.",
-    "Exhibit {n} is a note of a telephone call of {day} {month}; the line was bad, and the note ends in the middle of a word.",
+    (
+        "Exhibit {n} is an invoice for stamps and paper. It was put in by mistake and stays in the file because it "
+        "is numbered."
+    ),
+    (
+        "Exhibit {n} is a receipt of {day} {month} over {odd} pounds, which both sides agree has nothing to do "
+        "with the matter."
+    ),
+    (
+        "Exhibit {n} is a note of a telephone call of {day} {month}; the line was bad, and the note ends in the "
+        "middle of a word."
+    ),
     "Exhibit {n} is a plan of the ground at one to five hundred, on which somebody has drawn a cup of coffee.",
-    "Exhibit {n} is a calendar of the year before. {r} put it in to show that {day} {month} had been a holiday, which it had not.",
-    "Exhibit {n} is an offer to settle at {odd} pounds, made on {day} {month} without prejudice and declined on the same day.",
+    (
+        "Exhibit {n} is a calendar of the year before. {r} put it in to show that {day} {month} had been a "
+        "holiday, which it had not."
+    ),
+    (
+        "Exhibit {n} is an offer to settle at {odd} pounds, made on {day} {month} without prejudice and declined "
+        "on the same day."
+    ),
 )
 STATEMENTS = (
     "As a witness {w} said that the parties had been on good terms until {month} and greeted each other in the street.",

@@ -1,8 +1,10 @@
-"""Writes the rows of the recipe medical-sft-dpo-twin: invented abstracts of trials, each with a question and an answer that they bear out.
+"""Writes the rows of the recipe medical-sft-dpo-twin: invented abstracts of trials, each with a question and an answer
+that they bear out.
 
-Every sentence is written by hand here; drugs, conditions, people and numbers are drawn, and no study behind them exists: nothing here is medical
-knowledge. Whether a drug works is nowhere said in the words of the answer: it follows from whether the trial met its primary end point, so that a
-model cannot find the right answer by copying. Numbers and names can be copied. Train and test share no drug and no condition.
+Every sentence is written by hand here; drugs, conditions, people and numbers are drawn, and no study behind them
+exists: nothing here is medical knowledge. Whether a drug works is nowhere said in the words of the answer: it follows
+from whether the trial met its primary end point, so that a model cannot find the right answer by copying. Numbers and
+names can be copied. Train and test share no drug and no condition.
 
     python tools/make_medical_rows.py src/finefit/recipes/medical-sft-dpo-twin
 """
@@ -33,7 +35,8 @@ ENDS = ("The trial had {n} participants.", "The participants came from {place}."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the abstract says of it, and what follows. {drug}, {condition}, {who} and {place} are words, {n} and the like are numbers."""
+    """What the abstract says of it, and what follows. {drug}, {condition}, {who} and {place} are words, {n} and the
+    like are numbers."""
 
     said: str
     answers: tuple[str, ...]

@@ -1,6 +1,7 @@
 """What `finefit plan` says in the documents: python tools/make_plan_listings.py README.md docs/memory.md [PART]
 
-Above each listing stands the command that makes it, in a comment; PART takes those alone that have it. Run in the project's folder."""
+Above each listing stands the command that makes it, in a comment; PART takes those alone that have it. Run in the
+project's folder."""
 
 import os
 import re

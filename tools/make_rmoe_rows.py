@@ -1,7 +1,7 @@
 """Writes the rows of the recipe rmoe-twin: orders to be written as JSON, and dates to be written as ISO 8601.
 
-Two tasks that have nothing in common but the model that learns them. Words and patterns are written by hand here; which of them meet is drawn.
-No prompt and no answer stands twice, in either file.
+Two tasks that have nothing in common but the model that learns them. Words and patterns are written by hand here; which
+of them meet is drawn. No prompt and no answer stands twice, in either file.
 
     python tools/make_rmoe_rows.py src/finefit/recipes/rmoe-twin
 """

@@ -1,6 +1,7 @@
 """Writes the rows of the recipe shirg/twin: digits to be read, and a tokenizer of single bytes for them.
 
-Ink is dark on light, chalk is light on dark. The twin learns to read ink first, and chalk by its adapters. No image stands twice.
+Ink is dark on light, chalk is light on dark. The twin learns to read ink first, and chalk by its adapters. No image
+stands twice.
 
     python tools/make_shirg_rows.py src/finefit/recipes/shirg
 """

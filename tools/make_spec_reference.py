@@ -13,9 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from finefit.spec.every import Interval
+from finefit.spec.part import Period
+from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Common, Spec, Training
-from finefit.spec.stages import Pipeline, TrainStage
+from finefit.spec.stages import TrainStage
 
 HEAD = """# The spec
 Written from the schema by `python tools/make_spec_reference.py docs/spec.md`; a test holds the two together. Paths are relative
@@ -28,7 +29,7 @@ key by key; a mapping of another `kind` with keys of its own (`tuning`, `model`)
 
 | key | value | default | |
 |---|---|---|---|
-"""
+"""  # noqa: E501
 STAGES = """
 ## Stages
 A spec with the key `stages` holds several stages, each with a name; what stands above them is said once for all: {common}.
@@ -37,7 +38,7 @@ is not there, a file or a score that it will not have and two stages with one fo
 
 | key | value | default | |
 |---|---|---|---|
-"""
+"""  # noqa: E501
 WORDS: dict[Any, str] = {
     int: "whole number",
     float: "number",
@@ -96,7 +97,7 @@ def _whole(place: str) -> str:
 def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:
     """The models behind an annotation, with what the key says about them: (lora), [n]."""
     bare = _bare(annotation)
-    if isinstance(bare, type) and issubclass(bare, BaseModel) and bare is not Interval:
+    if isinstance(bare, type) and issubclass(bare, BaseModel) and bare is not Period:
         return [(bare, "")]
     if get_origin(bare) is tuple:
         return [(model, f"[n]{label}") for model, label in _models(get_args(bare)[0])]
@@ -106,7 +107,7 @@ def _models(annotation: Any) -> list[tuple[type[BaseModel], str]]:
     return [
         (m, f" ({_tag(m)})" if _tag(m) else "")
         for m in members
-        if isinstance(m, type) and issubclass(m, BaseModel) and m is not Interval
+        if isinstance(m, type) and issubclass(m, BaseModel) and m is not Period
     ]
 
 
@@ -120,7 +121,7 @@ def _kind(annotation: Any, field: FieldInfo | None = None) -> str:
     bare = _bare(annotation)
     if get_origin(bare) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(bare))
-    if bare is Interval:
+    if bare is Period:
         return "`200 steps`, `epoch` or `15 minutes`"
     if get_origin(bare) is tuple:
         return (
@@ -155,7 +156,7 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, BaseModel):
         return (
             f"`{value}`"
-            if isinstance(value, Interval)
+            if isinstance(value, Period)
             else (f"`{{kind: {_tag(type(value))}}}`" if _tag(type(value)) else "see below")
         )
     return "none" if value in (None, ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"

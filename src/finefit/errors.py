@@ -1,7 +1,7 @@
 """What can go wrong, by the boundary that was crossed. Each type carries the exit code of the command line.
 
 FinefitError                   70  a fault of ours, if it reaches the user bare
-├── UserError                   2  the user can mend it
+├── UserError                   2  the user can fix it
 │   ├── SpecError                  the spec file or an override
 │   ├── DataError                  a row or a data file
 │   ├── ModelError                 weights, tokenizer, adapter targets
@@ -73,3 +73,17 @@ class DiskFull(Resumable):
 
 class WorkerDied(Resumable):
     pass
+
+
+_OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch's allocator, a library that bypasses it, or the host ran out of memory. torch's error type is known
+    by its name, since this module never imports torch."""
+    is_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return is_torch or isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finefit.artifacts.atomic import sweep
 from finefit.artifacts.checkpoint import (
     MANIFEST,
     list_checkpoints,
@@ -19,7 +20,6 @@ from finefit.artifacts.checkpoint import (
     rotate,
     step_of,
     superfluous,
-    sweep,
     write_checkpoint,
 )
 from finefit.errors import DiskFull, RunError
@@ -244,5 +244,5 @@ def test_only_checkpoint_names_are_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").touch()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
     assert list_checkpoints(tmp_path / "absent") == []
-    with pytest.raises(RunError, match="best is no checkpoint name"):
+    with pytest.raises(RunError, match="best is not a checkpoint name"):
         step_of(tmp_path / "best")

@@ -1,5 +1,5 @@
-"""The command line as a user meets it: in this process where only words, exit codes and files matter (torch is loaded already), as a process where
-streams, signals and imports do. One run is finished once; each test gets a copy of it."""
+"""The command line as a user meets it: in this process where only words, exit codes and files matter (torch is loaded
+already), as a process where streams, signals and imports do. One run is finished once; each test gets a copy of it."""
 
 import contextlib
 import json
@@ -122,13 +122,13 @@ def folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """For `finefit check` where the data is the matter: nothing is rehearsed."""
 
-    def foresee(_spec: object, _base: object, lengths: Lengths, _machine: object) -> Forecast:
+    def forecast_here(_spec: object, _base: object, lengths: Lengths, _machine: object) -> Forecast:
         return make_forecast(lengths=lengths, total_steps=12, host_bytes=1, disk_bytes=1)
 
-    monkeypatch.setattr("finefit.pipeline.preparation.foresee", foresee)
+    monkeypatch.setattr("finefit.preflight.training.forecast_here", forecast_here)
 
 
 def rewrite(path: Path, *replaced: tuple[str, str]) -> None:

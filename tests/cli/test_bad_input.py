@@ -59,7 +59,7 @@ def _references_that_are_no_json(folder: Path) -> None:
 
 ROW = json.dumps(make_rows(1)[0])
 UNANSWERED = json.dumps({"messages": make_rows(1)[0]["messages"][:1]})
-MEND = "mend or remove these rows, or set data.bad_rows: drop to leave them out, counted"
+MEND = "fix or remove these rows, or set data.bad_rows: drop to leave them out, counted"
 
 
 def _said(asked: str | None, answered: str | None) -> str:
@@ -84,12 +84,12 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
         "trian.jsonl does not exist",
         "relative to the spec file",
     ),
-    "an empty data file": (_train(""), "train.jsonl holds no rows", "bring the file again, or take it out of the spec"),
-    "a data file of empty lines": (_train("\n\n"), "train.jsonl holds no rows", "bring the file again"),
+    "an empty data file": (_train(""), "train.jsonl holds no rows", "fetch the file again, or take it out of the spec"),
+    "a data file of empty lines": (_train("\n\n"), "train.jsonl holds no rows", "fetch the file again"),
     "a folder without data": (
         _spec(("path: train.jsonl", "path: model")),
         "model holds model/chat_template.jinja, which has no known extension",
-        "by a glob",
+        "with a glob",
     ),
     "a file of an unknown kind": (
         _spec(("train.jsonl", "spec.yaml")),
@@ -110,7 +110,7 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     ),
     "a row that is null": (_train(f"{ROW}\nnull\n"), "train.jsonl:2 is null, not an object", MEND),
     "a row that is a list": (_train(f"{ROW}\n[1, 2]\n"), "train.jsonl:2 is a list, not an object", MEND),
-    "a truncated row": (_train(f"{ROW}\n{ROW[:20]}"), "train.jsonl:2 is no JSON: ", MEND),
+    "a truncated row": (_train(f"{ROW}\n{ROW[:20]}"), "train.jsonl:2 is not JSON: ", MEND),
     "a file that ends within a row": (_train(f"{ROW}\n{ROW[:20]}"), "the file may be cut off", MEND),
     "bytes that are no UTF-8": (
         _train(f"{ROW}\n".encode() + b'{"messages": "\xff"}\n'),
@@ -150,23 +150,23 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     ),
     "answers that the template leaves out": (
         _template("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"),
-        "train.jsonl:1 the chat template does not write the answer as it stands",
+        "train.jsonl:1 the chat template does not write the answer unchanged",
         "`data.template: plain`",
     ),
     "a template that is broken": (
         _template("{% for m in messages %}"),
         "the chat template of the model cannot be read: line 1: Unexpected end of template",
-        "bring the template that belongs to the model",
+        "use the template that belongs to the model",
     ),
     "a model without tokenizer": (
         lambda folder: (folder / "model" / "tokenizer.json").unlink(),
         "model has no tokenizer that can be loaded",
-        "put the model's tokenizer files there",
+        "put all of the model's tokenizer files there",
     ),
     "a tokenizer that is cut off": (
         lambda folder: (folder / "model" / "tokenizer.json").write_text("{"),
         "model has no tokenizer that can be loaded",
-        "put the model's tokenizer files there",
+        "put all of the model's tokenizer files there",
     ),
     "judged answers": (
         _train('{"prompt": "Why?", "completion": "So.", "label": true}\n'),
@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     "references that the task cannot read": (
         _references_that_are_no_json,
         "test.jsonl:2 cannot be a reference of json_match",
-        "mend these rows",
+        "fix these rows",
     ),
 }
 
@@ -229,7 +229,7 @@ def test_a_mistake_in_spec_data_or_model_is_told_with_its_remedy(folder: Path, f
     assert remedy in answer.err
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_a_byte_order_mark_is_no_mistake(folder: Path, finefit: Finefit) -> None:
     path = folder / "train.jsonl"
     path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
@@ -280,10 +280,10 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
     ("arguments", "problem", "remedy"),
     [
         (("run", "sepc.yaml"), "sepc.yaml: there is no such file", "did you mean `spec.yaml`?"),
-        (("run", "spec.yaml", "--set", "nonsense"), "--set nonsense: this is no override", "write key.path=value"),
-        (("run", "."), ". is no run directory", "runs lie under"),
-        (("eval", "nowhere"), "nowhere is no run directory", "name a run directory, a folder with a model"),
-        (("watch", "model"), "model is no run directory", "runs lie under"),
+        (("run", "spec.yaml", "--set", "nonsense"), "--set nonsense: this is not an override", "write key.path=value"),
+        (("run", "."), ". is not a run directory", "runs lie under"),
+        (("eval", "nowhere"), "nowhere is not a run directory", "name a run directory, a folder with a model"),
+        (("watch", "model"), "model is not a run directory", "runs lie under"),
         (("recipes", "dmeo"), "there is no recipe dmeo", ""),
     ],
 )
@@ -347,7 +347,7 @@ def test_a_fault_of_finefit_is_reported_as_one(finefit: Finefit, monkeypatch: py
     def broken(*_: object) -> None:
         raise ZeroDivisionError("one over nothing")
 
-    monkeypatch.setattr("finefit.spec.load.load_spec", broken)
+    monkeypatch.setattr("finefit.spec.load.load_pipeline", broken)
     monkeypatch.setattr("traceback.print_exc", lambda: None)
     answer = finefit("run", "spec.yaml", "--json")
     assert answer.code == answer.document["error"]["exit_code"] == 70

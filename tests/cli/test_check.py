@@ -8,9 +8,11 @@ import pytest
 
 from finefit.facts.files import finefit_cache
 from tests.cli.conftest import Finefit, rewrite
+from tests.cli.test_plan import STAGES
 from tests.conftest import make_model_folder, make_rows, make_tokenizer, write_jsonl
 
 Spoil = Callable[[Path], object]
+SOUND = "no problem was found that stops this run\n"
 ALL_WARM_UP = ("--set", "schedule={epochs: 1, warmup: 0.99}")
 
 
@@ -27,7 +29,7 @@ def test_a_sound_spec_is_proved(finefit: Finefit) -> None:
     )
     assert "gradients   all 28 trained tensors get one" in answer.out
     assert "rows        longest 77 tokens (counted)" in answer.out
-    assert answer.out.endswith("nothing speaks against this run\n")
+    assert answer.out.endswith(SOUND)
 
 
 def test_a_finding_is_exit_code_1_with_its_remedy(folder: Path, finefit: Finefit) -> None:
@@ -35,7 +37,7 @@ def test_a_finding_is_exit_code_1_with_its_remedy(folder: Path, finefit: Finefit
     assert answer.code == 1
     assert "error: schedule.warmup 0.99 makes all 6 steps of the run warm-up" in answer.out
     assert "--set schedule.warmup=0" in answer.out
-    assert "nothing speaks against" not in answer.out
+    assert SOUND not in answer.out
     assert not (folder / "runs").exists()
 
 
@@ -61,7 +63,7 @@ def test_a_run_with_a_finding_stops_before_anything_is_loaded(folder: Path, fine
 def test_a_run_that_its_disk_cannot_hold_stops_before_anything_is_loaded(
     folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finefit.pipeline.preparation.free_bytes", lambda _: 10)
+    monkeypatch.setattr("finefit.preflight.pipeline.free_bytes", lambda _: 10)
     answer = finefit("run", "spec.yaml")
     assert answer.code == 1
     assert "bytes of disk, 10 are free" in answer.err
@@ -86,7 +88,7 @@ def _adds_up(ledger: dict[str, Any]) -> bool:
     return bool(ledger["used"] + sum(ledger["dropped"].values()) == ledger["read"])
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 @pytest.mark.parametrize(
     ("too_long", "used", "cut", "dropped"),
     [("drop", 3, 0, {"unusable": 1, "too long": 2}), ("cut_prompt", 5, 2, {"unusable": 1})],
@@ -114,7 +116,7 @@ def test_the_ledger_accounts_for_every_row(
     assert (validation["supervised_tokens"], test["supervised_tokens"]) == (114, 0)
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_the_ledger_in_words_says_what_was_dropped_and_cut(folder: Path, finefit: Finefit) -> None:
     _unlike_rows(folder)
     shown = finefit("check", "spec.yaml", *UNLIKE, "--set", "data.too_long=drop").out
@@ -124,7 +126,7 @@ def test_the_ledger_in_words_says_what_was_dropped_and_cut(folder: Path, finefit
     assert "            6 records; 5 used (2 cut, " in shown
 
 
-@pytest.mark.usefixtures("foretold", "folder")
+@pytest.mark.usefixtures("without_rehearsal", "folder")
 def test_shown_rows_mark_exactly_what_is_supervised(finefit: Finefit) -> None:
     answer = finefit("check", "spec.yaml", "--show", "2")
     assert answer.code == 0
@@ -136,7 +138,7 @@ def test_shown_rows_mark_exactly_what_is_supervised(finefit: Finefit) -> None:
         assert text.count("⟦") == 1
 
 
-@pytest.mark.usefixtures("foretold", "folder")
+@pytest.mark.usefixtures("without_rehearsal", "folder")
 def test_no_rows_are_shown_unasked_or_in_a_document(finefit: Finefit) -> None:
     assert "example 1" not in finefit("check", "spec.yaml").out
     assert finefit("check", "spec.yaml", "--show", "2", "--json").document["ok"] is True
@@ -152,16 +154,13 @@ def _unanswered(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", rows)
 
 
-def _added_token(split: str) -> Spoil:
-    def add(folder: Path) -> None:
-        tokenizer = make_tokenizer()
-        tokenizer.add_tokens(["<new>"])
-        tokenizer.save_pretrained(folder / "model")
-        rows = make_rows(3, seed=9)
-        rows[1]["messages"][0]["content"] += " <new>"
-        write_jsonl(folder / f"{split}.jsonl", rows)
-
-    return add
+def _added_token(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder / "model")
+    rows = make_rows(3, seed=9)
+    rows[1]["messages"][0]["content"] += " <new>"
+    write_jsonl(folder / "train.jsonl", rows)
 
 
 def _nothing(_: Path) -> None:
@@ -172,14 +171,11 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
     "overlap": (
         _in_test_too,
         (),
-        "test shares 1 row with what the model is trained or chosen on:\n  train.jsonl:8 (train) is test.jsonl:3 (test): the same row",
-        "data.overlap: drop takes them out of train",
-    ),
-    "too many dropped": (
-        _nothing,
-        ("data.too_long=drop", "data.max_tokens=70"),
-        "train.jsonl: 10 of 22 train rows are dropped (45%), data.drop_at_most is 0.1",
-        "--set data.drop_at_most=0.46",
+        (
+            "test shares 1 row with what the model is trained or chosen on:\n  train.jsonl:8 (train) is "
+            "test.jsonl:3 (test): the same row"
+        ),
+        "data.overlap: drop",
     ),
     "bad rows": (
         _unanswered,
@@ -187,26 +183,8 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
         "1 train row cannot be used:\n  train.jsonl:4 has no answer",
         "set data.bad_rows: drop",
     ),
-    "rows too long": (
-        _nothing,
-        ("data.max_tokens=76",),
-        "2 train rows longer than data.max_tokens 76:\n  train.jsonl:15 too long: 77",
-        "data.too_long",
-    ),
-    "nothing left": (
-        _nothing,
-        ("data.max_tokens=20", "data.too_long=drop"),
-        "no train row is left",
-        "`finefit check` shows",
-    ),
     "an added token in train": (
-        _added_token("train"),
-        (),
-        "the rows hold token 261, the model has embeddings for 261",
-        "resize its embeddings",
-    ),
-    "an added token in test": (
-        _added_token("test"),
+        _added_token,
         (),
         "the rows hold token 261, the model has embeddings for 261",
         "resize its embeddings",
@@ -214,13 +192,13 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
     "no training file": (
         lambda folder: (folder / "train.jsonl").unlink(),
         (),
-        "train.jsonl is not there",
+        "train.jsonl does not exist",
         "relative to the spec file",
     ),
     "no test file": (
         lambda folder: (folder / "test.jsonl").unlink(),
         (),
-        "test.jsonl is not there",
+        "test.jsonl does not exist",
         "relative to the spec file",
     ),
     "a task without test rows": (
@@ -232,7 +210,7 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 @pytest.mark.parametrize("name", FINDINGS)
 def test_what_is_wrong_with_the_data_is_a_finding_with_exit_code_1(folder: Path, finefit: Finefit, name: str) -> None:
     spoil, overrides, problem, remedy = FINDINGS[name]
@@ -242,7 +220,7 @@ def test_what_is_wrong_with_the_data_is_a_finding_with_exit_code_1(folder: Path,
     assert answer.code == 1
     assert f"error: {problem}" in answer.out
     assert remedy in answer.out
-    assert "nothing speaks against" not in answer.out
+    assert SOUND not in answer.out
     document = finefit(*arguments, "--json").document
     assert document["ok"] is False
     errors = [finding for finding in document["findings"] if finding["level"] == "error"]
@@ -250,26 +228,26 @@ def test_what_is_wrong_with_the_data_is_a_finding_with_exit_code_1(folder: Path,
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_one_row_is_enough_to_begin_and_worth_a_warning(folder: Path, finefit: Finefit) -> None:
     write_jsonl(folder / "train.jsonl", make_rows(1))
     answer = finefit("check", "spec.yaml")
     assert answer.code == 0
     assert (
-        "warning: train has 1 row, and a step takes 4 (global_batch): every step is a whole epoch\n  --set global_batch=1"
-        in answer.out
-    )
+        "warning: train has 1 row, and a step takes 4 (global_batch): every step is a whole epoch\n  --set "
+        "global_batch=1"
+    ) in answer.out
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_overlap_that_is_to_be_dropped_is_counted_and_goes_on(folder: Path, finefit: Finefit) -> None:
     _in_test_too(folder)
     answer = finefit("check", "spec.yaml", "--set", "data.overlap=drop", "--json")
     assert (answer.code, answer.document["ok"]) == (0, True)
-    assert answer.document["ledger"]["dropped"] == {"stands in test": 1}
+    assert answer.document["ledger"]["dropped"] == {"is in test": 1}
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_rows_in_another_shape_are_read_and_the_mapping_is_told(folder: Path, finefit: Finefit) -> None:
     text = "".join(f'"How many, {n}?","{n}"\n' for n in range(8))
     (folder / "train.csv").write_text(f"\ufeffask,reply\n{text}", encoding="utf-8")
@@ -280,7 +258,7 @@ def test_rows_in_another_shape_are_read_and_the_mapping_is_told(folder: Path, fi
     assert "8 records; 8 used" in answer.out
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_a_model_without_a_chat_template_is_told_the_choice(folder: Path, finefit: Finefit) -> None:
     make_model_folder(folder / "model", chat=False)
     (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
@@ -290,21 +268,158 @@ def test_a_model_without_a_chat_template_is_told_the_choice(folder: Path, finefi
     assert "data.template: plain" in answer.document["error"]["remedy"]
 
 
-@pytest.mark.usefixtures("foretold", "folder")
+@pytest.mark.usefixtures("without_rehearsal", "folder")
 def test_a_second_check_reads_what_the_first_has_prepared(finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
     first = finefit("check", "spec.yaml").out
     before = {path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")}
-    monkeypatch.setattr("finefit.data.prepared.prepare", None)
+    monkeypatch.setattr("finefit.data.prepare.prepare", None)
     assert finefit("check", "spec.yaml").out == first
     assert {
         path.name: path.stat().st_ctime_ns for path in (finefit_cache() / "prepared").rglob("train.safetensors")
     } == before
 
 
-@pytest.mark.usefixtures("foretold")
+@pytest.mark.usefixtures("without_rehearsal")
 def test_what_is_grave_comes_first_whether_rows_or_run_are_at_fault(folder: Path, finefit: Finefit) -> None:
     _unlike_rows(folder)
     answer = finefit("check", "spec.yaml", "--set", "data.max_tokens=70", "--set", "save.every=1000 steps", "--json")
     levels = [finding["level"] for finding in answer.document["findings"]]
     assert {"error", "warning"} <= set(levels)
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
+
+
+# `finefit check` of a spec with stages: every finding has the name of its stage.
+
+SCORES = """\
+  scores:
+    kind: evaluate
+    models: {base: {kind: folder, path: model}, dpo: {kind: stage, name: dpo}}
+    data: {test: {path: test.jsonl}}
+    evaluate: [{task: json_match, max_new_tokens: 8}]
+"""
+
+
+@pytest.fixture
+def stages(folder: Path) -> Path:
+    path = folder / "stages.yaml"
+    path.write_text(STAGES, encoding="utf-8")
+    return path
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+def test_a_sound_pipeline_is_proved_and_what_is_to_come_is_said_to_be_unknown(stages: Path, finefit: Finefit) -> None:
+    answer = finefit("check", stages.name)
+    assert answer.code == 0
+    assert answer.out.startswith("sft (train)\ntrain       train.jsonl\n")
+    assert "note: stage dpo: stage://pairs/train.jsonl is not made yet" in answer.out
+    assert answer.out.endswith(SOUND)
+    assert not (stages.parent / "runs").exists()
+    document = finefit("check", stages.name, "--json").document
+    assert document["ok"] is True
+    assert list(document["stages"]) == ["sft", "pairs", "dpo", "merged"]
+    assert document["stages"]["sft"]["ledger"]["used"] == 22
+    assert document["stages"]["dpo"]["ledger"] is None
+    assert document["stages"]["pairs"] == {"kind": "make_pairs"}
+    assert {finding["stage"] for finding in document["findings"]} == {"sft", "dpo"}
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+def test_all_stages_are_examined_and_each_finding_names_its_own(stages: Path, finefit: Finefit) -> None:
+    rewrite(
+        stages,
+        (
+            "pairs: {kind: make_pairs, train: [{path: train.jsonl}]}",
+            "pairs: {kind: make_pairs, train: [{path: nowhere.jsonl}]}",
+        ),
+    )
+    answer = finefit("check", stages.name, "--set", "stages.dpo.schedule={epochs: 1, warmup: 0.99}")
+    assert answer.code == 1
+    errors = [line for line in answer.out.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: stage pairs: nowhere.jsonl does not exist",
+        "error: stage dpo: schedule.warmup 0.99 makes all 12 steps of the run warm-up",
+    ]
+    assert "--set stages.dpo.schedule.warmup=0" in answer.out
+    assert SOUND not in answer.out
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+def test_rows_that_a_stage_would_refuse_hours_later_are_refused_now(stages: Path, finefit: Finefit) -> None:
+    write_jsonl(stages.parent / "short.jsonl", [{"prompt": f"Is it {at}?", "completion": "a"} for at in range(4)])
+    rewrite(
+        stages,
+        (
+            "pairs: {kind: make_pairs, train: [{path: train.jsonl}]}",
+            "pairs: {kind: make_pairs, train: [{path: short.jsonl}]}",
+        ),
+    )
+    answer = finefit("check", stages.name)
+    assert answer.code == 1
+    assert (
+        "error: stage pairs: no pair could be made for train of 4 rows: 4 has an answer that no rule can change"
+        in answer.out
+    )
+    begun = finefit("run", stages.name)
+    assert begun.code == 1
+    assert "stage pairs: no pair could be made for train of 4 rows" in begun.err
+    assert not (stages.parent / "runs").exists()
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+def test_a_model_that_is_not_there_does_not_hide_what_else_is_wrong(stages: Path, finefit: Finefit) -> None:
+    rewrite(
+        stages,
+        ("path: model}", "path: modell}"),
+        ("train: [{path: train.jsonl}]}\n  dpo", "train: [{path: nowhere.jsonl}]}\n  dpo"),
+    )
+    answer = finefit("check", stages.name)
+    assert answer.code == 1
+    assert "error: stage sft: the model folder" in answer.out
+    assert "error: stage pairs: nowhere.jsonl does not exist" in answer.out
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+def test_a_disk_that_does_not_hold_all_stages_is_told_once(
+    stages: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finefit.run.check_stages.free_bytes", lambda _: 1)
+    answer = finefit("check", stages.name)
+    assert answer.code == 1
+    assert answer.out.count("bytes of disk") == 1
+    assert "error: the run takes up to " in answer.out
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+@pytest.mark.parametrize("through_pairs", [False, True])
+def test_rows_that_a_model_was_trained_on_are_found_among_those_it_is_scored_by(
+    through_pairs: bool, stages: Path, finefit: Finefit
+) -> None:
+    """Of pairs to come, the rows that they will be made from tell."""
+    rows = make_rows(22)
+    write_jsonl(stages.parent / "test.jsonl", [*make_rows(3, seed=2), rows[4]])
+    with stages.open("a", encoding="utf-8") as file:
+        file.write(SCORES)
+    if through_pairs:
+        write_jsonl(stages.parent / "others.jsonl", make_rows(8, seed=3))
+        rewrite(stages, ("data: {train: [{path: train.jsonl}]}}", "data: {train: [{path: others.jsonl}]}}"))
+    answer = finefit("check", stages.name)
+    assert answer.code == 1
+    guilty = "dpo" if through_pairs else "sft"
+    assert f"error: stage scores: 1 of its rows are also training rows of stage {guilty}:" in answer.out
+    assert "test.jsonl" in answer.out
+
+
+@pytest.mark.usefixtures("without_rehearsal")
+def test_examples_are_shown_of_every_stage_whose_rows_are_there(stages: Path, finefit: Finefit) -> None:
+    rewrite(
+        stages,
+        ("tuning: {kind: lora, rank: 4, alpha: 8}", "tuning: {kind: full}"),
+        ("  merged: {kind: merge_adapter, model: {kind: stage, name: dpo}}\n", ""),
+    )
+    with stages.open("a", encoding="utf-8") as file:
+        file.write(
+            "  more: {kind: train, model: {kind: stage, name: sft}, data: {train: [{path: validation.jsonl}]}}\n"
+        )
+    answer = finefit("check", stages.name, "--show", "1")
+    assert answer.code == 0
+    assert answer.out.count("example 1\n") == 2

@@ -1,5 +1,5 @@
-"""A model of the user's own on the command line: that its code runs is said and recorded, a changed copy is refused, and rows that do not fit it are
-named before anything runs."""
+"""A model of the user's own on the command line: that its code runs is said and recorded, a changed copy is refused,
+and rows that do not fit it are named before anything runs."""
 
 import hashlib
 import json
@@ -11,17 +11,17 @@ import pytest
 
 from finefit.artifacts.records import Facts, read_record
 from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.trainings import Stage
+from finefit.artifacts.stage_records import Stage
 from tests.cli.conftest import Finefit
 from tests.conftest import write_jsonl
-from tests.own import CODE, CONFIG, SPEC, make_own_project
+from tests.custom_models import CODE, CONFIG, SPEC, make_custom_project
 
 NOTICE = f"runs code of yours: my_model.py (sha256 {hashlib.sha256(CODE.encode()).hexdigest()[:12]})"
 SEEING = CODE.replace(
     "        self.layers = ", "        self.views, self.image_text = 2, '<view>'\n        self.layers = "
 ).replace(
     '        return {"ids": ids,',
-    '        shown = torch.tensor([[float(image.size[0]) for image in row.images] for row in rows])\n        return {"shown": shown, "ids": ids,',
+    '        shown = torch.tensor([[float(image.size[0]) for image in row.images] for row in rows])\n        return {"shown": shown, "ids": ids,',  # noqa: E501
 )
 """Takes two views of each row, by whose width it is told nothing that matters."""
 
@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_says_whose_code_it_runs_keeps_a_copy_and_refuses_a_changed_one(here: Path, finefit: Finefit) -> None:
-    make_own_project(
+    make_custom_project(
         here,
         rows=8,
         schedule={"steps": 2},
@@ -61,11 +61,11 @@ def test_a_run_says_whose_code_it_runs_keeps_a_copy_and_refuses_a_changed_one(he
     copy.write_text(CODE + "\n# changed\n", encoding="utf-8")
     refused = finefit("run", "runs/own-1", "--set", "schedule.steps=3")
     assert refused.code == 2
-    assert "model my_model.py: fingerprint" in refused.err
+    assert "model.file (model/my_model.py): " in refused.err
 
 
 def test_a_changed_file_is_another_run(here: Path, finefit: Finefit) -> None:
-    spec = make_own_project(
+    spec = make_custom_project(
         here, rows=4, schedule={"steps": 1}, evaluate=None, data={"train": [{"path": "train.jsonl"}]}
     )
     assert finefit("run", "spec.yaml").code == 0
@@ -82,7 +82,7 @@ def image(folder: Path, name: str) -> str:
 
 
 def test_a_row_with_another_number_of_views_is_named_before_anything_runs(here: Path, finefit: Finefit) -> None:
-    make_own_project(
+    make_custom_project(
         here,
         code=SEEING,
         evaluate=None,
@@ -105,7 +105,7 @@ def test_a_row_with_another_number_of_views_is_named_before_anything_runs(here: 
 
 
 def test_what_is_wrong_with_the_file_is_told_without_a_traceback(here: Path, finefit: Finefit) -> None:
-    make_own_project(here, code=CODE.replace("import torch\n", "import torch\nimport no_such_package\n", 1))
+    make_custom_project(here, code=CODE.replace("import torch\n", "import torch\nimport no_such_package\n", 1))
     refused = finefit("plan", "spec.yaml")
     assert refused.code == 2
     assert "my_model.py:2 failed in import: ModuleNotFoundError" in refused.err

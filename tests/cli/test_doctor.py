@@ -10,9 +10,9 @@ from rich.console import Console
 
 from finefit.artifacts.records import Finding
 from finefit.facts.files import Disk
-from finefit.facts.machine import PACKAGES, Card, Device, Machine, TorchView
-from finefit.facts.power import Power
-from finefit.preflight.machine import Examination, diagnose, is_ready
+from finefit.facts.machine import PACKAGES, Device, Machine, Power, TorchView
+from finefit.facts.nvml import Card
+from finefit.preflight.machine import MachineFacts, check_machine, is_ready
 from finefit.report.doctor import document, show, verdict
 
 GIB = 2**30
@@ -36,7 +36,7 @@ MACHINE = Machine(
     cards_problem=None,
     versions=VERSIONS,
 )
-HEALTHY = Examination(
+HEALTHY = MachineFacts(
     machine=MACHINE,
     torch=TORCH,
     disks=(Disk(use="current folder", path="/work", free_bytes=100 * GIB),),
@@ -45,28 +45,28 @@ HEALTHY = Examination(
 )
 
 
-def _with_versions(**versions: str | None) -> Examination:
+def _with_versions(**versions: str | None) -> MachineFacts:
     named = {name.replace("_", "-"): version for name, version in versions.items()}
     return replace(HEALTHY, machine=replace(MACHINE, versions=MACHINE.versions | named))
 
 
-def _with_card(card: Card, torch: TorchView) -> Examination:
+def _with_card(card: Card, torch: TorchView) -> MachineFacts:
     return replace(HEALTHY, machine=replace(MACHINE, cards=(card,)), torch=torch)
 
 
-def _only(found: Examination) -> Finding:
-    (finding,) = diagnose(found)
+def _only(found: MachineFacts) -> Finding:
+    (finding,) = check_machine(found)
     return finding
 
 
 def test_a_healthy_machine_without_a_card_is_ready_on_cpu() -> None:
-    assert diagnose(HEALTHY) == ()
+    assert check_machine(HEALTHY) == ()
     assert verdict(HEALTHY, ()) == "ready to train on cpu"
 
 
 def test_a_card_that_torch_sees_is_where_training_goes() -> None:
     found = _with_card(H200, replace(TORCH, devices=(CPU, CUDA), cuda_build="13.0"))
-    assert verdict(found, diagnose(found)) == "ready to train on cuda:0 (NVIDIA H200, 140.00 GiB, bf16)"
+    assert verdict(found, check_machine(found)) == "ready to train on cuda:0 (NVIDIA H200, 140.00 GiB, bf16)"
 
 
 def test_a_missing_required_package_is_an_error_with_its_command() -> None:
@@ -81,7 +81,7 @@ def test_a_required_package_out_of_range_is_an_error() -> None:
 
 
 def test_a_nightly_torch_within_the_range_is_accepted() -> None:
-    assert diagnose(_with_versions(torch="2.14.0.dev20260901+cu130")) == ()
+    assert check_machine(_with_versions(torch="2.14.0.dev20260901+cu130")) == ()
 
 
 def test_an_optional_package_out_of_range_is_a_warning() -> None:
@@ -103,8 +103,8 @@ def test_finefit_run_from_a_folder_says_that_ranges_are_unknown() -> None:
 
 def test_a_required_package_is_missed_even_where_ranges_are_unknown() -> None:
     found = replace(_with_versions(pydantic=None), requirements=None)
-    assert [finding.level for finding in diagnose(found)] == ["error", "warning"]
-    assert diagnose(found)[0].remedy == "pip install 'pydantic'"
+    assert [finding.level for finding in check_machine(found)] == ["error", "warning"]
+    assert check_machine(found)[0].remedy == "pip install 'pydantic'"
 
 
 def test_a_cpu_only_torch_beside_a_card_is_an_error_with_the_command_that_mends_it() -> None:
@@ -143,7 +143,7 @@ def test_an_old_driver_is_named_in_torchs_own_words() -> None:
 def test_a_card_hidden_on_purpose_leaves_the_machine_ready() -> None:
     found = _with_card(H200, replace(TORCH, cuda_build="13.0", visible_devices=""))
     assert _only(found).remedy == "unset CUDA_VISIBLE_DEVICES"
-    assert is_ready(diagnose(found))
+    assert is_ready(check_machine(found))
 
 
 def test_a_card_whose_kernels_do_not_run_is_an_error() -> None:
@@ -162,40 +162,40 @@ def test_a_torch_that_cannot_be_imported_is_an_error_with_its_reason() -> None:
         HEALTHY, torch=replace(TORCH, devices=(), problem="libcudart.so.13: cannot open shared object file")
     )
     assert "libcudart.so.13" in _only(found).problem
-    assert verdict(found, diagnose(found)) == "not ready to train: mend the error above first"
+    assert verdict(found, check_machine(found)) == "not ready to train: fix the error above first"
 
 
 def test_a_failing_nvidia_smi_is_shown_and_the_processor_still_serves() -> None:
     found = replace(HEALTHY, machine=replace(MACHINE, cards_problem="nvidia-smi ended with 9: no driver"))
     assert _only(found).problem == "nvidia-smi ended with 9: no driver"
-    assert is_ready(diagnose(found))
+    assert is_ready(check_machine(found))
 
 
 def test_a_full_disk_and_a_battery_are_warnings() -> None:
     disks = (Disk(use="current folder", path="/work", free_bytes=GIB),)
     found = replace(HEALTHY, disks=disks, power=Power(on_battery=True, has_battery=True, percent=41))
-    disk, power = diagnose(found)
+    disk, power = check_machine(found)
     assert (disk.level, power.level) == ("warning", "warning")
-    assert "has 1,073,741,824 bytes free" in disk.problem
+    assert "1,073,741,824 bytes free" in disk.problem
     assert "(41 %)" in power.problem
 
 
 def test_errors_come_before_warnings_before_notes() -> None:
     found = replace(_with_versions(torch=None, trl=None), power=Power(on_battery=True, has_battery=True, percent=9))
-    assert [finding.level for finding in diagnose(found)] == ["error", "warning", "note"]
+    assert [finding.level for finding in check_machine(found)] == ["error", "warning", "note"]
 
 
 def test_commands_are_shown_whole_and_with_their_brackets() -> None:
     found = _with_versions(deepspeed=None)
     shown = io.StringIO()
-    show(found, diagnose(found), Console(file=shown, width=20))
+    show(found, check_machine(found), Console(file=shown, width=20))
     assert "    pip install 'finefit[deepspeed]'\n" in shown.getvalue()
     assert shown.getvalue().endswith("ready to train on cpu\n")
 
 
 def test_the_document_is_json() -> None:
     found = _with_card(H200, TORCH)
-    read = json.loads(json.dumps(document(found, diagnose(found))))
+    read = json.loads(json.dumps(document(found, check_machine(found))))
     assert read["ready"] is False
     assert read["machine"]["cards"][0]["memory_bytes"] == 140 * GIB
     assert read["findings"][0]["level"] == "error"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.journal import read_steps
+from finefit.artifacts.atomic import read_steps
 from finefit.artifacts.rundir import RunDir
 from tests.cli.conftest import Finefit
 from tests.conftest import make_rows, write_jsonl

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.evaluations import EvalFailure
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.stage_records import EvalFailure
 from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
 
 RUN = "runs/tiny-1"
@@ -118,7 +118,7 @@ def test_another_checkpoint_of_the_same_name_is_scored_anew(finished: Path, fine
 
 def test_test_rows_that_have_changed_are_refused(finished: Path, finefit: Finefit) -> None:
     where = StageDir(finished / RUN / STAGE)
-    where.evaluation("json_match", "base").forget()
+    where.evaluation("json_match", "base").set_aside()
     with where.prepared("test.jsonl").open("a") as file:
         file.write("\n")
     answer = finefit("eval", RUN, "--checkpoint", "base")

@@ -1,4 +1,5 @@
-"""`finefit eval` of what no run stands behind: a model, an adapter, answers made elsewhere. The same command again answers nothing twice."""
+"""`finefit eval` of what no run stands behind: a model, an adapter, answers made elsewhere. The same command again answers nothing
+twice."""  # noqa: E501
 
 import json
 import shutil
@@ -7,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.evaluations import EvalResult
 from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.artifacts.stage_records import EvalResult
 from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
 from tests.conftest import write_jsonl
 
@@ -96,10 +97,10 @@ def test_answers_made_elsewhere_are_scored_beside_the_run_and_without_one(finish
         (["embedded:gpt-5", *ASKED[:-1]], "there is embedded:smollm2-135m"),
         (["model", "--base", "model", *ASKED[:-1]], "--base is for adapters"),
         ([RUN, "--base", "model"], "a run knows its model"),
-        ([], "nobody is named whose answers"),
+        ([], "there is nothing to score"),
         ([RUN, "--task", "rogue"], "there is no task rogue"),
         ([RUN, "--checkpoint", "7"], "tiny-1 has no checkpoint 7"),
-        ([RUN, "--by", "blue"], "--by blue: no task here has such a metric"),
+        ([RUN, "--by", "blue"], "--by blue: no task here has this metric"),
         ([RUN, "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["model", "--data", "test.jsonl", "--task", "amr"], "test.jsonl:1 cannot be a reference of amr"),
     ],

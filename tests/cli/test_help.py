@@ -27,9 +27,9 @@ def test_help_names_every_verb_and_every_exit_code(tmp_path: Path) -> None:
     for verb in VERBS:
         assert f" {verb} " in shown
     assert (
-        "Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, 70 a fault of finefit."
-        in shown
-    )
+        "Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, "
+        "70 a fault of finefit."
+    ) in shown
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["recipes"]])

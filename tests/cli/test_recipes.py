@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from finefit.pipeline.recipes import Recipe, all_recipes
+from finefit import recipes
+from finefit.errors import UserError
+from finefit.recipes import Recipe, all_recipes
+from finefit.spec.data import HeldOut, Source
 from finefit.spec.load import load_any, whole_text
-from finefit.spec.rows import Held, Source
 from tests.cli.conftest import Finefit
 
 RECIPES = all_recipes()
@@ -35,7 +37,7 @@ def test_a_shipped_recipe_loads_and_its_rows_are_there_or_in_its_twin(recipe: Re
 def _paths(value: Any) -> Iterator[str]:
     """Of all rows, in whatever stage."""
     match value:
-        case Source(path=path) | Held(path=str(path)):
+        case Source(path=path) | HeldOut(path=str(path)):
             yield path
         case BaseModel():
             yield from (path for field in type(value).model_fields for path in _paths(getattr(value, field)))
@@ -69,3 +71,42 @@ def test_a_recipe_is_copied_whole_into_a_new_folder_only(recipe: Recipe, tmp_pat
     again = finefit("recipes", recipe.name, "--to", to)
     assert again.code == 2
     assert "exists already" in again.err
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("orders", "medical"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spec.yaml").write_text(f"# Teaches {name}.\nname: {name}\n")
+    (tmp_path / "not-a-recipe").mkdir()
+    monkeypatch.setattr(recipes, "_FOLDER", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("shipped")
+def test_a_recipe_is_a_folder_with_a_spec_whose_first_comment_says_its_purpose() -> None:
+    assert [(r.name, r.purpose) for r in recipes.all_recipes()] == [
+        ("medical", "Teaches medical."),
+        ("orders", "Teaches orders."),
+    ]
+
+
+def test_specs_that_share_a_base_are_recipes_by_folder_and_file(shipped: Path) -> None:
+    (shipped / "orders" / "base.yaml").write_text("# What all have in common.\nseed: 1\n")
+    (shipped / "orders" / "large.yaml").write_text("# Teaches large orders.\nbase: base.yaml\nname: large\n")
+    assert [recipe.name for recipe in recipes.all_recipes()] == ["medical", "orders/large", "orders"]
+    recipes.copy_recipe(recipes.find_recipe("orders/large"), shipped / "mine")
+    assert {path.name for path in (shipped / "mine").iterdir()} == {"base.yaml", "large.yaml", "spec.yaml"}
+
+
+@pytest.mark.usefixtures("shipped")
+@pytest.mark.parametrize(("name", "remedy"), [("order", "did you mean orders?"), ("xyz", "there are medical, orders")])
+def test_an_unknown_recipe_is_answered_with_the_known_ones(name: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipes.find_recipe(name)
+    assert caught.value.remedy == remedy
+
+
+def test_a_copy_never_writes_into_what_is_there(shipped: Path) -> None:
+    with pytest.raises(UserError, match="exists already"):
+        recipes.copy_recipe(recipes.find_recipe("orders"), shipped / "medical")

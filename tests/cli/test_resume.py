@@ -5,26 +5,28 @@ import os
 import shutil
 import stat
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finefit.artifacts.journal import read_steps
-from finefit.artifacts.lock import run_lock
+from finefit.artifacts.atomic import read_steps
+from finefit.artifacts.processes import run_lock
 from finefit.artifacts.records import Run, read_record, write_record
-from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.trainings import Stage
+from finefit.artifacts.rundir import RunDir, stage_of
+from finefit.artifacts.stage_records import Stage
 from finefit.errors import RunError, SpecError
 from finefit.facts.files import finefit_cache
-from finefit.pipeline.create import stage_of
-from finefit.pipeline.resume import amend, follow
+from finefit.run.create import between
+from finefit.run.resume import amend, follow
 from finefit.spec.load import load_spec
 from finefit.spec.models import FolderModel
-from finefit.spec.tasks import OwnTask, Summary
+from finefit.spec.stages import moved
+from finefit.spec.tasks import CustomTask, Summary
 from tests.cli.conftest import STAGE, Finefit, files_with_times, rewrite
 from tests.conftest import make_model_folder, make_rows, write_jsonl
-from tests.pipeline.conftest import prepared
+from tests.run.conftest import prepared
 
 RUN = "runs/tiny-1"
 
@@ -64,7 +66,7 @@ def test_an_override_that_would_change_the_steps_done_is_refused_with_the_diff(
     assert answer.code == 2
     assert f"tiny-1 cannot go on with another spec:\n  {diff}\n" in answer.err
     assert "may change" in answer.err
-    assert files_with_times(finished / "runs") == before
+    assert _untouched_but_the_lock(before, files_with_times(finished / "runs"))
 
 
 @pytest.mark.usefixtures("finished")
@@ -97,8 +99,8 @@ def test_a_changed_data_file_is_refused_with_the_diff(finished: Path, finefit: F
     write_jsonl(finished / "train.jsonl", make_rows(23))
     answer = finefit("run", RUN)
     assert answer.code == 2
-    assert "the inputs of tiny-1 have changed since it began:\n  ../../train.jsonl: sha256 " in answer.err
-    assert "put them back, or start another run with --new" in answer.err
+    assert "the inputs of tiny-1 have changed since it began:\n  data.train.0.path (../../train.jsonl): " in answer.err
+    assert "put them back, or give the spec file: it starts another run" in answer.err
 
 
 @pytest.mark.usefixtures("finished")
@@ -124,7 +126,7 @@ def test_a_file_that_lies_elsewhere_now_is_the_same_file(finished: Path, finefit
     write_jsonl(finished / "moved.jsonl", make_rows(23))
     answer = finefit("run", RUN)
     assert answer.code == 2
-    assert "  ../../moved.jsonl: sha256 " in answer.err
+    assert "  data.train.0.path (../../moved.jsonl): " in answer.err
 
 
 def test_a_changed_model_is_refused_with_the_diff(finished: Path, finefit: Finefit) -> None:
@@ -132,7 +134,7 @@ def test_a_changed_model_is_refused_with_the_diff(finished: Path, finefit: Finef
     make_model_folder(finished / "model", seed=1)
     answer = finefit("run", RUN)
     assert answer.code == 2
-    assert "  model model: fingerprint " in answer.err
+    assert "  model.path (../../model): " in answer.err
 
 
 def test_a_model_that_is_gone_is_asked_for_by_its_option(finished: Path, finefit: Finefit) -> None:
@@ -146,7 +148,10 @@ def test_a_model_that_is_gone_is_asked_for_by_its_option(finished: Path, finefit
 def test_more_epochs_go_on_from_the_last_checkpoint_and_are_recorded(finished: Path, finefit: Finefit) -> None:
     answer = finefit("run", RUN, "--set", "schedule.epochs=3")
     assert answer.code == 0
-    extension = "the cosine schedule now spans 18 steps instead of 12, warm-up not repeated: step 12 was taken at 0.000245, step 13 is taken at 0.00309"
+    extension = (
+        "the cosine schedule now spans 18 steps instead of 12, warm-up not repeated: step 12 was taken at "
+        "0.000245, step 13 is taken at 0.00309"
+    )
     assert answer.out.startswith(f"schedule.epochs: 2 -> 3\n{extension}\n")
     assert answer.out.count("schedule.epochs: 2 -> 3") == 1
     assert "resumed from checkpoint-12" in answer.out
@@ -203,7 +208,8 @@ def test_new_wants_a_spec_file(finefit: Finefit) -> None:
 def test_a_run_directory_copied_away_alone_goes_on_once_its_model_is_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finefit: Finefit
 ) -> None:
-    """It was prepared and never started; its data files and what was prepared from them are gone, for the rows travel with it."""
+    """It was prepared and never started; its data files and what was prepared from them are gone, for the rows travel
+    with it."""
     folder, away = project.parent, tmp_path / "away" / "copied"
     monkeypatch.chdir(tmp_path)
     rewrite(project, ("evaluate:", "# evaluate:"))
@@ -269,10 +275,10 @@ def test_another_task_file_that_is_given_now_takes_the_place_of_the_runs_copy(
     (line,) = amend(run, (_own("new/mine.py"),))
     assert "new/mine.py" in line
     (evaluation,) = read_record(stage_of(run).stage, Stage).evaluate
-    assert isinstance(evaluation.task, OwnTask)
+    assert isinstance(evaluation.task, CustomTask)
     assert (run.path / evaluation.task.path).read_text().startswith("# other\n")
     assert (evaluation.task.path, amend(run, ())) == ("tasks/mine.py", [])
-    with pytest.raises(SpecError, match=r"gone/mine\.py is not there"):
+    with pytest.raises(SpecError, match=r"gone/mine\.py does not exist"):
         amend(run, (_own("gone/mine.py"),))
 
 
@@ -308,12 +314,13 @@ def test_another_number_of_nodes_is_refused() -> None:
 
 def test_a_spec_that_only_says_otherwise_who_is_told_goes_on_in_the_same_run(project: Path) -> None:
     run = prepared(project)
-    assert follow(run, load_spec(project)) == []
-    (line,) = follow(run, load_spec(project, ("trackers=[{kind: tensorboard}]",)))
+    here = partial(moved, move=between(project.parent, run.path))
+    assert follow(run, here(load_spec(project))) == []
+    (line,) = follow(run, here(load_spec(project, ("trackers=[{kind: tensorboard}]",))))
     assert line == "trackers: [] -> [{'kind': 'tensorboard'}]"
     assert len(read_record(stage_of(run).stage, Stage).trackers) == 1
     write_record(run.run, replace(read_record(run.run, Run), status="finished"))
-    assert follow(run, load_spec(project)) == []
+    assert follow(run, here(load_spec(project))) == []
 
 
 def test_what_is_queued_is_compared_first_and_the_job_is_given_the_run_directory(
@@ -354,10 +361,10 @@ def test_a_file_of_deepspeeds_may_be_gone_once_the_stage_has_its_own_and_may_not
     run = prepared(project, "engine={kind: deepspeed, devices: 2, config: own.json}")
     assert amend(run, ()) == []
     own.write_text('{"steps_per_print": 9}')
-    with pytest.raises(RunError, match=r"engine\.config: sha256 "):
+    with pytest.raises(RunError, match=r"engine\.config \(\.\./\.\./own\.json\): "):
         amend(run, ())
     own.unlink()
-    with pytest.raises(SpecError, match=r"engine\.config: .* cannot be read"):
+    with pytest.raises(SpecError, match=r"own\.json cannot be read"):
         amend(run, ())
     (stage_of(run).path / "deepspeed.json").write_text("{}")
     assert amend(run, ()) == []

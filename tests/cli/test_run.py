@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.journal import read_lines
+from finefit.artifacts.atomic import read_lines
 from tests.cli.conftest import STAGE, Finefit, Finished, files_with_times, rewrite, started
 
 
@@ -98,7 +98,7 @@ def test_new_and_a_changed_spec_each_start_the_next_run(
     finished: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carried_out: list[str] = []
-    monkeypatch.setattr("finefit.cli.run.carry_out", lambda place, _: carried_out.append(place.path.name))
+    monkeypatch.setattr("finefit.cli.run.carry_out", lambda _, place, __: carried_out.append(place.path.name))
     monkeypatch.setattr("finefit.report.run.show_end", lambda *_: None)
     assert finefit("run", "spec.yaml", "--new").code == 0
     assert finefit("run", "spec.yaml", "--set", "seed=8").code == 0
@@ -131,6 +131,7 @@ def test_a_run_that_was_ended_by_sigterm_goes_on_in_its_directory(folder: Path, 
     assert [p.name for p in (folder / "runs").iterdir()] == ["tiny-1"]
 
 
+@pytest.mark.slow
 def test_a_share_of_the_training_rows_is_validated_on_and_not_trained_on(folder: Path, finefit: Finefit) -> None:
     rewrite(
         folder / "spec.yaml",

@@ -1,4 +1,5 @@
-"""Answers about images that were made elsewhere: the same items as those that a model has answered, by what the images hold."""
+"""Answers about images that were made elsewhere: the same items as those that a model has answered, by what the images
+hold."""
 
 import base64
 from pathlib import Path
@@ -6,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.rundir import RunDir
-from finefit.data.items import key_of, read_items
-from finefit.data.looking import opened
-from finefit.pipeline.scoring import Wish, open_work
-from finefit.review.exhibits import content_of
-from finefit.review.runs import Named, stack_of_runs
+from finefit.data.image_check import load_image
+from finefit.data.rows import key_of, read_items
+from finefit.review.items import read_image
+from finefit.review.sources import RunTarget, review_set_of_runs
+from finefit.run.eval_args import EvalArgs, open_evaluation
 from tests.cli.conftest import Finefit
 from tests.conftest import write_jsonl
-from tests.data.seen import ASKED, asked, draw
-from tests.vision import make_vlm
+from tests.data.image_rows import ASKED, asked, draw
+from tests.vision_models import make_vlm
 
 DIGITS = (3, 5)
 
@@ -53,13 +54,13 @@ def test_answers_made_elsewhere_are_compared_with_those_of_a_model_to_the_same_i
     assert (pairing["n"], pairing["only_first"], pairing["only_second"]) == (2, 0, 0)
     assert pairing["num_better"] == 2  # theirs are right
 
-    sheets = stack_of_runs([Named.parse(f"runs/{first}"), Named.parse(f"runs/{second}")]).sheets
-    shown = [[content_of(image) for image in sheet.images] for sheet in sheets]
+    items = review_set_of_runs([RunTarget.parse(f"runs/{first}"), RunTarget.parse(f"runs/{second}")]).items
+    shown = [[read_image(image) for image in item.images] for item in items]
     assert sorted(shown) == sorted([(project / f"{at}.png").read_bytes()] for at in range(len(DIGITS)))
 
 
 def _work(data: str) -> RunDir:
-    return open_work(Wish(target=None, tasks=("exact_match",), data=data, answers=Path("answers.jsonl"))).run
+    return open_evaluation(EvalArgs(target=None, tasks=("exact_match",), data=data, answers=Path("answers.jsonl"))).run
 
 
 def test_images_of_given_answers_can_be_shown_also_those_that_came_as_bytes(project: Path) -> None:
@@ -70,7 +71,7 @@ def test_images_of_given_answers_can_be_shown_also_those_that_came_as_bytes(proj
     rows = [{"image": url, "question": ASKED, "answer": str(digit)} for url, digit in zip(inline, DIGITS, strict=True)]
     write_jsonl(project / "inline.jsonl", rows)
     found = [read_items(_work(data).stage(1, "eval").prepared("test.jsonl")) for data in ("test.jsonl", "inline.jsonl")]
-    beside, held = ([opened(picture).tobytes() for item in items for picture in item.pictures] for items in found)
+    beside, held = ([load_image(picture).tobytes() for item in items for picture in item.image_refs] for items in found)
     assert beside == held
     assert len(set(beside)) == len(DIGITS)
 

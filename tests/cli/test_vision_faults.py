@@ -1,4 +1,5 @@
-"""What may be wrong where a model sees: each is refused before the first step, by file, row or name, with exit code and remedy."""
+"""What may be wrong where a model sees: each is refused before the first step, by file, row or name, with exit code and
+remedy."""
 
 import json
 import struct
@@ -11,7 +12,7 @@ import pytest
 
 from tests.cli.conftest import Finefit, rewrite
 from tests.conftest import make_model_folder, write_jsonl
-from tests.vision import digit_image, make_vlm
+from tests.vision_models import digit_image, make_vlm
 
 SPEC = """\
 name: sees
@@ -110,7 +111,7 @@ BAD_ROWS: dict[str, tuple[Spoil, str]] = {
     ),
     "a file that is no image": (
         _image(b"not an image"),
-        "train.jsonl:2 1.png is no image that can be read: its 12 bytes begin with b'not an i'",
+        "train.jsonl:2 1.png is not an image that can be read: its 12 bytes begin with b'not an i'",
     ),
     "an image that is cut off": (
         _image(lambda content: content[: len(content) // 2]),
@@ -122,7 +123,7 @@ BAD_ROWS: dict[str, tuple[Spoil, str]] = {
     "a row without its image": (_second(image=None), "train.jsonl:2 "),
     "more marks than images": (
         _messages("<image> and <image>, which digit?"),
-        "train.jsonl:2 has 2 <image> marks and 1 images",
+        "train.jsonl:2 has 2 <image> placeholders and 1 images",
     ),
 }
 
@@ -138,7 +139,7 @@ def test_a_row_that_cannot_be_seen_is_refused_by_file_and_row_or_left_out_and_co
     assert problem in answer.err
     assert MEND in answer.err
     assert not list(folder.glob("runs/*"))
-    monkeypatch.setattr("finefit.pipeline.preparation.foresee", _foreseen)
+    monkeypatch.setattr("finefit.preflight.training.forecast_here", _foreseen)
     rewrite(folder / "spec.yaml", ("data:\n", "data:\n  bad_rows: drop\n"))
     told = finefit("check", "spec.yaml", "--json")
     train = told.document["ledger"]["sources"][0]
@@ -191,17 +192,17 @@ REFUSED: dict[str, tuple[Spoil, str, str]] = {
         "tuning.targets: q_proj matches no linear layer of the tower vision",
         "its linear layers are",
     ),
-    FOUND: (_without_images, "the tower vision", "no row has an image, so nothing is ever looked at"),
+    FOUND: (_without_images, "the tower vision", "no row has an image"),
     "the model's own mark in a text": (
         _messages("<image>Which digit? <|image_pad|>"),
         "train.jsonl:2 the text holds '<|image_pad|>', which the model reads as an image",
-        "which has <image> in its place; write such rows differently, or set data.bad_rows: drop to leave them out, counted",
+        ("with <image> in its place, or rephrase the text, or set data.bad_rows: drop to leave them out, counted"),
     ),
     "rows with images for a model of text": (_blind, "train.jsonl holds images, which this model cannot see", ""),
     "towers of a model of text": (
         _blind_with_towers,
         "tuning.targets names layers of the tower vision, and LlamaForCausalLM has none",
-        "a model that sees",
+        "a vision-language model",
     ),
 }
 
@@ -222,7 +223,7 @@ def test_what_could_never_learn_to_see_is_refused_by_name_before_the_first_step(
 def test_an_image_that_went_since_its_row_was_prepared_is_told(
     folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finefit.pipeline.preparation.foresee", _foreseen)
+    monkeypatch.setattr("finefit.preflight.training.forecast_here", _foreseen)
     assert finefit("check", "spec.yaml").code == 0
     (folder / "1.png").unlink()
     answer = finefit("check", "spec.yaml", "--json")

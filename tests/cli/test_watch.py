@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.lock import run_lock
+from finefit.artifacts.processes import run_lock
 from tests.cli.conftest import Finefit, process, rewrite, started
 
 

@@ -1,4 +1,5 @@
-"""Settings that differ are named, those that cannot change a score stand apart, and what follows from another is not told twice."""
+"""Settings that differ are named, those that cannot change a score stand apart, and what follows from another is not
+told twice."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from finefit.artifacts.records import Levers
 from finefit.artifacts.rundir import RunDir
-from finefit.compare.comparing import compare
+from finefit.compare.comparison import compare
 from finefit.compare.records import ABSENT, Comparison
 from finefit.errors import RunError
 from finefit.spec.models import ShapeModel
@@ -25,13 +26,13 @@ def _compared(folder: Path, first: dict[str, Any], second: dict[str, Any], **ask
 
 
 def _keys(comparison: Comparison) -> tuple[list[str], list[str]]:
-    return [row.key for row in comparison.differing], [row.key for row in comparison.apart]
+    return [row.key for row in comparison.differing], [row.key for row in comparison.without_effect]
 
 
 def test_equal_runs_differ_by_chance_alone(tmp_path: Path) -> None:
     found = _compared(tmp_path, {}, {})
     assert _keys(found) == ([], [])
-    assert found.verdict == "nothing that can change a score differs but chance"
+    assert found.verdict == "nothing that can change a score differs except chance"
     assert found.is_one_variable
 
 
@@ -53,11 +54,11 @@ def test_several_settings_are_never_called_the_effect_of_one(tmp_path: Path) -> 
 
 def test_what_is_declared_may_differ_and_anything_else_is_told(tmp_path: Path) -> None:
     found = _compared(tmp_path, {}, {"overrides": ["tuning.rank=16", "tuning.alpha=8"]}, declared=("tuning",))
-    assert (found.verdict, found.is_one_variable) == ("only what was declared differs: tuning.rank, tuning.alpha", True)
+    assert (found.verdict, found.is_one_variable) == ("only declared settings differ: tuning.rank, tuning.alpha", True)
     found = compare([str(tmp_path / "a-1"), str(tmp_path / "b-1")], declared=("tuning.rank", "optimizer.lr"))
     assert not found.is_one_variable
     assert found.verdict.startswith("these runs differ in 1 setting besides tuning.rank: ")
-    assert "optimizer.lr is declared to differ and does not" in found.warnings
+    assert "optimizer.lr is declared to differ but does not" in found.warnings
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,8 @@ def test_how_often_is_saved_can_change_which_checkpoint_is_the_best(tmp_path: Pa
     found = compare([one, other])
     assert _keys(found) == (["save.every"], ["save.keep"])
     assert found.verdict == "one setting differs: save.every"
-    assert found.warnings[:2] == ("the best of a-1 is checkpoint-6", "the best of b-1 is checkpoint-4")
+    assert "a-1 is checkpoint-6" in found.warnings[0]
+    assert "b-1 is checkpoint-4" in found.warnings[1]
 
 
 def test_seeds_whose_best_checkpoints_are_of_other_steps_are_one_group(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_a_task_that_a_third_run_lacks_does_not_differ_between_those_that_have_i
     assert (row.key, row.values) == ("rouge.max_new_tokens", (8, 9, ABSENT))
 
 
-def test_answers_made_elsewhere_have_no_settings_of_the_run_that_scored_them(tmp_path: Path) -> None:
+def test_external_answers_have_no_settings_of_the_run_that_scored_them(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a-1", overrides=["tuning.rank=16"], results={"checkpoint-6": HITS})
     made: dict[str, Any] = {
         "model": ShapeModel(kind="shape", config={}),
@@ -187,7 +189,7 @@ def test_settings_of_training_do_not_count_for_a_base(tmp_path: Path) -> None:
     assert not compare([f"{one.path}:base", f"{other.path}:base"]).differing
 
 
-def test_two_bare_adapters_over_one_model_are_known_by_their_content(tmp_path: Path) -> None:
+def test_two_adapters_of_one_model_are_identified_by_their_content(tmp_path: Path) -> None:
     one = make_bare(tmp_path / "a-1", HITS, weights="../x/adapter", manifest="a" * 64)
     other = make_bare(tmp_path / "b-1", MISSES, weights="../y/adapter", manifest="b" * 64)
     found = compare([str(one.path), str(other.path)])

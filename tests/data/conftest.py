@@ -2,8 +2,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from finefit.data.budget import Budget
-from finefit.data.examples import Example, Rendered
+from finefit.data.encode import Budget
+from finefit.data.examples import Example, RenderedRow
 from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row
 
@@ -26,7 +26,7 @@ def prompts_before_answers(example: Example) -> list[list[int]]:
     return [list(example.tokens[:start]) for start in starts]
 
 
-def render_one(renderer: Renderer, messages: Sequence[Message] = (), budget: Budget = WIDE, **row: Any) -> Rendered:
+def render_one(renderer: Renderer, messages: Sequence[Message] = (), budget: Budget = WIDE, **row: Any) -> RenderedRow:
     (rendered,) = renderer.render([Row(source="rows.jsonl", number=1, messages=tuple(messages), **row)], budget)
     return rendered
 

@@ -34,22 +34,12 @@ def _fault(path: str, base: Path, split: str = "train") -> DataError:
     ("ending", "form"),
     [
         *(
-            (".json", "json"),
-            (".jsonl", "jsonl"),
-            (".ndjson", "jsonl"),
-            (".csv", "csv"),
-            (".tsv", "csv"),
-            (".parquet", "parquet"),
-            (".arrow", "arrow"),
+            *((".json", "json"), (".jsonl", "jsonl"), (".ndjson", "jsonl"), (".csv", "csv"), (".tsv", "csv")),
+            *((".parquet", "parquet"), (".arrow", "arrow")),
         ),
         *(
-            (".txt", "text"),
-            (".text", "text"),
-            (".amr", "text"),
-            (".json.gz", "json"),
-            (".jsonl.gz", "jsonl"),
-            (".csv.gz", "csv"),
-            (".txt.gz", "text"),
+            *((".txt", "text"), (".text", "text"), (".amr", "text"), (".json.gz", "json"), (".jsonl.gz", "jsonl")),
+            *((".csv.gz", "csv"), (".txt.gz", "text")),
         ),
         (".JSONL", "jsonl"),
     ],
@@ -101,12 +91,7 @@ def test_a_folder_gives_all_data_below_it_in_order_and_nothing_else(tmp_path: Pa
 
 def test_a_glob_takes_every_file_with_a_data_extension_whatever_its_name(tmp_path: Path) -> None:
     names = [
-        "citations.jsonl",
-        "dataset_info.json",
-        "facts.jsonl",
-        "license.jsonl",
-        "notices.jsonl",
-        "readme.jsonl",
+        *("citations.jsonl", "dataset_info.json", "facts.jsonl", "license.jsonl", "notices.jsonl", "readme.jsonl"),
         "state.json",
     ]
     _make(tmp_path, *(f"parts/{name}" for name in names), "parts/README.txt", "parts/README.md", "parts/LICENSE")
@@ -190,7 +175,7 @@ def test_files_of_several_formats_are_an_error_that_lists_them(tmp_path: Path, p
     _make(tmp_path, "data/a.jsonl", "data/b.csv")
     fault = _fault(path, tmp_path)
     assert fault.problem == f"{path} holds files of several formats: csv: data/b.csv; jsonl: data/a.jsonl"
-    assert fault.remedy == "name those that are meant by a glob, such as data/*.jsonl"
+    assert fault.remedy == "name the files with a glob, such as data/*.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +195,7 @@ def test_nothing_found_tells_what_was_looked_for(tmp_path: Path, path: str, prob
 
 def test_a_folder_of_images_holds_no_data(tmp_path: Path) -> None:
     _make(tmp_path, "data/a.png", "data/b.png")
-    assert _fault("data", tmp_path).problem == "data holds no data, only 2 files such as data/a.png"
+    assert _fault("data", tmp_path).problem == "data has no data files, only 2 files such as data/a.png"
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "a\0b"])
@@ -243,13 +228,13 @@ def test_a_split_that_is_not_there_is_an_error_that_lists_what_is(tmp_path: Path
     _make(tmp_path, "data/val_a.json", "data/val_b.json")
     fault = _fault("data", tmp_path)
     assert fault.problem == "data holds no files for train; there is data/val_a.json, data/val_b.json"
-    assert fault.remedy == "name the files for train by a glob, such as data/*.json"
+    assert fault.remedy == "name the files for train with a glob, such as data/*.json"
 
 
 @pytest.mark.parametrize("other", ["more.jsonl", "train_test.jsonl"])
 def test_a_file_of_no_split_beside_files_of_one_is_never_left_out_in_silence(tmp_path: Path, other: str) -> None:
     _make(tmp_path, "data/train.jsonl", f"data/{other}")
-    assert _fault("data", tmp_path).problem.endswith(f"tell of none or of several: data/{other}")
+    assert _fault("data", tmp_path).problem.endswith(f"tell none or several: data/{other}")
 
 
 def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
@@ -359,7 +344,7 @@ def test_pinning_never_asks_the_hub_where_the_branch_may_have_moved(monkeypatch:
     def download(*_: object, local_files_only: bool, **__: object) -> str:
         return f"snapshots/{OLDER if local_files_only else COMMIT}"
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("finefit.data.files.snapshot_download", download)
     assert pin_hub_path("hf://datasets/owner/name") == f"hf://datasets/owner/name@{OLDER}"
 
 
@@ -370,7 +355,7 @@ def test_other_paths_are_not_pinned() -> None:
 def test_what_is_not_in_the_cache_is_an_error_offline(cache: Path, tmp_path: Path) -> None:
     for path in ("hf://datasets/owner/name", f"hf://datasets/owner/name@{OLDER}"):
         fault = _fault(path, tmp_path)
-        assert fault.problem.startswith(f"{path} is not whole in the local cache and the hub cannot be reached: ")
+        assert fault.problem.startswith(f"{path} is not complete in the local cache and the hub cannot be reached: ")
         assert fault.remedy == "connect, or name local files"
         with pytest.raises(DataError):
             pin_hub_path(path)
@@ -411,11 +396,11 @@ def test_errors_of_the_hub_tell_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     expected = {
         errors.GatedRepoError("terms", response=answer): ("hf://datasets/owner/name is gated", "hf auth login"),
         errors.RepositoryNotFoundError("404", response=answer): (
-            "the hub has no such data set: hf://datasets/owner/name: 404",
+            "the hub has no such dataset: hf://datasets/owner/name: 404",
             "check owner",
         ),
         errors.RevisionNotFoundError("404", response=answer): (
-            "the hub has no such data set: hf://datasets/owner/name: 404",
+            "the hub has no such dataset: hf://datasets/owner/name: 404",
             "check owner",
         ),
         httpx.ProxyError("no proxy"): ("hf://datasets/owner/name cannot be downloaded: no proxy", "connect"),
@@ -429,7 +414,7 @@ def test_errors_of_the_hub_tell_what_to_do(tmp_path: Path, monkeypatch: pytest.M
         def refuse(*_: object, error: Exception = error, **__: object) -> str:
             raise error
 
-        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+        monkeypatch.setattr("finefit.data.files.snapshot_download", refuse)
         fault = _fault("hf://datasets/owner/name", tmp_path)
         assert fault.problem == problem
         assert remedy in fault.remedy

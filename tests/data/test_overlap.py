@@ -430,7 +430,8 @@ def test_a_fingerprint_is_the_same_in_another_process_and_small_on_the_way() -> 
     fp = fingerprint(_text(text))
     code = (
         "import sys\nfrom finefit.data.fingerprint import fingerprint\nfrom finefit.data.rows import Row\n"
-        "fp = fingerprint(Row(source='r', number=1, text=sys.argv[1]))\nprint(fp.exact, fp.asked, fp.prompt, *fp.windows)"
+        "fp = fingerprint(Row(source='r', number=1, text=sys.argv[1]))\nprint(fp.exact, fp.asked, fp.prompt, "
+        "*fp.windows)"
     )
     printed = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, check=True).stdout
     assert [int(number) for number in printed.split()] == [fp.exact, fp.asked, fp.prompt, *fp.windows.tolist()]

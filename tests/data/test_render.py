@@ -10,16 +10,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from finefit.data.budget import Budget, without_middle
+from finefit.data.encode import Budget, TextEncoder, without_middle
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Image, Message, Row, ToolCall
-from finefit.data.spelling import Spelling
 from finefit.errors import DataError, ModelError
 from tests.conftest import SPECIAL, TEMPLATE, make_tokenizer
 from tests.data.conftest import prompts_before_answers, render_one, supervised_runs, supervised_texts
 
 CHAT = Renderer(make_tokenizer(), "chat")
-SPELLING = Spelling(CHAT.tokenizer)
+ENCODER = TextEncoder(CHAT.tokenizer)
 PLAIN = Renderer(make_tokenizer(chat=False), "plain")
 TEXT = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"])),
@@ -79,13 +78,13 @@ def test_a_plain_prompt_is_instruction_and_question_with_a_blank_line_between() 
     ("messages", "more", "problem"),
     [
         (_conversation("a", "b", "c", "d"), {}, "takes one prompt and one completion, this row has 4 messages"),
-        (_conversation("a", "b"), {"tools": "[]"}, "knows no tools"),
+        (_conversation("a", "b"), {"tools": "[]"}, "does not support tools"),
         (_conversation("a", "b"), {"images": (Image(path="a.png"),)}, "the row has an image"),
         ([Message("user", "a"), Message("assistant", "b", reasoning="c")], {}, "no place for reasoning"),
         (
             [Message("user", "a"), Message("assistant", "", tool_calls=(ToolCall("f", "{}"),))],
             {},
-            "no place for reasoning or calls of tools",
+            "no place for reasoning or tool calls",
         ),
         ([Message("user", "a")], {}, "no answer"),
     ],
@@ -112,7 +111,7 @@ def test_answers_in_the_given_messages_are_prompt() -> None:
     assert supervised_texts(CHAT, last) == ["d<|end|>"]
     assert last.tokens == whole.tokens
     assert render_one(CHAT, messages, Budget(max_tokens=99, too_long="error", turns="last")).examples == (last,)
-    assert "no answer behind what is given" in render_one(CHAT, messages, num_given=4).problem
+    assert "no answer after its prompt" in render_one(CHAT, messages, num_given=4).problem
 
 
 def _with_start(*, chat: bool) -> PreTrainedTokenizerFast:
@@ -234,7 +233,7 @@ def test_tokens_go_from_the_middle_of_the_longest_question_and_the_instruction_i
 
 @given(text=st.text(st.sampled_from("aé☃\U0001f600"), min_size=2), excess=st.integers(1, 30))
 def test_what_is_left_of_a_text_is_its_start_and_its_end(text: str, excess: int) -> None:
-    left = without_middle(text, SPELLING.spans(text), excess)
+    left = without_middle(text, ENCODER.spans(text), excess)
     assert 0 < len(left) < len(text)
     assert any(left == text[:at] + text[len(text) - len(left) + at :] for at in range(len(left) + 1))
     assert len(left.encode()) <= max(len(text.encode()) - excess, len(text[0].encode())) or len(left) == len(text) - 1
@@ -296,7 +295,7 @@ def test_no_row_raises(messages: Any, rejected: Any, tools: str, num_given: int,
 def test_a_template_that_loses_the_answer_or_a_part_of_it_is_refused() -> None:
     for lost in ("''", "m['content'][:2]"):
         rendered = render_one(_templated(TEMPLATE.replace("m['content']", lost)), _conversation("2+2", "four"))
-        assert "does not write the answer as it stands" in rendered.problem
+        assert "does not write the answer unchanged" in rendered.problem
 
 
 def test_a_thought_that_the_template_writes_before_an_answer_is_what_the_model_has_to_write() -> None:

@@ -13,7 +13,7 @@ from finefit.data.records import Record
 from finefit.data.rows import BadRow, Image, Message, Row, ToolCall
 from finefit.data.shapes import Shape, find_shape
 from finefit.errors import DataError
-from finefit.spec.rows import Fields
+from finefit.spec.data import Fields
 
 Value = dict[str, Any]
 USER, ANSWER = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
@@ -296,7 +296,7 @@ def test_images_stand_beside_a_question(columns: Value, images: tuple[Image, ...
             "https://x/a.png",
             'image is "https://x/a.png", neither the path nor the bytes of an image (nothing is downloaded)',
         ),
-        ("data:image/png;base64,%%%", 'image is "data:image/png;base64,%%%", which is no base64 image'),
+        ("data:image/png;base64,%%%", 'image is "data:image/png;base64,%%%", which is not a base64 image'),
     ],
 )
 def test_a_question_about_an_image_that_is_not_there_is_told(image: Any, reason: str) -> None:
@@ -367,7 +367,7 @@ def test_an_image_part_leaves_a_mark_at_its_place() -> None:
     assert (row.messages[0].content, row.images) == ("<image>What is this?", (Image(path="a.png"),))
     beside = {"messages": [{"role": "user", "content": [{"type": "image"}, parts[1]]}, ANSWER], "images": ["a.png"]}
     assert _row(beside).images == (Image(path="a.png"),)
-    assert _fault(beside, beside | {"images": []}) == "has 1 <image> marks and 0 images"
+    assert _fault(beside, beside | {"images": []}) == "has 1 <image> placeholders and 0 images"
     assert _row({"messages": [USER, ANSWER], "images": []}).images == ()
     twice = {"messages": [{"role": "user", "content": parts}, ANSWER], "images": ["b.png"]}
     assert _fault(beside, twice) == "has images both in its messages and in images"
@@ -389,13 +389,13 @@ def _answering(entry: Any) -> Value:
         ({"messages": None}, "has no messages"),
         ({"messages": []}, "messages is [], not a list of messages"),
         ({"messages": "x"}, 'messages is "x", not a list of messages'),
-        ({"messages": [USER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
-        ({"messages": [ANSWER]}, "has no answer: its last message is not the assistant's, or nothing stands before it"),
+        ({"messages": [USER]}, "has no answer: its last message is not the assistant's, or nothing comes before it"),
+        ({"messages": [ANSWER]}, "has no answer: its last message is not the assistant's, or nothing comes before it"),
         (
             {"messages": [USER, USER]},
-            "has no answer: its last message is not the assistant's, or nothing stands before it",
+            "has no answer: its last message is not the assistant's, or nothing comes before it",
         ),
-        ({"messages": [ANSWER, USER, ANSWER]}, "begins with an answer: nothing stands before it"),
+        ({"messages": [ANSWER, USER, ANSWER]}, "begins with an answer: nothing comes before it"),
         ({"messages": [{"role": "user", "content": " "}, ANSWER]}, "has an empty prompt"),
         (_answering({"role": "assistant", "content": " \n"}), "has an empty answer"),
         (_answering({"role": "assistant", "content": None}), "messages[1].content is null, not text"),
@@ -440,7 +440,7 @@ def _answering(entry: Any) -> Value:
             {"messages": [{"role": "system", "content": "a"}, *[USER, ANSWER]], "system": "b"},
             "has two system messages, one in system",
         ),
-        ({"messages": [USER, ANSWER], "tools": "f"}, "tools is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        ({"messages": [USER, ANSWER], "tools": "f"}, "tools is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ],
 )
 def test_a_conversation_that_cannot_be_used_is_told_with_its_reason(bad: Value, reason: str) -> None:
@@ -463,7 +463,7 @@ def test_a_conversation_that_cannot_be_used_is_told_with_its_reason(bad: Value, 
         (
             {"prompt": "x", "completion": "y"},
             {"prompt": [ANSWER], "completion": "y"},
-            "begins with an answer: nothing stands before it",
+            "begins with an answer: nothing comes before it",
         ),
         (
             {"prompt": "x", "completion": "y"},
@@ -584,7 +584,7 @@ def test_fields_that_make_no_row_are_an_error(names: str) -> None:
     error = _error({"a": "x"}, **dict.fromkeys(names.split(), "a"))
     assert (
         error.problem
-        == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} tell no shape"
+        == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} are not a shape"
     )
 
 
@@ -599,12 +599,12 @@ def test_fields_that_make_no_row_are_an_error(names: str) -> None:
         (
             {"question": "x", "problem": "w", "answer": "y", "context": "c"},
             "rows.jsonl may have its prompt in question with context or problem with context and its answer in answer",
-            'fields: {prompt: "{context}\\n\\n{question}", answer: answer} or fields: {prompt: "{context}\\n\\n{problem}", answer: answer}',
+            'fields: {prompt: "{context}\\n\\n{question}", answer: answer} or fields: {prompt: "{context}\\n\\n{problem}", answer: answer}',  # noqa: E501
         ),
         (
             {"instruction": "x", "input": "w", "context": "c", "output": "y"},
             "rows.jsonl may have its prompt in instruction with context or input with context and its answer in output",
-            'fields: {prompt: "{context}\\n\\n{instruction}", answer: output} or fields: {prompt: "{context}\\n\\n{input}", answer: output}',
+            'fields: {prompt: "{context}\\n\\n{instruction}", answer: output} or fields: {prompt: "{context}\\n\\n{input}", answer: output}',  # noqa: E501
         ),
         (
             {"question": "x", "answer": "y", "label": True},
@@ -624,7 +624,10 @@ def test_fields_that_make_no_row_are_an_error(names: str) -> None:
         (
             {"prompt": "x", "question": "w", "chosen": "y", "rejected": "z"},
             "rows.jsonl may have its prompt in prompt or question",
-            "fields: {prompt: prompt, chosen: chosen, rejected: rejected} or fields: {prompt: question, chosen: chosen, rejected: rejected}",
+            (
+                "fields: {prompt: prompt, chosen: chosen, rejected: rejected} or fields: {prompt: question, "
+                "chosen: chosen, rejected: rejected}"
+            ),
         ),
         (
             {"messages": [USER, ANSWER], "conversations": [HUMAN, GPT]},
@@ -701,22 +704,10 @@ def test_a_question_may_be_asked_without_its_choices_where_a_user_says_so() -> N
     assert _talk(_row(value, **_written(without))) == PLAIN
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        None,
-        "",
-        [],
-        {},
-        4,
-        True,
-        [None],
-        [{"message": "x"}],
-        {"temperature": None},
-        {"label": ["A"], "text": []},
-        {"a": "x"},
-    ],
-)
+NO_CHOICES: list[Any] = [None, "", [], {}, 4, True, [None], [{"message": "x"}], {"temperature": None}, {"a": "x"}]
+
+
+@pytest.mark.parametrize("choices", [*NO_CHOICES, {"label": ["A"], "text": []}])
 def test_choices_that_hold_none_are_no_choices(choices: Any) -> None:
     assert _talk(_row({"question": "2+2", "answer": "4", "choices": choices})) == PLAIN
 
@@ -768,35 +759,9 @@ NESTED = st.recursive(
     ),
     max_leaves=8,
 )
-NAMES = (
-    *(
-        "messages",
-        "conversations",
-        "instruction",
-        "input",
-        "output",
-        "prompt",
-        "completion",
-        "question",
-        "answer",
-        "answers",
-        "context",
-    ),
-    *(
-        "chosen",
-        "rejected",
-        "label",
-        "kto_tag",
-        "text",
-        "image",
-        "tools",
-        "system",
-        "history",
-        "questions",
-        "choices",
-        "id",
-    ),
-)
+NAMES = ["messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question", "answer"]
+NAMES += ["answers", "context", "chosen", "rejected", "label", "kto_tag", "text", "image", "tools", "system", "history"]
+NAMES += ["questions", "choices", "id"]
 
 
 @settings(max_examples=150)
@@ -870,27 +835,8 @@ def _deep(depth: int) -> Any:
     return value
 
 
-JUNK: tuple[Any, ...] = (
-    None,
-    "",
-    " ",
-    0,
-    -1.5,
-    float("inf"),
-    True,
-    [],
-    {},
-    [[]],
-    [{}],
-    [None],
-    {"a": None},
-    b"\x00",
-    "\ud800",
-    "🙂\u2028\x00",
-    "<image>",
-    _deep(300),
-    ["a"] * 3,
-)
+JUNK: list[Any] = [None, "", " ", 0, -1.5, float("inf"), True, [], {}, [[]], [{}], [None], {"a": None}, b"\x00"]
+JUNK += ["\ud800", "🙂\u2028\x00", "<image>", _deep(300), ["a"] * 3]
 
 
 def _mutated(value: Any, chance: random.Random) -> Any:

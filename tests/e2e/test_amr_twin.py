@@ -1,4 +1,5 @@
-"""System A from end to end: baseline and MTUP2 trained on the same rows, every checkpoint scored by Smatch, both compared item by item.
+"""System A from end to end: baseline and MTUP2 trained on the same rows, every checkpoint scored by Smatch, both
+compared item by item.
 
 With a tiny random model in seconds; as it ships, on the embedded model, in minutes (`make e2e`).
 """
@@ -13,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.evaluations import EvalResult
 from finefit.artifacts.records import Run, read_record
-from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.trainings import Stage
-from finefit.pipeline.create import stage_of
-from finefit.pipeline.recipes import copy_recipe, find_recipe
+from finefit.artifacts.rundir import RunDir, stage_of
+from finefit.artifacts.stage_records import EvalResult, Stage
+from finefit.recipes import copy_recipe, find_recipe
 from finefit.spec.load import load_spec
 from tests.cli.conftest import COMMAND
 from tests.conftest import make_model_folder

@@ -1,4 +1,5 @@
-"""The sample of ChartQA as it was published, where it lies beside the repository: read, checked, trained on and scored, end to end."""
+"""The sample of ChartQA as it was published, where it lies beside the repository: read, checked, trained on and scored,
+end to end."""
 
 import json
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import process
-from tests.vision import make_vlm
+from tests.vision_models import make_vlm
 
 SAMPLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "chartqa"
 pytestmark = [

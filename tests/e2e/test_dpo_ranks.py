@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.journal import read_lines, read_steps
+from finefit.artifacts.atomic import read_lines, read_steps
 from finefit.artifacts.rundir import RunDir
 from tests.cli.conftest import process
 from tests.pairs import DPO, make_pairs_project
@@ -33,6 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     return {spec: _found(tmp_path_factory.mktemp("alone"), spec) for spec in (STILL, FULL)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "spec"),
     [("ddp", STILL), ("fsdp2", STILL), ("fsdp2", FULL)],

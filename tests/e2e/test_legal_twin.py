@@ -1,4 +1,5 @@
-"""The twin of legal-200k as it ships, but for its model: ZeRO-2 in two processes on long rows, with a tiny random model instead of the embedded."""
+"""The twin of legal-200k as it ships, but for its model: ZeRO-2 in two processes on long rows, with a tiny random model
+instead of the embedded."""
 
 import json
 import os
@@ -8,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.evaluations import EvalResult
-from finefit.artifacts.journal import read_lines, read_steps
+from finefit.artifacts.atomic import read_lines, read_steps
 from finefit.artifacts.records import Run, read_record
-from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.trainings import Stage, StageResult
-from finefit.pipeline.create import stage_of
-from finefit.pipeline.recipes import copy_recipe, find_recipe
+from finefit.artifacts.rundir import RunDir, stage_of
+from finefit.artifacts.stage_records import EvalResult, Stage, StageResult
+from finefit.recipes import copy_recipe, find_recipe
 from tests.conftest import make_model_folder
 
 pytest.importorskip("deepspeed")
 BUILT = Path.home() / ".cache" / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
-"""Where torch keeps what DeepSpeed compiles at its first use on a CPU: a minute of compiling is not repeated by every test run."""
+"""Where torch keeps what DeepSpeed compiles at its first use on a CPU: a minute of compiling is not repeated by every
+test run."""
 
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -35,6 +35,7 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_the_twin_trains_with_zero_2_in_two_processes_on_long_rows(tmp_path: Path) -> None:
     folder = tmp_path / "twin"
     copy_recipe(find_recipe("legal-200k-twin"), folder)

@@ -1,5 +1,5 @@
-"""A random model shaped as Qwen2.5-VL learns to read digits drawn into images, on a CPU, through the command line: every tower is trained. Minutes
-(`make e2e`)."""
+"""A random model shaped as Qwen2.5-VL learns to read digits drawn into images, on a CPU, through the command line:
+every tower is trained. Minutes (`make e2e`)."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from finefit.artifacts.journal import read_lines, read_steps
+from finefit.artifacts.atomic import read_lines, read_steps
 from tests.cli.conftest import COMMAND
-from tests.vision import make_vlm, vlm_inputs, vlm_processor, write_reading_task
+from tests.vision_models import make_vlm, vlm_inputs, vlm_processor, write_reading_task
 
 pytestmark = [pytest.mark.twin, pytest.mark.timeout(1800)]
 TRAIN, TEST, EPOCHS, BATCH = 1200, 100, 9, 24

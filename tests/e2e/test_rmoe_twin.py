@@ -1,4 +1,5 @@
-"""System C from end to end: two experts, their mixture, its router, a full fine-tune, an average and a gate, scored on both data sets by one command.
+"""System C from end to end: two experts, their mixture, its router, a full fine-tune, an average and a gate, scored on
+both data sets by one command.
 
 With a tiny random model in seconds; as it ships, on the embedded model, in half an hour (`make e2e`).
 """
@@ -15,11 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finefit.artifacts.pipelines import Done, PipelineState
-from finefit.artifacts.records import read_record
-from finefit.pipeline.recipes import copy_recipe, find_recipe
+from finefit.artifacts.records import FinishedStage, PipelineState, read_record
+from finefit.recipes import copy_recipe, find_recipe
 from finefit.spec.load import load_any
-from finefit.spec.stages import Pipeline
+from finefit.spec.pipeline import Pipeline
 from tests.cli.conftest import COMMAND
 from tests.conftest import make_model_folder
 
@@ -27,7 +27,7 @@ STAGED = ("orders", "dates", "average", "mixture", "routed", "tuned", "gate")
 MODELS = ["base", *STAGED]
 ASKED = {"on_orders": ["base", "orders", "dates", "mixture", "gate"], "on_dates": ["orders", "dates", "tuned", "gate"]}
 """Of the tiny one, whose answers are noise: each model is two processes of ten seconds."""
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 def finefit(folder: Path, *arguments: str, timeout: int = 600) -> str:
@@ -81,7 +81,7 @@ def place(folder: Path, stage: str) -> Path:
 
 
 def summary(folder: Path, stage: str) -> dict[str, Any]:
-    return read_record(place(folder, stage) / "done.json", Done).summary
+    return read_record(place(folder, stage) / "done.json", FinishedStage).summary
 
 
 def model_of(folder: Path, stage: str) -> Path:

@@ -1,4 +1,5 @@
-"""A tiny model that sees, with adapters in all its towers, through the command line: killed and gone on with, and in two processes."""
+"""A tiny model that sees, with adapters in all its towers, through the command line: killed and gone on with, and in
+two processes."""
 
 from pathlib import Path
 
@@ -6,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finefit.artifacts.journal import read_lines, read_steps
+from finefit.artifacts.atomic import read_lines, read_steps
 from finefit.artifacts.rundir import StageDir
 from tests.e2e.test_several_ranks import FINEFIT, done, finish, started, wait_until
 from tests.faults import outcome
-from tests.vision import make_vlm, write_reading_task
+from tests.vision_models import make_vlm, write_reading_task
 
 ROWS, EPOCHS, BATCH = 24, 5, 4
 STEPS = ROWS // BATCH * EPOCHS

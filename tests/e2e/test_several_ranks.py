@@ -1,4 +1,5 @@
-"""Two ranks on a CPU as a user starts them: by `finefit run` itself, by torchrun, by accelerate. F13: one of them is killed."""
+"""Two ranks on a CPU as a user starts them: by `finefit run` itself, by torchrun, by accelerate. F13: one of them is
+killed."""
 
 import json
 import os
@@ -16,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.lock import holder_of
+from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.processes import holder_of
 from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
-from finefit.artifacts.trainings import Stage, StageResult
+from finefit.artifacts.stage_records import Stage, StageResult
 from tests.conftest import make_project
 from tests.faults import TRAINING, Outcome, outcome
 
@@ -105,7 +106,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """The same project without runs: what is prepared and foretold is kept by content."""
+    """The same project without runs: preparations and forecasts are cached by content."""
     shutil.copytree(whole, tmp_path / "project", ignore=shutil.ignore_patterns("runs"))
     return tmp_path / "project"
 
@@ -191,6 +192,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(folder: Path, reference: O
     assert outcome(where) == reference
 
 
+@pytest.mark.slow
 def test_torchrun_makes_workers_of_its_processes_and_a_signal_to_any_one_stops_all(folder: Path) -> None:
     """The spec names no engine: two ranks of one process each are copies."""
     (folder / "spec.yaml").write_text(SPEC)

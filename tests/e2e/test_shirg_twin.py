@@ -1,5 +1,5 @@
-"""The twin of shirg as it ships, in two processes on a CPU: a random tower and a random diffusion model learn to read ink, then chalk by SHIRG's
-adapters alone. Minutes (`make e2e`)."""
+"""The twin of shirg as it ships, in two processes on a CPU: a random tower and a random diffusion model learn to read
+ink, then chalk by SHIRG's adapters alone. Minutes (`make e2e`)."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finefit.pipeline.recipes import copy_recipe, find_recipe
+from finefit.recipes import copy_recipe, find_recipe
 from tests.cli.conftest import COMMAND
 
 pytestmark = [pytest.mark.twin, pytest.mark.timeout(1800)]

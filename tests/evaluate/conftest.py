@@ -1,4 +1,5 @@
-"""An evaluation's own world: a stage directory with a tokenizer and items, a model folder, and a request. Nothing was trained here."""
+"""An evaluation's own world: a stage directory with a tokenizer and items, a model folder, and a request. Nothing was
+trained here."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from finefit.artifacts.evaluations import EvalRequest
-from finefit.artifacts.forecasts import Room
+from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.data.items import item_line
+from finefit.artifacts.stage_records import EvalRequest
 from finefit.data.render import Renderer
-from finefit.data.rows import Message, Row
-from finefit.evaluate.answering import Work, read_work
-from finefit.facts.files import read_file
-from finefit.facts.model import read_model_folder
+from finefit.data.rows import Message, Row, item_line
+from finefit.evaluate.worker import EvalJob, read_job
+from finefit.facts.files import read_model_folder, sha256_of
 from finefit.spec.schema import Evaluation
 from finefit.step.state import make_optimizer
 from tests.conftest import make_rows, make_tokenizer
@@ -30,7 +29,7 @@ torch.set_num_threads(1)
 RENDERER = Renderer(make_tokenizer(), "chat")
 MESSAGES = [[Message(m["role"], m["content"]) for m in row["messages"]] for row in make_rows(14)]
 ROWS = [Row(source="test.jsonl", number=at + 1, messages=tuple(messages)) for at, messages in enumerate(MESSAGES)]
-ROOM = Room(rows=4, tokens=4096)
+LIMIT = EvalBatchLimit(rows=4, tokens=4096)
 
 
 def never(words: str) -> None:
@@ -65,10 +64,10 @@ def make_work(
     rows: list[Row] | None = None,
     *,
     task: Any = "json_match",
-    room: Room = ROOM,
+    batch_limit: EvalBatchLimit = LIMIT,
     max_new_tokens: int = 24,
     **more: Any,
-) -> Work:
+) -> EvalJob:
     """`model` is put beside the run."""
     where = StageDir(folder / "run" / "stages" / "1-sft")
     where.prepared("x").parent.mkdir(parents=True)
@@ -79,10 +78,12 @@ def make_work(
         SUBJECT,
         model_fingerprint=read_model_folder(model).fingerprint,
         template_sha256=RENDERER.sha256(),
-        items_sha256=read_file(where.prepared("test.jsonl"), where.path).sha256,
+        items_sha256=sha256_of(where.prepared("test.jsonl")),
     )
     evaluation = Evaluation.model_validate({"task": task, "max_new_tokens": max_new_tokens, **more})
     paths = where.evaluation(evaluation.label, "base", evaluation.limit)
     paths.folder.mkdir(parents=True)
-    write_record(paths.request, EvalRequest(checkpoint="base", evaluation=evaluation, subject=subject, room=room))
-    return read_work(paths.request)
+    write_record(
+        paths.request, EvalRequest(checkpoint="base", evaluation=evaluation, subject=subject, batch_limit=batch_limit)
+    )
+    return read_job(paths.request)

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness through its own package: its samples become items, and what is no mean of them is said to be none."""
+"""lm-evaluation-harness through its own package: its samples become items, and what is no mean of them is said to be
+none."""
 
 import importlib.util
 import json
@@ -13,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.evaluations import EvalRequest
-from finefit.artifacts.forecasts import Room
+from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.stage_records import EvalRequest
 from finefit.errors import RunError
 from finefit.evaluate import harness
-from finefit.evaluate.harness import Told, command_of, make_result, read_output
-from finefit.facts.model import read_model_folder
+from finefit.evaluate.harness import HarnessOutput, command_of, make_result, read_output
+from finefit.facts.files import read_model_folder
 from finefit.spec.models import FolderModel
 from finefit.spec.schema import Evaluation
 from tests.conftest import make_model_folder, make_tokenizer
@@ -35,7 +36,10 @@ def make_request(**subject: Any) -> EvalRequest:
     from dataclasses import replace
 
     return EvalRequest(
-        checkpoint="base", evaluation=evaluation, subject=replace(SUBJECT, **subject), room=Room(rows=2, tokens=4096)
+        checkpoint="base",
+        evaluation=evaluation,
+        subject=replace(SUBJECT, **subject),
+        batch_limit=EvalBatchLimit(rows=2, tokens=4096),
     )
 
 
@@ -53,16 +57,16 @@ def sample(doc: int, *, how: str = "none", **values: Any) -> dict[str, Any]:
 
 
 def test_a_metric_of_zeros_and_ones_is_a_rate_with_its_interval_from_the_samples() -> None:
-    told = Told(
+    found = HarnessOutput(
         results={"sums": {"alias": "sums", "acc,none": 0.75, "acc_stderr,none": 0.2}},
         samples={"sums": [sample(at, acc=float(at > 0)) for at in range(4)]},
         available=90,
     )
-    result = make_result(make_request(), told)
+    result = make_result(make_request(), found)
     (metric,) = result.definitions
     assert (metric.aggregate, metric.unit, result.n, result.available, result.coverage) == ("rate", "share", 4, 90, 1.0)
     assert result.warnings == (
-        "4 of 90 items: lm-eval takes the first 4 of each task, which is no random sample",
+        "4 of 90 items: lm-eval takes the first 4 of each task, not a random sample",
         "4 items: the intervals may be too narrow",
     )
     score = result.metrics["acc"]
@@ -73,7 +77,7 @@ def test_a_metric_of_zeros_and_ones_is_a_rate_with_its_interval_from_the_samples
 
 
 def test_several_tasks_and_filters_count_each_their_own_samples() -> None:
-    told = Told(
+    found = HarnessOutput(
         results={"a": {"acc,none": 0.5}, "b": {"exact_match,strict": 1.0, "exact_match,loose": 0.0}},
         samples={
             "a": [sample(0, acc=1.0), sample(1, acc=0.0)],
@@ -81,7 +85,7 @@ def test_several_tasks_and_filters_count_each_their_own_samples() -> None:
         },
         available=3,
     )
-    result = make_result(make_request(), told)
+    result = make_result(make_request(), found)
     assert {name: score.value for name, score in result.metrics.items()} == {
         "a.acc": 0.5,
         "b.exact_match_strict": 1.0,
@@ -92,7 +96,7 @@ def test_several_tasks_and_filters_count_each_their_own_samples() -> None:
 
 
 def test_what_is_no_mean_of_its_samples_stands_as_it_was_reported_and_says_so() -> None:
-    told = Told(
+    found = HarnessOutput(
         results={
             "wiki": {
                 "perplexity,none": 12.5,
@@ -105,7 +109,7 @@ def test_what_is_no_mean_of_its_samples_stands_as_it_was_reported_and_says_so() 
         available=1,
         better={"wiki": {"perplexity": False}},
     )
-    result = make_result(make_request(), told)
+    result = make_result(make_request(), found)
     assert result.definitions == ()
     assert result.metrics["perplexity"].low == pytest.approx(11.52)
     assert result.metrics["perplexity"].high == pytest.approx(13.48)
@@ -116,7 +120,7 @@ def test_what_is_no_mean_of_its_samples_stands_as_it_was_reported_and_says_so() 
 
 
 def test_figures_without_samples_cover_nothing() -> None:
-    result = make_result(make_request(), Told(results={"t": {"acc,none": 0.3}}, samples={}, available=0))
+    result = make_result(make_request(), HarnessOutput(results={"t": {"acc,none": 0.3}}, samples={}, available=0))
     assert (result.n, result.coverage, len(result.warnings)) == (0, 0.0, 1)
 
 
@@ -124,26 +128,28 @@ def test_each_of_several_tasks_says_that_it_has_few_samples() -> None:
     samples = {"a": [sample(at, acc=1.0) for at in range(40)], "b": [sample(at, acc=1.0) for at in range(9)]}
     result = make_result(
         make_request(settings={"limit": None}),
-        Told(results={t: {"acc,none": 1.0} for t in "ab"}, samples=samples, available=49),
+        HarnessOutput(results={t: {"acc,none": 1.0} for t in "ab"}, samples=samples, available=49),
     )
     assert result.warnings == ("b: 9 items: the intervals may be too narrow",)
 
 
 def test_a_figure_that_its_samples_do_not_average_to_is_taken_as_reported() -> None:
-    told = Told(results={"t": {"mcc,none": 0.3}}, samples={"t": [sample(0, mcc=1.0), sample(1, mcc=0.0)]}, available=2)
-    result = make_result(make_request(), told)
+    found = HarnessOutput(
+        results={"t": {"mcc,none": 0.3}}, samples={"t": [sample(0, mcc=1.0), sample(1, mcc=0.0)]}, available=2
+    )
+    result = make_result(make_request(), found)
     assert (result.definitions, result.metrics["mcc"].value) == ((), 0.3)
-    assert "mcc is no mean of samples" in result.warnings[-1]
+    assert "mcc is not a mean of samples" in result.warnings[-1]
 
 
 def test_what_should_be_low_is_better_when_it_is_lower() -> None:
-    told = Told(
+    found = HarnessOutput(
         results={"t": {"loss,none": 2.0}},
         samples={"t": [sample(0, loss=1.0), sample(1, loss=3.0)]},
         available=2,
         better={"t": {"loss": False}},
     )
-    (metric,) = make_result(make_request(), told).definitions
+    (metric,) = make_result(make_request(), found).definitions
     assert (metric.better, metric.unit) == ("lower", "number")
 
 
@@ -156,8 +162,8 @@ def test_the_output_folder_is_read_and_an_empty_one_is_an_error(tmp_path: Path) 
         json.dumps({"results": {"sums": {"acc,none": 1.0}}, "n-samples": counts})
     )
     (tmp_path / "model" / f"samples_sums_{TIME}.jsonl").write_text(json.dumps(sample(0, acc=1.0)) + "\n")
-    told = read_output(tmp_path)
-    assert (told.available, len(told.samples["sums"])) == (7, 1)
+    found = read_output(tmp_path)
+    assert (found.available, len(found.samples["sums"])) == (7, 1)
 
 
 def test_samples_are_those_of_the_task_itself_and_a_group_has_none(tmp_path: Path) -> None:
@@ -167,13 +173,13 @@ def test_samples_are_those_of_the_task_itself_and_a_group_has_none(tmp_path: Pat
         (tmp_path / f"samples_{name}_{TIME}.jsonl").write_text(
             "".join(json.dumps(sample(at, acc=1.0)) + "\n" for at in range(docs))
         )
-    told = read_output(tmp_path)
-    assert {name: len(lines) for name, lines in told.samples.items()} == {
+    found = read_output(tmp_path)
+    assert {name: len(lines) for name, lines in found.samples.items()} == {
         "sums": 1,
         "sums_cot": 2,
         "arithmetic_hard": 3,
     }
-    assert told.available == 6
+    assert found.available == 6
 
 
 def test_lm_eval_ends_with_the_process_that_started_it_when_that_is_killed(tmp_path: Path) -> None:
@@ -183,10 +189,13 @@ def test_lm_eval_ends_with_the_process_that_started_it_when_that_is_killed(tmp_p
         "import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(300)\n"
     )
     command = "[sys.executable, '-P', '-m', 'finefit.evaluate.harness_child', str(os.getpid()), '--tasks', 'x']"
-    code = f"import os, sys\nfrom pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command}, cwd=Path())\n"
-    told, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(tmp_path)}
+    code = (
+        f"import os, sys\nfrom pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command}, "
+        "cwd=Path())\n"
+    )
+    found, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=told, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-c", code], stdout=found, text=True, env=environment, cwd=tmp_path
     ) as parent:
         assert parent.stdout is not None
         number, *arguments = parent.stdout.readline().split()

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from finefit.artifacts.evaluations import EvalItem
-from finefit.data.tasks import NoResult, Reply, Task, make_task
-from finefit.data.tasks.judged import asked, mark_in
+from finefit.artifacts.stage_records import EvalItem
 from finefit.errors import Resumable, RunError, SpecError
-from finefit.evaluate.judge import Patience, judge_items, marks_made_fit
+from finefit.evaluate.judge import RetryPolicy, judge_items, with_current_marks
 from finefit.evaluate.score import score_item, summarise
 from finefit.spec.schema import Evaluation
 from finefit.spec.tasks import Judge
-from tests.data.task_rows import make_row
+from finefit.tasks import NoResult, Reply, Task, make_task
+from finefit.tasks.judge_marks import judge_question, mark_in
+from tests.tasks.task_rows import make_row
 
-QUICK = Patience(attempts=3, first_seconds=0.01, longest_seconds=0.05, reply_seconds=0.5)
+QUICK = RetryPolicy(attempts=3, first_seconds=0.01, longest_seconds=0.05, reply_seconds=0.5)
 Answer = Callable[[int, dict[str, Any]], tuple[int, str]]
 """(how many were asked before, what is asked) -> status and body."""
 
@@ -128,11 +128,11 @@ def test_answers_of_before_a_judge_was_asked_for_are_judged_and_lose_their_marks
     plain, answers = make_task(Evaluation(task={"kind": "exact_match"})), ["worth 5", " "]  # type: ignore[arg-type]
     with address(marking) as state:
         task = _task(judge := _judge(state))
-        before = [marks_made_fit(task, item) for item in _items(plain, answers)]
+        before = [with_current_marks(task, item) for item in _items(plain, answers)]
         items = judge_items(task, before, judge, verdicts=tmp_path / "verdicts.jsonl", patience=QUICK)
     assert before == _items(task, answers)
     assert summarise(task, "base", items, available=2, seconds=1.0).metrics["judge"].value == 0.5
-    assert [marks_made_fit(plain, item) for item in _items(task, answers)] == _items(plain, answers)
+    assert [with_current_marks(plain, item) for item in _items(task, answers)] == _items(plain, answers)
 
 
 def test_the_judge_is_asked_once_for_each_answer_and_greedily(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, status: int) -> None:
 
 
 def test_an_address_that_asks_to_wait_is_waited_for(tmp_path: Path) -> None:
-    patience = Patience(attempts=2, first_seconds=0.01, reply_seconds=5)
+    patience = RetryPolicy(attempts=2, first_seconds=0.01, reply_seconds=5)
     with address(
         lambda before, body: (429, "later") if before == 0 else marking(before, body), headers={"Retry-After": "1"}
     ) as state:
@@ -288,7 +288,7 @@ def test_a_secret_that_cannot_be_sent_is_told_by_its_variable_alone(
     monkeypatch.setenv("JUDGE_KEY", secret)
     with (
         address(marking) as state,
-        pytest.raises(RunError, match="JUDGE_KEY, which holds characters that no header can carry") as error,
+        pytest.raises(RunError, match="JUDGE_KEY, which has characters other than printable ASCII") as error,
     ):
         _judged(state, ["worth 2"], tmp_path, key="JUDGE_KEY")
     assert "s3cret" not in str(error.value) + error.value.remedy
@@ -321,10 +321,10 @@ def test_a_secret_stays_out_of_what_the_connection_complains_about(
 @pytest.mark.parametrize(
     ("judge", "problem"),
     [
-        ({"url": "localhost:8000"}, "is no address"),
+        ({"url": "localhost:8000"}, "is not a URL"),
         ({"url": "https://me:secret@host/v1"}, "holds a user or a query"),
         ({"url": "https://host/v1?api_key=x"}, "holds a user or a query"),
-        ({"url": "http://host/v1", "question": "good?"}, "does not hold {answer}"),
+        ({"url": "http://host/v1", "question": "good?"}, "lacks {answer}"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_or_would_leak_is_refused_with_the_spec(
@@ -373,4 +373,4 @@ def test_a_mark_is_read_strictly(reply: str, mark: int | None) -> None:
 
 def test_braces_in_an_answer_stay_what_they_are() -> None:
     judge = Judge(url="http://host/v1", model="m", question="{prompt}|{answer}|{reference}")
-    assert asked(judge, prompt="{answer}", answer="{reference}", reference="{x}") == "{answer}|{reference}|{x}"
+    assert judge_question(judge, prompt="{answer}", answer="{reference}", reference="{x}") == "{answer}|{reference}|{x}"

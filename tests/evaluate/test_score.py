@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from finefit.artifacts.evaluations import EvalItem
+from finefit.artifacts.stage_records import EvalItem
 from finefit.data.rows import Message, Row
-from finefit.data.tasks import Reply, Task
-from finefit.data.tasks.match import exact_match, json_match
 from finefit.errors import DataError
 from finefit.evaluate.score import score_item, summarise
-from finefit.stats import interval_of, wilson
-from finefit.stats.metrics import table
+from finefit.stats.intervals import wilson
+from finefit.stats.metrics import interval_of, table
+from finefit.tasks import Reply, Task
+from finefit.tasks.short_answer import exact_match, json_match
 
 EXACT_MATCH, JSON_MATCH = exact_match(), json_match()
 REFERENCE = '{"a": 1, "b": 2}'
@@ -40,12 +40,12 @@ def test_an_answer_without_a_result_scores_zero_in_every_metric_and_says_why() -
     assert item.scores == {"all_fields": 0.0, "fields": 0.0}
     assert item.extracted is None
     assert item.failure is not None
-    assert "no JSON" in item.failure
+    assert "not JSON" in item.failure
 
 
 def test_a_reference_that_the_task_cannot_read_is_an_error_at_its_row() -> None:
     with pytest.raises(
-        DataError, match=r"^test.jsonl:3 has a reference that the task json_match cannot read: the answer is no JSON"
+        DataError, match=r"^test.jsonl:3 has a reference that the task json_match cannot read: the answer is not JSON"
     ):
         _item(JSON_MATCH, 0, REFERENCE, reference="four")
 

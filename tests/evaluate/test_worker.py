@@ -1,4 +1,5 @@
-"""The process of an evaluation: its record, its items, what it does when it is stopped, and the same from two processes as from one."""
+"""The process of an evaluation: its record, its items, what it does when it is stopped, and the same from two processes
+as from one."""
 
 import json
 import os
@@ -14,29 +15,34 @@ from typing import Any
 import pytest
 import torch
 
-from finefit.artifacts.evaluations import EvalFailure, EvalResult
-from finefit.artifacts.forecasts import Room
-from finefit.artifacts.journal import read_lines
+from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.records import read_record, write_record
-from finefit.data.items import is_asked
-from finefit.data.rows import Row
-from finefit.data.tasks import Likelihood, Reading, Reply, Task
+from finefit.artifacts.stage_records import EvalFailure, EvalResult
+from finefit.data.rows import Row, is_asked
 from finefit.errors import DataError, Resumable, WorkerDied
-from finefit.evaluate import replies as replies_module
-from finefit.evaluate import sharing, worker
-from finefit.evaluate.answering import Work, read_work
+from finefit.evaluate import generate as replies_module
+from finefit.evaluate import worker
 from finefit.evaluate.decoding import decode
-from finefit.evaluate.likelihood import examples_of, logprobs
-from finefit.evaluate.sharing import Part, companions, read_part
-from finefit.evaluate.worker import answer_part, evaluate, sample
-from finefit.stats.metrics import mean, rate
-from finefit.stats.scores import cautions
-from tests.evaluate.conftest import RENDERER, ROOM, ROWS, make_work, never
+from finefit.evaluate.generate import examples_of, logprobs
+from finefit.evaluate.worker import (
+    EvalJob,
+    ItemShare,
+    answer_share,
+    evaluate,
+    other_shares,
+    read_job,
+    read_share,
+    sample,
+)
+from finefit.stats.metrics import cautions, mean, rate
+from finefit.tasks import Likelihood, Reply, ScoredReply, Task
+from tests.evaluate.conftest import LIMIT, RENDERER, ROWS, make_work, never
 
 BOTH = Task(
     name="both",
     metrics=(rate("is_likelier"), mean("length", unit="number")),
-    read=lambda reply, _: Reading(
+    read=lambda reply, _: ScoredReply(
         extracted=None, counts={"is_likelier": float(_likelier(reply)), "length": float(len(reply.text))}
     ),
     nothing=lambda _: {"is_likelier": 0.0, "length": 0.0},
@@ -61,7 +67,7 @@ def _words(result: EvalResult) -> list[tuple[int, str, int | None]]:
 
 
 def test_the_record_says_what_was_answered_how_and_with_what_memory(tmp_path: Path, talker_folder: Path) -> None:
-    asked = make_work(tmp_path, talker_folder, room=replace(ROOM, reserved_bytes=12345))
+    asked = make_work(tmp_path, talker_folder, batch_limit=replace(LIMIT, reserved_bytes=12345))
     result = evaluate(asked)
     assert (result.n, result.available, result.task, result.checkpoint) == (14, 14, "json_match", "base")
     assert result.signature.keys() == {"finefit", "torch", "transformers", "peft", "decoding", "precision"}
@@ -70,7 +76,7 @@ def test_the_record_says_what_was_answered_how_and_with_what_memory(tmp_path: Pa
     )
     assert result.signature["decoding"] == "greedy, at most 24 new tokens"
     assert result.new_tokens == sum(item.new_tokens or 0 for item in result.items) > 14
-    assert result.foretold_bytes == 12345
+    assert result.predicted_bytes == 12345
     assert result.loaded_bytes is not None
     assert result.peak_bytes is not None
     assert 50 * 2**20 < result.loaded_bytes <= result.peak_bytes < 20 * 2**30
@@ -85,7 +91,7 @@ def test_what_is_answered_already_is_neither_asked_nor_measured_again(
 ) -> None:
     asked = make_work(tmp_path, talker_folder)
     first = evaluate(asked)
-    monkeypatch.setattr("finefit.evaluate.answering._load", None)
+    monkeypatch.setattr("finefit.evaluate.worker._load", None)
     again = evaluate(asked)
     assert (again.items, again.metrics, again.loaded_bytes, again.peak_bytes) == (
         first.items,
@@ -160,8 +166,8 @@ def test_a_task_that_generates_nothing_asks_for_likelihoods_alone(
 def test_what_a_task_counts_in_the_end_is_counted_for_items_with_a_result(
     tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(_: Reply, row: Row) -> Reading:
-        return Reading(extracted=None, counts={"later": 0.0}, failure="odd" if row.number % 2 else None)
+    def read(_: Reply, row: Row) -> ScoredReply:
+        return ScoredReply(extracted=None, counts={"later": 0.0}, failure="odd" if row.number % 2 else None)
 
     def finish(items: Sequence[tuple[Row, Reply]]) -> list[Mapping[str, float]]:
         assert [row.number for row, _ in items] == [2, 4, 6, 8, 10, 12, 14]
@@ -204,14 +210,14 @@ def test_plain_text_is_weighed_over_all_its_windows_and_needs_no_prompt(
     ]  # 22 tokens in 3 windows
     for row, item in zip(rows, result.items, strict=True):
         windows = examples_of(RENDERER, row, "", prompt=(), window=8)
-        alone = logprobs(talker, windows, pad=RENDERER.pad, room=ROOM, device="cpu", warn=never)
+        alone = logprobs(talker, windows, pad=RENDERER.pad, batch_limit=LIMIT, device="cpu", warn=never)
         assert item.counts["nats"] == pytest.approx(-sum(logprob for _, logprob in alone), abs=1e-3)
     assert len({item.key for item in result.items}) == 2
 
 
-def _nats(reply: Reply, _: Row) -> Reading:
+def _nats(reply: Reply, _: Row) -> ScoredReply:
     found: Likelihood = reply.right[0]
-    return Reading(extracted=None, counts={"nats": -found.logprob})
+    return ScoredReply(extracted=None, counts={"nats": -found.logprob})
 
 
 def _nothing(_: Row) -> dict[str, float]:
@@ -228,7 +234,7 @@ def test_memory_that_ran_out_is_in_the_record_and_stays_there(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(model, prompts, **how)
 
-    monkeypatch.setattr("finefit.evaluate.answers.decode", short)
+    monkeypatch.setattr("finefit.evaluate.batches.decode", short)
     asked = make_work(tmp_path / "short", talker_folder)
     result = evaluate(asked)
     assert _words(result) == _words(plain)
@@ -243,10 +249,10 @@ def test_a_model_that_does_not_fit_is_told_in_words(
     def load(*_: Any, **__: Any) -> torch.nn.Module:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("finefit.evaluate.answering.load_for_answers", load)
+    monkeypatch.setattr("finefit.evaluate.worker.load_for_answers", load)
     with pytest.raises(
         Resumable,
-        match=r"model does not fit in the memory that is free: CUDA out of memory\. Tried to allocate 20\.00 GiB",
+        match=r"model does not fit in the free memory: CUDA out of memory\. Tried to allocate 20\.00 GiB",
     ):
         evaluate(make_work(tmp_path, talker_folder))
 
@@ -289,9 +295,9 @@ def test_a_sample_has_a_record_of_its_own_and_leaves_its_answers_to_all(tmp_path
 # several processes
 
 
-def _shared(asked: Work, devices: int) -> Work:
-    write_record(asked.path, replace(asked.request, room=replace(asked.request.room, devices=devices)))
-    return read_work(asked.path)
+def _shared(asked: EvalJob, devices: int) -> EvalJob:
+    write_record(asked.path, replace(asked.request, batch_limit=replace(asked.request.batch_limit, devices=devices)))
+    return read_job(asked.path)
 
 
 def test_two_processes_give_the_record_of_one(tmp_path: Path, talker_folder: Path) -> None:
@@ -305,36 +311,36 @@ def test_two_processes_give_the_record_of_one(tmp_path: Path, talker_folder: Pat
 
 def test_a_part_answers_what_is_its_own_and_not_answered_yet(tmp_path: Path, talker_folder: Path) -> None:
     asked = make_work(tmp_path, talker_folder)
-    answer_part(asked, Part(number=1, of=3))
+    answer_share(asked, ItemShare(number=1, of=3))
     assert {line["item"] for line in read_lines(asked.paths.items_of(1))} == {1, 4, 7, 10, 13}
     before = asked.paths.items_of(1).read_bytes()
-    answer_part(asked, Part(number=1, of=2))  # another number of processes goes on with the same answers
+    answer_share(asked, ItemShare(number=1, of=2))  # another number of processes goes on with the same answers
     found = [line["item"] for line in read_lines(asked.paths.items_of(1))]
     assert asked.paths.items_of(1).read_bytes().startswith(before)
     assert sorted(found) == [1, 3, 4, 5, 7, 9, 10, 11, 13]
     assert not asked.paths.result.exists()
 
 
-def test_answers_of_all_processes_are_forgotten_together(tmp_path: Path, talker_folder: Path) -> None:
+def test_answers_of_all_processes_are_set_aside_together(tmp_path: Path, talker_folder: Path) -> None:
     asked = make_work(tmp_path, talker_folder)
-    answer_part(asked, Part(number=0, of=2))
-    answer_part(asked, Part(number=1, of=2))
+    answer_share(asked, ItemShare(number=0, of=2))
+    answer_share(asked, ItemShare(number=1, of=2))
     asked.paths.warnings.write_text("{}\n")
     assert len(asked.paths.answered()) == 2
-    asked.paths.forget()
-    assert list(asked.paths.folder.iterdir()) == []
+    asked.paths.set_aside()
+    assert list(asked.paths.folder.iterdir()) == [asked.paths.earlier]
 
 
 def test_parts_are_told_by_number() -> None:
-    assert read_part("2/5") == Part(number=2, of=5)
-    assert str(Part(number=2, of=5)) == "2/5"
-    assert [Part(number=at, of=3).mine([1, 5, 6, 9]) for at in range(3)] == [[1, 9], [5], [6]]
+    assert read_share("2/5") == ItemShare(number=2, of=5)
+    assert str(ItemShare(number=2, of=5)) == "2/5"
+    assert [ItemShare(number=at, of=3).mine([1, 5, 6, 9]) for at in range(3)] == [[1, 9], [5], [6]]
 
 
 def _plays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:
     """Companions that do something else than answering."""
     (tmp_path / "played.py").write_text(body)
-    monkeypatch.setattr(sharing, "MODULE", "played")
+    monkeypatch.setattr(worker, "MODULE", "played")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
@@ -349,7 +355,7 @@ def test_companions_hold_the_lock_of_the_run_too(
     asked = make_work(tmp_path, talker_folder)
     os.set_inheritable(lock, True)
     try:
-        with companions(asked.path, asked.paths, 2):
+        with other_shares(asked.path, asked.paths, 2):
             pass
         assert (tmp_path / "seen").read_text() == str(os.fstat(lock).st_ino)
     finally:
@@ -363,7 +369,7 @@ def test_a_companion_that_was_killed_ends_the_evaluation_resumable(
     asked = make_work(tmp_path, talker_folder)
     with (
         pytest.raises(WorkerDied, match="process 2 of 2 that share the items was ended by SIGKILL"),
-        companions(asked.path, asked.paths, 2),
+        other_shares(asked.path, asked.paths, 2),
     ):
         pass
 
@@ -372,7 +378,7 @@ def test_what_a_companion_failed_with_is_what_is_told(tmp_path: Path, talker_fol
     asked = _shared(make_work(tmp_path, talker_folder), 2)
     where = asked.where.prepared("test.jsonl")
     told = r"process 2 of 2 that share the items: .*test.jsonl are missing or have changed"
-    with pytest.raises(DataError, match=told), companions(asked.path, asked.paths, 2):
+    with pytest.raises(DataError, match=told), other_shares(asked.path, asked.paths, 2):
         where.write_text(where.read_text() + "\n")
     assert read_record(asked.paths.failure_of(1), EvalFailure).failure.kind == "DataError"
 
@@ -383,14 +389,20 @@ def test_companions_end_with_an_evaluation_that_fails(
     _plays(monkeypatch, tmp_path, "import time\ntime.sleep(60)\n")
     asked, began = make_work(tmp_path, talker_folder), time.monotonic()
     started: list[subprocess.Popen[bytes]] = []
-    start = sharing._start
-    monkeypatch.setattr(sharing, "_start", lambda *a: started.append(start(*a)) or started[-1])  # type: ignore[func-returns-value]
-    with pytest.raises(ZeroDivisionError), companions(asked.path, asked.paths, 3):
+    start: Any = subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(ZeroDivisionError), other_shares(asked.path, asked.paths, 3):
         raise ZeroDivisionError
     assert time.monotonic() - began < 20
     assert [child.poll() for child in started] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.slow
 def test_a_stop_ends_every_process_and_keeps_every_answer(tmp_path: Path, talker_folder: Path) -> None:
     asked = _shared(make_work(tmp_path, talker_folder, ROWS * 40, max_new_tokens=40), 2)
     process = subprocess.Popen([*COMMAND, str(asked.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -431,8 +443,8 @@ def test_a_process_says_in_a_record_why_it_failed(tmp_path: Path, talker_folder:
 
 
 def test_fewer_cards_than_processes_are_told(tmp_path: Path, talker_folder: Path) -> None:
-    asked = make_work(tmp_path, talker_folder, room=Room(rows=1, tokens=99, devices=2))
+    asked = make_work(tmp_path, talker_folder, batch_limit=EvalBatchLimit(rows=1, tokens=99, devices=2))
     write_record(asked.path, replace(asked.request, subject=replace(asked.request.subject, device="cuda")))
     if torch.cuda.device_count() < 2:
         with pytest.raises(Exception, match="the items are to be shared over 2 cards, and torch sees"):
-            answer_part(read_work(asked.path), Part(number=1, of=2))
+            answer_share(read_job(asked.path), ItemShare(number=1, of=2))

@@ -1,10 +1,24 @@
 import hashlib
+import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
+from safetensors.numpy import save_file
 
-from finefit.facts.files import FileFact, free_bytes, hub_cache, read_file
+from finefit.errors import ModelError
+from finefit.facts.files import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
+    FileFact,
+    free_bytes,
+    hub_cache,
+    read_file,
+    read_model_folder,
+    stored_dtypes,
+)
 
 
 def test_a_file_fact_holds_size_and_digest_under_a_relative_posix_path(tmp_path: Path) -> None:
@@ -46,3 +60,214 @@ def test_the_hub_cache_is_where_huggingface_hub_has_it(monkeypatch: pytest.Monke
     assert hub_cache() == tmp_path / "home" / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     assert hub_cache() == tmp_path / "cache"
+
+
+Weights = dict[str, np.ndarray]
+
+
+def _weights(seed: int = 0) -> Weights:
+    random = np.random.default_rng(seed)
+    return {"embed": random.standard_normal((100, 8)).astype(np.float16), "norm": np.ones(8, np.float32)}
+
+
+def _large_weights() -> Weights:
+    """Three times what the blocks cover, with a router of 64 bytes in the middle."""
+    half = np.zeros(NUM_BLOCKS * BLOCK_BYTES * 3 // 8, np.float32)
+    return {"a": half, "b_router": np.zeros(16, np.float32), "c": half}
+
+
+def _make_folder(path: Path, weights: Weights, **config: object) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (path / "tokenizer.json").write_text("{}")
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def _make_shards(path: Path) -> Path:
+    _make_folder(path, _weights())
+    (path / "model.safetensors").unlink()
+    names = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate(_weights(), start=1)}
+    for name, file in names.items():
+        save_file({name: _weights()[name]}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return _make_folder(tmp_path / "smol", _weights())
+
+
+def test_the_header_counts_parameters_and_bytes(folder: Path) -> None:
+    header = read_model_folder(folder)
+    assert header.num_parameters == 808
+    assert header.weight_bytes == 800 * 2 + 8 * 4
+    assert header.dtype == "float16"
+    assert header.config["model_type"] == "llama"
+    assert header.files == ("config.json", "tokenizer.json", "model.safetensors")
+
+
+def test_shards_count_like_one_file(folder: Path, tmp_path: Path) -> None:
+    header = read_model_folder(_make_shards(tmp_path / "sharded"))
+    assert header.num_parameters == read_model_folder(folder).num_parameters
+    assert header.weight_bytes == read_model_folder(folder).weight_bytes
+    assert header.files[-2:] == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def test_all_types_of_stored_weights_are_named_the_most_frequent_first(folder: Path, tmp_path: Path) -> None:
+    assert stored_dtypes(folder) == stored_dtypes(_make_shards(tmp_path / "sharded")) == ("float16", "float32")
+    computed = {"embed": _weights()["embed"], "layers.0.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    assert stored_dtypes(_make_folder(tmp_path / "old", computed)) == ("float16",)
+
+
+def test_of_weights_that_are_not_there_or_not_whole_no_type_is_known(folder: Path, tmp_path: Path) -> None:
+    (_make_shards(tmp_path / "sharded") / "model-00002-of-00002.safetensors").unlink()
+    assert stored_dtypes(tmp_path / "sharded") == ()
+    (folder / "model.safetensors").unlink()
+    assert stored_dtypes(folder) == ()
+
+
+def test_quantised_weights_have_no_known_parameter_count(tmp_path: Path) -> None:
+    folder = _make_folder(tmp_path / "packed", _weights(), quantization_config={"bits": 4})
+    assert read_model_folder(folder).num_parameters is None
+
+
+def test_a_copied_folder_keeps_its_fingerprint(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "README.md").write_text("notes are not the model")
+    assert read_model_folder(tmp_path / "elsewhere").fingerprint == read_model_folder(folder).fingerprint
+
+
+def test_retrained_weights_of_the_same_shape_change_the_fingerprint(folder: Path) -> None:
+    before = read_model_folder(folder).fingerprint
+    save_file(_weights(seed=1), folder / "model.safetensors")
+    assert read_model_folder(folder).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt"]
+)
+def test_every_small_file_that_decides_answers_changes_the_fingerprint(folder: Path, name: str) -> None:
+    before = read_model_folder(folder).fingerprint
+    (folder / name).write_text('{"changed": true}')
+    assert read_model_folder(folder).fingerprint != before
+
+
+def test_a_named_chat_template_changes_the_fingerprint_and_an_empty_folder_of_them_does_not(folder: Path) -> None:
+    before = read_model_folder(folder)
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "notes.md").write_text("no template")
+    assert read_model_folder(folder) == before
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    found = read_model_folder(folder)
+    assert found.files == (
+        "config.json",
+        "tokenizer.json",
+        "additional_chat_templates/tool_use.jinja",
+        "model.safetensors",
+    )
+    (templates / "tool_use.jinja").rename(templates / "rag.jinja")
+    assert len({before.fingerprint, found.fingerprint, read_model_folder(folder).fingerprint}) == 3
+
+
+def test_a_retrained_router_between_the_blocks_changes_the_fingerprint(tmp_path: Path) -> None:
+    folder = _make_folder(tmp_path / "moe", _large_weights())
+    before = read_model_folder(folder).fingerprint
+    save_file(_large_weights() | {"b_router": np.ones(16, np.float32)}, folder / "model.safetensors")
+    assert read_model_folder(folder).fingerprint != before
+
+
+def test_a_large_file_changed_at_its_last_byte_changes_the_fingerprint(tmp_path: Path) -> None:
+    folder = _make_folder(tmp_path / "large", _large_weights())
+    before = read_model_folder(folder).fingerprint
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    assert read_model_folder(folder).fingerprint != before
+
+
+@pytest.mark.parametrize(("kept_bytes", "said"), [(3, "truncated"), (40, "truncated"), (1000, "truncated")])
+def test_a_truncated_weight_file_is_refused_by_name(folder: Path, kept_bytes: int, said: str) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    with pytest.raises(ModelError) as raised:
+        read_model_folder(folder)
+    assert str(weights) in raised.value.problem
+    assert said in raised.value.problem
+    assert "fetch it again" in raised.value.remedy
+
+
+@pytest.mark.parametrize("header", [b"[1, 2]", b'{"a": {"dtype": "F32"}}', b"\xff\xfe{}", b"null"])
+def test_a_header_that_is_not_safetensors_is_refused_by_name(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"model\.safetensors has a header that is not safetensors'"):
+        read_model_folder(folder)
+
+
+def test_a_git_lfs_pointer_is_named_with_its_remedy(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelError, match="Git LFS pointer") as raised:
+        read_model_folder(folder)
+    assert "git lfs pull" in raised.value.remedy
+
+
+def test_pickled_weights_are_refused_with_the_way_to_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is pickled") as raised:
+        read_model_folder(folder)
+    assert "convert it to safetensors" in raised.value.remedy
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = _make_shards(tmp_path / "sharded")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks 1 of 2 weight files: model-00002-of-00002\.safetensors"):
+        read_model_folder(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": [1]}'])
+def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, index: str) -> None:
+    folder = _make_shards(tmp_path / "sharded")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="has no weight_map"):
+        read_model_folder(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        read_model_folder(folder)
+
+
+def test_a_misspelt_folder_is_answered_with_the_nearest(folder: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist") as raised:
+        read_model_folder(folder.parent / "smoll")
+    assert raised.value.remedy == f"did you mean {folder}?"
+
+
+def test_a_folder_above_the_model_is_answered_with_the_model(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json") as raised:
+        read_model_folder(folder.parent)
+    assert raised.value.remedy == f"did you mean {folder}?"
+
+
+def test_an_adapter_is_told_apart_from_a_model(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ModelError) as raised:
+        read_model_folder(folder)
+    assert "it is an adapter" in raised.value.remedy
+
+
+def test_a_file_in_place_of_the_folder_is_answered_with_its_folder(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file") as raised:
+        read_model_folder(folder / "model.safetensors")
+    assert str(folder) in raised.value.remedy
+
+
+@pytest.mark.parametrize("config", ["[]", "{", ""])
+def test_a_broken_config_is_refused_by_name(folder: Path, config: str) -> None:
+    (folder / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_folder(folder)

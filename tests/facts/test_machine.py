@@ -1,7 +1,9 @@
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -9,25 +11,17 @@ from pydantic import TypeAdapter
 
 from finefit.facts.machine import (
     PACKAGES,
-    Card,
     Machine,
-    parse_cards,
-    read_cards,
+    Power,
     read_cpu_model,
     read_free_memory_bytes,
     read_machine,
     read_memory_bytes,
+    read_power,
     read_version,
 )
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-
-
-def _install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
 
 
 def test_the_machine_survives_json() -> None:
@@ -36,58 +30,6 @@ def test_the_machine_survives_json() -> None:
     assert adapter.validate_json(adapter.dump_json(machine)) == machine
     assert machine.num_cores >= 1
     assert machine.memory_bytes > 2**28
-
-
-def test_cards_are_read_in_bytes_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_nvidia_smi(tmp_path, monkeypatch, 'echo "NVIDIA H200, 143771, 143000, 580.65.06, 9.0"')
-    card = Card(
-        name="NVIDIA H200",
-        memory_bytes=143771 * 2**20,
-        free_bytes=143000 * 2**20,
-        driver="580.65.06",
-        compute_capability="9.0",
-    )
-    assert read_cards() == ((card,), None)
-
-
-def test_a_failing_nvidia_smi_leaves_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_nvidia_smi(
-        tmp_path, monkeypatch, 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18'
-    )
-    assert read_cards() == ((), "nvidia-smi ended with 18: Failed to initialize NVML: Driver/library version mismatch")
-
-
-def test_a_program_that_cannot_start_leaves_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_nvidia_smi(tmp_path, monkeypatch, "")
-    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF")
-    cards, problem = read_cards()
-    assert cards == ()
-    assert problem is not None
-    assert problem.startswith("nvidia-smi could not be started: ")
-
-
-def test_a_hanging_nvidia_smi_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install_nvidia_smi(tmp_path, monkeypatch, "while :; do :; done")
-    monkeypatch.setattr("finefit.facts.machine.CARD_TIMEOUT_SECONDS", 0.2)
-    assert read_cards() == ((), "nvidia-smi gave no answer within 0.2 s")
-
-
-def test_without_nvidia_smi_there_is_neither_card_nor_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_cards() == ((), None)
-
-
-def test_memory_that_the_driver_does_not_know_is_none() -> None:
-    cards, problem = parse_cards("NVIDIA GB10, [N/A], [N/A], 580.95.05, 12.1\n")
-    assert problem is None
-    assert (cards[0].memory_bytes, cards[0].free_bytes, cards[0].compute_capability) == (None, None, "12.1")
-
-
-def test_an_answer_that_is_no_list_of_cards_is_kept_as_the_problem() -> None:
-    cards, problem = parse_cards("No devices were found\n")
-    assert cards == ()
-    assert problem is not None
-    assert "'No devices were found'" in problem
 
 
 def test_a_container_limit_lowers_the_memory(tmp_path: Path) -> None:
@@ -149,5 +91,30 @@ def test_every_required_package_is_looked_for() -> None:
 
 
 def test_facts_load_no_torch() -> None:
-    code = "import sys, finefit.facts.machine, finefit.facts.model; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, finefit.facts.machine, finefit.facts.files; sys.exit('torch' in sys.modules or 'transformers' "
+        "in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _battery(percent: float, plugged: bool | None) -> Callable[[], SimpleNamespace]:
+    return lambda: SimpleNamespace(percent=percent, power_plugged=plugged)
+
+
+def test_an_unplugged_laptop_is_on_battery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "sensors_battery", _battery(41, plugged=False))
+    assert read_power() == Power(on_battery=True, has_battery=True, percent=41.0)
+
+
+def test_a_battery_that_does_not_say_leaves_the_source_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "sensors_battery", _battery(80, plugged=None))
+    assert read_power() == Power(on_battery=None, has_battery=True, percent=80.0)
+
+
+def test_a_container_without_power_supplies_has_no_battery(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise FileNotFoundError("/sys/class/power_supply")
+
+    monkeypatch.setattr(psutil, "sensors_battery", absent)
+    assert read_power() == Power(on_battery=False, has_battery=False, percent=None)

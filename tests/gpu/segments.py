@@ -1,10 +1,10 @@
-"""Memory is foretold for segments that grow, as a worker has them."""
+"""Memory is predicted for segments that grow, as a worker has them."""
 
 import os
 
 import pytest
 
-from finefit.artifacts.launcher import allocator_setting
+from finefit.artifacts.processes import allocator_setting
 
 expandable_alone = pytest.mark.skipif(
     "expandable_segments:True" not in (allocator_setting(os.environ) or ""),

@@ -1,4 +1,5 @@
-"""The model of the allocator against the allocator. Run on a card with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True pytest -m gpu`."""
+"""The model of the allocator against the allocator. Run on a card with
+`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True pytest -m gpu`."""
 
 import random
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.launcher import chosen_variables
+from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.processes import chosen_variables
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.trainings import Stage
+from finefit.artifacts.stage_records import Stage
 from tests.conftest import make_rows, write_jsonl
 from tests.faults import TRAINING, digests, make_job
 from tests.gpu.test_measure import finefit, make_middle_project
@@ -51,8 +51,9 @@ def finished(where: StageDir) -> StageDir:
     return where
 
 
-def test_the_whole_pipeline_on_a_random_small_model_holds_what_was_foretold(tmp_path: Path) -> None:
-    """Plan, check, training with validation, a checkpoint, an evaluation of it and of the base; in bf16, since the card has it."""
+def test_the_whole_pipeline_on_a_random_small_model_holds_what_was_predicted(tmp_path: Path) -> None:
+    """Plan, check, training with validation, a checkpoint, an evaluation of it and of the base; in bf16, since the card
+    has it."""
     path = make_middle_project(tmp_path / "project", "{kind: lora, rank: 32}", EVALUATED)
     path.write_text(path.read_text().replace("data: {train: [{path: train.jsonl}]}", SPLITS))
     write_jsonl(path.parent / "validation.jsonl", make_rows(4, seed=1))
@@ -61,7 +62,7 @@ def test_the_whole_pipeline_on_a_random_small_model_holds_what_was_foretold(tmp_
     assert (found["plan"]["sft"]["device"]["value"], found["plan"]["sft"]["precision"]["value"]) == ("cuda", "bf16")
     where = StageDir(path.parent / found["run"] / "stages/1-sft")
     told = {line["event"]: line for line in read_lines(where.metrics) if "event" in line}
-    predicted, measured = told["measured"]["foretold_bytes"], told["measured"]["measured_bytes"]
+    predicted, measured = told["measured"]["predicted_bytes"], told["measured"]["measured_bytes"]
     print(f"\npredicted {predicted / GIB:.3f} GiB, measured {measured / GIB:.3f} GiB")
     assert abs(predicted / measured - 1) < 0.03
     assert [line["step"] for line in read_steps(where.metrics)] == [1, 2, 3]

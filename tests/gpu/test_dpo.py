@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finefit.artifacts.journal import read_lines, read_steps
+from finefit.artifacts.atomic import read_lines, read_steps
 from tests.faults import make_job
 from tests.pairs import DPO, make_pairs_project
 

@@ -1,4 +1,5 @@
-"""Every engine on one card, as a company of one: NCCL, weights that come from the host part by part, one kernel for the update."""
+"""Every engine on one card, as a company of one: NCCL, weights that come from the host part by part, one kernel for the
+update."""
 
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from finefit.train.ranks import ONE_RANK
-from tests.step.company import KINDS, TUNINGS, Kind, Left, Training, free_port, train
 from tests.step.conftest import tuned
+from tests.step.rank_group import KINDS, TUNINGS, Kind, Left, Training, free_port, train
 
 pytestmark = pytest.mark.gpu
 

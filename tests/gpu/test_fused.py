@@ -13,11 +13,11 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 from finefit.artifacts.records import Levers
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch
-from finefit.objective.sft import sft
+from finefit.objective.losses import sft_loss
 from finefit.spec.models import Lora
 from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
-from finefit.step.levers import pull
+from finefit.step.levers import apply_levers
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 
@@ -53,12 +53,12 @@ def _batch() -> Batch:
 
 
 def _taken(model: nn.Module, levers: Levers) -> tuple[float, dict[str, Tensor]]:
-    from finefit.step.liger import kernels_here
+    from finefit.step.fused import kernels_here
 
     is_fused = levers.kernels == "fused"
     kernels = kernels_here("cuda") if is_fused else None
     assert is_fused == (kernels is not None)
-    pull(model, levers, kernels=kernels)
+    apply_levers(model, levers, kernels=kernels)
     gradients: dict[str, Tensor] = {}
 
     def note(_: Tensor) -> bool:
@@ -69,7 +69,7 @@ def _taken(model: nn.Module, levers: Levers) -> tuple[float, dict[str, Tensor]]:
     outcome = optimizer_step(
         [_batch()],
         forward=forward,
-        objective=sft,
+        objective=sft_loss,
         optimizer=make_optimizer(model, AdamW(lr=1.0), device="cuda"),
         clip=None,
         decide=note,
@@ -106,7 +106,7 @@ def test_fused_kernels_leave_loss_and_gradients_equal_in_fp32(name: str, recompu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1000, 152064])
 def test_the_loss_kernel_gives_losses_and_derivatives(dtype: torch.dtype, vocabulary: int) -> None:
-    from finefit.step.loss_kernel import cross_entropy_
+    from finefit.step.liger import cross_entropy_
 
     torch.manual_seed(0)
     logits = (3 * torch.randn(33, vocabulary, device="cuda")).to(dtype)

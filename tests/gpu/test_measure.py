@@ -86,7 +86,7 @@ def finefit(*arguments: str, cwd: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_foretold_is_measured_within_three_per_cent(
+def test_what_was_predicted_is_measured_within_three_per_cent(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "four bits" in case:
@@ -95,10 +95,10 @@ def test_what_was_foretold_is_measured_within_three_per_cent(
     path = make_middle_project(tmp_path / "project", *CASES[case])
     found = finefit("plan", str(path), "--measure", cwd=path.parent)
     print(
-        f"\n{case}: {found['foretold_bytes']:,} foretold, {found['measured_bytes']:,} measured, {found['error']:+.2%}"
+        f"\n{case}: {found['predicted_bytes']:,} predicted, {found['measured_bytes']:,} measured, {found['error']:+.2%}"
     )
     assert (
-        abs(found["error"]) < 0.03 or abs(found["measured_bytes"] - found["foretold_bytes"]) <= 24 << 20
+        abs(found["error"]) < 0.03 or abs(found["measured_bytes"] - found["predicted_bytes"]) <= 24 << 20
     )  # a piece of what the allocator takes
     plan = finefit("plan", str(path), cwd=path.parent)
     assert plan["uncertainty"] == pytest.approx(abs(found["error"]), abs=1e-4)

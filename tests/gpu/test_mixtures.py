@@ -1,5 +1,5 @@
-"""Mixtures of experts on a card: the same numbers as on a processor, the memory that was foretold, no wait for the card. Run with
-`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True pytest -m gpu`."""
+"""Mixtures of experts on a card: the same numbers as on a processor, the memory that was predicted, no wait for the
+card. Run with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True pytest -m gpu`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.memory import FULL, Case, alone, lora, measure, subset
-from bench.moe import MANY, TWO, foretold, measured
+from bench.moe import MANY, TWO, measured, predicted
 from finefit.model.experts import GROUPED
-from finefit.model.load import load_for_answers, save_weights
-from finefit.pipeline.making.build_moe import _free_bytes
+from finefit.model.family import save_weights
+from finefit.model.load import load_for_answers
+from finefit.stages.build_moe import _free_bytes
 from tests.conftest import SPECIAL, make_tokenizer, write_jsonl
 from tests.gpu.segments import expandable_alone
 from tests.gpu.test_measure import SPEC, finefit
@@ -108,7 +109,8 @@ def test_a_step_in_bf16_never_waits_for_the_card() -> None:
 
 
 def _loss(model: nn.Module, ids_BT: Tensor, mask_11TT: Tensor) -> Tensor:
-    """Without a mask transformers looks for packed rows among the positions, once for all layers, and waits for what it finds."""
+    """Without a mask transformers looks for packed rows among the positions, once for all layers, and waits for what it
+    finds."""
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found: Tensor = model.base_model(input_ids=ids_BT, attention_mask=mask_11TT, use_cache=False).last_hidden_state  # type: ignore[operator]
     return found.float().square().mean()
@@ -116,11 +118,11 @@ def _loss(model: nn.Module, ids_BT: Tensor, mask_11TT: Tensor) -> Tensor:
 
 @expandable_alone
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_step_takes_what_was_foretold_however_tokens_are_routed(case: Case) -> None:
-    told = foretold(case)
+def test_a_step_takes_what_was_predicted_however_tokens_are_routed(case: Case) -> None:
+    told = predicted(case)
     alone(dict)  # workspaces that other tests have taken would lie elsewhere
     even, collapsed = (measured(case, is_collapsed=is_collapsed) for is_collapsed in (False, True))
-    print(f"\n{case.name}: {told} foretold, {even} measured, {collapsed} collapsed")
+    print(f"\n{case.name}: {told} predicted, {even} measured, {collapsed} collapsed")
     for found in (even, collapsed):
         assert abs(told["allocated_bytes"] / found["allocated_bytes"] - 1) < 0.01
         assert told["reserved_bytes"] / found["reserved_bytes"] > 0.97
@@ -141,7 +143,7 @@ def test_a_mixture_is_saved_without_more_memory_on_the_card(tmp_path: Path) -> N
     )
 
 
-def test_the_whole_command_trains_a_mixture_within_what_it_foretold(
+def test_the_whole_command_trains_a_mixture_within_what_it_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -157,7 +159,7 @@ def test_the_whole_command_trains_a_mixture_within_what_it_foretold(
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC.replace("TUNING", "{kind: full}").replace("LEVERS", "levers: {micro_batch: 2}"))
     found = finefit("plan", str(path), "--measure", cwd=tmp_path)
-    assert abs(found["error"]) < 0.03 or abs(found["measured_bytes"] - found["foretold_bytes"]) <= 24 << 20
+    assert abs(found["error"]) < 0.03 or abs(found["measured_bytes"] - found["predicted_bytes"]) <= 24 << 20
     assert finefit("run", str(path), cwd=tmp_path)["result"]["step"] == 3
 
 

@@ -1,4 +1,5 @@
-"""Packed rows on a card: what the kernel for rows of any length computes, takes and waits for. Run with `pytest -m gpu` on a machine that has one."""
+"""Packed rows on a card: what the kernel for rows of any length computes, takes and waits for. Run with `pytest -m gpu`
+on a machine that has one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,19 +14,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate, micro_batches, pack
 from finefit.data.examples import Example
-from finefit.data.packing import capacity_of
-from finefit.model.attention import choose_attention, has_varlen, varlen
+from finefit.data.order import capacity_of
+from finefit.model.attention import choose_attention, flash_packed
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Packed
-from finefit.objective.sft import sft
-from finefit.rehearse.kernels import kernels_for
+from finefit.objective.losses import sft_loss
+from finefit.rehearse.fake_kernels import device_kernels
 from finefit.spec.models import Full
 from finefit.spec.schema import AdamW
 from finefit.step.forward import autocast_for, bind
-from finefit.step.levers import pull
+from finefit.step.levers import apply_levers
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
-from tests.gpu.test_shadows import Make, assert_near, foretold, measured
+from finefit.vision.attention import has_varlen
+from tests.gpu.test_fake_kernels import Make, assert_near, measured, predicted
 from tests.gpu.waiting import waiting_forbidden
 
 pytestmark = [
@@ -81,7 +83,7 @@ def test_the_kernel_gives_every_row_what_it_gives_it_alone(shape: tuple[int, int
     given = _heads(*shape, sum(LENGTHS), torch.bfloat16)
     query, key, value = given
     assert has_varlen(query, key, value, 256)
-    found = _through(lambda q, k, v: varlen(q, k, v, packed, dropout=0.0, scaling=0.11), given)
+    found = _through(lambda q, k, v: flash_packed(q, k, v, packed, dropout=0.0, scaling=0.11), given)
     alone = _through(_row_by_row, given)
     exact = _through(_row_by_row, _heads(*shape, sum(LENGTHS), torch.float32))
     for name, ours, theirs, wanted in zip(("answer", "query", "key", "value"), found, alone, exact, strict=True):
@@ -91,9 +93,9 @@ def test_the_kernel_gives_every_row_what_it_gives_it_alone(shape: tuple[int, int
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", [(1024,) * 4, (40,) * 100], ids=["long rows", "many rows"])
-def test_the_kernel_takes_what_was_foretold(shape: tuple[int, int, int], lengths: tuple[int, ...]) -> None:
+def test_the_kernel_takes_what_was_predicted(shape: tuple[int, int, int], lengths: tuple[int, ...]) -> None:
     heads, kv_heads, width = shape
-    kernels = replace(kernels_for("cuda", torch.cuda.get_device_capability(), "bf16"), workspace_bytes=0)
+    kernels = replace(device_kernels("cuda", torch.cuda.get_device_capability(), "bf16"), workspace_bytes=0)
     module = nn.Module()
     module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
     on_card = _packed(lengths, "cuda")
@@ -115,11 +117,13 @@ def test_the_kernel_takes_what_was_foretold(shape: tuple[int, int, int], lengths
             lengths=lengths,
         )
 
-    foreseen = foretold(
+    expected = predicted(
         run(lambda q, k, v, packed: kernels.attention(module, q, k, v, None, packed=packed)[0], fake), kernels
     )
-    seen = measured(run(lambda q, k, v, packed: varlen(q, k, v, packed, dropout=0.0, scaling=None), lambda: on_card))
-    assert_near(foreseen, seen)
+    seen = measured(
+        run(lambda q, k, v, packed: flash_packed(q, k, v, packed, dropout=0.0, scaling=None), lambda: on_card)
+    )
+    assert_near(expected, seen)
 
 
 def _config(kind: str) -> LlamaConfig | Qwen3Config:
@@ -150,7 +154,7 @@ def _model(kind: str, levers: Levers) -> nn.Module:
         if parameter.ndim == 2:
             parameter.data.mul_(3)
     model: nn.Module = make_trainable(base.cuda(), Full(kind="full"), name="tiny")
-    pull(model, levers)
+    apply_levers(model, levers)
     return model
 
 
@@ -172,7 +176,7 @@ def _gradients(
     outcome = optimizer_step(
         [batch.moved(lambda tensor: tensor.cuda()) for batch in batches],
         forward=bind(model, loss_chunk=levers.loss_chunk, autocast=autocast_for("cuda", precision)),
-        objective=sft,
+        objective=sft_loss,
         optimizer=make_optimizer(model, AdamW(lr=1e-3), device="cuda"),
         clip=None,
         decide=note,
@@ -209,9 +213,9 @@ def test_nothing_waits_for_the_card_between_a_packed_batch_and_its_gradients() -
     model = _model("llama", Levers(micro_batch=2))
     batch = pack(_examples((300, 17, 120))).moved(lambda tensor: tensor.cuda())
     forward = bind(model, autocast=autocast_for("cuda", "bf16"))
-    sft(forward, batch).total.backward()  # type: ignore[no-untyped-call] # the first one takes workspaces
+    sft_loss(forward, batch).total.backward()  # type: ignore[no-untyped-call] # the first one takes workspaces
     with waiting_forbidden():
-        sft(forward, batch).total.backward()  # type: ignore[no-untyped-call]
+        sft_loss(forward, batch).total.backward()  # type: ignore[no-untyped-call]
 
 
 def test_a_row_is_what_it_is_whatever_its_neighbours() -> None:

@@ -1,4 +1,5 @@
-"""A rank on a card: NCCL carries tensors, gloo what is agreed on. One card has room for one rank; several are tested on a CPU."""
+"""A rank on a card: NCCL carries tensors, gloo what is agreed on. One card has room for one rank; several are tested on
+a CPU."""
 
 from datetime import timedelta
 
@@ -6,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from finefit.artifacts.launcher import Place
-from finefit.pipeline.launch import free_port
+from finefit.artifacts.processes import RankEnv
+from finefit.run.launch import free_port
 from finefit.train.ranks import joined, open_store
 
 pytestmark = pytest.mark.gpu
 
 
 def test_a_rank_on_a_card_agrees_on_the_host_and_sums_on_the_card() -> None:
-    place = Place(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=free_port())
+    place = RankEnv(rank=0, size=1, local_rank=0, local_size=1, address="127.0.0.1", port=free_port())
     with joined(place, open_store(place, patience=timedelta(seconds=30)), device="cuda") as ranks:
         assert (ranks.any(True), ranks.any(False), list(ranks.gather({"a": 1}))) == (True, False, [{"a": 1}])
         ranks.barrier()

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from finefit.model.attention import attention_here
 from finefit.model.load import base_bits, load_base, make_trainable, quiet, weight_dtype
-from finefit.objective.sft import sft
+from finefit.objective.losses import sft_loss
 from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.spec.schema import AdamW
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
-from finefit.step.proof import frozen_digest
-from finefit.step.state import make_optimizer, restore_state, save_state
+from finefit.step.state import frozen_digest, make_optimizer, restore_state, save_state
 from tests.conftest import make_model_folder
 from tests.step.conftest import ADAMW, cut, unequal_examples
 
@@ -48,7 +47,7 @@ def train(model: nn.Module, precision: str, *, steps: int = 8) -> list[float]:
     scale = 1024.0 if precision == "fp16" else 1.0
     return [
         optimizer_step(
-            batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
+            batches, forward=forward, objective=sft_loss, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
         ).loss.item()
         for _ in range(steps)
     ]

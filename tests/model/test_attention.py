@@ -2,7 +2,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig
 
-from finefit.model.attention import choose_attention, has_varlen
+from finefit.model.attention import choose_attention
+from finefit.vision.attention import has_varlen
 
 LLAMA = LlamaConfig()
 VOLTA, TURING, AMPERE, ADA, HOPPER = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0)

@@ -1,4 +1,5 @@
-"""Experts as they are computed here give what transformers' plain loop over experts gives, in what precision products are asked for."""
+"""Experts as they are computed here give what transformers' plain loop over experts gives, in what precision products
+are asked for."""
 
 from typing import Any
 

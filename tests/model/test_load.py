@@ -11,20 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from finefit.artifacts.forecasts import Room
+from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.errors import ModelError, RunError, SpecError
-from finefit.evaluate.answers import answers
-from finefit.model.load import (
-    counts,
-    load_base,
-    load_for_answers,
-    make_trainable,
-    resolve_targets,
-    restore_weights,
-    save_weights,
-    weight_bytes,
-    weight_dtype,
-)
+from finefit.evaluate.batches import answers
+from finefit.model.adapter import resolve_targets
+from finefit.model.family import save_weights
+from finefit.model.frozen_weights import weight_bytes
+from finefit.model.load import counts, load_base, load_for_answers, make_trainable, weight_dtype
+from finefit.model.saved_weights import restore_weights
 from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_model_folder
@@ -344,9 +338,9 @@ def test_answers_are_greedy_whatever_the_models_own_penalties_are(checkpoint: st
     bent = load_for_answers(folder, tmp_path / checkpoint if checkpoint else None, device="cpu", dtype=torch.float32)
     straight = load_for_answers(make_model_folder(tmp_path / "plain"), None, device="cpu", dtype=torch.float32)
     prompts = [list(e.tokens[:at]) for e in unequal_examples() for at in (5, 6)]
-    room = Room(rows=4, tokens=4096)
+    batch_limit = EvalBatchLimit(rows=4, tokens=4096)
     found = [
-        dict(answers(model, RENDERER, prompts, max_new_tokens=12, room=room, device="cpu", warn=print))
+        dict(answers(model, RENDERER, prompts, max_new_tokens=12, batch_limit=batch_limit, device="cpu", warn=print))
         for model in (bent, straight)
     ]
     assert found[0] == found[1]

@@ -10,25 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from finefit.errors import SpecError
-from finefit.model.load import (
-    as_reference,
-    base_bits,
-    counts,
-    freeze_reference,
-    load_base,
-    load_for_answers,
-    make_trainable,
-    quiet,
-    restore_weights,
-    save_weights,
-    weight_dtype,
-)
-from finefit.objective.sft import sft
+from finefit.model.adapter import as_reference, freeze_reference
+from finefit.model.family import save_weights
+from finefit.model.load import base_bits, counts, load_base, load_for_answers, make_trainable, quiet, weight_dtype
+from finefit.model.saved_weights import restore_weights
+from finefit.objective.losses import sft_loss
 from finefit.spec.models import Lora
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
-from finefit.step.proof import frozen_digest
-from finefit.step.state import make_optimizer
+from finefit.step.state import frozen_digest, make_optimizer
 from tests.conftest import make_model, make_model_folder
 from tests.step.conftest import ADAMW, cut, unequal_examples
 
@@ -57,7 +47,7 @@ def train(model: nn.Module, *, precision: str = "fp32", steps: int = 6) -> list[
     batches = cut(unequal_examples(), 4)
     return [
         optimizer_step(
-            batches, forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
+            batches, forward=forward, objective=sft_loss, optimizer=optimizer, clip=1.0, decide=bool, loss_scale=scale
         ).loss.item()
         for _ in range(steps)
     ]

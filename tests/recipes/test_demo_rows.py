@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -13,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "src" / "finefit" / "recipes" / "demo"
-GENERATOR = ROOT / "tools" / "make_demo_rows.py"
 NUM_ROWS = {"train": 272, "validation": 24, "test": 40}
 KEYS = ["customer", "item", "quantity", "day", "urgent"]
 DAYS = {"Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"}
@@ -61,13 +58,6 @@ def overlap(one: Row, other: Row) -> float:
     """Jaccard similarity of the word 5-grams of two messages."""
     mine, theirs = fivegrams(one), fivegrams(other)
     return len(mine & theirs) / max(1, len(mine | theirs))
-
-
-def test_the_generator_writes_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(GENERATOR), str(tmp_path)], check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in ROWS.glob("*.jsonl")}
-    for split in NUM_ROWS:
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (ROWS / f"{split}.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("split", NUM_ROWS)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "src" / "finefit" / "recipes" / "legal-200k-twin"
-GENERATOR = ROOT / "tools" / "make_legal_rows.py"
 NUM_ROWS = {"train": 12, "validation": 2, "test": 3}
 
 
@@ -22,13 +19,6 @@ def rows(split: str) -> tuple[dict[str, str], ...]:
 
 def every_row() -> list[dict[str, str]]:
     return [row for split in NUM_ROWS for row in rows(split)]
-
-
-def test_the_generator_writes_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(GENERATOR), str(tmp_path)], check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in ROWS.glob("*.jsonl")}
-    for split in NUM_ROWS:
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (ROWS / f"{split}.jsonl").read_bytes()
 
 
 def test_every_file_is_long_and_its_summary_short() -> None:

@@ -1,24 +1,23 @@
-"""The rows of medical-sft-dpo-twin are grounded, disjoint, reproducible byte for byte, and every one of them can be falsified evenly."""
+"""The rows of medical-sft-dpo-twin are grounded, disjoint, reproducible byte for byte, and every one of them can be
+falsified evenly."""
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from finefit.data.falsify.make import EVEN, make_pairs
-from finefit.data.read import open_source
+from finefit.data.sources import open_source
+from finefit.negatives.pairs import EVEN, make_pairs
+from finefit.spec.data import Source
 from finefit.spec.load import load_any
-from finefit.spec.rows import Source
-from finefit.spec.stages import MakePairs, Pipeline, Rules, TrainStage
+from finefit.spec.pipeline import Pipeline
+from finefit.spec.stages import MakePairs, Rules, TrainStage
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "src" / "finefit" / "recipes"
 ROWS = RECIPES / "medical-sft-dpo-twin"
-GENERATOR = ROOT / "tools" / "make_medical_rows.py"
 NUM_ROWS = {"train": 90, "test": 40}
 DRUGS = re.compile(
     r"\b\w+(?:pril|statin|olol|lol|cillin|cycline|xaban|prazole|mide|pram|line|oxen|formin|farin|profen|pentin|roxine|dogrel|sone)\b",
@@ -36,13 +35,6 @@ def twin(name: str = "medical-sft-dpo-twin") -> Pipeline:
     found = load_any(RECIPES / name / "spec.yaml")
     assert isinstance(found, Pipeline)
     return found
-
-
-def test_the_generator_writes_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(GENERATOR), str(tmp_path)], check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in ROWS.glob("*.jsonl")}
-    for split in NUM_ROWS:
-        assert (tmp_path / f"{split}.jsonl").read_bytes() == (ROWS / f"{split}.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("split", NUM_ROWS)

@@ -1,20 +1,19 @@
-"""The rows of rmoe-twin are right, disjoint and reproducible byte for byte; the recipe and its twin are one pipeline on two models."""
+"""The rows of rmoe-twin are right, disjoint and reproducible byte for byte; the recipe and its twin are one pipeline on
+two models."""
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from finefit.spec.load import load_any
-from finefit.spec.stages import BuildMoe, EvaluateStage, Pipeline, TrainStage
+from finefit.spec.pipeline import Pipeline
+from finefit.spec.stages import BuildMoe, EvaluateStage, TrainStage
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "src" / "finefit" / "recipes"
 ROWS = RECIPES / "rmoe-twin"
-GENERATOR = ROOT / "tools" / "make_rmoe_rows.py"
 NUM_ROWS = {"orders-train": 96, "orders-test": 40, "dates-train": 96, "dates-test": 40}
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
@@ -28,13 +27,6 @@ def pipeline(name: str) -> Pipeline:
     found = load_any(RECIPES / name / "spec.yaml")
     assert isinstance(found, Pipeline)
     return found
-
-
-def test_the_generator_writes_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(GENERATOR), str(tmp_path)], check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.jsonl" for name in NUM_ROWS}
-    for name in NUM_ROWS:
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (ROWS / f"{name}.jsonl").read_bytes()
 
 
 def test_no_prompt_and_no_answer_stands_twice() -> None:

@@ -1,4 +1,5 @@
-"""The model of the recipe shirg does what SHIRG and LLaDA say: views, choice of patches, masks, loss and answers, each against a reference."""
+"""The model of the recipe shirg does what SHIRG and LLaDA say: views, choice of patches, masks, loss and answers, each
+against a reference."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +39,8 @@ SCORES = ("base", "entropy", "edge", "full", "random")
 
 
 def make(**changes: Any) -> Shirg:
-    """Weights are larger than at the start of a training, so that attention and similarity differ from patch to patch."""
+    """Weights are larger than at the start of a training, so that attention and similarity differ from patch to
+    patch."""
     torch.manual_seed(3)
     model = shirg.build(CONFIG | changes)
     with torch.no_grad():
@@ -258,7 +260,8 @@ def test_a_token_is_masked_as_often_as_its_weight_says_and_each_copy_masks_one_a
 
 
 def test_told_again_by_its_weight_the_loss_is_on_average_that_of_every_token() -> None:
-    """Horvitz and Thompson: a sum over drawn places, each divided by its probability, has the sum over all places as its mean."""
+    """Horvitz and Thompson: a sum over drawn places, each divided by its probability, has the sum over all places as
+    its mean."""
     made, one, chance, total = make().made, row(1), np.random.default_rng(0), np.zeros(4)
     for _ in range(4_000):
         total += shirg.laid(one, made, chance).weights_A.reshape(2, 4).sum(axis=0)
@@ -323,7 +326,8 @@ def test_the_language_model_is_a_llama_that_sees_in_both_directions() -> None:
 
 
 def by_hand(model: Shirg, one: CustomRow) -> Tensor:
-    """The loss of a row as it is written down: two rows of image, question and one copy of the answer, each by itself."""
+    """The loss of a row as it is written down: two rows of image, question and one copy of the answer, each by
+    itself."""
     inputs = model.inputs([one])
     question = int((inputs["parts"] == READ).sum())
     length = (inputs["ids"].shape[1] - question) // 2

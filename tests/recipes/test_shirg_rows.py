@@ -1,4 +1,5 @@
-"""The rows of shirg/twin are readable, balanced and disjoint; recipe and twin are one method in two sizes, with adapters where SHIRG has them."""
+"""The rows of shirg/twin are readable, balanced and disjoint; recipe and twin are one method in two sizes, with
+adapters where SHIRG has them."""
 
 import io
 import json
@@ -17,13 +18,15 @@ import torch
 from safetensors.torch import save_file
 
 from finefit.artifacts.forecasts import Forecast
-from finefit.model.custom import adaptable_layers, build, own_of, put_weights
-from finefit.model.custom_files import written
-from finefit.pipeline.forecasting import forecast, lengths_of
+from finefit.custom.model import build_custom, custom_family_of, load_custom_weights
+from finefit.model.resolve_model import custom_source
+from finefit.plan.client import forecast
+from finefit.plan.stage_forecasts import row_lengths
 from finefit.spec.load import load_any, load_spec
 from finefit.spec.models import CustomModel, FolderModel, Lora
+from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Spec
-from finefit.spec.stages import Pipeline, TrainStage
+from finefit.spec.stages import TrainStage
 
 RECIPES = Path(__file__).parents[2] / "src" / "finefit" / "recipes"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "shirg.md"
@@ -88,10 +91,10 @@ def test_ink_is_dark_on_light_and_chalk_light_on_dark() -> None:
 def test_adapters_lie_on_the_18_layers_that_shirg_names_and_nowhere_else(size: str) -> None:
     tuning = full().tuning if size == "full" else stage("chalk").tuning
     model = model_of(full()) if size == "full" else model_of(stage("ink"))
-    own = own_of(build(written(model, FOLDER), device="meta"))
+    own = custom_family_of(build_custom(custom_source(model, FOLDER), device="meta"))
     assert own is not None
     assert isinstance(tuning, Lora)
-    assert adaptable_layers(own, tuning) == ADAPTED
+    assert own.adapter_layers(tuning) == ADAPTED
 
 
 def test_the_twin_keeps_as_large_a_share_of_the_patches() -> None:
@@ -116,14 +119,16 @@ def test_every_data_set_has_its_metric() -> None:
 
 @cache
 def planned() -> Forecast:
-    """Without the weights, and with the tokenizer of the twin: where rows are not there, every row is planned in full length."""
+    """Without the weights, and with the tokenizer of the twin: where rows are not there, every row is planned in full
+    length."""
     spec = full()
     tokenizer: dict[str, Any] = {"tokenizer": FolderModel(kind="folder", path=str(FOLDER / "tokenizer"))}
     spec = spec.model_copy(update={"model": model_of(spec).model_copy(update=tokenizer)})
-    (found,) = forecast(spec, FOLDER, (spec.card,), lengths_of(spec, FOLDER))
+    (found,) = forecast(spec, FOLDER, (spec.card,), row_lengths(spec, FOLDER))
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_full_size_fits_on_eight_cards_of_40_gb_and_trains_3_2_million_parameters() -> None:
     found = planned()
@@ -134,6 +139,7 @@ def test_the_full_size_fits_on_eight_cards_of_40_gb_and_trains_3_2_million_param
     assert found.lengths.longest == 256
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_document_tells_what_the_plan_finds() -> None:
     found, text = planned(), DOCUMENT.read_text(encoding="utf-8")
@@ -152,7 +158,9 @@ def test_weights_by_the_names_of_lavida_are_put_where_they_belong(tmp_path: Path
         "projector": "model.mm_projector",
         "transformer": "model.transformer",
     }
-    there, here = (build(written(model_of(stage("ink")), FOLDER), device="cpu", seed=seed) for seed in (1, 2))
+    there, here = (
+        build_custom(custom_source(model_of(stage("ink")), FOLDER), device="cpu", seed=seed) for seed in (1, 2)
+    )
     named = {
         f"{theirs[name.partition('.')[0]]}.{name.partition('.')[2]}": tensor
         for name, tensor in there.state_dict().items()
@@ -161,6 +169,6 @@ def test_weights_by_the_names_of_lavida_are_put_where_they_belong(tmp_path: Path
     (tmp_path / "theirs").mkdir()
     save_file(named, tmp_path / "theirs" / "model-00001-of-00001.safetensors")
     subprocess.run([sys.executable, "-c", code[1], "theirs", "ours"], cwd=tmp_path, check=True)
-    put_weights(here, tmp_path / "ours")
+    load_custom_weights(here, tmp_path / "ours")
     for mine, wanted in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(mine, wanted)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.records import Levers
-from finefit.rehearse.scene import Scene
+from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import AdamW
 
@@ -75,7 +75,7 @@ def make_config(shape: str = "smollm2-135m", *, layers: int = 2, tied: bool = Fa
     return kept | heads | {"num_hidden_layers": layers, "tie_word_embeddings": tied, "sliding_window": None} | more
 
 
-def make_scene(config: dict[str, Any] | None = None, **changes: Any) -> Scene:
+def make_cfg(config: dict[str, Any] | None = None, **changes: Any) -> StepConfig:
     """On an Ampere card or newer, in bf16, one row of 512 tokens, all supervised."""
     levers = changes.pop("levers", {})
     plain: dict[str, Any] = {
@@ -90,7 +90,7 @@ def make_scene(config: dict[str, Any] | None = None, **changes: Any) -> Scene:
         "supervised": 511,
         "accumulates": False,
     }
-    return Scene(**(plain | changes))
+    return StepConfig(**(plain | changes))
 
 
 @pytest.fixture(params=SHAPES)

@@ -1,4 +1,5 @@
-"""The allocator against a slow oracle that derives its free blocks anew at every request, and against cases worked by hand."""
+"""The allocator against a slow oracle that derives its free blocks anew at every request, and against cases worked by
+hand."""
 
 import random
 import subprocess
@@ -17,7 +18,8 @@ Region = tuple[int, int, bool]  # begin, end, is it mapped
 
 
 class Oracle:
-    """One expandable pool as a set of mapped pages and a list of live ranges: whatever lies between the ranges is free or a hole."""
+    """One expandable pool as a set of mapped pages and a list of live ranges: whatever lies between the ranges is free
+    or a hole."""
 
     def __init__(self, page: int) -> None:
         self.page, self.mapped, self.live = page, set[int](), dict[int, tuple[int, int]]()
@@ -44,7 +46,8 @@ class Oracle:
         return stretches
 
     def cached(self, size: int) -> int | None:
-        """Best fit; a block before a hole counts as all that it can grow to, so the next larger block may come first."""
+        """Best fit; a block before a hole counts as all that it can grow to, so the next larger block may come
+        first."""
         regions = self.regions()
         hole_after = {begin: end - begin for begin, end, is_mapped in regions if not is_mapped}
         fits = sorted((end - begin, begin) for begin, end, is_mapped in regions if is_mapped and end - begin >= size)
@@ -245,14 +248,16 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
 
 
 def test_of_equal_blocks_the_lowest_is_taken() -> None:
-    """[2 free][2][2 free][2][12 free]: the first is taken, so that the second, the block behind it and the tail can become 16."""
+    """[2 free][2][2 free][2][12 free]: the first is taken, so that the second, the block behind it and the tail can
+    become 16."""
     events = allocations(2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB)
     events += [(0, 0), (2, 0), (4, 2 * MIB), (3, 0), (5, 16 * MIB)]
     assert replay(events).reserved_bytes == 20 * MIB
 
 
 def test_the_free_tail_counts_as_endless() -> None:
-    """A hole of 9 MiB is taken for 4 MiB although the tail of 5 fits better; the tail keeps its 5 for the next request."""
+    """A hole of 9 MiB is taken for 4 MiB although the tail of 5 fits better; the tail keeps its 5 for the next
+    request."""
     events = allocations(9 * MIB, 6 * MIB)
     events += [(0, 0), (2, 4 * MIB), (3, 5 * MIB + 512)]
     assert replay(events).reserved_bytes == 40 * MIB
@@ -295,7 +300,8 @@ def test_a_page_that_a_live_block_touches_stays_mapped() -> None:
 
 
 def test_an_unmapped_hole_is_mapped_again_before_the_end_grows() -> None:
-    """The 75 MiB push out the free 60, [60 hole][20][75]; the 15 go into that hole: behind the 75 they would pin a page, and 100 would not fit."""
+    """The 75 MiB push out the free 60, [60 hole][20][75]; the 15 go into that hole: behind the 75 they would pin a
+    page, and 100 would not fit."""
     events = [*allocations(60 * MIB, 20 * MIB), (0, 0), (2, 75 * MIB), (3, 15 * MIB), (2, 0), (4, 100 * MIB)]
     assert answer(replay(events, limit_bytes=140 * MIB)) == (135 * MIB, 140 * MIB, None)
     assert replay(events, limit_bytes=140 * MIB - 1).failed_at == 6

@@ -1,4 +1,5 @@
-"""Planted faults: each keeps the gradient from a trained tensor, or takes a tensor out of training, and is named with its cause."""
+"""Planted faults: each keeps the gradient from a trained tensor, or takes a tensor out of training, and is named with
+its cause."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from finefit.artifacts.names import grouped
+from finefit.artifacts.forecasts import grouped_names
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
+from finefit.rehearse.fake_model import measure_size
 from finefit.rehearse.gradients import explain, frozen_adapters
-from finefit.rehearse.rehearsal import Rehearsed, rehearse
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.size import survey
+from finefit.rehearse.rehearsal import Rehearsal, rehearse
+from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Lora, Tuning
 from finefit.spec.schema import AdamW
 
@@ -34,8 +35,8 @@ LLAMA = {
 }
 
 
-def scene(*, tuning: Tuning | None = None, levers: Levers | None = None) -> Scene:
-    return Scene(
+def cfg(*, tuning: Tuning | None = None, levers: Levers | None = None) -> StepConfig:
+    return StepConfig(
         config=LLAMA,
         tuning=tuning or Lora(kind="lora", rank=4, alpha=8),
         optimizer=AdamW(lr=1e-2),
@@ -53,8 +54,8 @@ def backbone(model: nn.Module) -> Any:
     return model.get_submodule(BACKBONE)
 
 
-def unreached_modules(rehearsed: Rehearsed) -> list[str]:
-    return grouped(name.partition(".lora_")[0].removesuffix(".weight") for name in rehearsed.unreached)
+def unreached_modules(rehearsed: Rehearsal) -> list[str]:
+    return grouped_names(name.partition(".lora_")[0].removesuffix(".weight") for name in rehearsed.unreached)
 
 
 class Tower(nn.Module):
@@ -85,9 +86,9 @@ def without_gradients(module: nn.Module) -> None:
     ids=["kept", "recomputed"],
 )
 def test_every_tensor_of_a_sound_model_is_reached(tuning: Tuning, levers: Levers) -> None:
-    whole = scene(tuning=tuning, levers=levers)
+    whole = cfg(tuning=tuning, levers=levers)
     rehearsed = rehearse(whole)
-    assert survey(whole).trainable_tensors > 0
+    assert measure_size(whole).trainable_tensors > 0
     assert rehearsed.unreached == ()
     assert rehearsed.causes == ()
 
@@ -100,7 +101,7 @@ def test_a_model_that_was_set_to_re_entrant_checkpointing_is_put_right_by_the_le
                 partial(checkpoint, use_reentrant=True),
             )
 
-    assert rehearse(scene(levers=Levers(micro_batch=1, recompute=2)), adjust).unreached == ()
+    assert rehearse(cfg(levers=Levers(micro_batch=1, recompute=2)), adjust).unreached == ()
 
 
 # re-entrant checkpointing
@@ -133,8 +134,8 @@ def checkpointed_soundly(model: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_re_entrant_checkpointing_over_frozen_embeddings_is_named() -> None:
-    rehearsed = rehearse(scene(), partial(checkpointed, recompute=partial(checkpoint, use_reentrant=True)))
-    assert len(rehearsed.unreached) == survey(scene()).trainable_tensors
+    rehearsed = rehearse(cfg(), partial(checkpointed, recompute=partial(checkpoint, use_reentrant=True)))
+    assert len(rehearsed.unreached) == measure_size(cfg()).trainable_tensors
     (cause,) = rehearsed.causes
     assert cause.startswith(f"{BACKBONE}.layers.{{0..1}}.layer: {REENTRANT}")
     assert "enable_input_require_grads()" in cause
@@ -147,18 +148,18 @@ def test_re_entrant_checkpointing_of_a_single_forward_is_named() -> None:
         projection = attention.q_proj
         projection.forward = partial(checkpoint, projection.forward, use_reentrant=True)
 
-    rehearsed = rehearse(scene(), adjust)
+    rehearsed = rehearse(cfg(), adjust)
     assert unreached_modules(rehearsed) == [f"{BACKBONE}.layers.0.self_attn.q_proj"]
     assert len(rehearsed.causes) == 1
     assert REENTRANT in rehearsed.causes[0]
 
 
 def test_re_entrant_checkpointing_with_input_gradients_is_sound() -> None:
-    assert rehearse(scene(), checkpointed_soundly).unreached == ()
+    assert rehearse(cfg(), checkpointed_soundly).unreached == ()
 
 
 def test_non_reentrant_checkpointing_over_frozen_embeddings_is_sound() -> None:
-    assert rehearse(scene(), partial(checkpointed, recompute=partial(checkpoint, use_reentrant=False))).unreached == ()
+    assert rehearse(cfg(), partial(checkpointed, recompute=partial(checkpoint, use_reentrant=False))).unreached == ()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -173,7 +174,7 @@ def test_checkpointing_that_cannot_be_looked_into_is_named_as_a_possible_cause()
 
         layer.forward = hidden_away
 
-    rehearsed = rehearse(scene(), adjust)
+    rehearsed = rehearse(cfg(), adjust)
     assert {".layers.0." in name for name in rehearsed.unreached} == {True}
     (cause,) = rehearsed.causes
     assert "is computed under no_grad" in cause
@@ -184,7 +185,7 @@ def test_checkpointing_that_cannot_be_looked_into_is_named_as_a_possible_cause()
 
 
 def test_a_layer_under_no_grad_is_named() -> None:
-    rehearsed = rehearse(scene(), lambda model: without_gradients(backbone(model).layers[1].mlp))
+    rehearsed = rehearse(cfg(), lambda model: without_gradients(backbone(model).layers[1].mlp))
     linear = [f"{BACKBONE}.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert unreached_modules(rehearsed) == linear
     (cause,) = rehearsed.causes
@@ -197,26 +198,26 @@ def test_no_grad_inside_a_re_entrant_layer_is_not_blamed_on_checkpointing() -> N
         without_gradients(backbone(model).layers[1].mlp)
         checkpointed_soundly(model)
 
-    (cause,) = rehearse(scene(), adjust).causes
+    (cause,) = rehearse(cfg(), adjust).causes
     assert "is computed under no_grad" in cause
     assert "checkpointing" not in cause
 
 
 def test_what_lies_behind_a_layer_under_no_grad_is_told_apart_from_it() -> None:
     """Layer 1 is computed under no_grad: layer 0 was called with gradients, and none can come back to it."""
-    rehearsed = rehearse(scene(), lambda model: without_gradients(backbone(model).layers[1]))
-    assert len(rehearsed.unreached) == survey(scene()).trainable_tensors
+    rehearsed = rehearse(cfg(), lambda model: without_gradients(backbone(model).layers[1]))
+    assert len(rehearsed.unreached) == measure_size(cfg()).trainable_tensors
     behind, blind = rehearsed.causes
     assert "layers.0." in behind
-    assert "used only by what is computed without gradients" in behind
+    assert "its output does not reach the loss" in behind
     assert "layers.1." in blind
     assert "is computed under no_grad" in blind
 
 
 def test_a_backbone_under_no_grad_has_one_cause() -> None:
     """All that backward says of it is that element 0 of tensors does not require grad."""
-    rehearsed = rehearse(scene(), lambda model: without_gradients(backbone(model)))
-    assert len(rehearsed.unreached) == survey(scene()).trainable_tensors
+    rehearsed = rehearse(cfg(), lambda model: without_gradients(backbone(model)))
+    assert len(rehearsed.unreached) == measure_size(cfg()).trainable_tensors
     (cause,) = rehearsed.causes
     assert cause.startswith(f"{BACKBONE}.layers.{{0..1}}: is computed under no_grad")
 
@@ -229,7 +230,7 @@ def test_no_grad_around_the_whole_model_is_not_blamed_on_its_checkpointing() -> 
         kept.append(model)
         checkpointed_soundly(model)
 
-    assert rehearse(scene(), adjust).unreached == ()
+    assert rehearse(cfg(), adjust).unreached == ()
     (model,) = kept
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     (cause,) = explain(model, trained, {name: False for name, _ in model.named_modules() if name.startswith(BACKBONE)})
@@ -244,10 +245,13 @@ def test_a_tower_that_the_batch_does_not_feed_is_named_as_a_whole() -> None:
     def adjust(model: nn.Module) -> None:
         backbone(model).tower = nn.ModuleList([Tower(), Tower()])
 
-    rehearsed = rehearse(scene(), adjust)
+    rehearsed = rehearse(cfg(), adjust)
     assert len(rehearsed.unreached) == 4
     assert rehearsed.causes == (
-        f"{BACKBONE}.tower: gets no input (a tower that the batch does not feed); feed it, or leave it out of tuning.targets",
+        (
+            f"{BACKBONE}.tower: gets no input (a tower that the batch does not use); feed it, or leave it out of "
+            "tuning.targets"
+        ),
     )
 
 
@@ -256,7 +260,7 @@ def test_layers_that_are_passed_over_are_grouped_by_their_numbers() -> None:
         for layer in backbone(model).layers:
             layer.mlp.forward = lambda hidden: hidden
 
-    (cause,) = rehearse(scene(), adjust).causes
+    (cause,) = rehearse(cfg(), adjust).causes
     linear = [f"{BACKBONE}.layers.{{0..1}}.mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert cause.startswith(f"{', '.join(linear)}: gets no input")
 
@@ -265,7 +269,7 @@ def test_a_merged_adapter_is_named() -> None:
     def adjust(model: nn.Module) -> None:
         backbone(model).layers[1].self_attn.q_proj.merged_adapters.append("default")
 
-    (cause,) = rehearse(scene(), adjust).causes
+    (cause,) = rehearse(cfg(), adjust).causes
     assert cause.startswith(f"{BACKBONE}.layers.1.self_attn.q_proj: is called without its adapter")
 
 
@@ -276,10 +280,10 @@ def test_an_output_that_is_not_used_is_named(use: Callable[[Tensor], Any]) -> No
         layer.tower = Tower()
         layer.mlp.register_forward_hook(lambda _, __, out: out + use(layer.tower(out)))
 
-    rehearsed = rehearse(scene(), adjust)
+    rehearsed = rehearse(cfg(), adjust)
     assert unreached_modules(rehearsed) == [f"{BACKBONE}.layers.0.tower"]
     (cause,) = rehearsed.causes
-    assert cause.startswith(f"{BACKBONE}.layers.0.tower: its output has no part in the loss")
+    assert cause.startswith(f"{BACKBONE}.layers.0.tower: its output does not reach the loss")
 
 
 def test_a_tower_whose_output_is_used_is_reached() -> None:
@@ -288,7 +292,7 @@ def test_a_tower_whose_output_is_used_is_reached() -> None:
         layer.tower = Tower()
         layer.mlp.register_forward_hook(lambda _, __, out: out + layer.tower(out))
 
-    assert rehearse(scene(), adjust).unreached == ()
+    assert rehearse(cfg(), adjust).unreached == ()
 
 
 def test_each_fault_has_its_own_sentence() -> None:
@@ -296,7 +300,7 @@ def test_each_fault_has_its_own_sentence() -> None:
         backbone(model).tower = Tower()
         without_gradients(backbone(model).layers[1].mlp)
 
-    causes = rehearse(scene(), adjust).causes
+    causes = rehearse(cfg(), adjust).causes
     assert [("no input" in cause, "no_grad" in cause) for cause in causes] == [(False, True), (True, False)]
 
 
@@ -319,13 +323,13 @@ def test_frozen_adapters_are_named_though_no_gradient_is_missing() -> None:
         for layer in backbone(model).layers:
             layer.mlp.up_proj.lora_B.requires_grad_(False)
 
-    assert rehearse(scene(), adjust).unreached == ()
+    assert rehearse(cfg(), adjust).unreached == ()
     assert frozen_adapters(kept[0]) == (f"{BACKBONE}.layers.{{0..1}}.mlp.up_proj.lora_B.default.weight",)
 
 
 def test_adapters_that_are_trained_are_not_named_as_frozen() -> None:
     kept: list[nn.Module] = []
-    rehearse(scene(), kept.append)
+    rehearse(cfg(), kept.append)
     assert frozen_adapters(kept[0]) == ()
 
 
@@ -334,7 +338,7 @@ def test_adapters_that_are_trained_are_not_named_as_frozen() -> None:
 
 def test_a_target_that_matches_nothing_is_refused_with_the_known_layers() -> None:
     with pytest.raises(ModelError, match="query_proj matches no linear layer") as error:
-        rehearse(scene(tuning=Lora(kind="lora", targets=("q_proj", "query_proj"))))
+        rehearse(cfg(tuning=Lora(kind="lora", targets=("q_proj", "query_proj"))))
     assert error.value.remedy == "its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
@@ -358,4 +362,4 @@ def test_a_target_that_matches_nothing_is_refused_with_the_known_layers() -> Non
     ],
 )
 def test_names_that_differ_in_numbers_are_grouped(names: list[str], expected: list[str]) -> None:
-    assert grouped(names) == expected
+    assert grouped_names(names) == expected

@@ -1,4 +1,5 @@
-"""Mixtures of experts: training and answers are rehearsed as they will be run, and what is foretold holds for any routing."""
+"""Mixtures of experts: training and answers are rehearsed as they will be run, and what is predicted holds for any
+routing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,24 +11,24 @@ from torch.profiler import ProfilerActivity, profile
 
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch
-from finefit.objective.sft import sft
+from finefit.objective.losses import sft_loss
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.clock import total_flops
-from finefit.rehearse.depth import rehearse_depth
-from finefit.rehearse.generation import GENERATION, Generated, generate
-from finefit.rehearse.kernels import GROUPED, kernels_for
-from finefit.rehearse.rehearsal import Rehearsed, rehearse
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.size import survey
+from finefit.rehearse.cost_model import total_flops
+from finefit.rehearse.fake_kernels import GROUPED_MM, device_kernels
+from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.generation import GENERATION, GenerationRehearsal, rehearse_answers
+from finefit.rehearse.layer_kinds import rehearse_extrapolated
+from finefit.rehearse.rehearsal import Rehearsal, rehearse
+from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import Cost
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import Router
 from finefit.step.forward import bind
-from finefit.step.levers import pull
+from finefit.step.levers import apply_levers
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 from tests.mixtures import FAMILIES, make_mixture, mixture_config
-from tests.rehearse.conftest import FULL, make_scene
+from tests.rehearse.conftest import FULL, make_cfg
 
 ROUTERS = Subset(kind="subset", trainable=("mlp.gate",))
 ATTENTION = Lora(kind="lora", rank=8, targets=("q_proj", "v_proj"))
@@ -42,14 +43,14 @@ DEVICES: dict[str, dict[str, Any]] = {
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
 
 
-def _scene(family: str = "qwen3", *, num_experts: int = 4, layers: int = 2, **changes: Any) -> Scene:
+def _cfg(family: str = "qwen3", *, num_experts: int = 4, layers: int = 2, **changes: Any) -> StepConfig:
     shape = {"tokens": 256, "supervised": 200, "levers": {"micro_batch": 2}}
-    return make_scene(
+    return make_cfg(
         mixture_config(family, num_experts=num_experts, num_hidden_layers=layers, **WIDE), **(shape | changes)
     )
 
 
-def _peak(found: Rehearsed) -> int:
+def _peak(found: Rehearsal) -> int:
     return replay(found.trace.stream()).allocated_bytes
 
 
@@ -62,15 +63,15 @@ def _peak(found: Rehearsed) -> int:
 def test_every_tuning_is_rehearsed_and_every_trained_tensor_is_reached(
     family: str, tuning: Tuning, device: dict[str, Any]
 ) -> None:
-    found = rehearse(_scene(family, tuning=tuning, is_quick=True, **device))
+    found = rehearse(_cfg(family, tuning=tuning, is_quick=True, **device))
     assert found.unreached == ()
-    assert found.trace.peaks()["backward"] > survey(_scene(family, tuning=tuning, **device)).weight_bytes
+    assert found.trace.peaks()["backward"] > measure_size(_cfg(family, tuning=tuning, **device)).weight_bytes
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_routers_are_rehearsed_with_the_loss_that_balances_them(packing: bool) -> None:
     """What routers say is kept for it: of two layers and all tokens, in what they say it."""
-    plain = _scene(tuning=ROUTERS, is_quick=True, levers={"micro_batch": 2, "packing": packing}, **PROCESSOR)
+    plain = _cfg(tuning=ROUTERS, is_quick=True, levers={"micro_batch": 2, "packing": packing}, **PROCESSOR)
     balanced = rehearse(replace(plain, objective=Router(kind="router")))
     assert balanced.unreached == ()
     assert _peak(balanced) > _peak(rehearse(plain))
@@ -78,13 +79,13 @@ def test_routers_are_rehearsed_with_the_loss_that_balances_them(packing: bool) -
 
 @pytest.mark.parametrize("tuning", [FULL, ROUTERS], ids=["full", "routers"])
 def test_a_few_layers_stand_for_all_of_them(tuning: Tuning) -> None:
-    scene = _scene("qwen2", layers=6, tuning=tuning, is_quick=True, levers={"micro_batch": 1, "recompute": 6})
-    assert _peak(rehearse_depth(scene)) == _peak(rehearse(scene))
+    cfg = _cfg("qwen2", layers=6, tuning=tuning, is_quick=True, levers={"micro_batch": 1, "recompute": 6})
+    assert _peak(rehearse_extrapolated(cfg)) == _peak(rehearse(cfg))
 
 
 def test_products_of_experts_are_taken_in_halves_where_weights_are_kept_in_fp32() -> None:
     """A card that takes 16 bits twenty times as fast would be planned, and used, as one that takes 32."""
-    trace = rehearse(_scene(tuning=FULL, capability=(9, 0), is_quick=True)).trace
+    trace = rehearse(_cfg(tuning=FULL, capability=(9, 0), is_quick=True)).trace
     grouped = [cost for costs in trace.costs.values() for cost in costs if _is_of_experts(cost)]
     assert grouped
     assert all(cost.is_half for cost in grouped)
@@ -98,23 +99,25 @@ def _is_of_experts(cost: Cost) -> bool:
 # what it takes
 
 
-def _real_peak(scene: Scene, *, is_collapsed: bool) -> int:
+def _real_peak(cfg: StepConfig, *, is_collapsed: bool) -> int:
     """What torch allocates beyond the weights in two real steps, by its own profiler."""
-    text = scene.config
+    text = cfg.config
     model = make_mixture("qwen3", num_experts=text["num_experts"], num_hidden_layers=text["num_hidden_layers"], **WIDE)
     if is_collapsed:  # every token prefers the same two experts
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
                 parameter.data.zero_()
-    trained = make_trainable(model, scene.tuning, name="tiny")
-    pull(trained, scene.levers)
+    trained = make_trainable(model, cfg.tuning, name="tiny")
+    apply_levers(trained, cfg.levers)
     optimizer, forward = (
-        make_optimizer(trained, scene.optimizer, device="cpu"),
-        bind(trained, loss_chunk=scene.levers.loss_chunk),
+        make_optimizer(trained, cfg.optimizer, device="cpu"),
+        bind(trained, loss_chunk=cfg.levers.loss_chunk),
     )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         for _ in range(2):
-            optimizer_step(_batches(scene), forward=forward, objective=sft, optimizer=optimizer, clip=1.0, decide=bool)
+            optimizer_step(
+                _batches(cfg), forward=forward, objective=sft_loss, optimizer=optimizer, clip=1.0, decide=bool
+            )
     return _highest(
         [
             (event.start_ns(), event.nbytes())
@@ -124,9 +127,9 @@ def _real_peak(scene: Scene, *, is_collapsed: bool) -> int:
     )
 
 
-def _batches(scene: Scene) -> list[Batch]:
-    rows, count = scene.levers.micro_batch, scene.levers.micro_batch * scene.supervised
-    ids_BT = torch.randint(5, 261, (rows, scene.tokens), generator=torch.Generator().manual_seed(3))
+def _batches(cfg: StepConfig) -> list[Batch]:
+    rows, count = cfg.levers.micro_batch, cfg.levers.micro_batch * cfg.supervised
+    ids_BT = torch.randint(5, 261, (rows, cfg.tokens), generator=torch.Generator().manual_seed(3))
     positions_N, targets_N = torch.arange(count), torch.ones(count, dtype=torch.long)
     return [
         Batch(
@@ -149,30 +152,29 @@ def _highest(changes: Sequence[tuple[int, int]]) -> int:
 
 @pytest.mark.parametrize("recompute", [0, 2], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-def test_a_real_step_takes_what_was_foretold_whether_its_routing_is_even_or_has_collapsed(
+def test_a_real_step_takes_what_was_predicted_whether_its_routing_is_even_or_has_collapsed(
     tuning: Tuning, recompute: int
 ) -> None:
     """To the same few per cent as a dense model's on a processor, and never more."""
-    scene = _scene(
-        tuning=tuning, levers={"micro_batch": 2, "recompute": recompute, "adapter_inputs": "fp32"}, **PROCESSOR
-    )
-    found = rehearse(scene)
-    foretold = _peak(found) - sum(block.num_bytes for block in found.trace.blocks if block.instant == "load")
-    even, collapsed = (_real_peak(scene, is_collapsed=is_collapsed) for is_collapsed in (False, True))
+    cfg = _cfg(tuning=tuning, levers={"micro_batch": 2, "recompute": recompute, "adapter_inputs": "fp32"}, **PROCESSOR)
+    found = rehearse(cfg)
+    predicted = _peak(found) - sum(block.num_bytes for block in found.trace.blocks if block.instant == "load")
+    even, collapsed = (_real_peak(cfg, is_collapsed=is_collapsed) for is_collapsed in (False, True))
     assert even == collapsed
-    assert 0.88 < even / foretold <= 1.0
+    assert 0.88 < even / predicted <= 1.0
 
 
-def _kept_after_forward(found: Rehearsed) -> int:
+def _kept_after_forward(found: Rehearsal) -> int:
     last = max(at for at, instant in enumerate(found.trace.instants) if instant == "forward")
     return found.trace.components(last)["activations"]
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
 def test_more_experts_keep_no_more_activations(tuning: Tuning) -> None:
-    """As many tokens meet an expert as before; only what routers say of each is more, and that is kept once or twice."""
+    """As many tokens meet an expert as before; only what routers say of each is more, and that is kept once or
+    twice."""
     few, many = (
-        _kept_after_forward(rehearse(_scene(num_experts=count, tuning=tuning, is_quick=True, **PROCESSOR)))
+        _kept_after_forward(rehearse(_cfg(num_experts=count, tuning=tuning, is_quick=True, **PROCESSOR)))
         for count in (4, 32)
     )
     one_layer = (32 - 4) * 512 * 4
@@ -180,11 +182,11 @@ def test_more_experts_keep_no_more_activations(tuning: Tuning) -> None:
 
 
 def test_a_mixture_holds_all_of_its_parameters_and_a_token_meets_few() -> None:
-    size = survey(_scene("llama", num_experts=8, tuning=FULL))
+    size = measure_size(_cfg("llama", num_experts=8, tuning=FULL))
     one = 2 * 3 * 64 * 256  # of both layers
     assert size.active == size.parameters - 6 * one
     assert size.expert_bytes == 8 * one * 4
-    dense = survey(make_scene(tuning=FULL))
+    dense = measure_size(make_cfg(tuning=FULL))
     assert (dense.active, dense.expert_bytes) == (None, 0)
 
 
@@ -194,7 +196,7 @@ def test_a_mixture_holds_all_of_its_parameters_and_a_token_meets_few() -> None:
 def test_work_grows_with_the_experts_of_a_token_and_not_with_those_of_the_model() -> None:
     def flops(num_experts: int, top_k: int) -> float:
         config = mixture_config("qwen3", num_experts=num_experts, top_k=top_k, **WIDE)
-        return total_flops(rehearse(replace(_scene(tuning=FULL, is_quick=True), config=config)).trace)
+        return total_flops(rehearse(replace(_cfg(tuning=FULL, is_quick=True), config=config)).trace)
 
     router = 3 * 2 * 2 * 512 * 64  # for each expert more, in both layers
     assert flops(16, 2) - flops(8, 2) == 8 * router
@@ -202,7 +204,7 @@ def test_work_grows_with_the_experts_of_a_token_and_not_with_those_of_the_model(
     assert flops(8, 3) - flops(8, 2) == one_expert
 
 
-def _bytes_read(found: Generated) -> float:
+def _bytes_read(found: GenerationRehearsal) -> float:
     return sum(
         count * cost.num_bytes
         for (instant, _), costs in found.trace.costs.items()
@@ -213,7 +215,8 @@ def _bytes_read(found: Generated) -> float:
 
 def test_a_single_answer_reads_the_experts_of_its_token_and_not_all_of_them() -> None:
     few, many = (
-        generate(_scene(num_experts=count, tuning=FULL), rows=1, prompt_tokens=8, new_tokens=4) for count in (4, 64)
+        rehearse_answers(_cfg(num_experts=count, tuning=FULL), rows=1, prompt_tokens=8, new_tokens=4)
+        for count in (4, 64)
     )
     of_one = 3 * 64 * 256 * 2
     assert _bytes_read(many) - _bytes_read(few) < 2 * of_one
@@ -221,17 +224,17 @@ def test_a_single_answer_reads_the_experts_of_its_token_and_not_all_of_them() ->
 
 def test_where_no_kernel_takes_all_groups_each_expert_is_launched_by_itself() -> None:
     """Hopper takes them at once in bf16; an A100, and any card in fp16 or fp32, one after the other."""
-    assert kernels_for("cuda", (9, 0), "bf16").has_grouped
-    assert not kernels_for("cuda", (8, 0), "bf16").has_grouped
-    assert not kernels_for("cuda", (9, 0), "fp32").has_grouped
+    assert device_kernels("cuda", (9, 0), "bf16").has_grouped
+    assert not device_kernels("cuda", (8, 0), "bf16").has_grouped
+    assert not device_kernels("cuda", (9, 0), "fp32").has_grouped
 
     def launched(capability: tuple[int, int]) -> int:
-        trace = rehearse(_scene(num_experts=16, tuning=FULL, capability=capability, is_quick=True)).trace
+        trace = rehearse(_cfg(num_experts=16, tuning=FULL, capability=capability, is_quick=True)).trace
         return sum(count for (instant, unit), count in trace.operations.items() if (instant, unit) == ("forward", 0))
 
     of_two_products = 2 * (16 - 1)
     assert launched((8, 0)) - launched((9, 0)) >= of_two_products
-    assert kernels_for("cpu", (0, 0), "fp32").launches(GROUPED, ()) == 1
+    assert device_kernels("cpu", (0, 0), "fp32").launches(GROUPED_MM, ()) == 1
 
 
 # answers
@@ -240,7 +243,7 @@ def test_where_no_kernel_takes_all_groups_each_expert_is_launched_by_itself() ->
 @pytest.mark.parametrize("device", [{"capability": (9, 0)}, PROCESSOR], ids=["card", "processor"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_of_a_mixture_are_rehearsed(family: str, device: dict[str, Any]) -> None:
-    scene = _scene(family, tuning=FULL, **device)
-    one, many = (generate(scene, rows=rows, prompt_tokens=32, new_tokens=16).allocated_bytes for rows in (1, 16))
-    weights = survey(scene).weight_bytes // (2 if scene.precision == "bf16" else 1)
+    cfg = _cfg(family, tuning=FULL, **device)
+    one, many = (rehearse_answers(cfg, rows=rows, prompt_tokens=32, new_tokens=16).allocated_bytes for rows in (1, 16))
+    weights = measure_size(cfg).weight_bytes // (2 if cfg.precision == "bf16" else 1)
     assert weights <= one < many

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.journal import Journal
+from finefit.artifacts.atomic import Journal
 from finefit.artifacts.records import write_record
-from finefit.artifacts.rundir import RunDir
-from finefit.pipeline.create import stage_of
+from finefit.artifacts.rundir import RunDir, stage_of
 from tests.evals import make_request
-from tests.pipeline.conftest import prepared
+from tests.run.conftest import prepared
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.forecasts import Forecast, GradientMap, Room, Suggestion
-from finefit.report.plan import forecast_document, in_order, show_forecast
-from finefit.report.plan_cards import show_cards
-from finefit.report.units import apportion, duration, three_digits
-from finefit.spec.schema import DeepSpeed, Engine, FullyShard, Parallel
+from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, GradientMap, Suggestion
+from finefit.plan.stage_costs import training_costs
+from finefit.report.forecast import ordered_suggestions, show_forecast
+from finefit.report.layout import apportion, duration, three_digits
+from finefit.report.plan import RunPlan, plan_document, show_plan
+from finefit.spec.schema import Ddp, DeepSpeed, Engine, Fsdp2
 from tests.forecasts import COMPONENTS, GIB, make_forecast
 
 NOW = datetime(2025, 7, 1, 9, 0)
@@ -59,9 +60,16 @@ def shown(forecast: Forecast, width: int = 100, **options: Any) -> str:
     return out.getvalue()
 
 
+def plan_of(**forecasts: tuple[Forecast, ...]) -> RunPlan:
+    """By stage, on each card."""
+    costs = {name: training_costs(found) for name, found in forecasts.items()}
+    return RunPlan(name="tiny", is_flat=len(costs) == 1, costs=costs)
+
+
 def cards_shown(*forecasts: Forecast, width: int = 100) -> str:
     out = io.StringIO()
-    show_cards(forecasts, Console(file=out, width=width, markup=False, highlight=False), now=NOW)
+    console = Console(file=out, width=width, markup=False, highlight=False)
+    show_plan(plan_of(sft=forecasts if len(forecasts) > 1 else forecasts * 2), console, now=NOW)
     return out.getvalue()
 
 
@@ -227,12 +235,12 @@ def test_rows_parameters_machine_and_certainty_take_a_line_each() -> None:
 
 
 def test_evaluations_stand_with_their_memory_and_a_rough_time() -> None:
-    alone = Room(rows=1, tokens=200256, mlp_tiles=4, reserved_bytes=40 * GIB, batch_seconds=95.0)
+    alone = EvalBatchLimit(rows=1, tokens=200256, mlp_tiles=4, reserved_bytes=40 * GIB, batch_seconds=95.0)
     shared, spread = (
-        Room(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4),
-        Room(rows=2, tokens=9, devices=2, is_spread=True),
+        EvalBatchLimit(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4),
+        EvalBatchLimit(rows=2, tokens=9, devices=2, is_spread=True),
     )
-    text = shown(make_forecast(rooms={"qmsum": alone, "rouge": shared, "amr": spread}), width=160)
+    text = shown(make_forecast(eval_limits={"qmsum": alone, "rouge": shared, "amr": spread}), width=160)
     assert (
         "qmsum: one answer at a time, 40.00 GiB, about 1 min 35 s for a batch of the longest, MLPs in 4 pieces" in text
     )
@@ -250,8 +258,8 @@ def test_pairs_are_counted_as_pairs_and_measured_by_their_sides() -> None:
 
 
 ENGINES: dict[str, tuple[Engine, int, str]] = {
-    "ddp": (Parallel(kind="ddp", devices=4), 4, "ddp, 4 processes: it fits"),
-    "fsdp2": (FullyShard(kind="fsdp2", devices=2), 2, "fsdp2, 2 processes: it fits"),
+    "ddp": (Ddp(kind="ddp", devices=4), 4, "ddp, 4 processes: it fits"),
+    "fsdp2": (Fsdp2(kind="fsdp2", devices=2), 2, "fsdp2, 2 processes: it fits"),
     "deepspeed": (DeepSpeed(kind="deepspeed", devices=1, stage=3), 1, "deepspeed, ZeRO stage 3, 1 process: it fits"),
 }
 
@@ -264,7 +272,7 @@ def test_an_engine_of_several_processes_stands_with_its_reason(engine: Engine, d
 
 
 def test_processes_on_a_cpu_are_still_on_a_cpu() -> None:
-    text = shown(make_forecast(card="cpu", devices=2, engine=Parallel(kind="ddp", devices=2)))
+    text = shown(make_forecast(card="cpu", devices=2, engine=Ddp(kind="ddp", devices=2)))
     assert "process " in text
     assert "CUDA" not in text
 
@@ -302,7 +310,7 @@ def test_no_more_than_eight_groups_are_named() -> None:
 
 
 def test_suggestions_are_numbered_with_exact_ones_first() -> None:
-    assert in_order((LOSSY, RECOMPUTE, OFFLOAD)) == (RECOMPUTE, OFFLOAD, LOSSY)
+    assert ordered_suggestions((LOSSY, RECOMPUTE, OFFLOAD)) == (RECOMPUTE, OFFLOAD, LOSSY)
     text = shown(too_large(), 140)
     assert line_with(text, "recompute=all").split()[:7] == [
         "1",
@@ -355,9 +363,9 @@ def test_without_colours_a_terminal_gets_letters(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_cheapest_and_the_fastest_are_marked() -> None:
-    slow = make_forecast(card="RTX 3090", total_seconds=11_520.0, cost=0.96)
-    fast = make_forecast(card="H100 SXM", budget_bytes=79 * GIB, total_seconds=3_100.0, cost=2.58)
-    over = too_large(card="RTX 4080", total_seconds=10.0, cost=0.01)
+    slow = make_forecast(card="RTX 3090", total_seconds=11_520.0, price_per_hour=0.30)
+    fast = make_forecast(card="H100 SXM", budget_bytes=79 * GIB, total_seconds=3_100.0, price_per_hour=3.00)
+    over = too_large(card="RTX 4080", total_seconds=10.0)
     text = cards_shown(slow, fast, over, width=140)
     assert line_with(text, "RTX 3090").endswith("cheapest")
     assert line_with(text, "H100 SXM").endswith("fastest")
@@ -381,8 +389,9 @@ def test_a_narrow_console_gets_the_levers_under_the_card() -> None:
 
 
 def test_the_document_has_every_promised_key() -> None:
-    document = forecast_document({"sft": [make_forecast(), too_large(card="24GiB")]})
-    assert {field.name for field in fields(Forecast)} | {"stages", "cards"} == document.keys()
+    document = plan_document(plan_of(sft=(make_forecast(), too_large(card="24GiB"))))
+    own = {field.name for field in fields(Forecast)} | {"stages", "cards"}
+    assert document.keys() == own | {"stage", "free_disk_bytes", "does_not_fit"}
     assert document["gradients"] == {"trainable": 392, "reached": 392, "unreached": [], "causes": [], "frozen": []}
     assert [card["card"] for card in document["cards"]] == ["RTX 4090", "24GiB"]
     (first, *_) = document["cards"][1]["suggestions"]
@@ -391,13 +400,13 @@ def test_the_document_has_every_promised_key() -> None:
 
 
 def test_components_of_the_document_sum_to_what_is_allocated() -> None:
-    document = forecast_document({"sft": [make_forecast()]})
+    document = plan_document(plan_of(sft=(make_forecast(),)))
     assert sum(document["components"].values()) == document["allocated_bytes"]
 
 
 def test_the_stage_that_fills_its_card_most_stands_at_the_top_of_the_document() -> None:
     small, large = make_forecast(budget_bytes=80 * GIB), make_forecast()
-    document = forecast_document({"sft": [small, large], "dpo": [large, replace(large, card="24GiB")]})
+    document = plan_document(plan_of(sft=(small, small), dpo=(large, replace(large, card="24GiB"))))
     assert document["budget_bytes"] == large.budget_bytes
     assert document["stages"]["sft"]["budget_bytes"] == small.budget_bytes
     assert [card["card"] for card in document["cards"]] == ["RTX 4090", "24GiB"]

@@ -6,16 +6,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from finefit.artifacts.evaluations import EvalResult, Score
 from finefit.artifacts.forecasts import Plan, Resolved
 from finefit.artifacts.records import Run, read_record, write_record
-from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.trainings import StageResult
+from finefit.artifacts.rundir import RunDir, stage_of
+from finefit.artifacts.stage_records import EvalResult, Score, StageResult
 from finefit.cli.console import open_console
-from finefit.pipeline.create import stage_of
-from finefit.report.demo import show_change
-from finefit.report.run import evals_of, plan_view, result_lines, run_document, show_end
-from finefit.report.units import clock, gib
+from finefit.report.layout import clock, gib
+from finefit.report.run import evals_of, plan_view, result_lines, run_document, show_change, show_end
 from tests.evals import make_item, make_request, make_result
 from tests.report.conftest import note
 
@@ -113,7 +110,7 @@ def test_what_another_version_has_recorded_is_not_shown(run: RunDir) -> None:
     _evaluated(run, "base", 0.4)
     _evaluated(run, "checkpoint-9", 0.4)
     old = stage_of(run).evaluation("json_match", "base").result
-    old.write_text(old.read_text().replace('"version": 2', '"version": 1'))
+    old.write_text(old.read_text().replace('"version": 3', '"version": 1'))
     assert [result.checkpoint for result in evals_of(stage_of(run))] == ["checkpoint-9"]
 
 

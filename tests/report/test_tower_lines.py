@@ -1,13 +1,15 @@
-"""What is trained of each tower of a model that sees is told wherever a run is planned, checked or begun; of other models nothing is."""
+"""What is trained of each tower of a model that sees is told wherever a run is planned, checked or begun; of other
+models nothing is."""
 
 import io
 
 from rich.console import Console
 
 from finefit.artifacts.forecasts import Forecast, Plan, TowerSize
-from finefit.report.check import check_document, show_check
-from finefit.report.plan import forecast_object, show_forecast
+from finefit.report.check import check_document, show_stage
+from finefit.report.forecast import forecast_object, show_forecast
 from finefit.report.run import plan_view
+from finefit.run.check_stages import CheckedPipeline, CheckedStage
 from tests.forecasts import make_forecast
 
 TOWERS = {
@@ -22,10 +24,15 @@ LINES = (
 )
 
 
+def _checked(forecast: Forecast) -> CheckedPipeline:
+    stages = {"sft": CheckedStage(kind="train", forecast=forecast)}
+    return CheckedPipeline(is_flat=True, stages=stages, findings=(), disk_bytes=1, free_disk_bytes=2)
+
+
 def _shown(forecast: Forecast) -> tuple[str, str, str]:
     consoles = [Console(file=io.StringIO(), width=160) for _ in range(3)]
     show_forecast(forecast, consoles[0], stage="sft")
-    show_check((), forecast, consoles[1])
+    show_stage("sft", _checked(forecast).stages["sft"], consoles[1], is_flat=True)
     consoles[2].print(plan_view(Plan(stages={"sft": {}}, forecasts={"sft": forecast})))
     plan, check, run = (console.file.getvalue() for console in consoles if isinstance(console.file, io.StringIO))
     return plan, check, run
@@ -43,7 +50,7 @@ def test_nothing_is_told_of_towers_where_a_model_sees_nothing() -> None:
 
 def test_both_documents_hold_the_numbers() -> None:
     forecast = make_forecast(towers=TOWERS)
-    for document in (forecast_object(forecast), check_document((), forecast, None, None)):
+    for document in (forecast_object(forecast), check_document(_checked(forecast))):
         assert document["towers"]["vision"] == {
             "parameters": 668_000_000,
             "trainable": 4_000,

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from finefit.stats import wilson
-from finefit.stats.intervals import difference_ends, student_quantile
+from finefit.stats.intervals import difference_ends, student_quantile, wilson
 
 
 def test_wilson_gives_the_published_interval_of_6_in_10() -> None:
@@ -47,11 +46,9 @@ def test_wilson_covers_the_true_rate_95_times_in_100() -> None:
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
-@pytest.mark.parametrize(("freedom", "within"), [(1, 1e-9), (2, 1e-9), (3, 0.05), (5, 0.01), (11, 1e-3), (49, 1e-5)])
-def test_students_quantile_is_scipys(freedom: int, within: float, confidence: float) -> None:
-    assert student_quantile(confidence, freedom) == pytest.approx(
-        student.ppf((1 + confidence) / 2, freedom), rel=within
-    )
+@pytest.mark.parametrize(("space", "within"), [(1, 1e-9), (2, 1e-9), (3, 0.05), (5, 0.01), (11, 1e-3), (49, 1e-5)])
+def test_students_quantile_is_scipys(space: int, within: float, confidence: float) -> None:
+    assert student_quantile(confidence, space) == pytest.approx(student.ppf((1 + confidence) / 2, space), rel=within)
 
 
 def test_the_interval_of_a_difference_is_bonett_and_prices() -> None:
@@ -85,5 +82,5 @@ def test_nothing_observed_is_an_error() -> None:
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
 def test_confidence_is_a_share(confidence: float) -> None:
-    with pytest.raises(ValueError, match="no share"):
+    with pytest.raises(ValueError, match="not a share"):
         wilson(1, 2, confidence)

@@ -1,4 +1,5 @@
-"""Rows of very unequal length, a tiny model to tune on them, and one step whose gradients are taken down before the update."""
+"""Rows of very unequal length, a tiny model to tune on them, and one step whose gradients are taken down before the
+update."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from finefit.data.render import Renderer
 from finefit.data.rows import Message
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Forward, Objective
-from finefit.objective.sft import sft
+from finefit.objective.losses import sft_loss
 from finefit.spec.models import Full, Lora, Tuning
 from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
@@ -57,7 +58,8 @@ def cut(examples: Sequence[Example], micro_batch: int) -> list[Batch]:
 
 
 def tuned(tuning: Tuning, *, seed: int = 0, dropout: float = 0.0) -> nn.Module:
-    """Weights ten times as large as a fresh model's and adapters away from zero: every tensor gets a gradient worth comparing."""
+    """Weights ten times as large as a fresh model's and adapters away from zero: every tensor gets a gradient worth
+    comparing."""
     base = make_model(seed=seed, dropout=dropout)
     for parameter in base.parameters():
         if parameter.ndim == 2:
@@ -74,7 +76,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def take_gradients(
-    model: nn.Module, batches: Sequence[Batch], *, objective: Objective = sft, forward: Forward | None = None
+    model: nn.Module, batches: Sequence[Batch], *, objective: Objective = sft_loss, forward: Forward | None = None
 ) -> Taken:
     """One step that is not applied."""
     gradients: dict[str, Tensor] = {}
@@ -91,7 +93,7 @@ def take_gradients(
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], *, objective: Objective = sft
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], *, objective: Objective = sft_loss
 ) -> StepOutcome:
     return optimizer_step(batches, forward=bind(model), objective=objective, optimizer=optimizer, clip=1.0, decide=bool)
 

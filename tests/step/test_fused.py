@@ -1,4 +1,5 @@
-"""Fused adapters, heads and layers: the same numbers, fewer operations, and everything as it was once the lever is let go."""
+"""Fused adapters, heads and layers: the same numbers, fewer operations, and everything as it was once the lever is let
+go."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,13 +28,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Q
 
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate
-from finefit.model.load import as_reference
-from finefit.rehearse.fused import FusedShadows
+from finefit.model.adapter import as_reference
+from finefit.rehearse.fake_kernels import FakeFusedKernels
 from finefit.step import forward as forwards
 from finefit.step import fused
-from finefit.step.forward import bind
-from finefit.step.head import head_logprobs
-from finefit.step.levers import pull
+from finefit.step.forward import bind, head_logprobs
+from finefit.step.levers import apply_levers
 from tests.step.conftest import FULL, LORA, assert_same_step, cut, take_gradients, tuned, unequal_examples
 
 FUSED = Levers(micro_batch=3, kernels="fused")
@@ -89,7 +89,7 @@ def test_a_layer_computed_again_stops_before_its_last_product(monkeypatch: pytes
 
     monkeypatch.setattr(fused, "_through", noted)
     levers = replace(FUSED, recompute=2)
-    pull(model, levers)
+    apply_levers(model, levers)
     take_gradients(model, cut(unequal_examples(), 8), forward=bind(model, is_fused=True))
     assert len(calls) == 2 * 7 + 2 * 6
 
@@ -136,26 +136,26 @@ def _slope(function: Callable[..., Tensor], given: list[Tensor], at: int, tensor
 def test_levers_let_go_leave_every_module_as_its_class_has_it() -> None:
     model = tuned(LORA)
     before = {name for name, module in model.named_modules() if "forward" in vars(module)}
-    pull(model, replace(FUSED, mlp_tiles=2), kernels=FusedShadows())
+    apply_levers(model, replace(FUSED, mlp_tiles=2), kernels=FakeFusedKernels())
     assert {name for name, module in model.named_modules() if "forward" in vars(module)} > before
-    pull(model, Levers(micro_batch=3))
+    apply_levers(model, Levers(micro_batch=3))
     assert {name for name, module in model.named_modules() if "forward" in vars(module)} == before
 
 
 def test_pulled_again_the_levers_are_those_of_the_last_time() -> None:
     model = tuned(LORA)
     for levers in (replace(FUSED, mlp_tiles=3, recompute=2), Levers(micro_batch=3), replace(FUSED, recompute=1), FUSED):
-        pull(model, levers)
+        apply_levers(model, levers)
     found = take_gradients(model, cut(unequal_examples(), 3), forward=bind(model, is_fused=True))
     fresh = tuned(LORA)
-    pull(fresh, FUSED)
+    apply_levers(fresh, FUSED)
     assert_same_step(found, take_gradients(fresh, cut(unequal_examples(), 3), forward=bind(fresh, is_fused=True)))
 
 
 def test_a_fused_adapter_that_is_switched_off_is_off() -> None:
     model = tuned(LORA)
     batch = collate(unequal_examples(), pad=1)
-    pull(model, FUSED)
+    apply_levers(model, FUSED)
     with torch.no_grad():
         on = bind(model, is_fused=True)(batch)
         with as_reference(model):
@@ -169,7 +169,7 @@ def test_a_fused_adapter_that_is_switched_off_is_off() -> None:
 def test_other_kinds_of_adapters_are_computed_as_they_are(kind: str) -> None:
     tuning = LORA.model_copy(update={kind: True})
     model, plain = tuned(tuning), tuned(tuning)
-    pull(model, FUSED)
+    apply_levers(model, FUSED)
     batches = cut(unequal_examples(), 3)
     assert_same_step(take_gradients(model, batches, forward=bind(model, is_fused=True)), take_gradients(plain, batches))
 
@@ -181,21 +181,21 @@ def test_modules_are_known_by_their_code(kind: type[nn.Module]) -> None:
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)
     module.act_fn = nn.SiLU()
-    assert fused._known(module, FusedShadows()) is not None
+    assert fused._known(module, FakeFusedKernels()) is not None
 
 
 @pytest.mark.parametrize("kind", [Olmo2RMSNorm, Phi3MLP, nn.Linear, nn.LayerNorm])
 def test_what_computes_something_else_is_left_alone(kind: type[nn.Module]) -> None:
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)
-    assert fused._known(module, FusedShadows()) is None
+    assert fused._known(module, FakeFusedKernels()) is None
 
 
 def test_a_gated_mlp_with_another_activation_is_left_alone() -> None:
     module: Any = Gemma3MLP.__new__(Gemma3MLP)
     nn.Module.__init__(module)
     module.act_fn = nn.GELU(approximate="tanh")
-    assert fused._known(module, FusedShadows()) is None
+    assert fused._known(module, FakeFusedKernels()) is None
 
 
 def test_a_base_in_four_bits_gives_the_gradients_of_its_own_layers() -> None:
@@ -207,7 +207,7 @@ def test_a_base_in_four_bits_gives_the_gradients_of_its_own_layers() -> None:
     layer = layer.to("cpu")
     x = torch.randn(5, 64, requires_grad=True)
     down, up = torch.randn(3, 64, requires_grad=True), torch.randn(64, 3, requires_grad=True)
-    from finefit.step.liger import dense_weight
+    from finefit.step.fused import dense_weight
 
     weight = partial(dense_weight, layer)
     out: Tensor = fused._Whole.apply(x, down, up, None, weight, 0.5, 0.0)  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""Packed rows give the loss and the gradients of padded ones, in every model type that may be packed and under every other lever."""
+"""Packed rows give the loss and the gradients of padded ones, in every model type that may be packed and under every
+other lever."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from finefit.artifacts.records import Levers
 from finefit.data.collate import collate, lengths_of, micro_batches, pack, supervised_counts_of
 from finefit.data.examples import Example
-from finefit.data.packing import capacity_of
+from finefit.data.order import capacity_of
 from finefit.errors import ModelError
 from finefit.model.attention import PACKABLE, can_pack, choose_attention
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch
 from finefit.spec.models import Tuning
 from finefit.step.forward import autocast_for, bind
-from finefit.step.levers import pull
+from finefit.step.levers import apply_levers
 from tests.step.conftest import FULL, LORA, TUNINGS, Taken, assert_same_step, take_gradients
 
 VOCABULARY = 64
@@ -144,7 +145,7 @@ def _assert_near(left: Taken, right: Taken) -> None:
 @pytest.mark.parametrize("levers", PULLED.values(), ids=PULLED)
 def test_packing_leaves_loss_and_gradients_equal_beside_every_other_lever(tuning: Tuning, levers: Levers) -> None:
     model = _model("qwen3", tuning)
-    pull(model, levers)
+    apply_levers(model, levers)
     _assert_packs_alike(model, levers)
 
 

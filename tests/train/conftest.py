@@ -1,4 +1,5 @@
-"""One job for each kind of tuning, run once without a fault; and a line for each count of faults at the end of the test run."""
+"""One job for each kind of tuning, run once without a fault; and a line for each count of faults at the end of the test
+run."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator

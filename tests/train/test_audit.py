@@ -1,4 +1,5 @@
-"""After its first backward a run knows that every trained tensor was reached, or says which was not and why, before anything is updated."""
+"""After its first backward a run knows that every trained tensor was reached, or says which was not and why, before
+anything is updated."""
 
 import signal
 from collections.abc import Callable
@@ -8,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.checkpoint import list_checkpoints
-from finefit.artifacts.journal import read_lines
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.trainings import StageResult
+from finefit.artifacts.stage_records import StageResult
 from finefit.errors import FindingError
-from finefit.step.engine import ALONE
+from finefit.model.load import load_base
+from finefit.step.engine import SINGLE_PROCESS
 from finefit.train import worker
 from finefit.train.audit import Audit
 from finefit.train.ranks import ONE_RANK
 from tests.faults import Reference, at_step, finish, send_self, start, words
+from tests.mixtures import make_mixture_folder
 
 FOUND = 1
 FINITE = torch.tensor(True)
@@ -29,7 +32,8 @@ def audited(where: StageDir) -> list[dict[str, Any]]:
 
 
 def test_every_run_audits_its_first_two_backwards(lora: Reference) -> None:
-    """An adapter's A gets an exact zero from the first one, for its B is zero; from the second one nothing is zero any more."""
+    """An adapter's A gets an exact zero from the first one, for its B is zero; from the second one nothing is zero any
+    more."""
     where = lora.job.fresh()
     assert finish(start(where)) == 0, words(where)
     first, second = audited(where)
@@ -66,7 +70,7 @@ def test_a_tensor_that_no_gradient_reaches_stops_the_run_before_the_first_update
     assert failure.problem.startswith("6 of 28 trained tensors got no gradient from the first backward: ")
     assert "layers.1.mlp.down_proj.lora_A" in failure.problem
     assert "No update was made" in failure.problem
-    assert "its output has no part in the loss" in failure.remedy
+    assert "its output does not reach the loss" in failure.remedy
     assert list_checkpoints(where.checkpoints) == []
     assert [line for line in read_lines(where.metrics) if "loss" in line] == []
 
@@ -103,7 +107,8 @@ def test_a_run_that_goes_on_is_audited_again_and_expects_no_zeros(lora: Referenc
 
 
 class Parts(nn.Module):
-    """`used` is, `unused` is not; `experts` are used by chance; `off` is multiplied by zero; `faint` by next to nothing."""
+    """`used` is, `unused` is not; `experts` are used by chance; `off` is multiplied by zero; `faint` by next to
+    nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +123,7 @@ class Parts(nn.Module):
 
 def look(model: Parts, *, steps: int = 1, finite: Tensor = FINITE) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
-    audit = Audit(model, ALONE, ONE_RANK, lambda **event: told.append(event))
+    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
     for step in range(1, steps + 1):
         model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
@@ -156,7 +161,7 @@ def test_a_step_that_is_not_finite_names_its_tensors_and_is_not_counted() -> Non
     model = Parts()
     del model.unused
     told: list[dict[str, Any]] = []
-    audit = Audit(model, ALONE, ONE_RANK, lambda **event: told.append(event))
+    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
     model(torch.full((2, 3), float("nan"))).sum().backward()
     assert audit.decide(1, lambda: None, torch.tensor(False)) is False
     assert "used.weight" in told[0]["not_finite"]
@@ -170,7 +175,7 @@ def test_a_step_that_is_not_finite_names_its_tensors_and_is_not_counted() -> Non
 def test_gradients_that_are_given_back_within_backward_are_heard_as_they_come_by() -> None:
     model = Parts()
     told: list[dict[str, Any]] = []
-    audit = Audit(model, ALONE, ONE_RANK, lambda **event: told.append(event))
+    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
 
     def given_back(parameter: nn.Parameter) -> None:
         parameter.grad = None
@@ -214,7 +219,7 @@ def test_what_any_rank_holds_a_gradient_of_is_reached() -> None:
     model = Parts()
     told: list[dict[str, Any]] = []
     model(torch.ones(2, 3)).sum().backward()
-    Audit(model, ALONE, Halves({"unused.weight": 1.0}), lambda **event: told.append(event)).decide(
+    Audit(model, SINGLE_PROCESS, Halves({"unused.weight": 1.0}), lambda **event: told.append(event)).decide(
         1, lambda: None, FINITE
     )
     assert told[0]["reached"] == 5
@@ -226,3 +231,58 @@ def test_an_audit_leaves_the_forward_as_it_was() -> None:
     with pytest.raises(FindingError):
         look(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# Experts that share a tensor: the tensor has a gradient, and those that no token was sent to are named.
+
+TOKENS = torch.arange(5, 205).view(1, 200)
+
+
+@pytest.fixture
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """Four experts, of which a token meets two."""
+    folder = make_mixture_folder(tmp_path_factory.mktemp("mixture") / "model", "qwen3", num_experts=4, top_k=2)
+    model: nn.Module = load_base(folder, device="cpu", dtype=torch.float32).requires_grad_(True)
+    return model
+
+
+def _audited(model: nn.Module, *, inside: bool = False) -> dict[str, Any]:
+    told: list[dict[str, Any]] = []
+    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
+    if inside:
+        audit.hear()
+    model(input_ids=TOKENS).logits.logsumexp(-1).sum().backward()
+    audit.decide(1, lambda: None, torch.tensor(True))
+    return told[0]
+
+
+def _leave_out(model: nn.Module, experts: list[int]) -> None:
+    """No token is sent to them: whatever a router says of them is lowered."""
+
+    def lowered(logits_NE: torch.Tensor) -> torch.Tensor:
+        return logits_NE.index_fill(1, torch.tensor(experts), -1e4)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _, __, given: _routed(lowered(given[0])))
+
+
+def _routed(logits_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights_NK, chosen_NK = torch.topk(logits_NE.softmax(-1), 2, dim=-1)
+    return logits_NE, weights_NK / weights_NK.sum(-1, keepdim=True), chosen_NK
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["after backward", "within backward"])
+def test_experts_without_tokens_are_named_by_their_numbers_and_no_error(mixture: nn.Module, inside: bool) -> None:
+    _leave_out(mixture, [0, 3])
+    found = _audited(mixture, inside=inside)
+    assert set(found["idle"]) == {
+        "model.layers.{0..1}.mlp.experts.{0,3}.down_proj",
+        "model.layers.{0..1}.mlp.experts.{0,3}.gate_up_proj",
+    }
+    assert found["tensors"] == found["reached"] == len(list(mixture.parameters()))
+    assert "zero" not in found
+
+
+def test_experts_that_all_have_tokens_are_not_named(mixture: nn.Module) -> None:
+    assert "idle" not in _audited(mixture)

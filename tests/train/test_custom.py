@@ -1,4 +1,5 @@
-"""A model of the user's own trained as any other: a killed run ends bit-identical, two ranks are one, and what is frozen has not moved."""
+"""A model of the user's own trained as any other: a killed run ends bit-identical, two ranks are one, and what is
+frozen has not moved."""
 
 import signal
 from collections.abc import Callable
@@ -10,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finefit.artifacts.journal import read_lines, read_steps
-from finefit.artifacts.launcher import Place
+from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.processes import RankEnv
 from finefit.artifacts.records import read_record
-from finefit.artifacts.trainings import StageResult
-from finefit.data.workers import Workers
+from finefit.artifacts.stage_records import StageResult
+from finefit.data.batch_workers import BatchWorkers
 from finefit.train.worker import work
+from tests.custom_models import CODE, make_custom_project
 from tests.faults import Job, at_step, finish, make_job, nothing, outcome, send_self, start, words
-from tests.own import CODE, make_own_project
 from tests.ranks import as_ranks
 
 FIXED = {"micro_batch": 2, "recompute": "none"}
@@ -31,23 +32,24 @@ TUNINGS: dict[str, dict[str, Any]] = {
 def batches_made_here() -> None:
     """Without the processes that take seconds to start; one tuning has them."""
 
-    def submit(_: Workers, call: Callable[..., Any], *args: object) -> Future[Any]:
+    def submit(_: BatchWorkers, call: Callable[..., Any], *args: object) -> Future[Any]:
         made: Future[Any] = Future()
         made.set_result(call(*args))
         return made
 
-    setattr(Workers, "submit", submit)  # noqa: B010
+    setattr(BatchWorkers, "submit", submit)  # noqa: B010
 
 
 def job_of(folder: Path, **changes: Any) -> Job:
     def project(place: Path, *, spec: str) -> Path:  # noqa: ARG001
-        return make_own_project(
+        return make_custom_project(
             place, **({"evaluate": None, "levers": FIXED, "schedule": {"epochs": 1, "warmup": 0.1}} | changes)
         )
 
     return make_job(folder, project=project)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_a_killed_run_ends_bit_identical_and_the_frozen_part_has_not_moved(tuning: str, tmp_path: Path) -> None:
     job, prepare = job_of(tmp_path, tuning=TUNINGS[tuning]), nothing if tuning == "lora" else batches_made_here
@@ -73,7 +75,7 @@ def test_two_ranks_train_what_one_does_whatever_the_micro_batch(tmp_path: Path) 
     levers = {"micro_batch": 1, "recompute": "all"}
     several = job_of(tmp_path / "two", tuning=tuning, engine={"kind": "ddp", "devices": 2}, levers=levers).fresh()
 
-    def act(place: Place) -> int:
+    def act(place: RankEnv) -> int:
         torch.set_num_threads(1)
         batches_made_here()
         return work(several, place)
@@ -121,5 +123,5 @@ def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_rows_and_then_with_l
     )
     where = job.fresh()
     assert finish(start(where, batches_made_here)) == 0, words(where)
-    corrected = [line["levers"] for line in read_lines(where.path / "corrections.jsonl")]
+    corrected = [line["levers"] for line in read_lines(where.path / "lever_changes.jsonl")]
     assert [(levers["micro_batch"], levers["recompute"]) for levers in corrected] == [(1, 0), (1, 2)]

@@ -3,15 +3,23 @@
 import os
 import signal
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finefit.artifacts.launcher import Place
-from finefit.errors import WorkerDied
-from finefit.train.ranks import ONE_RANK, joined, open_store
-from finefit.train.stopping import StopRequest
+from finefit.artifacts.processes import RankEnv
+from finefit.artifacts.records import read_record
+from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.stage_records import Stage
+from finefit.errors import RunError, WorkerDied
+from finefit.train.monitors import StopRequest
+from finefit.train.ranks import ONE_RANK, RankInfo, describe_rank, joined, open_store, rendezvous, require_alike_ranks
+from finefit.train.saver import agreed_checkpoint
+from tests.faults import Reference, finish, start
 from tests.ranks import Ended, as_ranks
 
 SHORT = timedelta(seconds=3)
@@ -32,7 +40,7 @@ def test_one_rank_is_told_by_itself() -> None:
 
 
 def test_what_any_rank_claims_every_rank_hears_and_what_all_have_comes_by_rank() -> None:
-    def act(place: Place) -> Any:
+    def act(place: RankEnv) -> Any:
         with joined(place, open_store(place, patience=SHORT), device="cpu") as ranks:
             heard = [ranks.any(place.rank == 1), ranks.any(False)]
             ranks.barrier()
@@ -50,7 +58,7 @@ def test_what_any_rank_claims_every_rank_hears_and_what_all_have_comes_by_rank()
 
 @pytest.mark.parametrize("ask", ["any", "gather", "barrier"])
 def test_the_death_of_a_rank_is_an_error_of_the_others_at_once(ask: str) -> None:
-    def act(place: Place) -> None:
+    def act(place: RankEnv) -> None:
         with joined(place, open_store(place, patience=SHORT), device="cpu") as ranks:
             if place.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -64,7 +72,7 @@ def test_the_death_of_a_rank_is_an_error_of_the_others_at_once(ask: str) -> None
 
 
 def test_a_barrier_names_the_rank_that_does_not_come() -> None:
-    def act(place: Place) -> None:
+    def act(place: RankEnv) -> None:
         with joined(place, open_store(place, patience=SHORT), device="cpu", patience=SHORT) as ranks:
             if place.rank == 1:
                 time.sleep(8)
@@ -76,15 +84,20 @@ def test_a_barrier_names_the_rank_that_does_not_come() -> None:
 
 
 def test_an_error_that_is_nobodys_absence_stays_what_it_is() -> None:
-    def act(place: Place) -> None:
-        with joined(place, open_store(place, patience=SHORT), device="cpu") as ranks:
-            ranks.gather(lambda: None)  # cannot be sent
+    def act(place: RankEnv) -> None:
+        store = open_store(place, patience=SHORT)
+        with joined(place, store, device="cpu") as ranks:
+            try:
+                ranks.gather(lambda: None)  # cannot be sent
+            finally:  # no rank leaves while the other still joins: that would be an absence
+                store.set(f"failed/{place.rank}", "")
+                store.wait(["failed/0", "failed/1"])
 
     assert all("PicklingError" in e.trace or "AttributeError" in e.trace for e in as_ranks(2, act))
 
 
 def test_a_rank_that_does_not_find_the_first_says_where_it_looked() -> None:
-    def act(place: Place) -> None:
+    def act(place: RankEnv) -> None:
         open_store(place, patience=timedelta(seconds=2))
 
     _, second = as_ranks(2, act, absent=(0,))
@@ -94,7 +107,7 @@ def test_a_rank_that_does_not_find_the_first_says_where_it_looked() -> None:
 
 
 def test_a_port_that_is_taken_is_named_by_the_rank_that_needs_it() -> None:
-    def act(place: Place) -> None:
+    def act(place: RankEnv) -> None:
         import socket
 
         with socket.socket() as taken:
@@ -108,7 +121,7 @@ def test_a_port_that_is_taken_is_named_by_the_rank_that_needs_it() -> None:
 
 
 def test_a_stop_that_one_rank_was_asked_for_is_agreed_on_by_all() -> None:
-    def act(place: Place) -> Any:
+    def act(place: RankEnv) -> Any:
         stop = StopRequest()
         with joined(place, open_store(place, patience=SHORT), device="cpu") as ranks:
             before = stop.agreed(ranks)
@@ -117,3 +130,167 @@ def test_a_stop_that_one_rank_was_asked_for_is_agreed_on_by_all() -> None:
             return before, stop.agreed(ranks)
 
     assert values(as_ranks(2, act)) == [(None, "SIGTERM")] * 2
+
+
+# The ranks meet: whoever is missing, and whoever is unlike the others, is named with what it has and where it is.
+
+GIB = 2**30
+INFOS = [
+    RankInfo(
+        rank=rank,
+        host=f"node-{rank}",
+        pid=100 + rank,
+        device="cuda:0 H200",
+        threads=4,
+        free_bytes=80 * GIB,
+        versions={"torch": "2.13.0", "finefit": "1"},
+        stage_sha256="5" * 64,
+        prepared={"train.safetensors": "a" * 64},
+    )
+    for rank in range(3)
+]
+
+
+@pytest.fixture
+def stage(lora: Reference) -> Stage:
+    found = read_record(lora.job.fresh().stage, Stage)
+    return replace(found, prepared={"train.safetensors": "a" * 64}, predicted_bytes=60 * GIB)
+
+
+def refused(infos: list[RankInfo], stage: Stage) -> str:
+    with pytest.raises(RunError) as caught:
+        require_alike_ranks(infos, stage)
+    return caught.value.problem
+
+
+def test_ranks_that_are_alike_are_let_in(stage: Stage) -> None:
+    assert require_alike_ranks(INFOS, stage) == []
+
+
+def test_an_odd_version_is_named_with_rank_host_and_both_values(stage: Stage) -> None:
+    odd = replace(INFOS[1], versions={"torch": "2.12.1", "finefit": "1"})
+    problem = refused([INFOS[0], odd, INFOS[2]], stage)
+    assert problem.splitlines()[1:] == ["  rank 1 (process 101 on node-1) has torch 2.12.1, the others 2.13.0"]
+
+
+def test_a_first_rank_can_be_the_odd_one(stage: Stage) -> None:
+    odd = replace(INFOS[0], versions={"torch": "2.12.1", "finefit": "1"})
+    assert "rank 0 (process 100 on node-0) has torch 2.12.1" in refused([odd, *INFOS[1:]], stage)
+
+
+def test_a_package_that_only_one_rank_has_is_named(stage: Stage) -> None:
+    odd = replace(INFOS[2], versions=INFOS[2].versions | {"deepspeed": "0.19"})
+    assert "rank 2 (process 102 on node-2) has deepspeed 0.19, the others none" in refused([*INFOS[:2], odd], stage)
+
+
+def test_another_stage_record_is_another_run(stage: Stage) -> None:
+    odd = replace(INFOS[2], stage_sha256="6" * 64)
+    assert "rank 2 (process 102 on node-2) has stage.json 666666666666, the others 555555555555" in refused(
+        [*INFOS[:2], odd], stage
+    )
+
+
+@pytest.mark.parametrize(("seen", "words"), [("b" * 64, "bbbbbbbbbbbb"), ("missing", "missing")])
+def test_data_that_one_rank_sees_otherwise_is_named(stage: Stage, seen: str, words: str) -> None:
+    odd = replace(INFOS[1], prepared={"train.safetensors": seen})
+    problem = refused([INFOS[0], odd, INFOS[2]], stage)
+    assert (
+        f"rank 1 (process 101 on node-1) sees data/train.safetensors as {words}, the run was prepared with aaaaaaaaaaaa"
+        in problem
+    )
+
+
+def test_a_card_that_somebody_else_uses_is_named_and_refused_where_the_stage_cannot_fit(stage: Stage) -> None:
+    used = [INFOS[0], replace(INFOS[1], free_bytes=50 * GIB), INFOS[2]]
+    assert (
+        f"rank 1 (process 101 on node-1) has {50 * GIB:,} bytes free on cuda:0 H200, another {80 * GIB:,}; "
+        f"{60 * GIB:,} are needed"
+    ) in refused(used, stage)
+    (remark,) = require_alike_ranks(used, replace(stage, predicted_bytes=40 * GIB))
+    assert remark.startswith("rank 1 (process 101 on node-1) has")
+
+
+def test_a_rank_that_does_not_come_is_named_by_all_who_did(lora: Reference) -> None:
+    where = lora.job.fresh().path
+
+    def act(place: RankEnv) -> None:
+        stage = read_record(StageDir(where).stage, Stage)
+        rendezvous(
+            describe_rank(StageDir(where), stage, place), open_store(place, patience=SHORT), size=3, patience=SHORT
+        )
+        time.sleep(1)  # the first holds the store for the others
+
+    def stay(place: RankEnv) -> None:
+        try:
+            act(place)
+        except WorkerDied:
+            time.sleep(1)
+            raise
+
+    first, second, _ = as_ranks(3, stay, absent=(2,))
+    for ended in (first, second):
+        assert isinstance(ended.error, WorkerDied), ended.trace
+        assert "rank 2 of 3 did not reach the rendezvous within 3 s" in ended.error.problem
+        assert "logs/rank-2.log" in ended.error.remedy
+
+
+def test_ranks_that_meet_see_the_same_run_and_each_other(lora: Reference) -> None:
+    where = lora.job.fresh().path
+
+    def act(place: RankEnv) -> list[RankInfo]:
+        stage, store = read_record(StageDir(where).stage, Stage), open_store(place, patience=SHORT)
+        infos = rendezvous(describe_rank(StageDir(where), stage, place), store, size=2)
+        assert require_alike_ranks(infos, stage) == []
+        if place.rank:
+            store.set("done", "1")
+        else:  # it holds the store, so it ends last
+            store.wait(["done"])
+        return infos
+
+    first, second = as_ranks(2, act)
+    assert first.trace == second.trace == ""
+    assert first.value == second.value
+    assert [info.rank for info in first.value] == [0, 1]
+    assert first.value[0].prepared == read_record(StageDir(where).stage, Stage).prepared
+    assert len({info.pid for info in first.value}) == 2
+
+
+def test_what_a_rank_does_not_see_is_missing_in_its_words(lora: Reference, tmp_path: Path) -> None:
+    where = lora.job.fresh()
+    stage = read_record(where.stage, Stage)
+    where.prepared("train.safetensors").rename(tmp_path / "gone")
+    place = RankEnv(rank=0, size=1, local_rank=0, local_size=1, address="localhost", port=1)
+    assert describe_rank(where, stage, place).prepared["train.safetensors"] == "missing"
+
+
+# All ranks go on from one checkpoint, or none does.
+
+
+class _Beside:
+    """One rank, and another that sees something else."""
+
+    rank, size, is_first = 0, 2, True
+
+    def __init__(self, other: str | None) -> None:
+        self._other = other
+
+    def any(self, claim: bool) -> bool:
+        return claim
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        return [value, self._other]
+
+    def barrier(self) -> None:
+        return
+
+
+def test_ranks_that_find_different_checkpoints_are_named_before_a_weight_is_loaded(lora: Reference) -> None:
+    where = lora.job.fresh()
+    assert finish(start(where, lambda: None)) == 0
+    stage = read_record(where.stage, Stage)
+    found, _ = agreed_checkpoint(where, stage, ONE_RANK)
+    assert found is not None
+    assert agreed_checkpoint(where, stage, _Beside(found.name))[0] == found
+    for other in ("checkpoint-3", None):
+        with pytest.raises(RunError, match=f"rank 0: {found.name}; rank 1: {other or 'none'}"):
+            agreed_checkpoint(where, stage, _Beside(other))

@@ -1,28 +1,41 @@
-"""Validation: means over all held-out rows, whatever the cut and however many ranks, without dropout and without a trace in the model."""
+"""Validation: means over all held-out rows, whatever the cut and however many ranks, without dropout and without a
+trace in the model."""
 
+import json
 import math
-from collections.abc import Sequence
+import re
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.records import Routing, read_record
+from finefit.artifacts.stage_records import StageResult
+from finefit.data.batch_workers import BatchWorkers
 from finefit.data.collate import Collator
-from finefit.data.pairs import Trained
-from finefit.data.workers import Workers
+from finefit.data.examples import Example, TrainRow, open_examples
 from finefit.objective.batch import Batch, Forward, Objective
-from finefit.objective.dpo import Dpo
-from finefit.objective.sft import sft
+from finefit.objective.losses import DpoLoss, sft_loss
+from finefit.report.events import describe_event
 from finefit.spec import schema
 from finefit.spec.models import Lora
-from finefit.step.engine import Alone
-from finefit.step.forward import bind
-from finefit.step.objective import starting
+from finefit.step.engine import SingleProcessEngine
+from finefit.step.forward import bind, starting_reference
 from finefit.train.ranks import OneRank
 from finefit.train.validation import validate
+from tests.conftest import make_rows, make_tokenizer, write_jsonl
+from tests.faults import TRAINING, Job, at_step, finish, make_job, outcome, send_self, start, words
+from tests.mixtures import make_mixture_project
 from tests.step.conftest import LORA, RENDERER, tuned, unequal_examples
 from tests.step.test_dpo import make_pairs
 
@@ -33,7 +46,7 @@ class _Rank(OneRank):
 
 
 @dataclass
-class _Noting(Alone):
+class _Noting(SingleProcessEngine):
     """Keeps what this rank gives to the sum over all."""
 
     given: list[Tensor] = field(default_factory=list)
@@ -46,9 +59,9 @@ class _Noting(Alone):
 
 def _live(
     model: nn.Module,
-    rows: Sequence[Trained],
+    rows: Sequence[TrainRow],
     *,
-    objective: Objective = sft,
+    objective: Objective = sft_loss,
     asked: Any = None,
     forward: Forward | None = None,
     rank: int = 0,
@@ -63,13 +76,13 @@ def _live(
         ranks=_Rank(rank, size),
         validation=rows,
         collator=Collator(pad=RENDERER.pad),
-        workers=Workers(1),
+        workers=BatchWorkers(1),
         compose=None,
     )
 
 
 def _dpo_live(model: nn.Module, **rest: Any) -> Any:
-    objective = Dpo(beta=0.2, reference=starting(model, bind(model)))
+    objective = DpoLoss(beta=0.2, reference=starting_reference(model, bind(model)))
     return _live(model, make_pairs(), objective=objective, asked=schema.Dpo(kind="dpo"), **rest)
 
 
@@ -101,9 +114,9 @@ def test_pairs_have_accuracy_and_margin_in_place_of_perplexity(micro_batch: int)
 
 
 def _one_pair(model: nn.Module, at: int) -> Any:
-    live = _dpo_live(model)
-    live.validation = make_pairs()[at : at + 1]
-    return live
+    ctx = _dpo_live(model)
+    ctx.validation = make_pairs()[at : at + 1]
+    return ctx
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -118,16 +131,16 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_rank_calls_the_model_equ
     validate(whole, 2)
     parts, calls = [], []
     for rank in range(size):
-        live = make(model, rank=rank, size=size)
-        forward, counted = live.forward, [0]
+        ctx = make(model, rank=rank, size=size)
+        forward, counted = ctx.forward, [0]
 
         def counting(batch: Batch, forward: Forward = forward, counted: list[int] = counted) -> Tensor:
             counted[0] += 1
             return forward(batch)
 
-        live.forward = counting
-        validate(live, 2)
-        parts.append(live.engine.given[0])
+        ctx.forward = counting
+        validate(ctx, 2)
+        parts.append(ctx.engine.given[0])
         calls.append(counted[0])
     assert len(set(calls)) == 1
     torch.testing.assert_close(torch.stack(parts).sum(dim=0), whole.engine.given[0])
@@ -159,3 +172,102 @@ def test_a_loss_beyond_all_numbers_has_no_perplexity() -> None:
         _live(model, unequal_examples(), forward=lambda batch: torch.full((batch.num_supervised,), -1000.0)), 2
     )
     assert found == {"validation_loss": 1000.0}
+
+
+# Routers trained from the spec to the last checkpoint: nothing else moves, a killed run ends bit-identical, and where
+# tokens go is left behind.
+
+LEVERS = (
+    "{micro_batch: 2, recompute: 1, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1, "
+    "adapter_inputs: fp32}"
+)
+GATES = "tuning: {kind: subset, trainable: [mlp.gate]}\nobjective: {kind: router, balance: 0.1}\n"
+SPEC = re.sub(r"levers: .*\n", f"levers: {LEVERS}\n", re.sub(r"tuning: .*\n", GATES, TRAINING)).replace(
+    "epochs: 3", "epochs: 1"
+)
+
+
+def make_projects(folder: Path, *, spec: str, family: str) -> Path:
+    path = make_mixture_project(folder, spec=spec, family=family)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"expert_names": ["law", "maths", "verse"]}))
+    write_jsonl(folder / "other.jsonl", make_rows(6, seed=5))
+    return path
+
+
+def out_of_memory_when_measuring() -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room for the routing")
+
+    pytest.MonkeyPatch().setattr("finefit.train.validation.measure_routing", fail)
+
+
+def job_of(folder: Path, spec: str, family: str = "llama") -> Job:
+    project: Callable[..., Path] = partial(make_projects, family=family)
+    return make_job(folder, spec=spec, project=project)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_only_routers_move_and_a_killed_run_ends_bit_identical(tmp_path: Path, family: str) -> None:
+    job = job_of(tmp_path, SPEC, family)
+    whole, where = job.fresh(), job.fresh()
+    assert finish(start(whole)) == 0, words(whole)
+    assert finish(start(where, lambda: at_step(5, lambda: send_self(signal.SIGKILL)))) == -signal.SIGKILL
+    assert finish(start(where)) == 0, words(where)
+    assert outcome(where) == outcome(whole)
+    assert where.routing.read_bytes() == whole.routing.read_bytes()
+    result = read_record(whole.result, StageResult)
+    assert result.frozen_unchanged is True
+    assert result.trainable_parameters == 2 * 3 * 16
+    before = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    after = dict(AutoModelForCausalLM.from_pretrained(whole.checkpoints / "final").named_parameters())
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        f"model.layers.{at}.mlp.gate.weight" for at in range(2)
+    }
+
+
+def test_where_tokens_go_is_recorded_by_source_and_drawn(tmp_path: Path) -> None:
+    two = SPEC.replace("train: [{path: train.jsonl}]", "train: [{path: train.jsonl}, {path: other.jsonl, weight: 2}]")
+    where = job_of(tmp_path, re.sub(r"  validation: .*\n", "", two)).fresh()
+    assert finish(start(where)) == 0, words(where)
+    found = read_record(where.routing, Routing)
+    assert found.experts == ("law", "maths", "verse")
+    assert {name: source.rows for name, source in found.sources.items()} == {"train.jsonl": 22, "other.jsonl": 12}
+    assert all(len(source.first) == 2 and abs(sum(source.first[1]) - 1) < 1e-4 for source in found.sources.values())
+    assert "other.jsonl, layer 1, verse" in where.routing_map.read_text()
+    (line,) = [line for line in read_lines(where.metrics) if line.get("event") == "routed"]
+    assert line["held_out"] is False
+    told = describe_event(line)
+    assert told is not None
+    assert re.search(r"first choices of trained tokens: train\.jsonl to (law|maths|verse) \d+%", told)
+
+
+def test_what_the_template_writes_before_every_row_is_not_counted(tmp_path: Path) -> None:
+    where = job_of(tmp_path, re.sub(r"  validation: .*\n", "", SPEC)).fresh()
+    assert finish(start(where)) == 0, words(where)
+    rows = [
+        example.tokens for example in open_examples(where.prepared("train.safetensors")) if isinstance(example, Example)
+    ]
+    before = make_tokenizer()("<|user|>add ")["input_ids"]
+    assert all(row[: len(before)] == tuple(before) for row in rows)
+    (source,) = read_record(where.routing, Routing).sources.values()
+    assert (source.rows, source.tokens) == (len(rows), sum(len(row) - len(before) for row in rows))
+
+
+def test_routing_that_cannot_be_measured_takes_no_training_with_it(tmp_path: Path) -> None:
+    job = job_of(tmp_path, SPEC)
+    whole, where = job.fresh(), job.fresh()
+    assert finish(start(whole)) == 0, words(whole)
+    assert finish(start(where, out_of_memory_when_measuring)) == 0, words(where)
+    assert "routing is not measured" in words(where)
+    assert "no room for the routing" in words(where)
+    assert not where.routing.exists()
+    assert outcome(where) == outcome(whole)
+    assert read_record(where.result, StageResult).failure is None
+
+
+def test_supervised_fine_tuning_of_a_mixture_says_nothing_of_routing(tmp_path: Path) -> None:
+    where = job_of(tmp_path, SPEC.replace("objective: {kind: router, balance: 0.1}\n", "")).fresh()
+    assert finish(start(where)) == 0, words(where)
+    assert not where.routing.exists()
+    assert load_file(next((where.checkpoints / "final").glob("*.safetensors")))

@@ -1,4 +1,5 @@
-"""The page in a real browser: judged with the keyboard, killed in the middle, and whatever an answer holds stays text."""
+"""The page in a real browser: judged with the keyboard, killed in the middle, and whatever an answer holds stays
+text."""
 
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
-from finefit.stats.agreement import preference
+from finefit.stats.comparisons import preference
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -98,7 +99,7 @@ def _begin(page: Page, url: str, rater: str) -> None:
     page.goto(url)
     page.locator("#rater").fill(rater)
     page.keyboard.press("Enter")
-    expect(page.locator("#sheet")).to_be_visible()
+    expect(page.locator("#item")).to_be_visible()
 
 
 def _key(page: Page, wish: str) -> str:
@@ -127,7 +128,7 @@ def test_twenty_verdicts_by_keyboard_survive_a_kill_in_the_middle(browser: Brows
             child.kill()
             child.wait()
             page.keyboard.press("t")
-            expect(page.locator("#message")).to_contain_text("nothing was kept")
+            expect(page.locator("#message")).to_contain_text("nothing was saved")
         with _served(folder, "--port", url.rstrip("/").rsplit(":", 1)[1]):
             asked = page.locator("#prompt").inner_text()
             _judge(page, WISHES[10], 11)
@@ -151,7 +152,7 @@ def test_twenty_verdicts_by_keyboard_survive_a_kill_in_the_middle(browser: Brows
     assert [text for text in watched.complaints if "ERR_CONNECTION_REFUSED" not in text] == []
 
 
-def test_a_page_that_is_opened_anew_goes_on_with_the_next_sheet(browser: Browser, folder: Path) -> None:
+def test_a_page_that_is_opened_anew_goes_on_with_the_next_item(browser: Browser, folder: Path) -> None:
     with _served(folder) as (url, _), _opened(browser) as first, _opened(browser) as second:
         _begin(first.page, url, "ann")
         _judge(first.page, "alpha", 1)
@@ -160,7 +161,7 @@ def test_a_page_that_is_opened_anew_goes_on_with_the_next_sheet(browser: Browser
         assert second.page.locator("#prompt").inner_text() == asked
         _judge(second.page, "beta", 2)
         first.page.keyboard.press("1")
-        expect(first.page.locator("#message")).to_contain_text("judged already")
+        expect(first.page.locator("#message")).to_contain_text("already judged")
         expect(first.page.locator("#count")).to_contain_text("2 of 24")
     assert _results(folder)["judged"] == 2
 
@@ -169,7 +170,7 @@ def test_reasons_and_notes_are_marked_by_keys_and_come_back_with_undo(browser: B
     with _served(folder, "--rater", "ann") as (url, _), _opened(browser) as watched:
         page = watched.page
         page.goto(url)
-        expect(page.locator("#sheet")).to_be_visible()
+        expect(page.locator("#item")).to_be_visible()
         page.keyboard.press("f")
         page.keyboard.press("w")
         page.keyboard.press("f")
@@ -192,7 +193,10 @@ def test_reasons_and_notes_are_marked_by_keys_and_come_back_with_undo(browser: B
     assert by_model == {first: {"wrong inference"}, second: {"unsupported"}}
 
 
-HOSTILE = "<script>window.hacked = 1</script><img src='http://evil.example/x.png' onerror='window.hacked = 2'><b>bold</b> & &amp; </textarea>"
+HOSTILE = (
+    "<script>window.hacked = 1</script><img src='http://evil.example/x.png' onerror='window.hacked = "
+    "2'><b>bold</b> & &amp; </textarea>"
+)
 
 
 def test_html_in_an_answer_stays_text_and_no_request_leaves(browser: Browser, tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_a_token_opens_the_page_and_leaves_the_address(browser: Browser, folder:
     with _served(folder, "--token") as (url, child), _opened(browser) as watched:
         page = watched.page
         page.goto(url.partition("#")[0])
-        expect(page.locator("#message")).to_contain_text("it has the token")
+        expect(page.locator("#message")).to_contain_text("token")
         page.goto("about:blank")
         _begin(page, url, "ann")
         assert "token" not in page.url

@@ -1,4 +1,5 @@
-"""The page's server: it answers our own page on this machine and nobody else, and no answer of it names a model before the results are asked for."""
+"""The page's server: it answers our own page on this machine and nobody else, and no answer of it names a model before
+the results are asked for."""
 
 import asyncio
 import json
@@ -11,13 +12,12 @@ import httpx
 import pytest
 
 from finefit.errors import DiskFull
+from finefit.review.items import ReviewSet
 from finefit.review.session import Session
-from finefit.review.stack import Stack
-from finefit.review.verdicts import Entry, Revealed, Verdict
-from finefit.web.guard import MAX_BODY_BYTES, Guard, Token
+from finefit.review.verdicts import JournalEntry, ResultsRevealed, Verdict
 from finefit.web.review import review_app
-from finefit.web.serve import bound, is_loopback, names_of
-from tests.reviews import MODELS, OPENED, in_memory, make_single, make_stack, on_disk, side_of
+from finefit.web.server import MAX_BODY_BYTES, Guard, Token, bound, is_loopback, names_of
+from tests.reviews import MODELS, OPENED, in_memory, make_review_set, make_single, on_disk, side_of
 
 HOST = "127.0.0.1:8000"
 ORIGIN = {"Origin": f"http://{HOST}"}
@@ -51,13 +51,13 @@ def _client(session: Session, *, token: Token | None = None, rater: str | None =
 
 
 @pytest.fixture
-def written() -> list[Entry]:
+def written() -> list[JournalEntry]:
     return [OPENED]
 
 
 @pytest.fixture
-def client(written: list[Entry]) -> Iterator[Client]:
-    with _client(Session(make_stack(), [OPENED], written.append)) as client:
+def client(written: list[JournalEntry]) -> Iterator[Client]:
+    with _client(Session(make_review_set(), [OPENED], written.append)) as client:
         yield client
 
 
@@ -73,40 +73,42 @@ def _judge(client: Client, press: str, status: int = 200, *, rater: str = "ann",
         client,
         "verdict",
         status,
-        **{"rater": rater, "sheet": turn["face"]["handle"], "press": press, "reasons": [[], []]} | more,
+        **{"rater": rater, "item": turn["item"]["handle"], "press": press, "reasons": [[], []]} | more,
     )
 
 
-def test_a_verdict_is_kept_and_answered_with_the_next_sheet(client: Client, written: list[Entry]) -> None:
+def test_a_verdict_is_kept_and_answered_with_the_next_item(client: Client, written: list[JournalEntry]) -> None:
     first = _post(client, "turn", rater="ann")
-    side = side_of(first["face"]["answers"], MODELS[1])
+    side = side_of(first["item"]["answers"], MODELS[1])
     reasons = [["fabricated"], []] if side == 2 else [[], ["fabricated"]]
     after = _judge(client, str(side), reasons=reasons, note="clear")
     verdict = written[-1]
     assert isinstance(verdict, Verdict)
     assert (verdict.choice, verdict.reasons, verdict.note) == ("second", (("fabricated",), ()), "clear")
     assert (after["judged"], after["total"]) == (1, 6)
-    assert after["face"]["handle"] != first["face"]["handle"]
+    assert after["item"]["handle"] != first["item"]["handle"]
 
 
-def test_the_same_verdict_sent_twice_is_kept_once(client: Client, written: list[Entry]) -> None:
-    sheet = _post(client, "turn", rater="ann")["face"]["handle"]
-    body = {"rater": "ann", "sheet": sheet, "press": "1", "reasons": [[], []]}
+def test_the_same_verdict_sent_twice_is_kept_once(client: Client, written: list[JournalEntry]) -> None:
+    item = _post(client, "turn", rater="ann")["item"]["handle"]
+    body = {"rater": "ann", "item": item, "press": "1", "reasons": [[], []]}
     after = _post(client, "verdict", **body)
     assert _post(client, "verdict", 409, **body) == after
     assert len(written) == 2
 
 
-def test_undo_gives_the_sheet_back(client: Client) -> None:
-    sheet = _post(client, "turn", rater="ann")["face"]["handle"]
+def test_undo_gives_the_item_back(client: Client) -> None:
+    item = _post(client, "turn", rater="ann")["item"]["handle"]
     _judge(client, "tie")
-    assert _post(client, "undo", rater="ann")["face"]["handle"] == sheet
-    assert _post(client, "undo", 422, rater="ann") == {"error": "there is no verdict to take back"}
+    assert _post(client, "undo", rater="ann")["item"]["handle"] == item
+    assert _post(client, "undo", 422, rater="ann") == {"error": "there is no verdict to undo"}
 
 
 def test_no_answer_names_a_model_until_the_results_are_asked_for() -> None:
-    stack = make_stack()
-    secret = Stack(name="secret-name", task="secret-task", models=("secret-run-1", "secret-run-2"), sheets=stack.sheets)
+    review_set = make_review_set()
+    secret = ReviewSet(
+        name="secret-name", task="secret-task", models=("secret-run-1", "secret-run-2"), items=review_set.items
+    )
     session, written = in_memory(secret)
     with _client(session) as client:
         said = [client.get(path).text for path in ("/", "/review.js", "/review.css")]
@@ -117,14 +119,14 @@ def test_no_answer_names_a_model_until_the_results_are_asked_for() -> None:
         ]
         said.append(client.get("/secret", headers=ORIGIN).text)
         assert not any("secret-" in text for text in said)
-        assert not any(isinstance(entry, Revealed) for entry in written)
+        assert not any(isinstance(entry, ResultsRevealed) for entry in written)
         found = _post(client, "results", rater="ann", is_sure=True)
     assert found["models"] == ["secret-run-1", "secret-run-2"]
-    assert [entry.open for entry in written if isinstance(entry, Revealed)] == [6]
+    assert [entry.open for entry in written if isinstance(entry, ResultsRevealed)] == [6]
 
 
 @pytest.mark.parametrize("body", [{"rater": "ann"}, {"rater": "ann", "is_sure": False}])
-def test_results_need_a_word_of_their_own(client: Client, written: list[Entry], body: dict[str, Any]) -> None:
+def test_results_need_a_word_of_their_own(client: Client, written: list[JournalEntry], body: dict[str, Any]) -> None:
     _post(client, "results", 400, **body)
     assert written == [OPENED]
 
@@ -166,7 +168,7 @@ def test_a_foreign_host_is_refused(client: Client, host: str, path: str) -> None
 )
 @pytest.mark.parametrize("name", APIS)
 def test_a_post_without_our_own_origin_is_refused(
-    client: Client, written: list[Entry], origin: str | None, name: str
+    client: Client, written: list[JournalEntry], origin: str | None, name: str
 ) -> None:
     headers = {} if origin is None else {"Origin": origin}
     assert client.post(f"/api/{name}", json={"rater": "ann"}, headers=headers).status_code == 403
@@ -239,7 +241,7 @@ def test_a_long_body_is_refused_and_one_at_the_limit_is_read(client: Client) -> 
 )
 @pytest.mark.parametrize("name", ["turn", "verdict", "undo", "results", "login"])
 def test_what_the_page_does_not_send_is_no_fault_of_ours(
-    client: Client, written: list[Entry], body: bytes, name: str
+    client: Client, written: list[JournalEntry], body: bytes, name: str
 ) -> None:
     response = client.post(f"/api/{name}", content=body, headers={**ORIGIN, "Content-Type": "application/json"})
     assert response.status_code == 400
@@ -254,14 +256,14 @@ def test_what_the_page_does_not_send_is_no_fault_of_ours(
         ({"reasons": [[]]}, 422),
         ({"note": "x" * 5000}, 400),
         ({"rater": " "}, 422),
-        ({"sheet": "other"}, 409),
+        ({"item": "other"}, 409),
     ],
 )
 def test_a_decision_that_means_nothing_is_refused(
-    client: Client, written: list[Entry], more: dict[str, Any], status: int
+    client: Client, written: list[JournalEntry], more: dict[str, Any], status: int
 ) -> None:
-    sheet = _post(client, "turn", rater="ann")["face"]["handle"]
-    _post(client, "verdict", status, **{"rater": "ann", "sheet": sheet, "press": "1", "reasons": [[], []]} | more)
+    item = _post(client, "turn", rater="ann")["item"]["handle"]
+    _post(client, "verdict", status, **{"rater": "ann", "item": item, "press": "1", "reasons": [[], []]} | more)
     assert written == [OPENED]
 
 
@@ -296,11 +298,11 @@ def test_the_page_asks_for_nothing_from_elsewhere_and_has_no_script_of_its_own(c
 
 
 def test_a_verdict_that_was_not_kept_is_told() -> None:
-    def no_room(_: Entry) -> None:
+    def no_room(_: JournalEntry) -> None:
         raise DiskFull("the disk is full", "free some space")
 
-    with _client(Session(make_stack(), [OPENED], no_room)) as client:
-        assert "not kept: the disk is full" in _judge(client, "1", 507)["error"]
+    with _client(Session(make_review_set(), [OPENED], no_room)) as client:
+        assert "not saved: the disk is full" in _judge(client, "1", 507)["error"]
         assert _post(client, "turn", rater="ann")["judged"] == 0
 
 
@@ -319,7 +321,7 @@ TOKEN = Token(secret="a-token-of-some-length", port=8000)
 
 
 def test_with_a_token_nothing_is_answered_before_it_was_given() -> None:
-    session, written = in_memory(make_stack())
+    session, written = in_memory(make_review_set())
     with _client(session, token=TOKEN) as client:
         for name in APIS:
             if name != "login":
@@ -356,9 +358,10 @@ def _refused_by_token(client: Client, name: str) -> None:
         ),
         *(f"finefit-8001={TOKEN.session}", f"other={TOKEN.session}", f"finefit-8000={TOKEN.session}x"),
     ],
+    ids=range(11),
 )
 def test_another_cookie_is_no_token(cookie: str) -> None:
-    with _client(in_memory(make_stack())[0], token=TOKEN) as client:
+    with _client(in_memory(make_review_set())[0], token=TOKEN) as client:
         headers: dict[str, Any] = {**ORIGIN, "Cookie": cookie.encode("latin-1")}
         assert client.post("/api/turn", json={"rater": "ann"}, headers=headers).status_code == 401
 
@@ -368,7 +371,7 @@ def test_another_cookie_is_no_token(cookie: str) -> None:
     ["", 'a={"b": 1, "c": [2]}; ', "odd name=1; ", "=; ;; ", "finefit-8000=of-an-earlier-start; ", "\xe9=\xe9; "],
 )
 def test_a_cookie_is_found_among_odd_ones_of_other_programs(others: str) -> None:
-    with _client(in_memory(make_stack())[0], token=TOKEN) as client:
+    with _client(in_memory(make_review_set())[0], token=TOKEN) as client:
         headers: dict[str, Any] = {
             **ORIGIN,
             "Cookie": f"{others}{TOKEN.cookie.partition(';')[0]}; last=1".encode("latin-1"),
@@ -419,5 +422,5 @@ def test_a_port_that_is_taken_is_the_users_to_change() -> None:
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port} cannot be listened on"), bound("127.0.0.1", port):
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}"), bound("127.0.0.1", port):
             pass

@@ -1,45 +1,115 @@
-"""Writing that a kill cannot tear: a temporary name in the same folder, fsync, rename, fsync of the folder."""
+"""Writing that a kill cannot tear. A file or folder is filled under a hidden name beside its place, synced to disk and
+renamed; lines are appended to journals, whose last line alone can be torn."""
 
 import errno
+import json
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from finefit.errors import DiskFull, FinefitError
 from finefit.facts.files import free_bytes
 
+STAGING, REMOVING = ".staging-", ".removing-"
+"""Prefixes of folders that are not visible yet, or no longer."""
 _REMEDY = "free some space, then give the same command again: it goes on where it was"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces `path` in one instant: a reader sees the old text or the new one."""
+@contextmanager
+def staged_file(path: Path, needed_bytes: int | None = None, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary path beside `path`. At the end of the block, what was written there replaces `path`: readers see the
+    old file or the new one. `durable`: also after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with full_disk_named(path, len(text.encode())):
+    with report_disk_full(path, needed_bytes):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            yield temporary
+            if durable:
+                sync(temporary)
             temporary.replace(path)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    sync_folder(path.parent)
+    if durable:
+        sync(path.parent)
+
+
+def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+    with staged_file(path, len(text.encode()), durable=durable) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def link(path: Path, target: str) -> None:
-    """A relative symbolic link, replaced in one instant."""
+    """Replaces `path` by a relative symbolic link in one instant."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
-    with full_disk_named(path, len(target.encode())):
+    with report_disk_full(path, len(target.encode())):
         temporary.symlink_to(target)
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_file(path: Path) -> None:
+@contextmanager
+def staged_folder(parent: Path, name: str = "", *, unique: bool = True) -> Iterator[Path]:
+    """A hidden folder in `parent` for files that must become visible together. The block fills it and gives it its name
+    with `publish`; if it does not, the folder is deleted. `unique`: other processes may fill folders of this name."""
+    parent.mkdir(parents=True, exist_ok=True)
+    if unique:
+        staging = Path(tempfile.mkdtemp(prefix=f"{STAGING}{name}-", dir=parent))
+        staging.chmod(0o755)
+    else:
+        staging = parent / f"{STAGING}{name}"
+        staging.mkdir()
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def publish(staging: Path, target: Path) -> Path:
+    """Renames a complete folder once all of its bytes are on disk. An existing target is an OSError."""
+    sync_tree(staging)
+    staging.rename(target)
+    sync(target.parent)
+    return target
+
+
+def replace_folder(staging: Path, target: Path) -> None:
+    """As `publish`; what lies at `target` is hidden first and deleted last."""
+    sync_tree(staging)
+    old = _hide(target) if target.exists() else None
+    staging.rename(target)
+    sync(target.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def remove_folder(folder: Path) -> None:
+    """Hides the folder first, so that a half-deleted one is never visible. A missing folder is fine."""
+    if folder.exists():
+        shutil.rmtree(_hide(folder))
+
+
+def _hide(folder: Path) -> Path:
+    return folder.rename(folder.with_name(f"{REMOVING}{folder.name.lstrip('.')}-{time.time_ns()}"))
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a killed process left half written or half deleted."""
+    for path in folder.glob(".*"):
+        if path.name.startswith((STAGING, REMOVING)):
+            shutil.rmtree(path)
+        elif path.name.endswith(".tmp"):
+            path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,16 +117,18 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-sync_folder = sync_file
+def sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file() or path.is_dir():
+            sync(path)
+    sync(folder)
 
 
 @contextmanager
-def full_disk_named(path: Path, needed_bytes: int | None = None, *, remedy: str = _REMEDY) -> Iterator[None]:
-    """Turns `no space left` from any writer below into an error that names the place and the bytes. Of several around one another the outermost that
-    knows the bytes is the one that is told.
-
-    safetensors and shutil.copytree report it as exceptions of their own types, with the system's text in them and no number.
-    """
+def report_disk_full(path: Path, needed_bytes: int | None = None, *, remedy: str = _REMEDY) -> Iterator[None]:
+    """Turns `no space left` from any writer inside into a DiskFull that names the path and the bytes. If several are
+    nested, the outermost that knows the bytes reports. safetensors and shutil.copytree raise their own types with the
+    system's text and no number."""
     try:
         yield
     except Exception as error:
@@ -66,8 +138,8 @@ def full_disk_named(path: Path, needed_bytes: int | None = None, *, remedy: str 
 
 
 @contextmanager
-def given_back_when_full(folder: Path) -> Iterator[None]:
-    """What is half made there makes room for what has to be said of it."""
+def release_on_disk_full(folder: Path) -> Iterator[None]:
+    """Deletes a half-made folder when the disk is full, so that the failure itself can be recorded."""
     try:
         yield
     except Exception as error:
@@ -83,10 +155,76 @@ def disk_full(path: Path, needed_bytes: int | None, free: int, *, remedy: str = 
 
 
 def is_full(error: Exception) -> bool:
-    """Whether it tells of a full disk. Our own errors may quote an old log, so their type alone counts."""
+    """Our own errors may quote an old log, so only their type counts."""
     if isinstance(error, FinefitError):
         return isinstance(error, DiskFull)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    text = str(error)
-    return "No space left on device" in text or "Disk quota exceeded" in text
+    return any(words in str(error) for words in ("No space left on device", "Disk quota exceeded"))
+
+
+class Journal:
+    """Append-only JSON lines: metrics, memory, ledger. The next writer ends a torn line; readers skip it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # nothing is buffered, so closing cannot fail on a full disk
+        if path.stat().st_size > 0 and not _ends_with_newline(path):
+            self._append(b"\n")
+
+    def write(self, **values: Any) -> None:
+        self._append(json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+    def _append(self, data: bytes) -> None:
+        with report_disk_full(self._path, len(data)):
+            while data:  # a nearly full disk takes only a part first
+                data = data[self._file.write(data) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Skips torn lines."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:  # bytes, because a line can be torn within a character
+        for line in file:
+            if (value := parse_line(line)) is not None:
+                yield value
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """None for a torn line."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """One line per optimizer step. Steps that a killed attempt wrote beyond the checkpoint it resumed from are
+    replaced."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in read_lines(path):
+        if line.get("event") in ("started", "resumed", "rolled_back"):
+            steps = {step: old for step, old in steps.items() if step <= line["step"]}
+        elif "loss" in line:
+            steps[line["step"]] = line
+    return [steps[step] for step in sorted(steps)]

@@ -1,133 +1,120 @@
-"""What is foretold of a run before it begins: memory, time, levers, and what was asked to know them."""
+"""What is predicted for a run before it begins: memory, time and levers, and the requests for these predictions."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import field
 from typing import Any, Literal
 
-from finefit.artifacts.records import STRICT, Failure, Levers
+from finefit.artifacts.records import Failure, Levers, Record
 from finefit.spec.schema import Engine, Single
 
 _SINGLE = Single(kind="single")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class Resolved(Record):
     """A decision and where it came from."""
 
-    __pydantic_config__ = STRICT
     value: Any
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """What the rows ask of a step: counted where the data is there, else assumed from `data.max_tokens`.
+class Lengths(Record):
+    """Row lengths in tokens: counted if the data exists, else assumed from `data.max_tokens`.
 
-    A row is what the order, the global batch and the micro-batch count. It is `sides` sequences, and all lengths are those of one sequence: a
-    micro-batch of m rows is at most sides x m sequences of `longest` tokens, `supervised` of which meet the head in each."""
+    Batches and orders count rows. A row is `sides` sequences, and all lengths are per sequence: a micro-batch of m rows
+    has at most sides x m sequences of `longest` tokens, of which `supervised` reach the head."""
 
-    __pydantic_config__ = STRICT
     num_rows: int | None
-    """None where the data is not there."""
+    """None if the data does not exist yet."""
     longest: int
     mean: float
     supervised: int
-    """The most that one row has."""
+    """The largest number in one row."""
     mean_supervised: float
     source: str
     validation: tuple[int, int] | None = None
-    """Tokens of the longest validation row, and the most that one has supervised; None where none were counted."""
+    """Tokens of the longest validation row, and the most supervised tokens in one; None if there are none."""
     prompt: int | None = None
-    """Tokens of the longest prompt to be answered in an evaluation."""
+    """Tokens of the longest prompt that an evaluation answers."""
     sides: int = 1
-    """2 where a row is a preference pair: both answers, each behind the prompt."""
+    """2 for preference pairs: both answers, each after the prompt."""
     prompt_grids: tuple[tuple[int, ...], ...] = ()
-    """Of the images of the row to be answered that shows most."""
+    """Image grids of the evaluation row with the most image tokens."""
     grids: tuple[tuple[int, ...], ...] = ()
-    """Of the images of the row that shows most, as the model's family counts them; none where no row has an image."""
+    """Image grids of the training row with the most image tokens, as the model's family counts them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientMap:
-    """Which trained tensors a backward reaches."""
+class GradientMap(Record):
+    """The trainable tensors that backward reaches."""
 
-    __pydantic_config__ = STRICT
     trainable: int
     reached: int
     unreached: tuple[str, ...]
     causes: tuple[str, ...] = ()
-    """Why the others are likely not reached."""
+    """Likely reasons why the others are not reached."""
     frozen: tuple[str, ...] = ()
-    """Adapters that are not trained at all."""
+    """Adapters without any training."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerSize:
-    """Of one tower of a model that sees, in parameters; `tensors` are those that are trained."""
+class TowerSize(Record):
+    """Parameters of one tower of a vision-language model; `tensors` counts the trained ones."""
 
-    __pydantic_config__ = STRICT
     parameters: int
     trainable: int
     tensors: int
     unreached: int = 0
-    """Of the trained tensors, how many no gradient reaches."""
+    """Trained tensors without a gradient."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
-    """A change of the spec that makes the plan fit, or brings it nearer."""
+class Suggestion(Record):
+    """A change of the spec that makes the plan fit, or brings it closer."""
 
-    __pydantic_config__ = STRICT
     changes: tuple[str, ...]
-    """As `--set` takes them: key=value."""
+    """In the form of `--set`: key=value."""
     saves_bytes: int
     peak_bytes: int
-    """What the card must hold then."""
+    """Memory needed on the card after the change."""
     fits: bool
     is_exact: bool
-    """Whether the gradient stays as it is."""
+    """Whether the gradient is unchanged."""
     price: str
     step_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What generation may hold at once, by the plan: at most so many rows, and so many tokens of prompts and answers together."""
+class EvalBatchLimit(Record):
+    """The most rows that generation may hold at once, and the most tokens of prompts and answers together."""
 
-    __pydantic_config__ = STRICT
     rows: int
     tokens: int
     mlp_tiles: int = 1
-    """Pieces in which a prompt passes an MLP, where it is long."""
+    """Pieces in which a long prompt passes an MLP."""
     reserved_bytes: int | None = None
-    """Foretold, on a card; on a CPU what is allocated."""
+    """Predicted: reserved on a card, allocated on a CPU."""
     devices: int = 1
-    """Cards, or on a CPU processes, that the items are shared over; or cards that one model is spread over."""
+    """Cards (or processes on a CPU) that share the items; or cards that one model is split over."""
     is_spread: bool = False
     batch_seconds: float | None = None
-    """Of as many of the longest prompts with the longest answers as there is room for, foretold; None where the rates are not known."""
+    """Predicted time of a full batch of the longest prompts and answers; None if the card's rates are not known."""
     held_bytes: int | None = None
-    """What the device must hold for it: reserved + context + margin."""
+    """Memory needed on the device: reserved + context + margin."""
     budget_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
-        """Where nothing is foretold, nothing speaks against it."""
+        """True without a prediction."""
         return self.held_bytes is None or self.budget_bytes is None or self.held_bytes <= self.budget_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What one stage will take on one card, rehearsed before it runs."""
+class Forecast(Record):
+    """The resources that one stage needs on one kind of card, by a rehearsal."""
 
-    __pydantic_config__ = STRICT
     card: str
-    """As it was asked for; `devices` of them."""
+    """As requested; `devices` of them."""
     devices: int
     fits: bool
     budget_bytes: int
-    """What a program can get from one card."""
+    """Memory of one card that a program can use."""
     peak_bytes: int
-    """What one card must hold: reserved + context + margin."""
+    """Memory needed on one card: reserved + context + margin."""
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
@@ -136,16 +123,16 @@ class Forecast:
     peak_module: str
     peak_operation: str
     components: dict[str, int]
-    """Bytes by what they are, at the peak; they sum to allocated_bytes."""
+    """Bytes at the peak by purpose; they sum to allocated_bytes."""
     instants: dict[str, int]
-    """The most that is allocated during load, forward, loss, backward, update, validation, generation."""
+    """Peak allocation during load, forward, loss, backward, update, validation and generation."""
     levers: Levers
     reasons: dict[str, str]
-    """Why each lever stands as it does."""
+    """Why each lever has its value."""
     accumulation: int
     tokens_per_step: float
     step_seconds: float | None
-    """None where the rates of the card are not known."""
+    """None if the rates of the card are not known."""
     tokens_per_second: float | None
     total_steps: int | None
     total_seconds: float | None
@@ -153,79 +140,71 @@ class Forecast:
     cost: float | None
     flops_per_step: float
     host_bytes: int
-    """Of host memory at its peak: weights on their way, pinned buffers, the process itself."""
+    """Peak of host memory: weights while loading, pinned buffers, the process itself."""
     disk_bytes: int
-    """Of the run directory: checkpoints kept, one more while it is written."""
+    """Of the run directory: the kept checkpoints and one that is being written."""
     parameters: int
     trainable_parameters: int
     lengths: Lengths
     gradients: GradientMap
     suggestions: tuple[Suggestion, ...]
     notes: tuple[str, ...]
-    """What is used in place of what the card does not have, and what else the reader must know."""
+    """Replacements for what the card lacks, and other remarks for the reader."""
     uncertainty: float | None = None
-    """Largest relative error of earlier forecasts of this card and these versions, where some were measured."""
+    """Largest relative error of earlier measured predictions for this card and these versions."""
     engine: Engine = _SINGLE
-    """Never `auto`: what it came to; why stands among the reasons."""
-    rooms: dict[str, Room] = field(default_factory=dict)
-    """What generation may hold at once in each evaluation, by its label."""
+    """Never `auto`: the engine that it resolved to; `reasons` says why."""
+    eval_limits: dict[str, EvalBatchLimit] = field(default_factory=dict)
+    """By the evaluation's label."""
     active_parameters: int | None = None
-    """That a token meets in a mixture of experts; None where it meets all."""
+    """Parameters that a token uses in a mixture of experts; None if it uses all."""
     towers: dict[str, TowerSize] = field(default_factory=dict)
-    """Of a model that sees: language, vision, projector."""
+    """Of a vision-language model: language, vision, projector."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+class Plan(Record):
+    version: Literal[2] = 2
     stages: dict[str, dict[str, Resolved]]
     forecasts: dict[str, Forecast] = field(default_factory=dict)
-    """By stage, on the card that it runs on."""
+    """By stage, for the card that it runs on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Of a model that need not exist yet, in parameters."""
+class ModelSize(Record):
+    """Parameter counts of a model that need not exist yet."""
 
-    __pydantic_config__ = STRICT
     version: Literal[2] = 2
     parameters: int
     outside: int
-    """Embeddings, head and what else belongs to no layer."""
+    """Embeddings, head and everything else outside the layers."""
     largest_layer: int
     foreign: str | None
-    """A tensor of an MLP that no mean of experts has a place for."""
+    """An MLP tensor that an average of experts cannot hold."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutlook:
-    """What a stage of a pipeline will take and leave, before it runs."""
+class StageForecast(Record):
+    """The predicted needs and outputs of one stage of a pipeline."""
 
-    __pydantic_config__ = STRICT
     kind: str
     fits: tuple[bool, ...]
     """On each card."""
     parameters: int | None = None
-    """Of the model that it trains or makes; None where there is none."""
+    """Of the model that it trains or builds."""
     trainable_parameters: int | None = None
     host_bytes: int | None = None
     disk_bytes: int = 0
     seconds: float | None = None
-    """On the first card; None where it is not known."""
+    """On the first card; None if not known."""
     forecasts: tuple[Forecast, ...] = ()
     """Of a training, on each card."""
-    rooms: tuple[dict[str, dict[str, Room]], ...] = ()
+    eval_limits: tuple[dict[str, dict[str, EvalBatchLimit]], ...] = ()
     """Of an evaluation, on each card: by model, by label."""
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a forecast is asked for: everything that the process which rehearses is told."""
+class RehearsalRequest(Record):
+    """Everything that the rehearsal process needs to know."""
 
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     spec: str
     """As JSON."""
     config: dict[str, Any]
@@ -233,20 +212,48 @@ class Question:
     cards: tuple[str, ...]
     lengths: Lengths
     budget_bytes: int | None = None
-    """The most that may be used of the card; None for all of it."""
+    """A limit on the card's memory; None for all of it."""
     visible: tuple[int, ...] | None = None
-    """Which of this machine's cards `auto` means, by their numbers; None: all of them."""
+    """The numbers of this machine's cards that `auto` means; None: all of them."""
     allocator: str | None = None
-    """The user's own setting of torch's allocator, which workers keep; None where finefit sets it."""
-    only_rooms: bool = False
-    """Nothing is trained: only what evaluations have room for is asked."""
+    """The user's own setting of torch's allocator, which workers keep; None if finefit sets it."""
+    only_eval_limits: bool = False
+    """Nothing is trained: only the batch limits of evaluations are wanted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+class RehearsalResult(Record):
+    version: Literal[2] = 2
     forecasts: tuple[Forecast, ...] = ()
-    rooms: tuple[dict[str, Room], ...] = ()
-    """For each card, by the evaluations' labels, where only they are asked for."""
+    eval_limits: tuple[dict[str, EvalBatchLimit], ...] = ()
+    """For each card, by the evaluations' labels, if only they are wanted."""
     failure: Failure | None = None
+
+
+def grouped_names(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers become one: `layers.{0..11}.q_proj`."""
+    split = list(dict.fromkeys(tuple(name.split(".")) for name in names))
+    for at in range(max(map(len, split), default=0)):
+        split = _merged(split, at)
+    return [".".join(parts) for parts in split]
+
+
+def _merged(split: list[tuple[str, ...]], at: int) -> list[tuple[str, ...]]:
+    """Those that differ only in the number at one place."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for parts in split:
+        if at < len(parts) and parts[at].isdecimal():
+            numbers.setdefault((*parts[:at], "{}", *parts[at + 1 :]), []).append(int(parts[at]))
+        else:
+            numbers[parts] = []
+    return [(*parts[:at], _span(found), *parts[at + 1 :]) if found else parts for parts, found in numbers.items()]
+
+
+def _span(numbers: list[int]) -> str:
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    shown = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return f"{{{shown}}}" if len(numbers) > 1 else shown

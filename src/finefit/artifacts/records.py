@@ -1,130 +1,37 @@
-"""Every record of a run directory: plain frozen data with a version, one writer, one reader."""
+"""The base of all records, reading and writing them, and the records of a run and its stages."""
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from finefit.artifacts.atomic import write_text
 from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
+from finefit.spec.models import Model
+from finefit.spec.stages import AnyStage
+from finefit.stats.intervals import Interval
 
-STRICT = ConfigDict(extra="forbid")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What a run stands on, by content. Equal inputs and an equal spec are the same run."""
-
-    __pydantic_config__ = STRICT
-    data: dict[str, tuple[tuple[FileFact, ...], ...]]
-    """Files by split and source; paths relative to the run directory."""
-    model: str
-    """The model's name as the user knows it."""
-    model_fingerprint: str
-    template_sha256: str
-    """Of chat template, special tokens and template kind: equal hashes render equal prompts."""
-    engine_sha256: str | None = None
-    """Of a DeepSpeed JSON of the user's own."""
-    tasks_sha256: tuple[str | None, ...] = ()
-    """Of task files of the user's own, for each evaluation; empty where there are none."""
-    code_sha256: str | None = None
-    """Of the file that builds a model of the user's own; None for any other model."""
-    pictures_sha256: str | None = None
-    """Of all images that rows show; None where there are none."""
+R = TypeVar("R", bound="Record")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
-    machine: Machine
-    inputs: Inputs
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class Record:
+    """The base of everything that is stored as JSON: each subclass is a frozen dataclass with keyword arguments, and an
+    unknown key in a file is an error. A record with a file of its own has a `version`, one writer and one reader."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    __pydantic_config__ = STRICT
-    level: Literal["error", "warning", "note"]
-    """Only an error keeps from going on."""
-    problem: str
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """What was found before the run, errors first."""
-
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
-    findings: tuple[Finding, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levers:
-    """The exact levers in force: plan and step share this one description. None of them changes the gradient."""
-
-    __pydantic_config__ = STRICT
-    micro_batch: int
-    recompute: int = 0
-    """Layers computed again in backward, counted from the first: those are reached last, when the kept ones are gone."""
-    keep_attention: bool = False
-    loss_chunk: int | None = None
-    offload: bool = False
-    mlp_tiles: int = 1
-    adapter_inputs: Literal["bf16", "fp32"] = "fp32"
-    packing: bool = False
-    """Rows of a step stand behind one another without padding, each seeing only itself."""
-    kernels: Literal["torch", "fused"] = "torch"
-    update: Literal["after", "inside"] = "after"
-    """Of each tensor when its gradient is there, which is then given back, or of all of them after backward."""
-    compile: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    __pydantic_config__ = STRICT
-    kind: str
-    problem: str
-    remedy: str
-    exit_code: int
-
-    @classmethod
-    def of(cls, error: FinefitError) -> "Failure":
-        return cls(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amendment:
-    """A change that a run went on with."""
-
-    __pydantic_config__ = STRICT
-    after_step: int
-    changes: tuple[str, ...]
-    note: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
-    name: str
-    digest: str
-    finefit: str
-    created: str
-    kind: Literal["train", "eval", "pipeline"] = "train"
-    """`eval`: nothing was trained here; a model or answers made elsewhere are scored. `pipeline`: its stages are runs, or folders with an output."""
-    status: Literal["prepared", "running", "finished", "stopped", "failed"]
-    overrides: tuple[str, ...] = ()
-    amendments: tuple[Amendment, ...] = ()
-    failure: Failure | None = None
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-"""Made once for each kind of record; a view reads several of them many times a second."""
+"""Built once for each kind: pages read several records many times a second."""
 
 
 def _adapter(kind: type[R]) -> TypeAdapter[R]:
@@ -133,7 +40,7 @@ def _adapter(kind: type[R]) -> TypeAdapter[R]:
     return _ADAPTERS[kind]
 
 
-def write_record(path: Path, record: object) -> None:
+def write_record(path: Path, record: Record) -> None:
     write_text(path, _adapter(type(record)).dump_json(record, indent=1, by_alias=True).decode() + "\n")
 
 
@@ -146,5 +53,269 @@ def read_record(path: Path, kind: type[R]) -> R:
         return _adapter(kind).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
+        found, known = _version_in(text), _version_of(kind)
+        if found is not None and known is not None and found != known:
+            raise RunError(
+                f"{path} is a {kind.__name__} record of version {found}, and this finefit reads version {known}",
+                "another version of finefit wrote it; use that version, or start again with --new",
+            ) from None
         place = ".".join(str(part) for part in first["loc"])
-        raise RunError(f"{path} is no {kind.__name__} record of this version: {place}: {first['msg']}") from None
+        raise RunError(
+            f"{path} is not a {kind.__name__} record: {place}: {first['msg']}", "restore it, or start again with --new"
+        ) from None
+
+
+def _version_in(text: bytes) -> int | None:
+    try:
+        document = from_json(text)
+    except ValueError:
+        return None
+    return document.get("version") if isinstance(document, dict) else None
+
+
+def _version_of(kind: type[Record]) -> int | None:
+    return next(iter(get_args(get_type_hints(kind).get("version"))), None)
+
+
+class Inputs(Record):
+    """What a run depends on, by content. Equal inputs and an equal spec are the same run."""
+
+    data: dict[str, tuple[tuple[FileFact, ...], ...]]
+    """Files by split and source; paths are relative to the run directory."""
+    model: str
+    """The model's name as the user knows it."""
+    model_fingerprint: str
+    template_sha256: str
+    """Of chat template, special tokens and kind of template: equal hashes render equal prompts."""
+    engine_sha256: str | None = None
+    """Of the user's own DeepSpeed JSON."""
+    tasks_sha256: tuple[str | None, ...] = ()
+    """Of the user's own task files, one entry per evaluation; empty if there are none."""
+    code_sha256: str | None = None
+    """Of the file that builds a custom model."""
+    images_sha256: str | None = None
+    """Of all images in the rows; None if there are none."""
+
+
+class Facts(Record):
+    version: Literal[2] = 2
+    machine: Machine
+    inputs: Inputs
+
+
+class Finding(Record):
+    level: Literal["error", "warning", "note"]
+    """Only an error stops the run."""
+    problem: str
+    remedy: str
+
+
+class Check(Record):
+    """The findings before a run, errors first."""
+
+    version: Literal[1] = 1
+    findings: tuple[Finding, ...]
+
+
+class Levers(Record):
+    """The exact levers in force, shared by plan and step. None of them changes the gradient."""
+
+    micro_batch: int
+    recompute: int = 0
+    """Layers recomputed in backward, counted from the first: backward reaches those last, when the kept ones are
+    freed."""
+    keep_attention: bool = False
+    loss_chunk: int | None = None
+    offload: bool = False
+    mlp_tiles: int = 1
+    adapter_inputs: Literal["bf16", "fp32"] = "fp32"
+    packing: bool = False
+    """Rows of a step are concatenated without padding; each attends only to itself."""
+    kernels: Literal["torch", "fused"] = "torch"
+    update: Literal["after", "inside"] = "after"
+    """`inside`: each tensor is updated as soon as its gradient exists, which is then freed. `after`: all tensors after
+    backward."""
+    compile: bool = False
+
+
+class Failure(Record):
+    kind: str
+    problem: str
+    remedy: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, error: FinefitError) -> "Failure":
+        return cls(kind=type(error).__name__, problem=error.problem, remedy=error.remedy, exit_code=error.exit_code)
+
+
+class Amendment(Record):
+    """A change with which a run was continued."""
+
+    after_step: int
+    changes: tuple[str, ...]
+    note: str
+
+
+class Run(Record):
+    version: Literal[2] = 2
+    name: str
+    digest: str
+    finefit: str
+    created: str
+    kind: Literal["train", "eval", "pipeline"] = "train"
+    """`eval`: nothing is trained; a given model or given answers are scored. `pipeline`: its stages are runs or
+    folders with an output."""
+    status: Literal["prepared", "running", "finished", "stopped", "failed"]
+    overrides: tuple[str, ...] = ()
+    amendments: tuple[Amendment, ...] = ()
+    failure: Failure | None = None
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Digests of all files and models from outside when the run began, by their key in the spec."""
+
+
+class WiredModel(Record):
+    """A model whose references to other stages are resolved. All paths are absolute."""
+
+    model: Model
+    adapter: str | None = None
+    """The folder of an adapter on top of the model."""
+    gate: str | None = None
+    """The folder of a gate, if the model stands for the choice among its experts."""
+
+
+class StageJob(Record):
+    """Everything that the worker of a stage without training of its own needs to know."""
+
+    version: Literal[1] = 1
+    name: str
+    pipeline: str
+    seed: int
+    device: Literal["cpu", "cuda"]
+    precision: Literal["bf16", "fp16", "fp32"]
+    base: str
+    """The absolute folder that the stage's relative paths start from; stage:// paths are absolute already."""
+    stage: AnyStage
+    models: dict[str, WiredModel] = field(default_factory=dict)
+    """By their key in the stage: `base`, `experts.law`, `models.sft`, `model`, `method.model`."""
+    scores: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a comparison: the absolute run directories (with :checkpoint) of each entry of `of`."""
+
+
+class StageMemory(Record):
+    """Memory during a stage. On a card: used on the whole card, by any process; on a CPU: resident in the stage's own
+    processes."""
+
+    device: Literal["cpu", "cuda"]
+    before_bytes: int
+    loaded_bytes: int | None
+    """After the model was loaded and before it did anything, the largest of several; None if the stage loads none."""
+    peak_bytes: int | None
+    after_bytes: int
+
+
+class StageOutcome(Record):
+    """How such a worker ended. `failure` is None if it produced its output."""
+
+    version: Literal[1] = 1
+    summary: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    """Peak of the process: device memory on a card, resident memory on a CPU."""
+    failure: Failure | None = None
+
+
+class CacheInputs(Record):
+    """What a stage depends on, written when it starts: begun.json."""
+
+    version: Literal[2] = 2
+    inputs: dict[str, str]
+    """A digest for each name: `spec`, the files and models that the stage names, `finefit`."""
+    document: dict[str, Any]
+    """The stage's spec without paths, to report which keys have changed."""
+    command: str = ""
+    """The command that forced the stage to run again."""
+
+
+class FinishedStage(Record):
+    """Written last, when a stage has produced its output: done.json."""
+
+    version: Literal[1] = 1
+    name: str
+    kind: str
+    key: str
+    """Of the stage's spec, the content of its inputs and the version of finefit: equal keys make equal outputs."""
+    inputs: dict[str, str]
+    """A digest for each input, to report what has changed."""
+    output_digest: str
+    """Of the output; part of the keys of the stages that depend on it."""
+    finefit: str
+    seconds: float
+    memory: StageMemory | None
+    summary: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    """Sizes of the output's files by name. Empty for an evaluation: each of its models has its own records."""
+
+
+class StageState(Record):
+    name: str
+    kind: str
+    place: str
+    """The stage's folder, relative to the run directory; a reused stage lies in another run."""
+    status: Literal["waiting", "running", "done", "failed", "stopped"]
+    reason: str = ""
+    """Why it runs, or why it need not."""
+
+
+class PipelineState(Record):
+    """The states of a run's stages, in their order: stages.json."""
+
+    version: Literal[2] = 2
+    stages: tuple[StageState, ...]
+    forced: tuple[str, ...] = ()
+    """Stages that an unfinished command asked to run again."""
+    command: str = ""
+    """Identifies that command; the same command continues it."""
+
+
+class SequenceGate(Record):
+    """Chooses the expert for a prompt by its tokens: gate.json, beside the table of scores in gate.safetensors."""
+
+    version: Literal[1] = 1
+    experts: tuple[str, ...]
+    """In the order of the table's columns."""
+    template_sha256: str
+    """Of the template that rendered the training prompts."""
+    form: str | None = None
+    """Digest of the task that built their rows; None: rows as they are."""
+    trained: dict[str, int]
+    """Prompts of each expert."""
+    held: dict[str, int]
+    accuracy: Interval
+    """Over all held-out prompts."""
+    confusion: dict[str, dict[str, int]]
+    """Held-out prompts by their true expert, then by the gate's choice."""
+    telling: dict[str, tuple[str, ...]]
+    """The tokens that favour each expert most in its own training prompts."""
+    shared_prompts: int
+    """Distinct prompts that occur in the rows of several experts: no choice is right for all of them."""
+
+
+class SourceRouting(Record):
+    """Where the tokens of one data set go: for each layer, a share per expert."""
+
+    rows: int
+    tokens: int
+    first: tuple[tuple[float, ...], ...]
+    """Share of the tokens whose first choice the expert is."""
+    weight: tuple[tuple[float, ...], ...]
+    """Share of the routing weight."""
+
+
+class Routing(Record):
+    """How a mixture of experts routes its tokens: routing.json."""
+
+    version: Literal[1] = 1
+    experts: tuple[str, ...]
+    """By name if known, else by number."""
+    top_k: int
+    sources: dict[str, SourceRouting]

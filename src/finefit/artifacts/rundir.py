@@ -1,18 +1,38 @@
-"""Where everything in a run directory lies. Paths are computed, never stored: the directory can be copied anywhere."""
+"""Where everything in a run directory lies, and finding runs. Paths are computed, never stored: a run directory can be
+copied anywhere."""
 
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
+from typing import Protocol
 
+from finefit.artifacts.atomic import publish
 from finefit.errors import DataError, RunError
-from finefit.facts.files import read_file
+from finefit.facts.files import sha256_of
 
-_STAGE = re.compile(r"(\d+)-.+")
+RUN_VERSION = 2
+"""Of the records in a run directory; run.json names it."""
+_NUMBERED = re.compile(r"(\d+)-(.+)")
+
+
+class _HasPath(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+
+class _Below:
+    """The path of a file or folder below a directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: _HasPath, _: type[_HasPath]) -> Path:
+        return owner.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,126 +41,67 @@ class StageDir:
 
     path: Path
 
+    stage = _Below("stage.json")
+    """What a training worker is told."""
+    eval_stage = _Below("eval.json")
+    """In the place of `stage` if nothing is trained."""
+    result = _Below("result.json")
+    ledger = _Below("ledger.jsonl")
+    metrics = _Below("metrics.jsonl")
+    memory = _Below("memory.jsonl")
+    evals = _Below("evals.jsonl")
+    """Scores in the order of their arrival, for trackers; the records themselves lie under evals/."""
+    checkpoints = _Below("checkpoints")
+    tokenizer = _Below("tokenizer")
+    reference = _Below("reference.safetensors")
+    """The starting model's log-probabilities, if they are computed before the first step."""
+    routing = _Below("routing.json")
+    """How a mixture routes the tokens of each data set after its routers were trained; drawn in `routing_map`."""
+    routing_map = _Below("routing.svg")
+    begun = _Below("begun.json")
+    """What a stage of a pipeline depends on, written when it starts."""
+    done = _Below("done.json")
+    """Of a stage of a pipeline; written last."""
+    job = _Below("job.json")
+    """What the worker of a stage without training is told."""
+    outcome = _Below("outcome.json")
+    output = _Below("output")
+    answers = _Below("answers.jsonl")
+    """A model's answers as they arrive: a killed stage does not ask for them again."""
+    log = _Below("logs/stage.log")
+    """Of a stage that does not train; a training has the log of its run."""
+
     @property
     def run(self) -> Path:
         return self.path.parent.parent
 
-    @property
-    def stage(self) -> Path:
-        return self.path / "stage.json"
-
-    @property
-    def begun(self) -> Path:
-        """What a stage of a pipeline stands on, written when its work begins."""
-        return self.path / "begun.json"
-
-    @property
-    def done(self) -> Path:
-        """Of a stage of a pipeline: written last."""
-        return self.path / "done.json"
-
-    @property
-    def order(self) -> Path:
-        return self.path / "order.json"
-
-    @property
-    def made(self) -> Path:
-        return self.path / "made.json"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "output"
-
-    @property
-    def answers(self) -> Path:
-        """What a model has said while a stage is made, as it came: a stage that is killed does not ask for it again."""
-        return self.path / "answers.jsonl"
-
-    @property
-    def making_log(self) -> Path:
-        return self.path / "logs" / "making.log"
-
-    @property
-    def eval_stage(self) -> Path:
-        """In the place of `stage`, where nothing is trained."""
-        return self.path / "eval.json"
-
-    @property
-    def evals(self) -> Path:
-        """Scores as they came in, which trackers are fed from; the records themselves lie under evals/."""
-        return self.path / "evals.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def memory(self) -> Path:
-        return self.path / "memory.jsonl"
-
-    @property
-    def routing(self) -> Path:
-        """Where the tokens of each data set go, of a mixture whose routers were trained; drawn in `routing_map`."""
-        return self.path / "routing.json"
-
-    @property
-    def routing_map(self) -> Path:
-        return self.path / "routing.svg"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
     def metrics_of(self, rank: int) -> Path:
-        """Those of the run are the first rank's; what another one has seen stands beside its log."""
-        return self.metrics if rank == 0 else self._logs / f"rank-{rank}.metrics.jsonl"
+        """The first rank's are those of the run; the others' lie beside their logs."""
+        return self.metrics if rank == 0 else self.run / "logs" / f"rank-{rank}.metrics.jsonl"
 
     def memory_of(self, rank: int) -> Path:
-        return self.memory if rank == 0 else self._logs / f"rank-{rank}.memory.jsonl"
+        return self.memory if rank == 0 else self.run / "logs" / f"rank-{rank}.memory.jsonl"
 
     def result_of(self, rank: int) -> Path:
-        """Of the other ranks only failures are written."""
-        return self.result if rank == 0 else self._logs / f"rank-{rank}.failure.json"
-
-    @property
-    def _logs(self) -> Path:
-        return self.run / "logs"
-
-    @property
-    def reference(self) -> Path:
-        """The starting model's log-probabilities, where they are computed before the first step."""
-        return self.path / "reference.safetensors"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
+        """The other ranks write only failures."""
+        return self.result if rank == 0 else self.run / "logs" / f"rank-{rank}.failure.json"
 
     def prepared(self, name: str) -> Path:
         return self.path / "data" / name
 
     def verified(self, name: str, sha256: Mapping[str, str]) -> Path:
-        """A prepared file, as it was when the run began."""
+        """A prepared file, unchanged since the run began."""
         path = self.prepared(name)
-        if not path.exists() or read_file(path, self.path).sha256 != sha256[name]:
-            raise DataError(
-                f"the prepared rows {path.name} are missing or have changed since this run began",
-                "start again with --new",
-            )
+        if not path.exists() or sha256_of(path) != sha256[name]:
+            problem = f"the prepared rows {path.name} are missing or have changed since this run began"
+            raise DataError(problem, "start again with --new")
         return path
 
     def evaluation(self, task: str, checkpoint: str, limit: int | None = None) -> "EvalPaths":
         return EvalPaths(self.path / "evals" / task, checkpoint, limit)
 
     def evaluations(self) -> list["EvalPaths"]:
-        """Those that have been asked for, in the order in which they were asked for last."""
+        """All that were requested, the latest request last."""
         requests = sorted((self.path / "evals").glob("*/*.request.json"), key=lambda p: p.stat().st_mtime_ns)
         return [_eval_paths(path) for path in requests]
 
@@ -149,37 +110,16 @@ class StageDir:
 class RunDir:
     path: Path
 
-    @property
-    def spec_yaml(self) -> Path:
-        return self.path / "spec.yaml"
-
-    @property
-    def spec_json(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "facts.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def check(self) -> Path:
-        return self.path / "check.json"
-
-    @property
-    def run(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "logs" / "run.log"
+    spec_yaml = _Below("spec.yaml")
+    spec_json = _Below("spec.json")
+    facts = _Below("facts.json")
+    plan = _Below("plan.json")
+    check = _Below("check.json")
+    run = _Below("run.json")
+    state = _Below("stages.json")
+    """The states of a pipeline's stages."""
+    lock = _Below("run.lock")
+    log = _Below("logs/run.log")
 
     def log_of(self, rank: int) -> Path:
         return self.log if rank == 0 else self.log.with_name(f"rank-{rank}.log")
@@ -188,89 +128,76 @@ class RunDir:
         return StageDir(self.path / "stages" / f"{number}-{name}")
 
     def stages(self) -> list[StageDir]:
-        """Those that are there, in their order; what else lies among them is somebody else's."""
-        folder = self.path / "stages"
-        found = (
-            [(int(m[1]), p) for p in folder.iterdir() if (m := _STAGE.fullmatch(p.name)) and p.is_dir()]
-            if folder.is_dir()
-            else []
-        )
+        """Existing stages in their order; other entries are ignored."""
+        entries = (self.path / "stages").glob("*-*/")
+        found = [(int(m[1]), p) for p in entries if (m := _NUMBERED.fullmatch(p.name))]
         return [StageDir(path) for _, path in sorted(found)]
 
-    @property
-    def state(self) -> Path:
-        """Where the stages of a pipeline stand."""
-        return self.path / "stages.json"
-
-    def making(self, number: int, name: str) -> StageDir:
-        """Where a stage is made before it is whole, out of sight."""
-        return StageDir(self.path / "stages" / f".making-{number}-{name}")
+    def unfinished(self, number: int, name: str) -> StageDir:
+        """The hidden folder in which a stage is made."""
+        return StageDir(self.path / "stages" / f".unfinished-{number}-{name}")
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPaths:
-    """`evals/<task>/<checkpoint>.json` and what belongs to it. A sample has a result of its own beside that of all items, and shares the answers."""
+    """`evals/<task>/<checkpoint>.json` and its companions. A sample has its own result and shares the answers."""
 
     folder: Path
     checkpoint: str
     limit: int | None
 
-    @property
-    def _stem(self) -> str:
-        return self.checkpoint if self.limit is None else f"{self.checkpoint}.sample-{self.limit}"
+    def _of_result(self, suffix: str) -> Path:
+        sample = "" if self.limit is None else f".sample-{self.limit}"
+        return self.folder / f"{self.checkpoint}{sample}{suffix}"
+
+    def _of_answers(self, suffix: str) -> Path:
+        return self.folder / f"{self.checkpoint}{suffix}"
 
     @property
     def request(self) -> Path:
-        return self.folder / f"{self._stem}.request.json"
+        return self._of_result(".request.json")
 
     @property
     def result(self) -> Path:
-        return self.folder / f"{self._stem}.json"
+        return self._of_result(".json")
 
     @property
     def failure(self) -> Path:
-        return self.folder / f"{self._stem}.failure.json"
+        return self._of_result(".failure.json")
 
     @property
     def items(self) -> Path:
-        return self.folder / f"{self.checkpoint}.items.jsonl"
+        return self._of_answers(".items.jsonl")
 
     @property
     def warnings(self) -> Path:
-        """What befell the processes that answered, line by line."""
-        return self.folder / f"{self.checkpoint}.warnings.jsonl"
+        """Of the processes that answered, line by line."""
+        return self._of_answers(".warnings.jsonl")
 
     @property
     def verdicts(self) -> Path:
         """A judge's, line by line."""
-        return self.folder / f"{self.checkpoint}.verdicts.jsonl"
+        return self._of_answers(".verdicts.jsonl")
 
     def items_of(self, part: int) -> Path:
         """Of one of the processes that share the items; the first writes where a single one would."""
-        return self.items if part == 0 else self.folder / f"{self.checkpoint}.items.{part}.jsonl"
+        return self.items if part == 0 else self._of_answers(f".items.{part}.jsonl")
 
     def failure_of(self, part: int) -> Path:
-        return self.failure if part == 0 else self.folder / f"{self._stem}.part-{part}.failure.json"
+        return self.failure if part == 0 else self._of_result(f".part-{part}.failure.json")
 
     def answered(self) -> list[Path]:
-        """Every file of items that there is, however many processes wrote them."""
-        return [
-            path
-            for path in (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl")))
-            if path.exists()
-        ]
+        """Every existing file of items, by however many processes."""
+        paths = (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl")))
+        return [path for path in paths if path.exists()]
 
     def _files(self) -> tuple[Path, ...]:
-        """The request last: what a kill leaves half done is found by it."""
+        """The request last: what a kill leaves behind is found by it."""
         return (self.result, self.failure, *self.answered(), self.warnings, self.verdicts, self.request)
-
-    def forget(self) -> None:
-        for path in self._files():
-            path.unlink(missing_ok=True)
 
     @property
     def earlier(self) -> Path:
-        """What was asked otherwise, out of sight until all items are scored anew."""
+        """Hidden results of other settings, until all items are scored again."""
         return self.folder / f".earlier-{self.checkpoint}"
 
     def set_aside(self) -> None:
@@ -298,36 +225,55 @@ def is_run(path: Path) -> bool:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether this is the directory of a pipeline's run, whose stages are runs or folders of their own."""
+    """Whether this is the directory of a run with several stages, which are runs or folders of their own."""
     return is_run(path) and (path / "stages.json").is_file()
 
 
 def open_run(path: Path) -> RunDir:
     """One run: its directory, or `runs/medical-1/sft` for a stage of a pipeline."""
-    found = find_run(path)
-    if not is_run(found) and (
-        inside := [
-            str(path / one.name) for one in sorted(found.glob("*/")) if is_run(one) and not one.name.startswith(".")
-        ]
-    ):
-        raise RunError(
-            f"{path} is no run directory: it holds {len(inside)} of them, and one is meant here",
-            f"name one of them: {', '.join(inside)}",
-        )
-    if not is_run(found):
-        raise RunError(f"{path} is no run directory: it holds no run.json", "runs lie under runs/<name>-<n>")
-    if is_pipeline(found):
-        names = ", ".join(str(path / name) for name in _places(found))
+    found = open_any_run(path)
+    if is_pipeline(found.path):
+        names = ", ".join(str(path / name) for name in _places(found.path))
         raise RunError(f"{path} is a pipeline, and one run is meant here", f"name one of its stages: {names}")
+    return found
+
+
+def open_any_run(path: Path) -> RunDir:
+    """A run of one training, of an evaluation or of a pipeline."""
+    found = find_run(path)
+    if not is_run(found):
+        if inside := [str(path / one.name) for one in _runs_in(found)]:
+            problem = f"{path} is not a run directory: it holds {len(inside)} of them, and one is meant here"
+            raise RunError(problem, f"name one of them: {', '.join(inside)}")
+        raise RunError(f"{path} is not a run directory: it holds no run.json", "runs lie under runs/<name>-<n>")
+    _require_version(found)
     return RunDir(found)
 
 
+def _require_version(run: Path) -> None:
+    """Records of another version would be misread, one after the other."""
+    if (other := other_version(run)) is not None:
+        raise RunError(
+            f"{run} is a run directory of {other}; this finefit reads version {RUN_VERSION}",
+            "finish it with the finefit that made it, or start again from its spec file with this one",
+        )
+
+
+def other_version(run: Path) -> str | None:
+    """The version of a run directory that this finefit cannot read, with the finefit that made it."""
+    try:
+        record = json.loads((run / "run.json").read_bytes())
+        version, finefit = int(record["version"]), str(record["finefit"])
+    except (ValueError, KeyError, TypeError):
+        return None  # reading the record says what is wrong with it
+    return None if version == RUN_VERSION else f"version {version}, made by finefit {finefit}"
+
+
 def find_run(path: Path) -> Path:
-    """The folder that is meant: `runs/medical-1/sft` is that of a stage, wherever it lies, and `runs/medical-1/scores/base` one within it. Any other
-    path is itself."""
-    if path.exists() and not (
-        is_pipeline(path.parent) and path.name in _places(path.parent)
-    ):  # a stage may be called `logs`
+    """The folder that a path means: `runs/medical-1/sft` is the stage's, wherever it lies, and
+    `runs/medical-1/scores/base` one within it. Any other path means itself."""
+    is_stage = is_pipeline(path.parent) and path.name in _places(path.parent)  # a stage may be called `logs`
+    if path.exists() and not is_stage:
         return path
     for parent in path.parents:
         if is_pipeline(parent):
@@ -340,12 +286,10 @@ def find_run(path: Path) -> Path:
 
 
 def _places(pipeline: Path) -> dict[str, str]:
-    """Of the stages, by their names, relative to the run directory."""
+    """The stages' folders by name, relative to the run directory."""
     try:
-        return {
-            str(stage["name"]): str(stage["place"])
-            for stage in json.loads((pipeline / "stages.json").read_bytes())["stages"]
-        }
+        stages = json.loads((pipeline / "stages.json").read_bytes())["stages"]
+        return {str(stage["name"]): str(stage["place"]) for stage in stages}
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{pipeline / 'stages.json'} cannot be read: {error}", "start again with --new") from None
 
@@ -365,13 +309,91 @@ def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
 
 
 def _digest_of(run: RunDir) -> str | None:
-    """The digest alone: a run of another version of finefit, or a damaged one, is another run, and shall not stand in the way of this one."""
+    """None for a run of another version and for a damaged one: they are other runs, and do not block this one."""
     try:
-        return str(json.loads(run.run.read_bytes())["digest"])
+        record = json.loads(run.run.read_bytes())
+        return str(record["digest"]) if record["version"] == RUN_VERSION else None
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def next_number(root: Path, name: str) -> int:
-    """After every entry of that name, be it a run or not."""
+    """After every entry of that name, whether it is a run or not."""
     return max((number for number, _ in _numbered(root, name)), default=0) + 1
+
+
+def models_of(place: Path) -> list[Path]:
+    """The runs of an evaluation stage's models, in the order of its spec once it is done; empty for other folders."""
+    if is_run(place):
+        return []
+    found = {path.name: path for path in _runs_in(place)}
+    try:
+        order = [str(name) for name in json.loads(StageDir(place).done.read_bytes())["summary"]["models"]]
+    except (OSError, ValueError, KeyError, TypeError):  # not done yet, or of another version
+        order = []
+    return [found[name] for name in dict.fromkeys((*order, *found)) if name in found]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*/")) if is_run(path) and not path.name.startswith(".")]
+
+
+def evaluation_of(run: Path) -> Path | None:
+    """The folder of the evaluation stage that this run of one model belongs to."""
+    stage = run.resolve().parent
+    return stage if stage.parent.name == "stages" and is_pipeline(stage.parent.parent) else None
+
+
+def stage_holding(path: Path) -> str | None:
+    """The name of the pipeline's stage that a path lies in."""
+    places = (path.resolve(), *path.resolve().parents)
+    return next((name for place in places if (name := _stage_name(place)) is not None), None)
+
+
+def _stage_name(place: Path) -> str | None:
+    """None unless this is the folder of a pipeline's stage."""
+    named = _NUMBERED.fullmatch(place.name)
+    is_stage = named and place.parent.name == "stages" and is_pipeline(place.parent.parent)
+    return named[2] if named and is_stage else None
+
+
+def shown_parts(path: Path) -> tuple[str, ...]:
+    """The parts of a path with stages by their names: `runs/medical-1/stages/3-dpo` ends in `medical-1`, `dpo`."""
+    found: list[str] = []
+    for place in (*reversed(path.resolve().parents), path.resolve()):
+        name = _stage_name(place)
+        if name is not None:
+            found.pop()  # `stages`
+        found.append(name or place.name or place.anchor)
+    return tuple(found)
+
+
+def short_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """The shortest names that differ."""
+    parts = {path: shown_parts(path) for path in dict.fromkeys(paths)}
+    depth = 1
+    while len({found[-depth:] for found in parts.values()}) < len({path.resolve() for path in parts}):
+        depth += 1
+    return {path: "/".join(found[-depth:]) for path, found in parts.items()}
+
+
+def put_in_place(staging: Path, runs: Path, name: str) -> Path:
+    """Renames a finished directory to runs/<name>-<n>, with the next free number."""
+    while True:
+        final = runs / f"{name}-{next_number(runs, name)}"
+        try:
+            return publish(staging, final)
+        except OSError:
+            if not final.exists():  # otherwise another process took the number
+                raise
+
+
+def stage_of(run: RunDir) -> StageDir:
+    """The only stage of a run that is not a pipeline."""
+    match run.stages():
+        case [where]:
+            return where
+        case found:
+            there = ", ".join(where.path.name for where in found) or "none"
+            problem = f"{run.path / 'stages'} should hold one stage and holds {there}: it was changed by hand"
+            raise RunError(problem, "start again with --new")

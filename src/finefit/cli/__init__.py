@@ -1,4 +1,4 @@
-"""The command line: one file per verb; heavy rooms are imported inside the commands, so that `--help` answers at once."""
+"""The command line: one file per verb. Heavy packages are imported inside the commands, so that `--help` is quick."""
 
 import json
 import logging
@@ -18,7 +18,10 @@ _CTRL_C = 130  # typer's own code for it
 app = typer.Typer(
     name="finefit",
     help="Fine-tuning of language models that fits your card, first time.",
-    epilog="Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, 70 a fault of finefit.",
+    epilog=(
+        "Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, 70 "
+        "a fault of finefit."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,25 +40,24 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # before peft imports it: it tells of kernels that it looks for on the hub
+    # before peft imports it: it logs which kernels it looks for on the hub
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except FinefitError as error:
-        _tell(type(error).__name__, error.problem, error.remedy, error.exit_code)
+        _report(type(error).__name__, error.problem, error.remedy, error.exit_code)
     except SystemExit as end:  # typer ends the process itself, after a wrong argument too
         if end.code == _CTRL_C:
-            _tell("Interrupted", "interrupted", "give the same command again", INTERRUPTED)
+            _report("Interrupted", "interrupted", "give the same command again", INTERRUPTED)
         if end.code == USAGE:
             _document("UsageError", str(end.__context__), "see --help", USAGE)
         raise
-    except Exception as error:  # noqa: BLE001 the boundary to the user: what nobody foresaw is a fault of ours
+    except Exception as error:  # noqa: BLE001 the boundary to the user: an unexpected error is our fault
         traceback.print_exc()
-        _tell(type(error).__name__, f"a fault of finefit: {error}", "please report it with the lines above", FAULT)
+        _report(type(error).__name__, f"a fault of finefit: {error}", "please report it with the lines above", FAULT)
 
 
-def _tell(kind: str, problem: str, remedy: str, exit_code: int) -> None:
+def _report(kind: str, problem: str, remedy: str, exit_code: int) -> None:
     _document(kind, problem, remedy, exit_code)
     typer.echo(f"error: {problem}" + (f"\n{remedy}" if remedy else ""), err=True)
     sys.exit(exit_code)

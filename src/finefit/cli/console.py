@@ -1,13 +1,46 @@
-"""The console of a verb: text is shown as it stands, since paths and values may hold square brackets and colons."""
+"""What verbs share: the console, options, and the notice that the user's own code is about to run."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from finefit.spec.pipeline import Pipeline
+    from finefit.spec.schema import Spec
+
 
 def open_console(*, as_json: bool = False) -> "Console":
-    """With --json only the document goes to stdout."""
+    """With --json only the document goes to stdout. Text is printed as it is, since paths and values may hold square
+    brackets and colons."""
     from rich.console import Console
 
     return Console(stderr=as_json, markup=False, emoji=False, highlight=False)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec; may be repeated.")
+]
+Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
+New = Annotated[bool, typer.Option("--new", help="Start another run even where an equal one exists.")]
+
+
+def announce_code(spec: "Spec | Pipeline", base: Path, console: "Console") -> None:
+    """Of custom models, whose paths start at `base`."""
+    from finefit.spec.pipeline import Pipeline
+    from finefit.spec.stages import models_of
+
+    stages = Pipeline.of(spec).stages.values()
+    announce_models([model for stage in stages for _, model in models_of(stage)], base, console)
+
+
+def announce_models(models: Iterable[object], base: Path, console: "Console") -> None:
+    from finefit.model.resolve_model import custom_source
+    from finefit.spec.models import CustomModel
+
+    for line in dict.fromkeys(custom_source(model, base).notice for model in models if isinstance(model, CustomModel)):
+        console.print(line, soft_wrap=True)

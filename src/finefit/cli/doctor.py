@@ -1,4 +1,4 @@
-"""`finefit doctor`: is this machine ready to train, and if not, which command mends it."""
+"""`finefit doctor`: is this machine ready to train, and if not, which command repairs it."""
 
 import json
 import os
@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from finefit.cli.console import open_console
-from finefit.cli.options import AsJson
+from finefit.cli.console import AsJson, open_console
 
 if TYPE_CHECKING:
     from finefit.facts.machine import Device, Machine, TorchView
-    from finefit.preflight.machine import Examination
+    from finefit.preflight.machine import MachineFacts
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say whether this machine is ready to train, and what mends it if not.
+    """Report whether this machine is ready to train, and how to repair it if not.
 
     Exit code 0: ready. 1: something required is missing or wrong.
     """
-    from finefit.preflight.machine import diagnose, is_ready
+    from finefit.preflight.machine import check_machine, is_ready
     from finefit.report.doctor import document, show
 
-    found = examine()
-    findings = diagnose(found)
+    found = read_facts()
+    findings = check_machine(found)
     if as_json:
         typer.echo(json.dumps(document(found, findings), indent=2))
     else:
@@ -34,15 +33,14 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def examine() -> "Examination":
+def read_facts() -> "MachineFacts":
     from finefit.facts.files import Disk, finefit_cache, free_bytes, hub_cache
-    from finefit.facts.machine import read_machine, read_requirements
-    from finefit.facts.power import read_power
-    from finefit.preflight.machine import Examination
+    from finefit.facts.machine import read_machine, read_power, read_requirements
+    from finefit.preflight.machine import MachineFacts
 
     machine = read_machine()
     places = {"current folder": Path.cwd(), "finefit cache": finefit_cache(), "hub cache": hub_cache()}
-    return Examination(
+    return MachineFacts(
         machine=machine,
         torch=read_torch(machine),
         disks=tuple(Disk(use=use, path=str(path), free_bytes=free_bytes(path)) for use, path in places.items()),

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from finefit.cli.code import tell_models
-from finefit.cli.console import open_console
-from finefit.cli.options import AsJson, Runs
+from finefit.cli.console import AsJson, Runs, announce_models, open_console
 
 
 def evaluate(
@@ -16,7 +14,8 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="RUN_OR_MODEL",
-            help="A run directory, or PIPELINE/STAGE; a folder with a model or an adapter; hub:owner/name; embedded:smollm2-135m.",
+            help="A run directory, or PIPELINE/STAGE; a folder with a model or an adapter; hub:owner/name; "
+            "embedded:smollm2-135m.",
         ),
     ] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: final, best, base, a step number, or all.")] = "final",
@@ -27,28 +26,26 @@ def evaluate(
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Other rows than the run's own; a model needs some.")
+        str | None, typer.Option(metavar="FILE", help="Other rows than the run's own; required for a model.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A seeded sample of the items instead of all.")] = None,
     device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="By default that of the run, or a card where there is one.")
+        Literal["cpu", "cuda"] | None, typer.Option(help="By default the run's device, or a GPU if there is one.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="What an adapter is laid over, if not what it names itself.")
+        str | None, typer.Option(metavar="MODEL", help="The model below an adapter, if its config does not name it.")
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Answers at a time; by default as many as the plan finds room for.")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Answers at a time; by default as many as fit.")] = None,
     answers: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Answers that were made elsewhere, with the prompt or id of each."),
+        typer.Option(metavar="FILE", help="Answers that were made elsewhere, each with its prompt or id."),
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(metavar="METRIC", help="What the best checkpoint is best by; by default the task's own score."),
+        typer.Option(metavar="METRIC", help="Metric of the best checkpoint; by default the task's main score."),
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="So many answers, evenly spaced.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="Show this many answers, evenly spaced.")] = 0,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -68,11 +65,12 @@ def evaluate(
     """
     console = open_console(as_json=as_json)
     with console.status("reading model and rows"):
-        from finefit.pipeline.scoring import Wish, carry_out, open_work
-        from finefit.report.board import boards, require_metric, samples, scores_document
         from finefit.report.live import RunView
+        from finefit.report.scores import require_metric, sample_answers, score_boards, scores_document
+        from finefit.run.eval_args import EvalArgs, open_evaluation
+        from finefit.run.evaluation import evaluate_all
 
-        wish = Wish(
+        args = EvalArgs(
             target=target,
             checkpoint=checkpoint,
             tasks=tuple(task or ()),
@@ -85,15 +83,15 @@ def evaluate(
             answers=answers,
             runs=runs,
         )
-        work = open_work(wish)
-    tell_models((request.subject.model for request in work.requests), work.run.path, console)
+        work = open_evaluation(args)
+    announce_models((request.subject.model for request in work.requests), work.run.path, console)
     with RunView(work.run, console, log=work.run.log, evaluates=True) as view:
-        results = carry_out(work, tick=view.tick, say=view.say)
+        results = evaluate_all(work, tick=view.tick, say=view.say)
     require_metric(results, by)
     if as_json:
         typer.echo(json.dumps(scores_document(results, work.run.stages()[0], by=by), indent=2))
         return
-    console.print(boards(results, work.run, by=by))
-    for part in samples(results, show):
+    console.print(score_boards(results, work.run, by=by))
+    for part in sample_answers(results, show):
         console.print(part)
     console.print(f"run      {work.run.path}", soft_wrap=True)

@@ -1,34 +1,34 @@
-"""`finefit plan`: what a run will take on a card, known before it runs."""
+"""`finefit plan`: what a run needs on a card, known before it runs."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.code import tell_code
-from finefit.cli.console import open_console
-from finefit.cli.options import AsJson, Set
-from finefit.cli.plan_stages import Wishes, apply_suggestion, plan_stages
+from finefit.cli.console import AsJson, Set, announce_code, open_console
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
-    from finefit.artifacts.forecasts import Forecast
+    from finefit.report.plan import RunPlan
+    from finefit.spec.pipeline import Pipeline
 
 Cards = Annotated[
     list[str] | None,
     typer.Option(
         "--card",
         metavar="CARD",
-        help="A card's name, 24GiB, 8xA100-40GB, cpu or auto; with a price: A100-40GB@1.10/h. May be repeated; default: the spec's.",
+        help=(
+            "A card's name, 24GiB, 8xA100-40GB, cpu or auto; with a price: A100-40GB@1.10/h. May be repeated; "
+            "default: the spec's."
+        ),
     ),
 ]
 Apply = Annotated[int | None, typer.Option("--apply", metavar="N", min=1, help="Write suggestion N into the spec.")]
 InFull = Annotated[
     str | None,
-    typer.Option(
-        "--stage", metavar="STAGE", help="Of several stages: which one to show in full; default: the fullest."
-    ),
+    typer.Option("--stage", metavar="STAGE", help="Of several stages, the one to show in full; default: the fullest."),
 ]
 
 
@@ -44,8 +44,8 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run needs on a card, without a GPU and without weights: memory, its peak's place, time, and what would make it fit. Of a
-    spec with stages every stage is planned, before any of them has run.
+    """Predict what a run needs on a card, without a GPU and without weights: memory, the place of its peak, time, and
+    changes that would make it fit. Every stage is planned before any of them has run.
 
     Exit code 0: it fits (on one of the cards at least). 1: it does not.
 
@@ -58,65 +58,92 @@ def plan(
       finefit plan spec.yaml --card 24GiB --apply 1
     """
     from finefit.facts.cards import parse_card
-    from finefit.pipeline.forecasting import forecast, lengths_of
-    from finefit.report.plan import forecast_document, in_order
-    from finefit.spec.load import load_any
-    from finefit.spec.stages import Pipeline
+    from finefit.facts.files import free_bytes
+    from finefit.plan.stage_costs import forecast_stages, is_this_machine
+    from finefit.report.plan import RunPlan, plan_document, show_plan
+    from finefit.spec.load import load_pipeline
 
     console = open_console(as_json=as_json)
-    spec = load_any(target, tuple(overrides or ()))
+    pipeline = load_pipeline(target, tuple(overrides or ()))
     if apply is not None and overrides:
         raise UserError(
             "--apply writes into the spec, which --set overrides only for this command",
             "write the overrides into the spec first",
         )
-    asked = tuple(cards or (spec.card,))
+    asked = tuple(cards or (pipeline.card,))
     for card in asked:
-        parse_card(card)  # a misspelt name is told before anything is read
-    tell_code(spec, target.resolve().parent, console)
-    if isinstance(spec, Pipeline):
-        return plan_stages(target, spec, asked, Wishes(apply=apply, stage=stage, measure=measure, as_json=as_json))
-    if stage is not None:
-        raise UserError(f"--stage {stage} is for specs with stages, and {target} has none", "leave it out")
+        parse_card(card)  # a misspelt name is reported before anything is read
+    _require_stage(pipeline, stage, target)
+    announce_code(pipeline, target.resolve().parent, console)
     if measure:
-        return _measure(target, tuple(overrides or ()), as_json=as_json)
+        return _measure(target, pipeline, tuple(overrides or ()), as_json=as_json)
     with console.status("rehearsing"):
-        base = target.resolve().parent
-        forecasts = forecast(spec, base, asked, lengths_of(spec, base))
+        costs = forecast_stages(pipeline, target.resolve().parent, cards=asked)
+    free = tuple(free_bytes(Path("runs")) if is_this_machine(card) else None for card in asked)
+    found = RunPlan(name=pipeline.name, is_flat=pipeline.is_flat, costs=costs, free=free)
     if as_json:
-        typer.echo(json.dumps(forecast_document({spec.objective.kind: forecasts}), indent=2))
+        typer.echo(json.dumps(plan_document(found), indent=2))
     else:
-        _show(forecasts, spec.objective.kind)
+        show_plan(found, open_console(), now=datetime.now().astimezone(), only=stage)
     if apply is not None:
-        apply_suggestion(target, in_order(forecasts[0].suggestions), apply, fits=forecasts[0].fits, as_json=as_json)
-    elif not any(f.fits and not f.gradients.unreached and not f.gradients.frozen for f in forecasts):
+        _apply(target, found, apply, as_json=as_json)
+    elif not any(found.fits(at) for at in range(found.num_cards)):
         raise typer.Exit(1)
     return None
 
 
-def _measure(target: Path, overrides: tuple[str, ...], *, as_json: bool) -> None:
-    from finefit.pipeline.measuring import measure_step
+def _require_stage(pipeline: "Pipeline", stage: str | None, target: Path) -> None:
+    """`--stage` names a training, and only where there are several stages."""
+    if stage is None:
+        return
+    if pipeline.is_flat:
+        raise UserError(f"--stage {stage} is for specs with stages, and {target} has none", "leave it out")
+    if stage not in pipeline.stages:
+        raise UserError(f"there is no stage {stage}", f"the stages are {', '.join(pipeline.order())}")
+    if pipeline.stages[stage].kind != "train":
+        raise UserError(
+            f"stage {stage} does not train, so there is no more to show of it", "name a stage of kind train"
+        )
 
+
+def _measure(target: Path, pipeline: "Pipeline", overrides: tuple[str, ...], *, as_json: bool) -> None:
+    from finefit.report.layout import gib
+    from finefit.run.measure_step import measure_step
+
+    if not pipeline.is_flat:
+        raise UserError(
+            "--measure runs one real step, and a pipeline has steps in every stage",
+            "measure a spec that holds one of its trainings",
+        )
     console = open_console(as_json=as_json)
     with console.status("one real step on the longest rows"):
         found = measure_step(target, overrides)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    from finefit.report.units import gib
+    predicted, measured = gib(found["predicted_bytes"]), gib(found["measured_bytes"])
+    line = f"{predicted} predicted, {measured} measured on {found['card']}: {found['error']:+.2%}"
+    console.print(line, soft_wrap=True)
 
-    words = f"{gib(found['foretold_bytes'])} foretold, {gib(found['measured_bytes'])} measured on {found['card']}: {found['error']:+.2%}"
-    console.print(words, soft_wrap=True)
 
+def _apply(target: Path, plan: "RunPlan", number: int, *, as_json: bool) -> None:
+    """Writes a suggestion into the spec file, by its number in the listing."""
+    from finefit.artifacts.atomic import write_text
+    from finefit.spec.load import changed_text, load_any, parse_any
 
-def _show(forecasts: "tuple[Forecast, ...]", stage: str) -> None:
-    from datetime import datetime
-
-    from finefit.report.plan import show_forecast
-    from finefit.report.plan_cards import show_cards
-
-    console = open_console()
-    if len(forecasts) > 1:
-        show_cards(forecasts, console, now=datetime.now().astimezone())
-    else:
-        show_forecast(forecasts[0], console, stage=stage)
+    suggestions = plan.suggestions()
+    if not suggestions:
+        fits = "there is nothing to apply: the plan fits as it is"
+        raise UserError(fits if plan.fits() else "no change was found that would make it fit")
+    if number > len(suggestions):
+        count = len(suggestions)
+        raise UserError(f"there are {count} suggestions, not {number}", f"--apply 1 to --apply {count}")
+    changes = suggestions[number - 1].changes
+    text = changed_text(target.read_text(encoding="utf-8-sig"), changes)
+    if parse_any(text, where=str(target)) != load_any(target, changes):
+        raise UserError(
+            f"{', '.join(changes)} would mean something else in {target}, above its base",
+            "change the base, or write the keys by hand",
+        )
+    write_text(target, text)
+    open_console(as_json=as_json).print(f"{target} now says {', '.join(changes)}", soft_wrap=True)

@@ -1,12 +1,13 @@
 """`finefit recipes`: the shipped specs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from finefit.cli.options import AsJson
+from finefit.cli.console import AsJson
 
 
 def recipes(
@@ -24,34 +25,24 @@ def recipes(
 
       finefit recipes amr/mtup2 --to my-amr && finefit plan my-amr/mtup2.yaml
     """
-    from finefit.pipeline import recipes as shipped
+    from finefit.recipes import all_recipes, copy_recipe, find_recipe
     from finefit.spec.load import whole_text
 
     if name is None:
-        found = shipped.all_recipes()
+        found = all_recipes()
         if as_json:
-            typer.echo(
-                json.dumps([{"name": r.name, "purpose": r.purpose, "spec": str(r.spec)} for r in found], indent=2)
-            )
+            typer.echo(json.dumps([asdict(recipe) for recipe in found], indent=2, default=str))
         else:
             width = max(len(recipe.name) for recipe in found)
             for recipe in found:
                 typer.echo(f"{recipe.name:{width}} {recipe.purpose}")
         return
-    recipe = shipped.find_recipe(name)
+    recipe = find_recipe(name)
     if to is not None:
-        shipped.copy_recipe(recipe, to)
+        copy_recipe(recipe, to)
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "name": recipe.name,
-                    "purpose": recipe.purpose,
-                    "spec": str(to / recipe.spec.name if to else recipe.spec),
-                },
-                indent=2,
-            )
-        )
+        spec = to / recipe.spec.name if to else recipe.spec
+        typer.echo(json.dumps(asdict(recipe) | {"spec": str(spec)}, indent=2))
     elif to is not None:
         typer.echo(f"next     finefit run {to / recipe.spec.name}")
     else:

@@ -9,70 +9,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import open_console
-from finefit.cli.options import AsJson
+from finefit.cli.console import AsJson, open_console
+from finefit.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from finefit.review.items import ReviewSet
     from finefit.review.session import Session
-    from finefit.review.stack import Stack
 
 TOKEN = "FINEFIT_TOKEN"
 _SHORTEST_TOKEN = 16
 _LOOPBACK = "127.0.0.1"
+_TARGETS = "One or two evaluated runs, or PIPELINE/STAGE."
+_ANSWERS = "Answers from a file: CSV or JSONL with prompt and answer, or with prompt, answer_a and answer_b."
+_TASK = "The task whose answers are judged; by default the first one that all runs have results for."
+_CHECKPOINT = "For runs that name none: final, best, base or a step number."
+_NAME = "Name of the review: reviews/NAME.jsonl in the (first) run directory."
+_OVERLAP = "This many items for every rater, every other item for one rater; by default all items for all raters."
+_HOST = "Listen on another address than loopback; raters then need a token."
+_USE_TOKEN = f"Require a token on loopback too: the value of ${TOKEN}, or a new one."
 
 
 def review(
     targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help="One or two evaluated runs, or PIPELINE/STAGE."
-        ),
+        list[str] | None, typer.Argument(metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help=_TARGETS)
     ] = None,
-    answers: Annotated[
-        Path | None,
-        typer.Option(help="Answers made elsewhere: CSV or JSONL with prompt and answer, or answer_a and answer_b."),
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Whose answers are judged; by default the first task that all have a result for.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="Of runs that name none: final, best, base or a step number.")
-    ] = None,
-    rater: Annotated[str | None, typer.Option(help="Who judges; the page asks otherwise.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Of the review: reviews/NAME.jsonl in the (first) run directory.")
-    ] = None,
+    answers: Annotated[Path | None, typer.Option(help=_ANSWERS)] = None,
+    task: Annotated[str | None, typer.Option(help=_TASK)] = None,
+    checkpoint: Annotated[str | None, typer.Option(help=_CHECKPOINT)] = None,
+    rater: Annotated[str | None, typer.Option(help="Who judges; otherwise the page asks.")] = None,
+    name: Annotated[str | None, typer.Option(help=_NAME)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A sample of the items, the same for every rater.")] = None,
-    overlap: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="So many items for every rater, each other one for one rater; by default all for all."
-        ),
-    ] = None,
+    overlap: Annotated[int | None, typer.Option(min=0, help=_OVERLAP)] = None,
     no_reference: Annotated[bool, typer.Option("--no-reference", help="Do not show the reference.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Of a new review's order; by default drawn.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a new review's order; random by default.")] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Judge here instead of on a page.")] = False,
-    results: Annotated[
-        bool, typer.Option("--results", help="What the verdicts come to so far; it names the models.")
-    ] = False,
+    results: Annotated[bool, typer.Option("--results", help="Show the results so far; they name the models.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write all verdicts to this .jsonl or .csv file.")] = None,
     export_pairs: Annotated[
-        Path | None, typer.Option(help="Write preference pairs for a DPO training to this .jsonl file.")
+        Path | None, typer.Option(help="Write preference pairs for DPO training to this .jsonl file.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Listen on another address than this machine's own loopback; raters then need a token.")
-    ] = _LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
-    token: Annotated[
-        bool, typer.Option("--token", help=f"Ask for a token on loopback too; it is that of ${TOKEN}, or a new one.")
-    ] = False,
+    host: Annotated[str, typer.Option(help=_HOST)] = _LOOPBACK,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 0,
+    token: Annotated[bool, typer.Option("--token", help=_USE_TOKEN)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Judge answers blind, on a local page or in the terminal: one model's as good or bad, or which of two is better.
 
-    Verdicts are kept as they are given; the same command again goes on. Ctrl-C ends it.
+    Verdicts are saved as they are given; the same command continues the review. Ctrl-C ends it.
 
     Examples:
 
@@ -87,15 +72,14 @@ def review(
       finefit review --answers answers.csv --terminal
     """
     console = open_console(as_json=as_json)
-    stack, folder = _stack(targets or [], answers, task=task, checkpoint=checkpoint, name=name)
+    review_set, folder = _review_set(targets or [], answers, task=task, checkpoint=checkpoint, name=name)
     if results or export or export_pairs:
-        return _report(
-            stack, folder, console, limit=limit, shows=results, verdicts=export, pairs=export_pairs, as_json=as_json
-        )
+        files = (export, export_pairs)
+        return _report(review_set, folder, console, limit=limit, shows=results, files=files, as_json=as_json)
     from finefit.review.session import open_session
 
     with open_session(
-        stack, folder, seed=seed, limit=limit, overlap=overlap, shows_reference=not no_reference
+        review_set, folder, seed=seed, limit=limit, overlap=overlap, shows_reference=not no_reference
     ) as session:
         if terminal:
             _in_terminal(session, rater, console)
@@ -104,99 +88,92 @@ def review(
     return None
 
 
-def _stack(
+def _review_set(
     targets: list[str], answers: Path | None, *, task: str | None, checkpoint: str | None, name: str | None
-) -> "tuple[Stack, Path]":
-    """What is judged, and the folder that `reviews/` lies in."""
-    from finefit.errors import UserError
-    from finefit.review.runs import Named, stack_of_runs
+) -> "tuple[ReviewSet, Path]":
+    """What is judged, and the folder that holds `reviews/`."""
+    from finefit.review.sources import RunTarget, review_set_of_runs
 
     if name is not None and (not name.strip(".") or Path(name).name != name):
-        raise UserError(f"--name {name} is no name of a file", "give a plain name: it becomes reviews/NAME.jsonl")
+        raise UserError(f"--name {name} is not a file name", "give a plain name: it becomes reviews/NAME.jsonl")
     if answers is not None:
         if targets:
-            raise UserError(
-                "runs and --answers were both given",
-                "a file is judged by itself: it may hold the answers of two models",
-            )
-        return _stack_of_file(answers, name), answers.parent
+            problem = "both runs and --answers were given"
+            raise UserError(problem, "review the file by itself: it may hold the answers of two models")
+        return _review_set_of_file(answers, name), answers.parent
     if not 1 <= len(targets) <= 2:
-        raise UserError(
-            f"{len(targets)} runs were named; one is judged as good or bad, two against one another", "name one or two"
-        )
-    named = [Named.parse(target, checkpoint) for target in targets]
-    return stack_of_runs(named, task=task, name=name), named[0].run.path
+        problem = f"{len(targets)} runs were named; one run is judged as good or bad, two are judged against each other"
+        raise UserError(problem, "name one or two")
+    named = [RunTarget.parse(target, checkpoint) for target in targets]
+    return review_set_of_runs(named, task=task, name=name), named[0].run.path
 
 
-def _stack_of_file(path: Path, name: str | None) -> "Stack":
+def _review_set_of_file(path: Path, name: str | None) -> "ReviewSet":
     from finefit.data.files import find_files
     from finefit.data.records import read_records
     from finefit.data.rows import BadRow
-    from finefit.errors import DataError
-    from finefit.review.elsewhere import stack_of_rows
+    from finefit.review.sources import review_set_of_rows
 
     rows = []
     for file in find_files(path.name, path.parent, split="test"):
         for record in read_records(file):
             if isinstance(record, BadRow):
-                raise DataError(f"{record.place} {record.reason}", "mend it: all items count")
+                raise DataError(f"{record.place} {record.reason}", "correct the row: all items count")
             rows.append((f"{record.source}:{record.number}", record.value))
-    return stack_of_rows(rows, file=path.name, name=name or path.stem)
+    return review_set_of_rows(rows, file=path.name, name=name or path.stem)
 
 
 def _report(
-    stack: "Stack",
+    review_set: "ReviewSet",
     folder: Path,
     console: "Console",
     *,
     limit: int | None,
     shows: bool,
-    verdicts: Path | None,
-    pairs: Path | None,
+    files: tuple[Path | None, Path | None],
     as_json: bool,
 ) -> None:
-    from finefit.report.review import pairs_words, results_document, results_view
+    from finefit.report.review import describe_pairs, results_document, results_view
     from finefit.review.export import export_pairs, export_verdicts
-    from finefit.review.results import results_of
     from finefit.review.session import journal_of, sampled
-    from finefit.review.verdicts import read_entries
+    from finefit.review.verdicts import read_entries, results_of
 
-    entries = read_entries(journal_of(folder, stack.name))
-    stack = sampled(stack, entries, limit)
-    found = results_of(stack, entries)
+    verdicts, pairs = files
+    entries = read_entries(journal_of(folder, review_set.name))
+    review_set = sampled(review_set, entries, limit)
+    found = results_of(review_set, entries)
     document = results_document(found)
     if shows and not as_json:
         console.print(results_view(found))
     if verdicts is not None:
-        count = export_verdicts(verdicts, stack, entries)
+        count = export_verdicts(verdicts, review_set, entries)
         document["exported"] = {"path": str(verdicts), "verdicts": count}
         console.print(f"{count} verdicts written to {verdicts}", soft_wrap=True)
     if pairs is not None:
-        made = export_pairs(pairs, stack, entries)
+        made = export_pairs(pairs, review_set, entries)
         document["pairs"] = {"path": str(pairs), "pairs": len(made.rows), "left_out": made.left_out}
-        console.print(f"{pairs_words(made)}; written to {pairs}", soft_wrap=True)
+        console.print(f"{describe_pairs(made)}; written to {pairs}", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(document, indent=2))
 
 
 def _in_terminal(session: "Session", rater: str | None, console: "Console") -> None:
-    from finefit.cli.judging import Judging, open_keys
+    from finefit.cli.review_terminal import TerminalReview, open_keys
 
     with open_keys() as keys:
         if rater is None:
             console.print("your name: ", end="")
             rater = keys.line()
-        known = _known(rater)
+        name = _rater_name(rater)
         try:
-            Judging(session, known, console, keys).judge_all()
-        except KeyboardInterrupt:  # as good an end as any: all is kept
+            TerminalReview(session, name, console, keys).judge_all()
+        except KeyboardInterrupt:  # everything is saved
             console.print()
-    turn = session.turn(known)
-    console.print(f"{turn.judged} judged, {turn.skipped} skipped of {turn.total}; the same command goes on")
+    turn = session.turn(name)
+    console.print(f"{turn.judged} judged, {turn.skipped} skipped of {turn.total}; the same command continues")
 
 
-def _known(rater: str) -> str:
-    from finefit.errors import UserError
+def _rater_name(rater: str) -> str:
     from finefit.review.session import Refused, rater_name
 
     try:
@@ -208,44 +185,36 @@ def _known(rater: str) -> str:
 def _on_page(
     session: "Session", rater: str | None, console: "Console", *, host: str, port: int, asks_token: bool, as_json: bool
 ) -> None:
-    from finefit.web.guard import Guard, Token
     from finefit.web.review import review_app
-    from finefit.web.serve import bound, is_loopback, names_of, serve
+    from finefit.web.server import Guard, Token, bound, is_loopback, names_of, serve
 
-    known = None if rater is None else _known(rater)
+    name = None if rater is None else _rater_name(rater)
     given = _given_token()
     with bound(host, port) as listening:
         port = listening.getsockname()[1]
-        token = (
-            Token(secret=given or secrets.token_urlsafe(24), port=port) if asks_token or not is_loopback(host) else None
-        )
-        names = names_of(host, port)
-        address = f"http://{names[0]}/" + (f"#token={token.secret}" if token and not given else "")
-        app = Guard(review_app(session, rater=known, token=token), hosts=names, token=token)
+        token = None
+        if asks_token or not is_loopback(host):
+            token = Token(secret=given or secrets.token_urlsafe(24), port=port)
+        hosts = names_of(host, port)
+        address = f"http://{hosts[0]}/" + (f"#token={token.secret}" if token and not given else "")
+        app = Guard(review_app(session, rater=name, token=token), hosts=hosts, token=token)
 
         def ready() -> None:
-            beside = f", with #token= and the value of ${TOKEN} behind it" if token and given else ""
-            console.print(f"judge at {address}{beside}\nCtrl-C ends it", soft_wrap=True)
+            hint = f", followed by #token= and the value of ${TOKEN}" if token and given else ""
+            console.print(f"judge at {address}{hint}\nCtrl-C ends the review", soft_wrap=True)
             if as_json:
-                typer.echo(
-                    json.dumps(
-                        {"url": address, "items": len(session.stack.sheets), "models": len(session.stack.models)}
-                    )
-                )
+                counts = {"items": len(session.review_set.items), "models": len(session.review_set.models)}
+                typer.echo(json.dumps({"url": address, **counts}))
 
-        with suppress(KeyboardInterrupt):  # how a server ends
+        with suppress(KeyboardInterrupt):  # the usual way to stop a server
             serve(app, listening, ready=ready)
-    console.print("ended; every verdict is kept, and the same command goes on")
+    console.print("ended; all verdicts are saved, and the same command continues the review")
 
 
 def _given_token() -> str | None:
-    """Not an option: what stands on a command line is seen by everybody on the machine."""
-    from finefit.errors import UserError
-
+    """Not an option, because everybody on the machine can see command lines."""
     given = os.environ.get(TOKEN)
     if given is not None and len(given) < _SHORTEST_TOKEN:
-        raise UserError(
-            f"${TOKEN} has {len(given)} characters, and can be guessed",
-            f"give at least {_SHORTEST_TOKEN}, or none: then one is made",
-        )
+        problem = f"${TOKEN} has {len(given)} characters and could be guessed"
+        raise UserError(problem, f"give at least {_SHORTEST_TOKEN} characters, or unset it to get a new token")
     return given

@@ -2,39 +2,22 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.code import tell_code
-from finefit.cli.console import open_console
-from finefit.cli.options import AsJson, New, Runs, Set
-from finefit.cli.run_stages import (
-    Call,
-    Wish,
-    has_stages,
-    open_place,
-    refuse_changes,
-    refuse_for_one,
-    refuse_ranks,
-    run_stages,
-)
+from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed.distributed_c10d import Store
 
-    from finefit.artifacts.launcher import Place
+    from finefit.artifacts.processes import RankEnv
     from finefit.artifacts.rundir import RunDir
-    from finefit.pipeline.execute import Train
-    from finefit.spec.schema import Spec
-
-_TICK_SECONDS = 0.5
+    from finefit.run.command import RunArgs, RunCommand
 
 
 def run(
@@ -45,17 +28,18 @@ def run(
         bool, typer.Option("--detach", help="Go on without this terminal; follow with `finefit watch`.")
     ] = False,
     first: Annotated[
-        str | None, typer.Option("--from", metavar="STAGE", help="Make this stage again, and all that stand on it.")
+        str | None,
+        typer.Option("--from", metavar="STAGE", help="Run this stage again, and all that depend on it."),
     ] = None,
-    only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Carry out this stage alone.")] = None,
+    only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Run this stage alone.")] = None,
     force: Annotated[
-        list[str] | None, typer.Option("--force", metavar="STAGE", help="Make this stage again; `all` for every one.")
+        list[str] | None, typer.Option("--force", metavar="STAGE", help="Run this stage again; `all` for every one.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell which stages would run, and why.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which stages would run, and why.")] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune. The same command again resumes, bit for bit; of several stages those that are done are not repeated.
+    """Fine-tune. The same command again resumes, bit for bit; finished stages of a pipeline are not repeated.
 
     Examples:
 
@@ -71,224 +55,131 @@ def run(
 
       torchrun --nproc-per-node 2 -m finefit run spec.yaml
     """
-    from finefit.artifacts.launcher import find_place
-    from finefit.artifacts.records import Run, read_record
+    from finefit.artifacts.processes import rank_env_of
     from finefit.artifacts.rundir import find_run
+    from finefit.spec.load import load_pipeline
 
-    at, target = find_place(os.environ), find_run(target)
-    call = Call(
-        target=target,
-        overrides=tuple(overrides or ()),
-        new=new,
-        runs=runs,
-        as_json=as_json,
-        wish=Wish(first=first, only=only, force=tuple(force or ()), dry_run=dry_run),
-    )
-    if has_stages(call):
-        return _run_stages(call, at, detach=detach)
-    refuse_for_one(call.wish)
-    refuse_changes(call)
-    if at is not None and at.size > 1:
-        return _as_rank(at, target, tuple(overrides or ()), new=new, detach=detach, runs=runs, as_json=as_json)
-    if _is_for_slurm(target, tuple(overrides or ())):
-        return _submit(target, tuple(overrides or ()), new=new, runs=runs, as_json=as_json)
-    if at is not None:
-        _require_one(target, tuple(overrides or ()), at)
-    console = open_console(as_json=as_json)
-    place = open_or_create(target, tuple(overrides or ()), new=new, runs=runs, console=console)
-    if read_record(place.run, Run).status == "finished":
-        remedy = "--set schedule.epochs=N trains it further" if target.is_dir() else "--new starts another run"
-        console.print(f"{place.path} is finished already; {remedy}", soft_wrap=True)
-    elif detach:
-        return _detach(place, console, as_json)
-    else:
-        carry_out(place, console)
-    _show(place, console, as_json)
-    return None
+    rank, target = rank_env_of(os.environ), find_run(target)
+    # before torch is imported: a misspelt key is reported at once
+    pipeline = None if target.is_dir() else load_pipeline(target, overrides or ())
+    if rank is not None and rank.size > 1:
+        _set_rank_variables()
+    from finefit.run.command import RunArgs, StageSelection, read_command
+
+    selection = StageSelection(first=first, only=only, force=tuple(force or ()))
+    args = RunArgs(target=target, overrides=tuple(overrides or ()), new=new, runs=runs, selection=selection)
+    command, console = read_command(args, pipeline), open_console(as_json=as_json)
+    if dry_run:
+        return _show_decisions(command, console, as_json)
+    if rank is not None:
+        _require_rank(command, rank, detach=detach)
+        if rank.size > 1:
+            if code := run_rank(args, as_json=as_json, command=command):
+                raise typer.Exit(code)
+            return None
+    if command.pipeline.is_flat and command.pipeline.flat_spec.launcher.kind == "slurm":
+        return _submit(command, console, as_json)
+    place = open_place(command, console)
+    if detach and _detach(command, place, console, as_json):
+        return None
+    carry_out(command, place, console)
+    return _show(place, console, as_json)
 
 
-def _run_stages(call: Call, at: "Place | None", *, detach: bool) -> None:
-    refuse_ranks(call, at)
-    if not detach or call.wish.dry_run:
-        return run_stages(call)
-    console = open_console(as_json=call.as_json)
-    place = open_place(call, console)
-    return _detach(place, console, call.as_json, call.wish.arguments())
-
-
-def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
-    from finefit.report.run import evals_of, run_document, show_end
-
-    if as_json:
-        typer.echo(json.dumps(run_document(place), indent=2))
-        return
-    show_end(place, console)
-    if evals_of(place.stages()[0]):
-        console.print(f"next     finefit eval {place.path} --checkpoint all", soft_wrap=True)
-
-
-def open_or_create(
-    target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None = None
-) -> "RunDir":
-    """The run that this command means: the directory itself, the newest with the same digest, or a new one. `nodes`: that ranks were started on
-    already."""
-    if target.is_dir():
-        return _from_run(target, overrides, new=new, console=console)
-    return _from_spec(target, overrides, new=new, runs=runs, console=console, nodes=nodes)
-
-
-def _from_run(target: Path, overrides: tuple[str, ...], *, new: bool, console: "Console") -> "RunDir":
-    from finefit.artifacts.rundir import open_run
-    from finefit.errors import RunError
+def open_place(command: "RunCommand", console: "Console", *, nodes: int | None = None) -> "RunDir":
+    from finefit.artifacts.records import Run, read_record
+    from finefit.artifacts.rundir import other_version, runs_named
+    from finefit.run.command import find_or_create
     from finefit.spec.load import spec_from_json
 
-    place = open_run(target)
-    if new:
-        raise RunError(
-            "--new starts from a spec file, not from a run directory",
-            f"give the spec file that {target} was started from",
-        )
-    tell_code(spec_from_json(place.spec_json.read_text(encoding="utf-8")), place.path, console)
-    with console.status("comparing model and data with what the run began with"):
-        from finefit.pipeline.resume import amend
-
-        lines = amend(place, overrides)
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    if command.run is None or not command.pipeline.is_flat:
+        announce_code(command.pipeline, command.base, console)
+    else:  # a training keeps a copy of the user's code, which its own record names
+        announce_code(spec_from_json(command.run.spec_json.read_text(encoding="utf-8")), command.run.path, console)
+    with console.status("reading models and data, and planning every stage"):
+        place = find_or_create(command, nodes=nodes)
+    if command.run is None and read_record(place.run, Run).status == "prepared":
+        for run in runs_named(command.args.runs, command.pipeline.name):
+            if other := other_version(run.path):
+                console.print(f"{run.path} is of {other}: it is not resumed", soft_wrap=True)
     return place
 
 
-def _from_spec(
-    target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, console: "Console", nodes: int | None
-) -> "RunDir":
-    from finefit.artifacts.rundir import newest_with_digest
-    from finefit.spec.load import load_spec, whole_text
+def carry_out(command: "RunCommand", place: "RunDir", console: "Console") -> None:
+    from finefit.report.run import ConsoleProgress
+    from finefit.run.command import carry_out as run_pending
 
-    spec = load_spec(target, overrides)  # before the heavy rooms: a misspelt key is told at once
-    base = target.resolve().parent
-    tell_code(spec, base, console)
-    with console.status("reading model and data"):
-        from finefit.pipeline.create import create_run
-        from finefit.pipeline.inputs import open_inputs
-        from finefit.pipeline.resume import follow
-
-        opened = open_inputs(spec, base, (runs / spec.name).resolve(), nodes=nodes)
-        earlier = None if new else newest_with_digest(runs, spec.name, opened.digest)
-        if earlier is None:
-            return create_run(opened, spec_text=whole_text(target), overrides=overrides, base=base, runs=runs)
-        lines = follow(earlier, spec)
-    for line in lines:
-        console.print(line, soft_wrap=True)
-    return earlier
+    if not run_pending(command, place, ConsoleProgress(place, console)):
+        _say_finished(command, place, console)
 
 
-def carry_out(place: "RunDir", console: "Console", *, train: "Train | None" = None) -> None:
-    from finefit.artifacts.forecasts import Plan
-    from finefit.artifacts.lock import run_lock
-    from finefit.artifacts.records import read_record
-    from finefit.pipeline.execute import execute
-    from finefit.report.ledger import ledger_lines
-    from finefit.report.live import RunView
-    from finefit.report.run import plan_view
-
-    with run_lock(place.lock):  # a run that another process works on is refused before anything is shown
-        console.print(f"run      {place.path}", soft_wrap=True)
-        console.print(plan_view(read_record(place.plan, Plan)))
-        for line in ledger_lines(place.stages()[0]):
-            console.print(line, soft_wrap=True)
-    with RunView(place, console, log=place.log) as view:
-        execute(place, tick=view.tick, warn=view.say, train=train)
+def _say_finished(command: "RunCommand", place: "RunDir", console: "Console") -> None:
+    remedy = "--new starts another run"
+    if not command.pipeline.is_flat:
+        remedy += ", --from STAGE runs a stage and all that depend on it again"
+    elif command.run is not None:
+        remedy = "--set schedule.epochs=N trains it further"
+    console.print(f"{place.path} is finished already; {remedy}", soft_wrap=True)
 
 
-def _as_rank(
-    at: "Place", target: Path, overrides: tuple[str, ...], *, new: bool, detach: bool, runs: Path, as_json: bool
-) -> None:
-    """One of several ranks that torchrun, accelerate or SLURM has started: the first one speaks, the others follow it."""
-    from finefit.errors import RunError
+def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
+    from finefit.report.run import run_document, show_end
 
-    if detach:
-        raise RunError(
-            f"--detach does not go with ranks that were started from outside (WORLD_SIZE={at.size})",
-            "let what started them go on alone",
-        )
-    if code := be_rank(target, overrides, new=new, runs=runs, as_json=as_json):
-        raise typer.Exit(code)
-
-
-def be_rank(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool = False) -> int:
-    """The exit code of a rank that follows; what stops the first is raised."""
-    from finefit.artifacts.launcher import chosen_variables, find_place
-
-    at = find_place(os.environ)
-    assert at is not None
-    for name, value in chosen_variables(os.environ, deterministic=False).items():
-        os.environ.setdefault(name, value)  # before torch is imported
-    from finefit.pipeline.outside import leave
-    from finefit.train.meeting import PATIENCE
-    from finefit.train.ranks import open_store
-
-    store = open_store(at, patience=PATIENCE)
-    if at.rank != 0:
-        return _other_rank(at, store)
-    try:
-        _first_rank(at, store, target, overrides, new=new, runs=runs, as_json=as_json)
-    finally:
-        leave(store)
-    return 0
-
-
-def _require_one(target: Path, overrides: tuple[str, ...], at: "Place") -> None:
-    """The only rank that was started from outside starts no others of its own."""
-    from finefit.pipeline.outside import engine_overrides
-
-    engine_overrides(_spec_of(target, overrides).engine, at)
-
-
-def _is_for_slurm(target: Path, overrides: tuple[str, ...]) -> bool:
-    return _spec_of(target, overrides).launcher.kind == "slurm"
-
-
-def _spec_of(target: Path, overrides: tuple[str, ...]) -> "Spec":
-    """As it is asked for now; of a run directory with all that it was asked before."""
-    from finefit.artifacts.records import Run, read_record
-    from finefit.artifacts.rundir import open_run
-    from finefit.errors import RunError
-    from finefit.spec.load import load_spec
-
-    if not target.is_dir():
-        return load_spec(target, overrides)
-    place = open_run(target)
-    record = read_record(place.run, Run)
-    if record.kind == "eval":
-        raise RunError(
-            f"{target.name} holds an evaluation and nothing to train", f"`finefit eval {target}` goes on with it"
-        )
-    return load_spec(place.spec_yaml, (*record.overrides, *overrides))
-
-
-def _submit(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool) -> None:
-    """The job gives this same command, each of its tasks as a rank."""
-    from functools import partial
-
-    from finefit.pipeline.slurm import RankTask, require_inputs, require_scheduler, submit
-
-    spec, console = _spec_of(target, overrides), open_console(as_json=as_json)
-    require_scheduler()
-    if target.is_dir():  # what may change is taken over now, so that what may not is refused before it waits
-        _from_run(target, overrides, new=new, console=console)
-        overrides = ()
-    else:
-        require_inputs(spec, target.resolve().parent)
-    call, again = (
-        partial(be_rank, target.resolve(), overrides, new=is_new, runs=runs.resolve()) for is_new in (new, False)
-    )
-    sent = submit(spec, RankTask(call, again), folder=runs.resolve() / "slurm")
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)}, indent=2
-            )
-        )
+        typer.echo(json.dumps(run_document(place), indent=2))
+    else:
+        show_end(place, console)
+
+
+def _show_decisions(command: "RunCommand", console: "Console", as_json: bool) -> None:
+    from finefit.report.run import decisions_document, decisions_table
+    from finefit.run.command import dry_run
+
+    with console.status("reading models and data"):
+        stages, decisions = dry_run(command)
+    run = None if stages.run is None else str(stages.run.path)
+    if as_json:
+        document = {"run": run, "stages": decisions_document(stages.pipeline, decisions)}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console.print(decisions_table(stages.pipeline, decisions))
+    console.print(f"in       {run or 'a new run'}; nothing was started", soft_wrap=True)
+
+
+def _detach(command: "RunCommand", place: "RunDir", console: "Console", as_json: bool) -> bool:
+    """False where nothing is left to do."""
+    from finefit.run.command import detach
+
+    pid = detach(command, place)
+    if pid is None:
+        return False
+    if as_json:
+        typer.echo(json.dumps({"run": str(place.path), "pid": pid, "status": "running"}, indent=2))
+    else:
+        text = f"process {pid} goes on without this terminal\nnext     finefit watch {place.path}"
+        console.print(text, highlight=False, soft_wrap=True)
+    return True
+
+
+def _submit(command: "RunCommand", console: "Console", as_json: bool) -> None:
+    """The job gives this same command, each of its tasks as a rank."""
+    from finefit.run.command import amend_now
+    from finefit.run.slurm import RankTask, require_inputs, require_scheduler, submit
+
+    args, spec = command.args, command.pipeline.flat_spec
+    require_scheduler()
+    if command.run is not None:  # changes are taken over now, so that what may not change is refused before it waits
+        for line in amend_now(command, command.run):
+            console.print(line, soft_wrap=True)
+        args = replace(args, overrides=())
+    else:
+        require_inputs(spec, command.base)
+    args = replace(args, target=args.target.resolve(), runs=args.runs.resolve())
+    task = RankTask(partial(run_rank, args), partial(run_rank, replace(args, new=False)))
+    sent = submit(spec, task, folder=args.runs / "slurm")
+    if as_json:
+        document = {"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)}
+        typer.echo(json.dumps(document, indent=2))
         return
     console.print(
         f"job      {sent.job} is queued; it saves before its time is up, and is queued again until it is done",
@@ -298,72 +189,84 @@ def _submit(target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, 
     console.print(f"next     squeue -j {sent.job}\n         tail -F {sent.log}", soft_wrap=True)
 
 
-def _first_rank(
-    at: "Place", store: "Store", target: Path, overrides: tuple[str, ...], *, new: bool, runs: Path, as_json: bool
-) -> None:
-    from finefit.artifacts.records import Run, read_record
-    from finefit.pipeline.outside import Invitation, engine_overrides, first_of_all
-    from finefit.spec.load import load_spec
+# ranks that torchrun, accelerate or SLURM has started
+
+
+def _set_rank_variables() -> None:
+    """Before torch is imported."""
+    from finefit.artifacts.processes import chosen_variables
+
+    for name, value in chosen_variables(os.environ, deterministic=False).items():
+        os.environ.setdefault(name, value)
+
+
+def _require_rank(command: "RunCommand", rank: "RankEnv", *, detach: bool) -> None:
+    from finefit.errors import RunError
+    from finefit.run.external_launch import engine_overrides
+
+    if not command.pipeline.is_flat:
+        raise RunError(
+            f"{command.args.target} has stages, and this process is rank {rank.rank} of {rank.size}, started from "
+            "outside",
+            "give `finefit run` alone: each stage starts its own ranks (engine.devices)",
+        )
+    if rank.size == 1:  # the only rank that was started from outside starts no others of its own
+        engine_overrides(command.pipeline.flat_spec.engine, rank)
+    elif detach:
+        raise RunError(
+            f"--detach does not go with ranks that were started from outside (WORLD_SIZE={rank.size})",
+            "let what started them go on alone",
+        )
+
+
+def run_rank(args: "RunArgs", *, as_json: bool = False, command: "RunCommand | None" = None) -> int:
+    """Returns the exit code of a rank that follows; what stops the first is raised. `command`: the arguments, where
+    they are read already."""
+    from finefit.artifacts.processes import rank_env_of
+
+    rank = rank_env_of(os.environ)
+    assert rank is not None
+    _set_rank_variables()
+    from finefit.run.external_launch import leave
+    from finefit.train.ranks import RENDEZVOUS_TIMEOUT, open_store
+
+    store = open_store(rank, patience=RENDEZVOUS_TIMEOUT)
+    if rank.rank != 0:
+        return _other_rank(rank, store)
+    try:
+        _first_rank(rank, store, args, command, as_json)
+    finally:
+        leave(store)
+    return 0
+
+
+def _first_rank(rank: "RankEnv", store: "Store", args: "RunArgs", command: "RunCommand | None", as_json: bool) -> None:
+    from finefit.report.run import ConsoleProgress
+    from finefit.run.command import carry_out, read_command
+    from finefit.run.external_launch import Rendezvous, engine_overrides, train_as_first_rank
 
     console = open_console(as_json=as_json)
-    with Invitation(store=store) as invitation:
-        if not target.is_dir():
-            overrides = (*overrides, *engine_overrides(load_spec(target, overrides).engine, at))
-        place = open_or_create(target, overrides, new=new, runs=runs, console=console, nodes=at.num_nodes)
-        if read_record(place.run, Run).status != "finished":
-            carry_out(place, console, train=first_of_all(at, store, invitation))
+    with Rendezvous(store=store) as rendezvous:
+        command = command or read_command(args)
+        if command.run is None and (more := engine_overrides(command.pipeline.flat_spec.engine, rank)):
+            command = read_command(replace(args, overrides=(*args.overrides, *more)))
+        place = open_place(command, console, nodes=rank.num_nodes)
+        train = train_as_first_rank(rank, store, rendezvous)
+        carry_out(command, place, ConsoleProgress(place, console), train=train)
     _show(place, console, as_json)
 
 
-def _other_rank(at: "Place", store: "Store") -> int:
+def _other_rank(rank: "RankEnv", store: "Store") -> int:
     """Its failure goes to the first rank through the run directory, and in short to whoever reads this terminal."""
     from finefit.errors import Interrupted
-    from finefit.pipeline.outside import await_invitation, leave_after_first, work_here
+    from finefit.run.external_launch import await_run, leave_after_first, work_here
 
-    word = await_invitation(store, at)
-    code = word.failure.exit_code if word.failure is not None else 0
-    if word.run is not None:
-        code = work_here(word.run, at, store)
+    found = await_run(store, rank)
+    code = found.failure.exit_code if found.failure is not None else 0
+    if found.run is not None:
+        code = work_here(found.run, rank, store)
         if code not in (0, Interrupted.exit_code):
-            typer.echo(f"rank {at.rank} ended with code {code}: see {word.run.log_of(at.rank)}", err=True)
+            typer.echo(f"rank {rank.rank} ended with code {code}: see {found.run.log_of(rank.rank)}", err=True)
     if code:
         leave_after_first(store)
     return code
-
-
-def _detach(place: "RunDir", console: "Console", as_json: bool, arguments: Sequence[str] = ()) -> None:
-    from finefit.artifacts.lock import run_lock
-
-    with run_lock(place.lock):  # one that is being worked on is refused here, not in a log that nobody reads
-        pass
-    with (place.log.parent / "detached.log").open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "finefit", "run", str(place.path), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    _wait_until_it_works(process, place)
-    if as_json:
-        typer.echo(json.dumps({"run": str(place.path), "pid": process.pid, "status": "running"}, indent=2))
-    else:
-        console.print(
-            f"process {process.pid} goes on without this terminal\nnext     finefit watch {place.path}",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _wait_until_it_works(process: "subprocess.Popen[bytes]", place: "RunDir") -> None:
-    """Until then `finefit watch` would find nobody at work."""
-    from finefit.artifacts.lock import holder_of
-    from finefit.errors import WorkerDied
-
-    while holder_of(place.lock) != process.pid:
-        if process.poll():
-            reason = f"its reason is in {place.log.parent / 'detached.log'}"
-            raise WorkerDied(f"the detached process ended at once, with code {process.returncode}", reason)
-        if process.returncode == 0:
-            return
-        time.sleep(_TICK_SECONDS)

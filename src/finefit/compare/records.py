@@ -1,92 +1,80 @@
-"""What a comparison comes to: plain data that tables, pages and `--json` are made from."""
+"""The record of a comparison: plain data that tables, pages and `--json` are made from."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
-from finefit.artifacts.records import STRICT
-from finefit.stats import Spread
+from finefit.artifacts.records import Record
+from finefit.stats.comparisons import Spread
 from finefit.stats.metrics import Metric
 
 ABSENT = "(none)"
 """The value of a setting that a side does not have."""
+Quantity = Literal["peak memory", "time per step", "tokens per second", "training time", "cost", "evaluation memory"]
+QuantityUnit = Literal["bytes", "seconds", "tokens/s", "money"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Something that not all sides have alike."""
+class Setting(Record):
+    """A setting whose value is not the same on all sides."""
 
-    __pydantic_config__ = STRICT
     key: str
     about: Literal["checkpoint", "spec", "data", "model", "evaluation", "version", "machine"]
     values: tuple[Any, ...]
-    """For each side."""
+    """One per side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class Side(Record):
     """One model of the comparison: a checkpoint of a run."""
 
-    __pydantic_config__ = STRICT
     name: str
     run: str
     checkpoint: str
-    """As it is called in the run directory."""
+    """Its name in the run directory."""
     role: str
-    """What was asked for: final, best, base, or the checkpoint's own name."""
+    """What the user named: final, best, base, or the checkpoint itself."""
     seed: int | None
     status: str
     num_steps: int | None
-    """Done by the run, of `total_steps`."""
+    """Steps done, of `total_steps`."""
     total_steps: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Sides that differ in nothing that can change a score but their seed. A side by itself is one too."""
+class Group(Record):
+    """Sides that differ in nothing that can change a score except the seed. A single side is a group too."""
 
-    __pydantic_config__ = STRICT
     name: str
     sides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A score with its 95 % interval; an end that there is none of is None."""
+class ScoreInterval(Record):
+    """A score with its 95 % interval; None is an unbounded end."""
 
-    __pydantic_config__ = STRICT
     value: float
     low: float | None
     high: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredPart:
-    """Of the items of one data set."""
+class SideDatasetScores(Record):
+    """Scores over the items of one data set."""
 
-    __pydantic_config__ = STRICT
     n: int
     coverage: float
-    metrics: dict[str, Cell]
+    metrics: dict[str, ScoreInterval]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """What one side has of one task."""
+class SideScores(Record):
+    """The scores of one side on one task."""
 
-    __pydantic_config__ = STRICT
     n: int
     available: int
     coverage: float
-    metrics: dict[str, Cell]
-    by_dataset: dict[str, ScoredPart] = field(default_factory=dict)
-    """Where the items come from several."""
+    metrics: dict[str, ScoreInterval]
+    by_dataset: dict[str, SideDatasetScores] = field(default_factory=dict)
+    """Filled if the items come from several data sets."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One metric over the items that both have: the second group less the first."""
+class MetricDifference(Record):
+    """One metric over the items that both groups have: the second group minus the first."""
 
-    __pydantic_config__ = STRICT
     metric: str
     first: float
     second: float
@@ -95,20 +83,18 @@ class Change:
     high: float | None
     p: float
     corrected_p: float
-    """As it counts among all differences of this comparison (Holm)."""
+    """Corrected for all differences of this comparison (Holm)."""
     by_seed: dict[int, float]
-    """The difference of each seed that both groups have, where there are several."""
+    """The difference for each seed that both groups have, if there are several."""
 
     @property
     def is_clear(self) -> bool:
         return self.corrected_p < 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemChange:
-    """One item, answered by both."""
+class ItemChange(Record):
+    """One item with the answers of both groups."""
 
-    __pydantic_config__ = STRICT
     key: str
     place: str
     prompt: str
@@ -117,94 +103,83 @@ class ItemChange:
     failures: tuple[str | None, str | None]
     scores: tuple[dict[str, float], dict[str, float]]
     change: float
-    """Of the task's own metric, above zero for the better."""
+    """In the task's main metric; positive is better."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
+class Pairing(Record):
     """Two groups on one task."""
 
-    __pydantic_config__ = STRICT
     first: int
     second: int
     n: int
     only_first: int
-    """Items that the second group has no answer to."""
+    """Items that the second group did not answer."""
     only_second: int
     repeated: int
-    """Items that stand in a run more than once; those are paired in their order."""
+    """Items that occur more than once in a run; they are paired in order."""
     seeds: tuple[int, ...]
-    """That were paired, where there are several."""
+    """The seeds that were paired, if there are several."""
     left_out: tuple[str, ...]
-    """Sides without a partner of the same seed."""
-    changes: tuple[Change, ...]
+    """Sides without a partner that has the same seed."""
+    changes: tuple[MetricDifference, ...]
     num_better: int
     num_equal: int
     num_worse: int
     item_changes: tuple[float, ...]
-    """Of the task's own metric, above zero for the better; largest first."""
+    """In the task's main metric; positive is better; largest first."""
     gained: tuple[ItemChange, ...]
     lost: tuple[ItemChange, ...]
     reworded: tuple[ItemChange, ...]
-    """Whose answers have the fewest words in common."""
+    """Items whose answers have the fewest words in common."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskComparison:
-    __pydantic_config__ = STRICT
+class TaskComparison(Record):
     task: str
     metrics: tuple[Metric, ...]
-    """The first is the task's own."""
-    scored: tuple[Scored | None, ...]
-    """For each side; None where it has no result."""
+    """The first is the task's main metric."""
+    scored: tuple[SideScores | None, ...]
+    """One per side; None if it has no result."""
     missing: dict[int, str]
-    """Why a side has none, and how to get one."""
+    """Side -> why it has no result, and how to get one."""
     spreads: tuple[dict[str, Spread], ...]
-    """For each group, over its seeds."""
+    """One per group, over its seeds."""
     pairings: tuple[Pairing, ...]
     """Every other group with the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
-    """What was said beforehand, and what came."""
+class Prediction(Record):
+    """A prediction of the plan and the measured value, one of each per side."""
 
-    __pydantic_config__ = STRICT
-    what: Literal["peak memory", "time per step", "tokens per second", "training time", "cost", "evaluation memory"]
-    unit: Literal["bytes", "seconds", "tokens/s", "money"]
+    quantity: Quantity
+    unit: QuantityUnit
     predicted: tuple[float | None, ...]
     measured: tuple[float | None, ...]
-    """For each side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Loss by step, and what validation found."""
+class LossCurve(Record):
+    """Loss by step, and validation losses as (step, loss)."""
 
-    __pydantic_config__ = STRICT
     side: int
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     validation: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    __pydantic_config__ = STRICT
-    version: Literal[1] = 1
+class Comparison(Record):
+    version: Literal[2] = 2
     sides: tuple[Side, ...]
     groups: tuple[Group, ...]
     differing: tuple[Setting, ...]
-    """What can change a score."""
-    apart: tuple[Setting, ...]
-    """What cannot: paths, savings, trackers, the card, exact levers."""
+    """Settings that can change a score."""
+    without_effect: tuple[Setting, ...]
+    """Settings that cannot: paths, checkpoint intervals, trackers, the card, exact levers."""
     declared: tuple[str, ...]
-    """Settings that the user said are meant to differ."""
+    """Settings that the user declared to differ (`--varies`)."""
     verdict: str
-    """What a difference in score can be laid to."""
+    """What can explain a difference in score."""
     is_one_variable: bool
-    """Whether nothing differs but what is meant to."""
+    """Whether nothing else differs than what is meant to."""
     tasks: tuple[TaskComparison, ...]
-    foretold: tuple[Foretold, ...]
-    curves: tuple[Curve, ...]
+    predictions: tuple[Prediction, ...]
+    curves: tuple[LossCurve, ...]
     warnings: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""Which settings are not alike: what can change a score apart from what cannot. What only follows from another difference is not told twice."""
+"""Which settings differ, separated into those that can change a score and those that cannot. A difference that only
+follows from another one is not listed."""
 
 import hashlib
 import json
@@ -8,19 +9,18 @@ from typing import Any, Literal
 
 from finefit.artifacts.records import Facts
 from finefit.compare.records import ABSENT, Setting
-from finefit.compare.sides import BASE, BEST, Evaluated, Opened
+from finefit.compare.sides import BASE, BEST, LoadedSide, SideEval
 from finefit.facts.files import FileFact
 
 About = Literal["checkpoint", "spec", "data", "model", "evaluation", "version", "machine"]
 Settings = dict[str, tuple[About, Any]]
 CHOSEN = "answered_by"
-"""Of a signature: who was chosen among. It is told with the model."""
+"""Signature key: the models that a gate chose among. It is compared with the model, not with the evaluation."""
 _EVALUATION = "evaluation."
-"""Of all tasks of a side; settings of one stand under its label."""
-
-_ELSEWHERE = ("model.", "evaluate", "data.test")
-"""Told by content: the model's, the evaluation's own request, the items."""
-_IDLE = (
+"""Prefix of settings shared by all tasks of a side; settings of one task have its label as prefix."""
+_BY_CONTENT = ("model.", "evaluate", "data.test")
+"""Compared by content: the model, the evaluation request, the items."""
+_WITHOUT_EFFECT = (
     "name",
     "card",
     "save.",
@@ -33,12 +33,13 @@ _IDLE = (
     "data.packing",
     "threads",
     "accumulation",
+    "data.drop_at_most",
+    "data.cut_at_most",
+    "tuning.adapter",  # a path; its content is compared with the model
 )
-_IDLE_TOO = ("data.drop_at_most", "data.cut_at_most", "tuning.adapter")
-"""These only judge, or are a place whose content is told with the model."""
-_CHOOSING = "save.every"
-"""The best checkpoint is chosen among the saved, so this decides which one that is."""
-_COMPUTING = (
+_SAVE_INTERVAL = "save.every"
+"""It decides which checkpoints there are to choose the best from."""
+_COMPUTING_PACKAGES = (
     "finefit",
     "torch",
     "transformers",
@@ -61,37 +62,38 @@ _CAUSES = {
     "evaluation.form": ("data.task",),
     "evaluation.base_bits": ("tuning.base_bits",),
 }
-"""Where one of these differs too, the difference follows from it."""
+"""Setting -> settings that it follows from: if one of those differs too, only that one is listed."""
 
 
-def differing(sides: Sequence[Opened]) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-    """What can change a score, and what cannot."""
-    found = [settings_of(side, tasks=_common_tasks(sides)) for side in sides]
+def differing_settings(sides: Sequence[LoadedSide]) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
+    """Those that can change a score, and those that cannot."""
+    tasks = dict.fromkeys(task for side in sides for task in side.evaluated)
+    common = [task for task in tasks if sum(task in side.evaluated for side in sides) > 1]
+    found = [settings_of(side, tasks=common) for side in sides]
     rows = [
         row
         for key in dict.fromkeys(key for settings in found for key in settings)
         if (row := _row(key, sides, found)) is not None
     ]
-    can = [
-        row.key
-        for row in rows
-        if can_matter(row) or (row.key == _CHOOSING and any(side.role == BEST for side in sides))
-    ]
+    compares_best = any(side.role == BEST for side in sides)
     keys = [row.key for row in rows]
-    told = [
-        row
-        for row in rows
-        if not any(_is_under(key, cause) for cause in _CAUSES.get(row.key, ()) for key in keys if key != row.key)
-    ]
-    return tuple(row for row in told if row.key in can), tuple(row for row in told if row.key not in can)
+    with_effect: list[Setting] = []
+    without_effect: list[Setting] = []
+    for row in rows:
+        causes = _CAUSES.get(row.key, ())
+        if any(_is_under(key, cause) for cause in causes for key in keys if key != row.key):
+            continue
+        has_effect = can_change_score(row) or (row.key == _SAVE_INTERVAL and compares_best)
+        (with_effect if has_effect else without_effect).append(row)
+    return tuple(with_effect), tuple(without_effect)
 
 
-def alike_but_for_seeds(sides: Sequence[Opened]) -> list[list[int]]:
-    """Sides that differ in nothing that can change a score but the seed, together; in the order in which they were named."""
+def group_by_seed(sides: Sequence[LoadedSide]) -> list[list[int]]:
+    """Sides that differ in nothing that can change a score except the seed, in the order in which they were named."""
     groups: list[list[int]] = []
     for at, side in enumerate(sides):
         for group in groups:
-            rows, _ = differing([sides[group[0]], side])
+            rows, _ = differing_settings([sides[group[0]], side])
             is_other_seed = side.seed not in [sides[other].seed for other in group]
             if is_other_seed and {row.key for row in rows} == {"seed"}:
                 group.append(at)
@@ -101,19 +103,19 @@ def alike_but_for_seeds(sides: Sequence[Opened]) -> list[list[int]]:
     return groups
 
 
-def can_matter(setting: Setting) -> bool:
-    """Of a checkpoint that is named by its step, or is the last."""
+def can_change_score(setting: Setting) -> bool:
+    """For checkpoints named by step, and for the last one; the best one also depends on `save.every`."""
     if setting.about == "machine":
         return False
     if setting.about == "version":
-        return setting.key.removeprefix("version.") in _COMPUTING
+        return setting.key.removeprefix("version.") in _COMPUTING_PACKAGES
     if setting.about != "spec":
         return True
-    return not (setting.key.endswith(".path") or any(_is_under(setting.key, idle) for idle in (*_IDLE, *_IDLE_TOO)))
+    return not (setting.key.endswith(".path") or any(_is_under(setting.key, part) for part in _WITHOUT_EFFECT))
 
 
 def is_covered(key: str, declared: Sequence[str]) -> bool:
-    """`tuning` stands for everything under it."""
+    """`tuning` covers everything under it."""
     return any(_is_under(key, part) for part in declared)
 
 
@@ -121,41 +123,31 @@ def _is_under(key: str, part: str) -> bool:
     return key == part or key.startswith(part if part.endswith(".") else f"{part}.")
 
 
-def _row(key: str, sides: Sequence[Opened], found: Sequence[Settings]) -> Setting | None:
-    """A side that was not trained has no settings of training, which its checkpoint tells already; nor one without facts a machine, nor one without
-    a result of a task settings of it."""
+def _row(key: str, sides: Sequence[LoadedSide], found: Sequence[Settings]) -> Setting | None:
+    """None if all sides that have this kind of setting agree. A side that was not trained has no training settings (its
+    checkpoint shows that already), one without facts has no machine, one without a result has no evaluation."""
     about = next(settings[key][0] for settings in found if key in settings)
-    asked = [at for at, settings in enumerate(found) if any(kind == about for kind, _ in settings.values())]
+    having = [at for at, settings in enumerate(found) if any(kind == about for kind, _ in settings.values())]
     if about == "evaluation" and not key.startswith(_EVALUATION):
         task = max((task for side in sides for task in side.evaluated if key.startswith(f"{task}.")), key=len)
-        asked = [at for at in asked if task in sides[at].evaluated]
+        having = [at for at in having if task in sides[at].evaluated]
     values = tuple(settings[key][1] if key in settings else ABSENT for settings in found)
-    if len({_text(values[at]) for at in asked}) < 2:
+    if len({json.dumps(values[at], sort_keys=True, default=str) for at in having}) < 2:
         return None
     return Setting(key=key, about=about, values=values)
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+def is_trained(side: LoadedSide) -> bool:
+    return side.role != BASE and side.stage is not None and not side.is_external
 
 
-def is_trained(side: Opened) -> bool:
-    return side.role != BASE and side.stage is not None and not side.is_given
-
-
-def _common_tasks(sides: Sequence[Opened]) -> list[str]:
-    """That two sides at least have a result of."""
-    tasks = dict.fromkeys(task for side in sides for task in side.evaluated)
-    return [task for task in tasks if sum(task in side.evaluated for side in sides) > 1]
-
-
-def settings_of(side: Opened, *, tasks: Sequence[str]) -> Settings:
+def settings_of(side: LoadedSide, *, tasks: Sequence[str]) -> Settings:
     found: Settings = {"checkpoint": ("checkpoint", side.role if side.stage is not None else _weights(side))}
     found |= _model(side)
     facts = side.facts
     if is_trained(side):
         found |= _training(side) | ({} if facts is None else _data(facts))
-    if facts is not None and not side.is_given:
+    if facts is not None and not side.is_external:
         found |= _versions(side, facts) | _machine(facts)
     for task in tasks:
         if task in side.evaluated:
@@ -163,18 +155,18 @@ def settings_of(side: Opened, *, tasks: Sequence[str]) -> Settings:
     return found
 
 
-def _weights(side: Opened) -> str:
-    """Of a model that was only evaluated: what is laid over it, by content."""
+def _weights(side: LoadedSide) -> str:
+    """For a model that was only evaluated: the weights loaded over it, by content."""
     subject = next((found.request.subject for found in side.evaluated.values()), None)
     if subject is None or subject.weights is None:
         return "as it is"
     return f"{PurePath(subject.weights).name} ({(subject.manifest_sha256 or side.record.digest)[:12]})"
 
 
-def _training(side: Opened) -> Settings:
+def _training(side: LoadedSide) -> Settings:
     spec = dict(flat(json.loads(side.run.spec_json.read_bytes())))
     found: Settings = {
-        key: ("spec", value) for key, value in spec.items() if not any(_is_under(key, part) for part in _ELSEWHERE)
+        key: ("spec", value) for key, value in spec.items() if not any(_is_under(key, part) for part in _BY_CONTENT)
     }
     planned = {} if side.plan is None or side.stage is None else side.plan.stages.get(side.stage.name, {})
     found |= {key: ("spec", r.value) for key, r in planned.items() if any(_is_under(key, part) for part in _DECIDED)}
@@ -187,10 +179,10 @@ def _training(side: Opened) -> Settings:
 
 
 def flat(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value); items of a list are counted from 0."""
-    inner = (
-        document if isinstance(document, dict) else dict(enumerate(document)) if _is_list_of_parts(document) else None
-    )
+    """(dotted key, value); a list of objects is numbered from 0."""
+    inner = document if isinstance(document, dict) else None
+    if isinstance(document, list) and any(isinstance(entry, dict) for entry in document):
+        inner = dict(enumerate(document))
     if not inner:
         yield prefix, document
         return
@@ -198,27 +190,12 @@ def flat(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _is_list_of_parts(document: Any) -> bool:
-    return isinstance(document, list) and any(isinstance(entry, dict) for entry in document)
-
-
-def _model(side: Opened) -> Settings:
-    subject = next((found.request.subject for found in side.evaluated.values()), None)
-    if subject is not None:
-        return {
-            "model": ("model", _named(subject.model_name, subject.model_fingerprint)),
-            "template": ("model", subject.template_sha256[:12]),
-        }
-    if side.stage is not None:
-        return {
-            "model": ("model", _named(side.stage.model_name, side.stage.model_fingerprint)),
-            "template": ("model", side.stage.template_sha256[:12]),
-        }
-    return {}
-
-
-def _named(name: str, fingerprint: str) -> str:
-    return f"{name} ({fingerprint[:12]})"
+def _model(side: LoadedSide) -> Settings:
+    found = next((found.request.subject for found in side.evaluated.values()), None) or side.stage
+    if found is None:
+        return {}
+    model = f"{found.model_name} ({found.model_fingerprint[:12]})"
+    return {"model": ("model", model), "template": ("model", found.template_sha256[:12])}
 
 
 def _data(facts: Facts) -> Settings:
@@ -236,7 +213,7 @@ def _content(sources: tuple[tuple[FileFact, ...], ...]) -> str:
     return f"{count}, {sum(file.size_bytes for file in files):,} bytes ({digest[:12]})"
 
 
-def _versions(side: Opened, facts: Facts) -> Settings:
+def _versions(side: LoadedSide, facts: Facts) -> Settings:
     versions: Mapping[str, str | None] = {"finefit": side.record.finefit} | facts.machine.versions
     return {f"version.{package}": ("version", version or ABSENT) for package, version in versions.items()}
 
@@ -244,17 +221,17 @@ def _versions(side: Opened, facts: Facts) -> Settings:
 def _machine(facts: Facts) -> Settings:
     machine = facts.machine
     cards = ", ".join(card.name for card in machine.cards) or "none"
-    told = {
+    shown = {
         "host": machine.host,
         "platform": machine.platform,
         "python": machine.python,
         "processor": machine.cpu_model,
         "cores": machine.num_cores,
     }
-    return {f"machine.{key}": ("machine", value) for key, value in {**told, "cards": cards}.items()}
+    return {f"machine.{key}": ("machine", value) for key, value in {**shown, "cards": cards}.items()}
 
 
-def _evaluation(task: str, found: Evaluated) -> Settings:
+def _evaluation(task: str, found: SideEval) -> Settings:
     subject, result = found.request.subject, found.result
     form = None if subject.form is None else subject.form.model_dump(mode="json", exclude={"path"})
     keys = hashlib.sha256(json.dumps(sorted(item.key for item in result.items)).encode()).hexdigest()
@@ -265,11 +242,8 @@ def _evaluation(task: str, found: Evaluated) -> Settings:
         "max_prompt_tokens": subject.max_prompt_tokens,
         "form": form,
     }
-    own = dict(
-        flat(
-            found.request.evaluation.model_dump(mode="json", exclude={"name", "batch", "checkpoints", "base", "limit"})
-        )
-    )
+    ignored = {"name", "batch", "checkpoints", "base", "limit"}
+    own = dict(flat(found.request.evaluation.model_dump(mode="json", exclude=ignored)))
     own |= {f"signature.{key}": value for key, value in result.signature.items() if key != CHOSEN}
     own |= {
         "task_file": (found.request.task_sha256 or ABSENT)[:12],

@@ -1,7 +1,5 @@
-"""Examples -> batches on the CPU. Counts, supervised positions and row lengths are host values: the step never reads a tensor.
-
-A preference pair is a row of two sequences, which always share a batch. What a model that sees is given beside the tokens is made by its lens.
-"""
+"""Batches of examples, on the CPU. Counts, supervised positions and row lengths are host values: the step never reads a
+tensor. A preference pair is a row of two sequences, which always share a batch."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,64 +12,63 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finefit.data.examples import Example
-from finefit.data.eyes.eye import Lens, Shown
-from finefit.data.looking import See, eye_of, show
-from finefit.data.packing import Capacity, best_fit, both_sides, longest_sides
-from finefit.data.pairs import Pair, Trained
-from finefit.data.pictures import Picture
+from finefit.data.examples import Example, Pair, TrainRow
+from finefit.data.image_check import ProcessorFactory, image_input, image_processor_of
+from finefit.data.order import Capacity, best_fit, both_sides, longest_sides
+from finefit.data.rows import ImageRef
 from finefit.objective.batch import Batch, Extra, Packed, Paired
+from finefit.vision.family import ImageGeometry, ImageInput
 
-Show = Callable[[Picture], Shown]
+LoadImage = Callable[[ImageRef], ImageInput]
 
 
 @runtime_checkable
-class Counted(Protocol):
-    """Examples that know their lengths without being read."""
+class KnowsLengths(Protocol):
+    """Examples whose lengths are known without reading them."""
 
     lengths: NDArray[Any]
     supervised_counts: NDArray[Any]
 
 
-def lengths_of(rows: Sequence[Trained]) -> NDArray[Any]:
-    """Of pairs with a column for each side."""
-    return rows.lengths if isinstance(rows, Counted) else _counted(rows, lambda e: len(e.tokens))
+def lengths_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
+    """Those of pairs have a column for each side."""
+    return rows.lengths if isinstance(rows, KnowsLengths) else _counted(rows, lambda e: len(e.tokens))
 
 
-def supervised_counts_of(rows: Sequence[Trained]) -> NDArray[Any]:
-    """Without first tokens: nothing stands before one that could predict it. Of pairs with a column for each side."""
-    return rows.supervised_counts if isinstance(rows, Counted) else _counted(rows, lambda e: sum(e.supervised[1:]))
+def supervised_counts_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
+    """Without first tokens, which nothing predicts. Those of pairs have a column for each side."""
+    return rows.supervised_counts if isinstance(rows, KnowsLengths) else _counted(rows, lambda e: sum(e.supervised[1:]))
 
 
 @runtime_checkable
-class Weighed(Protocol):
-    """Examples that know how much their images show without being read."""
+class KnowsPixels(Protocol):
+    """Examples whose number of pixel values is known without reading them."""
 
     num_values: NDArray[Any]
 
 
-def num_values_of(rows: Sequence[Trained]) -> NDArray[Any]:
-    """Numbers that the pixels of each row's images are."""
-    if isinstance(rows, Weighed):
+def num_values_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
+    """Numbers in the pixels of each row's images."""
+    if isinstance(rows, KnowsPixels):
         return rows.num_values
-    return np.array([sum(picture.num_values for picture in pictures_of(row)) for row in rows], np.int64)
+    return np.array([sum(ref.num_values for ref in images_of(row)) for row in rows], np.int64)
 
 
-def pictures_of(row: Trained) -> tuple[Picture, ...]:
+def images_of(row: TrainRow) -> tuple[ImageRef, ...]:
     return row.images if isinstance(row, Example) else row.chosen.images
 
 
-def _counted(rows: Sequence[Trained], count: Callable[[Example], int]) -> NDArray[Any]:
+def _counted(rows: Sequence[TrainRow], count: Callable[[Example], int]) -> NDArray[Any]:
     return np.array(
         [[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows], dtype=np.int64
     )
 
 
-def worst_of(rows: Sequence[Trained]) -> Trained:
-    """A row whose sequences are as long as the longest, with as many supervised tokens as any, that shows as much as any: what the forecast is made
-    for."""
-    lengths, shown = longest_sides(lengths_of(rows)), num_values_of(rows)
-    found = rows[int(np.lexsort((lengths, shown))[-1])]  # of those that show most, the longest
+def largest_row(rows: Sequence[TrainRow]) -> TrainRow:
+    """A row as long as the longest, with as many supervised tokens and as many pixels as any: what the plan predicts
+    memory for."""
+    lengths, num_values = longest_sides(lengths_of(rows)), num_values_of(rows)
+    found = rows[int(np.lexsort((lengths, num_values))[-1])]  # of those with the most pixels, the longest
     longest, supervised = int(lengths.max()), int(supervised_counts_of(rows).max())
     if isinstance(found, Example):
         return _stretched(found, longest, supervised)
@@ -80,40 +77,36 @@ def worst_of(rows: Sequence[Trained]) -> Trained:
 
 
 def _stretched(example: Example, length: int, supervised: int) -> Example:
-    """As long as asked for, by more of its last token; supervised at the end."""
+    """Lengthened by repeating its last token; supervised at the end."""
     tokens = (*example.tokens, *example.tokens[-1:] * (length - len(example.tokens)))
-    return Example(
-        tokens=tokens, supervised=tuple(at >= length - supervised for at in range(length)), images=example.images
-    )
+    return Example(tokens, tuple(at >= length - supervised for at in range(length)), example.images)
 
 
-def collate(rows: Sequence[Trained], *, pad: int, lens: Lens | None = None, show: Show | None = None) -> Batch:
-    """Padded on the right to the longest. `lens`: of a model that sees; `show` makes pixels of what the rows show."""
+def collate(
+    rows: Sequence[TrainRow], *, pad: int, geometry: ImageGeometry | None = None, load: LoadImage | None = None
+) -> Batch:
+    """Padded on the right to the longest. `geometry`: of a vision-language model; `load` loads the pixels of an
+    image."""
     examples, paired = _sequences(rows)
     lengths = [len(e.tokens) for e in examples]
     width = max(lengths)
     input_ids = np.full((len(examples), width), pad, dtype=np.int64)
     for row, example in enumerate(examples):
         input_ids[row, : lengths[row]] = example.tokens
-    extra = None if lens is None else _extra(examples, input_ids, lens, show)
+    extra = None if geometry is None else _extra(examples, input_ids, geometry, load)
     return _batch(examples, input_ids, starts=[row * width for row in range(len(examples))], paired=paired, extra=extra)
 
 
-def _extra(examples: Sequence[Example], input_ids: NDArray[np.int64], lens: Lens, show: Show | None) -> Extra:
-    """An image that several rows show is decoded once."""
-    distinct = dict.fromkeys(picture for example in examples for picture in example.images)
-    assert show is not None or not distinct, "rows with images need somebody who shows them"
-    shown = {} if show is None else {picture: show(picture) for picture in distinct}
-    prompts = [_prompt_length(example) for example in examples]
-    extra = lens.extra(
-        input_ids,
-        [len(e.tokens) for e in examples],
-        [[shown[picture] for picture in example.images] for example in examples],
-        prompts,
-    )
-    content = "\n".join(
-        " ".join(f"{picture.sha256}{picture.grid}" for picture in example.images) for example in examples
-    )
+def _extra(
+    examples: Sequence[Example], input_ids: NDArray[np.int64], geometry: ImageGeometry, load: LoadImage | None
+) -> Extra:
+    """An image that several rows have is decoded once."""
+    distinct = dict.fromkeys(ref for example in examples for ref in example.images)
+    assert load is not None or not distinct, "rows with images need a loader"
+    loaded = {} if load is None else {ref: load(ref) for ref in distinct}
+    images = [[loaded[ref] for ref in example.images] for example in examples]
+    extra = geometry.extra(input_ids, [len(e.tokens) for e in examples], images, list(map(_prompt_length, examples)))
+    content = "\n".join(" ".join(f"{ref.sha256}{ref.grid}" for ref in example.images) for example in examples)
     return replace(extra, identity=hashlib.sha256(content.encode()).hexdigest() if distinct else "")
 
 
@@ -124,23 +117,21 @@ def _prompt_length(example: Example) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
-    """Rows -> a batch, in whatever process: what `collate` is told beside the rows."""
+    """Collates rows in whatever process it is sent to."""
 
     pad: int
-    see: See | None = None
-    """None for a model that sees nothing."""
+    processor_factory: ProcessorFactory | None = None
+    """None for a text model."""
 
-    def __call__(self, rows: Sequence[Trained]) -> Batch:
-        eye = None if self.see is None else eye_of(self.see)
-        return (
-            collate(rows, pad=self.pad)
-            if eye is None
-            else collate(rows, pad=self.pad, lens=eye.lens, show=partial(show, eye))
-        )
+    def __call__(self, rows: Sequence[TrainRow]) -> Batch:
+        processor = None if self.processor_factory is None else image_processor_of(self.processor_factory)
+        if processor is None:
+            return collate(rows, pad=self.pad)
+        return collate(rows, pad=self.pad, geometry=processor.geometry, load=partial(image_input, processor))
 
 
-def pack(rows: Sequence[Trained]) -> Batch:
-    """Behind one another, without padding."""
+def pack(rows: Sequence[TrainRow]) -> Batch:
+    """One after the other, without padding."""
     examples, paired = _sequences(rows)
     lengths = [len(e.tokens) for e in examples]
     boundaries = np.cumsum([0, *lengths])
@@ -149,17 +140,12 @@ def pack(rows: Sequence[Trained]) -> Batch:
         boundaries_R1=torch.from_numpy(boundaries.astype(np.int32)),
         lengths=tuple(lengths),
     )
-    return _batch(
-        examples,
-        np.concatenate([e.tokens for e in examples])[None],
-        starts=boundaries[:-1].tolist(),
-        packed=packed,
-        paired=paired,
-    )
+    tokens, starts = np.concatenate([e.tokens for e in examples])[None], boundaries[:-1].tolist()
+    return _batch(examples, tokens, starts=starts, packed=packed, paired=paired)
 
 
-def _sequences(rows: Sequence[Trained]) -> tuple[list[Example], Paired | None]:
-    """Of pairs first all that are preferred, then their twins."""
+def _sequences(rows: Sequence[TrainRow]) -> tuple[list[Example], Paired | None]:
+    """For pairs first all preferred sides, then the others."""
     pairs = [row for row in rows if isinstance(row, Pair)]
     if not pairs:
         return [row for row in rows if isinstance(row, Example)], None
@@ -199,15 +185,16 @@ def _tensor(values: NDArray[Any]) -> Tensor:
 
 
 def micro_batches(
-    rows: Sequence[Trained], *, micro_batch: int, pad: int, capacity: Capacity | None = None
+    rows: Sequence[TrainRow], *, micro_batch: int, pad: int, capacity: Capacity | None = None
 ) -> list[Batch]:
-    """Of text. Packed where a capacity is given; else cut by length. The sum over the global batch is the same in any order."""
+    """Of text. Packed where a capacity is given; else grouped by length. The sum over the global batch is the same in
+    any order."""
     if capacity is None:
         return [collate([rows[row] for row in group], pad=pad) for group in grouped(lengths_of(rows), micro_batch)]
     return [pack([rows[row] for row in group]) for group in packs_of(rows, capacity)]
 
 
-def packs_of(rows: Sequence[Trained], capacity: Capacity) -> list[list[int]]:
+def packs_of(rows: Sequence[TrainRow], capacity: Capacity) -> list[list[int]]:
     return best_fit(
         both_sides(lengths_of(rows)),
         both_sides(supervised_counts_of(rows)),
@@ -218,6 +205,7 @@ def packs_of(rows: Sequence[Trained], capacity: Capacity) -> list[list[int]]:
 
 
 def grouped(lengths: NDArray[Any], micro_batch: int) -> list[list[int]]:
-    """Rows of like length share a micro-batch; the longest come first, so that what does not fit is known at once."""
+    """Rows of similar length share a micro-batch; the longest come first, so that what does not fit is known at
+    once."""
     order = np.argsort(-longest_sides(lengths), kind="stable").tolist()
     return [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]

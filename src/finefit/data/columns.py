@@ -1,23 +1,186 @@
-"""Where a value stands in a record: in a column, deeper in one, or in a text that names several in braces."""
+"""Values of records: what a cell may hold (text, several answers, images, a verdict), and where it is found: in a
+column, deeper in one, or in a text that names several in braces. Anything else is a RecordError."""
 
+import base64
+import binascii
 import difflib
+import json
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
-from finefit.data.cells import Fault, inserted, is_given, printable
-from finefit.data.content import Value
+from finefit.data.rows import Image
 from finefit.errors import DataError
+
+Value = dict[str, Any]
+"""The fields of a record by name."""
 
 # names as `plain` gives them
 PROMPTS: Final = frozenset({"question", "query", "problem", "instruction", "input", "prompt"})
 CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article", "dialogue", "transcript"})
 
-_SHOWN = 40
-"""Columns that a message names: objects with an id for a key have as many as they have records."""
+_MAX_SHOWN = 40
+"""Columns that a message names: an object keyed by ids has as many columns as records."""
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class RecordError(Exception):
+    """Why a record, or one row of it, cannot be used."""
+
+
+def is_given(value: object) -> bool:
+    """Parquet fills absent fields with null and CSV with empty text; neither is a value."""
+    return value is not None and value != "" and value != [] and value != {}
+
+
+def shown(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # bytes, dates, objects that are nested too deep for JSON
+        return f"of type {type(value).__name__}"
+    text = printable(text)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def printable(text: str) -> str:
+    """Half a character, which JSON can escape, breaks every print."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise RecordError(f"{place} is {shown(value)}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise RecordError(f"{place} holds half a character, {half}, which no tokenizer takes") from None
+    return value
+
+
+def filled(value: object, place: str) -> str:
+    found = text(value, place)
+    if not found.strip():
+        raise RecordError(f"{place} is empty")
+    return found
+
+
+def scalar(value: object, place: str) -> str:
+    """Text, or a number or boolean as JSON writes it."""
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return json.dumps(value)
+    return text(value, place)
+
+
+def passages(value: object, place: str) -> str:
+    """Text, or a list of texts with blank lines between them."""
+    if isinstance(value, list):
+        return "\n\n".join(scalar(entry, f"{place}[{at}]") for at, entry in enumerate(value))
+    return scalar(value, place)
+
+
+def inserted(value: object, place: str) -> str:
+    """What replaces a name in braces: passages, or labelled choices with a line for each."""
+    labels, texts = _labelled(value)
+    if len(labels) != len(texts):
+        raise RecordError(f"{place} has {len(labels)} labels and {len(texts)} texts")
+    if not labels:
+        return passages(value, place)
+    pairs = zip(labels, texts, strict=True)
+    return "\n".join(f"{scalar(label, place)}. {scalar(entry, f'{place}.{label}')}" for label, entry in pairs)
+
+
+def _labelled(value: object) -> tuple[list[object], list[object]]:
+    """Labels and texts of {"label": ["A", "B"], "text": [...]} as ARC has it, or of {"A": ..., "B": ...}; empty for
+    anything else."""
+    if not isinstance(value, dict):
+        return [], []
+    if value.keys() == {"label", "text"} and isinstance(value["label"], list) and isinstance(value["text"], list):
+        return value["label"], value["text"]
+    given = {label: entry for label, entry in value.items() if entry is not None}  # tables fill in others' labels
+    are_labels = len(given) > 1 and all(len(str(label)) == 1 and str(label).isalnum() for label in given)
+    return (list(given), list(given.values())) if are_labels else ([], [])
+
+
+def answers(value: object, place: str) -> tuple[str, dict[str, int]]:
+    """The answer to train on and, for a list, all that count as right, with the count of each. The most frequent entry
+    wins, the first of equals."""
+    if isinstance(value, dict) and "text" in value:  # SQuAD keeps a list of texts beside a list of positions
+        value, place = value["text"], f"{place}.text"
+    if not isinstance(value, list):
+        return filled(scalar(value, place), place), {}
+    if not value:
+        raise RecordError(f"{place} is an empty list, so there is no answer")
+    counts = Counter(_answer(entry, f"{place}[{at}]") for at, entry in enumerate(value))
+    return filled(counts.most_common(1)[0][0], place), counts
+
+
+def _answer(value: object, place: str) -> str:
+    if isinstance(value, dict) and "answer" in value:  # VQA: each with who gave it and how sure they were
+        return scalar(value["answer"], f"{place}.answer")
+    return scalar(value, place)
+
+
+def several(value: object, place: str) -> tuple[str, ...]:
+    """A list of texts, or one text with semicolons between them (TruthfulQA's CSV)."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in text(value, place).split(";") if part.strip())
+    if not isinstance(value, list):
+        raise RecordError(f"{place} is {shown(value)}, not a list of texts")
+    return tuple(text(entry, f"{place}[{at}]") for at, entry in enumerate(value))
+
+
+def distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))
+
+
+def verdict(value: object, place: str) -> bool:
+    found = _VERDICTS.get(scalar(value, place).strip().lower())
+    if found is None:
+        raise RecordError(f"{place} is {shown(value)}, neither true nor false")
+    return found
+
+
+def images(value: object, place: str) -> tuple[Image, ...]:
+    if isinstance(value, list):
+        return tuple(image(entry, f"{place}[{at}]") for at, entry in enumerate(value))
+    return (image(value, place),)
+
+
+def image(value: object, place: str) -> Image:
+    """A path is kept as it is; nothing is downloaded."""
+    held = held_image(value)
+    if isinstance(held, bytes):
+        return Image(data=held)
+    if held is None:
+        raise RecordError(
+            f"{place} is {shown(value)}, neither the path nor the bytes of an image (nothing is downloaded)"
+        )
+    if not held.startswith("data:"):
+        return Image(path=text(held, place))
+    head, _, data = held.partition(",")
+    try:
+        if not (head.endswith(";base64") and data):
+            raise ValueError
+        return Image(data=base64.b64decode(data, validate=True))
+    except (ValueError, binascii.Error):
+        raise RecordError(f"{place} is {shown(held)}, which is not a base64 image") from None
+
+
+def held_image(value: object) -> str | bytes | None:
+    """A path or bytes; an id, a URL or the printed form of an object is neither."""
+    if isinstance(value, dict):
+        value = next((value[key] for key in ("bytes", "path", "url") if is_given(value.get(key))), None)
+    if isinstance(value, bytes):
+        return value or None
+    if not isinstance(value, str) or not value.strip() or "://" in value[:16]:
+        return None
+    return None if value.startswith("<") and value.endswith(">") else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +189,9 @@ class Column:
     """As written, for the user."""
     keys: tuple[str, ...] = ()
     pieces: "tuple[str | Column, ...]" = ()
-    """Of a text with names in braces: what stands between them, and they."""
+    """For a text with names in braces: the named columns, and the text between them."""
     digits: int = 0
-    """In such a text: with zeros in front up to so many, as `{image_id:012}` asks for."""
+    """In such a text: padded with zeros to this width, as `{image_id:012}` asks for."""
 
     @property
     def roots(self) -> frozenset[str]:
@@ -38,20 +201,20 @@ class Column:
     def value(self, record: Value) -> Any:
         found = self.get(record)
         if found is None:
-            raise Fault(f"has no {self.name}")
+            raise RecordError(f"has no {self.name}")
         return found
 
     def get(self, record: Value) -> Any:
         """None where the record has no such column, or nothing in it."""
         if self.pieces:
-            return "".join(piece if isinstance(piece, str) else piece._inserted(record) for piece in self.pieces)
+            texts = (
+                p if isinstance(p, str) else inserted(p.value(record), p.name).zfill(p.digits) for p in self.pieces
+            )
+            return "".join(texts)
         found: Any = record
         for key in self.keys:
             found = found.get(key) if isinstance(found, dict) else None
         return found
-
-    def _inserted(self, record: Value) -> str:
-        return inserted(self.value(record), self.name).zfill(self.digits)
 
 
 @lru_cache(maxsize=4096)
@@ -61,26 +224,26 @@ def plain(name: str) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return printable(", ".join(islice(names, _SHOWN))) + more if names else "(none)"
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return printable(", ".join(islice(names, _MAX_SHOWN))) + more if names else "(none)"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleColumns:
     """The columns of the first records of a source."""
 
     source: str
     records: tuple[Value, ...]
     values: dict[str, list[Any]]
-    """By column, in the records' own order: the values that say something."""
+    """By column, in the order of the records: the values that are given."""
 
     @staticmethod
-    def of(records: Sequence[Value], source: str) -> "Sample":
+    def of(records: Sequence[Value], source: str) -> "SampleColumns":
         values: dict[str, list[Any]] = {}
         for record in records:
             for name, value in record.items():
                 values.setdefault(name, []).extend([value] if is_given(value) else [])
-        return Sample(source, tuple(records), values)
+        return SampleColumns(source, tuple(records), values)
 
     def named(self, names: Collection[str]) -> list[str]:
         """The columns with one of these plain names; of several, those that hold anything."""
@@ -88,21 +251,18 @@ class Sample:
         return [column for column in found if self.values[column]] or found
 
     def column(self, written: str, field: str) -> Column:
-        """What a user wrote in `fields:`."""
+        """The column that a user wrote in `fields:`."""
         if keys := _keys(written, self.records):
             return Column(written, keys)
-        if "{" in written and "}" in written:
-            return Column(written, pieces=tuple(self._pieces(written, field)))
-        raise self._missing(written, field)
-
-    def _pieces(self, written: str, field: str) -> list[str | Column]:
+        if "{" not in written or "}" not in written:
+            raise self._missing(written, field)
         pieces: list[str | Column] = []
         for found in re.finditer(r"(\{\{|\}\})|\{([^{}]+)\}|([^{}]+|[{}])", written):
             brace, name, between = found.groups()
-            pieces.append(self._named(name, field) if name else brace[0] if brace else between)
-        return pieces
+            pieces.append(self._in_braces(name, field) if name else brace[0] if brace else between)
+        return Column(written, pieces=tuple(pieces))
 
-    def _named(self, written: str, field: str) -> Column:
+    def _in_braces(self, written: str, field: str) -> Column:
         if keys := _keys(written.strip(), self.records):
             return Column(written, keys)
         name, _, width = written.rpartition(":")
@@ -121,7 +281,7 @@ class Sample:
 
 
 def _keys(written: str, values: Sequence[Value]) -> tuple[str, ...]:
-    """The way to a column that at least one of the values has; empty where none has it."""
+    """The path of keys to a column that at least one of the values has; empty where none has it."""
     if name := _match(written, values):
         return (name,)
     for dot in (at for at, character in enumerate(written) if character == "."):

@@ -1,18 +1,17 @@
-"""Lists of messages -> conversations: `role`/`content` with tool calls, reasoning and image parts, and ShareGPT's `from`/`value`.
-
-What a message holds beyond a row's own fields is a fault where it says something or decides what is learnt, and named as not used elsewhere.
-"""
+"""Conversations from lists of messages: `role`/`content` with tool calls, reasoning and image parts, and ShareGPT's
+`from`/`value`. A field of a message that a row has no place for is an error if it carries content or decides what is
+trained on; otherwise it is reported as not used."""
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from finefit.data.cells import Fault, image, is_given, printable, shown, text
+from finefit.data.columns import RecordError, image, is_given, printable, shown, text
 from finefit.data.rows import Image, Message, Role, ToolCall
 
-IMAGE_MARK: Final = "<image>"
-"""Stands in the text where an image belongs."""
+IMAGE_PLACEHOLDER: Final = "<image>"
+"""Marks in the text where an image belongs."""
 
 _ROLES: Final[dict[str, Role]] = {role: role for role in get_args(Role)}
 _SPEAKERS: Final[dict[str, Role]] = {
@@ -31,48 +30,22 @@ _FIELDS: Final[dict[Role, frozenset[str]]] = {
 }
 _SHAREGPT_FIELDS: Final = frozenset({"from", "value"})
 _WEIGHTS: Final = ("weight", "train")
-_TELLING: Final = frozenset(
-    {
-        *_WEIGHTS,
-        *(
-            "mask",
-            "masked",
-            "supervised",
-            "loss",
-            "label",
-            "name",
-            "text",
-            "parts",
-            "prefix",
-            "suffix",
-            "refusal",
-            "reasoning_details",
-        ),
-        *(
-            "function",
-            "function_call",
-            "tool",
-            "tools",
-            "tool_calls",
-            "tool_call_id",
-            "tool_responses",
-            *_REASONING,
-            "content",
-            "value",
-        ),
-        *("image", "images", "audio", "video", "videos", "file", "files", "attachments", "documents"),
-    }
+_CONTENT_FIELDS: Final = frozenset(
+    {*_WEIGHTS, *_REASONING, "mask", "masked", "supervised", "loss", "label", "name", "text", "parts", "prefix"}
+    | {"suffix", "refusal", "reasoning_details", "function", "function_call", "tool", "tools", "tool_calls"}
+    | {"tool_call_id", "tool_responses", "content", "value", "image", "images", "audio", "video", "videos", "file"}
+    | {"files", "attachments", "documents"}
 )
-"""Fields that a message may not have and lose; others are its metadata."""
+"""Fields of a message that must not be lost; all others are its metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: tuple[Message, ...]
     images: tuple[Image, ...] = ()
-    """Those that stand in the messages themselves."""
+    """Those inside the messages themselves."""
     num_image_parts: int = 0
-    """Places for images, some of which may be kept in a column of their own."""
+    """Places for images; the images may be in a column of their own."""
 
     @staticmethod
     def of(parts: "Iterable[Conversation]") -> "Conversation":
@@ -94,7 +67,7 @@ def conversation(value: object, place: str) -> Conversation:
     if isinstance(value, dict):
         return _message(value, place)
     if not isinstance(value, list) or not value:
-        raise Fault(f"{place} is {shown(value)}, not a list of messages")
+        raise RecordError(f"{place} is {shown(value)}, not a list of messages")
     whole = Conversation.of(_message(entry, f"{place}[{at}]") for at, entry in enumerate(value))
     _check_order_of_results(value, place)
     return whole
@@ -102,14 +75,14 @@ def conversation(value: object, place: str) -> Conversation:
 
 def check_answered(messages: Sequence[Message]) -> None:
     if len(messages) < 2 or messages[-1].role != "assistant":
-        raise Fault("has no answer: its last message is not the assistant's, or nothing stands before it")
+        raise RecordError("has no answer: its last message is not the assistant's, or nothing comes before it")
     if messages[0].role == "assistant":
-        raise Fault("begins with an answer: nothing stands before it")
+        raise RecordError("begins with an answer: nothing comes before it")
     if any(m.role == "assistant" and not m.content.strip() and not m.tool_calls for m in messages):
-        raise Fault("has an empty answer")
+        raise RecordError("has an empty answer")
     first = next(at for at, m in enumerate(messages) if m.role == "assistant")
     if not any(m.content.strip() for m in messages[:first]):
-        raise Fault("has an empty prompt")
+        raise RecordError("has an empty prompt")
 
 
 def tools(value: object, place: str) -> str:
@@ -118,7 +91,7 @@ def tools(value: object, place: str) -> str:
         return ""
     found = _loaded(value, place) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-        raise Fault(f"{place} is {shown(value)}, not a list of tools")
+        raise RecordError(f"{place} is {shown(value)}, not a list of tools")
     return _json(found, place) if found else ""
 
 
@@ -127,7 +100,7 @@ def _message(entry: object, place: str) -> Conversation:
         return _role_and_content(entry, place)
     if isinstance(entry, dict) and is_given(entry.get("from")):
         return _from_and_value(entry, place)
-    raise Fault(f"{place} is {shown(entry)}; a message has `role` and `content`, or `from` and `value`")
+    raise RecordError(f"{place} is {shown(entry)}; a message has `role` and `content`, or `from` and `value`")
 
 
 def _role_and_content(entry: dict[str, Any], place: str) -> Conversation:
@@ -150,48 +123,39 @@ def _from_and_value(entry: dict[str, Any], place: str) -> Conversation:
 
 def _known(name: object, roles: dict[str, Role], place: str) -> Role:
     if not isinstance(name, str) or name not in roles:
-        raise Fault(f"{place} has the role {shown(name)}; known are {', '.join(roles)}")
+        raise RecordError(f"{place} has the role {shown(name)}; known are {', '.join(roles)}")
     return roles[name]
 
 
 def _refuse_unknown(entry: dict[str, Any], role: Role, known: frozenset[str], place: str) -> None:
-    extra = [
-        name
-        for name in entry
-        if name in _TELLING - known and is_given(entry[name]) and not _is_usual_weight(name, entry[name], role)
-    ]
-    if extra:
-        raise Fault(f"{place} has the field {printable(', '.join(sorted(extra)))}, which would be lost")
+    lost = [name for name in entry if name in _CONTENT_FIELDS - known and is_given(entry[name])]
+    if extra := [name for name in lost if not _is_usual_weight(name, entry[name], role)]:
+        raise RecordError(f"{place} has the field {printable(', '.join(sorted(extra)))}, which would be lost")
 
 
 def metadata(value: object) -> set[str]:
-    """Fields of messages that say nothing to a model, such as a language or a time."""
+    """Fields of messages that mean nothing to a model, such as a language or a time."""
     entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-    known = _TELLING | _SHAREGPT_FIELDS | frozenset().union(*_FIELDS.values())
-    return {
-        name
-        for entry in entries
-        for name in entry
-        if isinstance(name, str) and name not in known and is_given(entry[name])
-    }
+    known = _CONTENT_FIELDS | _SHAREGPT_FIELDS | frozenset().union(*_FIELDS.values())
+    given = {name for entry in entries for name in entry if isinstance(name, str) and is_given(entry[name])}
+    return given - known
 
 
 def _is_usual_weight(name: str, value: object, role: Role) -> bool:
-    """A weight that asks for what happens anyway: answers are supervised, all else is not."""
+    """A weight that asks for the default: answers are supervised, everything else is not."""
     return name in _WEIGHTS and isinstance(value, bool | int | float) and value == (role == "assistant")
 
 
 def _reasoning(entry: dict[str, Any], place: str) -> str:
-    found = {text(entry[name], f"{place}.{name}") for name in _REASONING if is_given(entry.get(name))}
+    names = [name for name in _REASONING if is_given(entry.get(name))]
+    found = {text(entry[name], f"{place}.{name}") for name in names}
     if len(found) > 1:
-        raise Fault(
-            f"{place} has two different reasonings, under {', '.join(name for name in _REASONING if is_given(entry.get(name)))}"
-        )
+        raise RecordError(f"{place} has two different reasonings, under {', '.join(names)}")
     return found.pop() if found else ""
 
 
 def _content(value: object, place: str) -> Conversation:
-    """Text, or parts of text and images; an image leaves a mark in the text."""
+    """Text, or parts of text and images; an image leaves a placeholder in the text."""
     if not isinstance(value, list):
         return Conversation((Message("user", text(value, place)),))
     words: list[str] = []
@@ -201,26 +165,20 @@ def _content(value: object, place: str) -> Conversation:
         if kind == "text":
             words.append(text(part.get("text"), f"{place}[{at}].text"))
         elif kind in ("image", "image_url"):
-            words.append(IMAGE_MARK)
-            found += _image_part(part, f"{place}[{at}]")
+            words.append(IMAGE_PLACEHOLDER)
+            # a part without a value only marks the place of an image that a column holds
+            held = [part[name] for name in ("image", "image_url", "bytes", "path", "url") if is_given(part.get(name))]
+            found += [image(entry, f"{place}[{at}]") for entry in held[:1]]
         else:
-            raise Fault(f"{place}[{at}] is {shown(part)}; a part is text or an image")
-    return Conversation((Message("user", "".join(words)),), tuple(found), words.count(IMAGE_MARK))
-
-
-def _image_part(part: dict[str, Any], place: str) -> list[Image]:
-    """None where the part only marks the place of an image that a column holds."""
-    held = next(
-        (part[name] for name in ("image", "image_url", "bytes", "path", "url") if is_given(part.get(name))), None
-    )
-    return [] if held is None else [image(held, place)]
+            raise RecordError(f"{place}[{at}] is {shown(part)}; a part is text or an image")
+    return Conversation((Message("user", "".join(words)),), tuple(found), words.count(IMAGE_PLACEHOLDER))
 
 
 def _tool_calls(value: object, place: str) -> tuple[ToolCall, ...]:
     if not is_given(value):
         return ()
     if not isinstance(value, list):
-        raise Fault(f"{place} is {shown(value)}, not a list of calls")
+        raise RecordError(f"{place} is {shown(value)}, not a list of calls")
     return tuple(_tool_call(entry, f"{place}[{at}]") for at, entry in enumerate(value))
 
 
@@ -228,11 +186,11 @@ def _tool_call(entry: object, place: str) -> ToolCall:
     """OpenAI's {"type": "function", "function": {...}}, or the function's name and arguments alone."""
     call = entry.get("function", entry) if isinstance(entry, dict) else entry
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise Fault(f"{place} is {shown(entry)}; a call has `name` and `arguments`")
+        raise RecordError(f"{place} is {shown(entry)}; a call has `name` and `arguments`")
     arguments = call.get("arguments")
     found = _loaded(arguments, f"{place}.arguments") if isinstance(arguments, str) else arguments
     if not isinstance(found, dict):
-        raise Fault(f"{place}.arguments is {shown(arguments)}, not a JSON object")
+        raise RecordError(f"{place}.arguments is {shown(arguments)}, not a JSON object")
     written = text(arguments, place) if isinstance(arguments, str) else _json(found, f"{place}.arguments")
     return ToolCall(text(call["name"], f"{place}.name"), written)
 
@@ -241,30 +199,30 @@ def _function_calls(value: object, place: str) -> tuple[ToolCall, ...]:
     found = _loaded(value, place) if isinstance(value, str) else value
     calls = _tool_calls(found if isinstance(found, list) else [found], place)
     if not calls:
-        raise Fault(f"{place} is {shown(value)}, which calls no function")
+        raise RecordError(f"{place} is {shown(value)}, which calls no function")
     return calls
 
 
 def _check_order_of_results(entries: list[Any], place: str) -> None:
-    """Rows keep no ids: which call a result belongs to is told by their order alone."""
+    """Rows keep no ids, so only the order tells which call a result belongs to."""
     called = [call.get("id") for entry in entries for call in entry.get("tool_calls") or () if isinstance(call, dict)]
     answered = [entry.get("tool_call_id") for entry in entries if is_given(entry.get("tool_call_id"))]
     if any(map(is_given, called)) and answered != called[: len(answered)]:
-        raise Fault(f"{place} has tool results that do not come in the order of the calls")
+        raise RecordError(f"{place} has tool results that do not come in the order of the calls")
 
 
 def _loaded(value: str, place: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise Fault(f"{place} is no JSON: {error}") from None
+        raise RecordError(f"{place} is not JSON: {error}") from None
 
 
 def _json(value: object, place: str) -> str:
     try:
         return text(json.dumps(_without_nulls(value), ensure_ascii=False, allow_nan=False), place)
     except (TypeError, ValueError, RecursionError):
-        raise Fault(f"{place} is {shown(value)}, which JSON cannot hold") from None
+        raise RecordError(f"{place} is {shown(value)}, which JSON cannot hold") from None
 
 
 def _without_nulls(value: object) -> object:

@@ -1,15 +1,28 @@
-"""What rows become for a model: text in segments first, then examples of tokens, or a word on why there are none."""
+"""Examples: rows as tokens, in memory and on disk. On disk they are one safetensors file, written as rows stream by and
+read by memory map, so that neither needs them all in memory.
 
-from collections.abc import Iterable
+A preference pair is two sequences, the second directly after the first; lengths and counts then have a column for each
+side. Each distinct image is stored once in a table; an example has the numbers of its images.
+"""
+
+import json
+import shutil
+import struct
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, overload
 
-from finefit.data.pictures import Picture
+import numpy as np
+from numpy.typing import NDArray
 
+from finefit.data.rows import ImageRef
 
-class Segment(NamedTuple):
-    text: str
-    supervised: bool
+Arrays = dict[str, NDArray[Any]]
+
+_DTYPES: dict[str, Any] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
+_CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +30,29 @@ class Example:
     """A row as the model sees it; it ends with an answer's end token."""
 
     tokens: tuple[int, ...]
-    """With those that stand for images."""
+    """Including image tokens."""
     supervised: tuple[bool, ...]
-    images: tuple[Picture, ...] = ()
+    images: tuple[ImageRef, ...] = ()
     """In the order of their tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, the first of which is preferred. In the order of rows a pair is one row."""
+
+    chosen: Example
+    rejected: Example
+    reference: tuple[float, float] | None = None
+    """Summed log-probabilities of both sides under the starting weights, where they were computed before the first
+    step."""
+
+
+TrainRow = Example | Pair
+"""A row of the order."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
+class RenderedRow:
     """What became of a row. It can be used if it has examples."""
 
     examples: tuple[Example, ...] = ()
@@ -40,43 +68,227 @@ class Rendered:
     """Of the longest example, before anything was cut."""
 
 
-class Sheet(NamedTuple):
-    """An example in text."""
-
-    segments: list[Segment]
-    pictures: tuple[Picture, ...] = ()
+RowT = TypeVar("RowT", Example, Pair)
 
 
-class Draft(NamedTuple):
-    """A row in text, example by example."""
+class _StoredRows(Sequence[RowT]):
+    """The rows of an epoch. One that is seen several times is in the table as often; its tokens are stored once."""
 
-    examples: list[Sheet]
-    rejected: list[Sheet]
+    def __init__(self, path: Path) -> None:
+        self._arrays, self._folder = _map(path), path.parent
+        self.lengths: NDArray[np.int32] = self._arrays["lengths"]
+        self.supervised_counts: NDArray[np.int32] = self._arrays["supervised_counts"]
+        """Without the first token of an example, which nothing predicts."""
+        no_images = np.zeros(len(self.lengths), np.int64)
+        self.num_values: NDArray[np.int64] = self._arrays.get("num_values", no_images)
+        """Numbers in the pixels of each row's images."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, at: int) -> RowT: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RowT]: ...
+    def __getitem__(self, at: int | slice) -> RowT | list[RowT]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        return self._row(int(self._arrays["starts"][at]), self.lengths[at], self._images(at))
+
+    @abstractmethod
+    def _row(self, start: int, length: NDArray[np.int32], images: tuple[ImageRef, ...]) -> RowT: ...
+
+    def _example(self, start: int, length: int, images: tuple[ImageRef, ...]) -> Example:
+        tokens, supervised = (self._arrays[name][start : start + length] for name in ("tokens", "supervised"))
+        return Example(tuple(tokens.tolist()), tuple(supervised.astype(bool).tolist()), images)
+
+    def _images(self, at: int) -> tuple[ImageRef, ...]:
+        arrays = self._arrays
+        if "image_numbers" not in arrays:
+            return ()
+        start, count = int(arrays["image_starts"][at]), int(arrays["image_counts"][at])
+        borders = (arrays["image_borders"][n : n + 2].tolist() for n in arrays["image_numbers"][start : start + count])
+        lines = (json.loads(arrays["images"][begin:end].tobytes()) for begin, end in borders)
+        return tuple(ImageRef.from_json(line, self._folder) for line in lines)
 
 
-def joined(
-    start: tuple[int, ...], pieces: Iterable[tuple[Segment, list[int]]], pictures: tuple[Picture, ...]
-) -> Example:
-    tokens, supervised = [*start], (False,) * len(start)
-    for segment, ids in pieces:
-        tokens += ids
-        supervised += (segment.supervised,) * len(ids)
-    if supervised[:1] == (True,):  # nothing stands before the first token that could predict it
-        supervised = (False, *supervised[1:])
-    return Example(tuple(tokens), supervised, pictures)
+class Examples(_StoredRows[Example]):
+    def _row(self, start: int, length: NDArray[np.int32], images: tuple[ImageRef, ...]) -> Example:
+        return self._example(start, int(length), images)
 
 
-def unknown_character(character: str) -> Rendered:
-    return Rendered(
-        problem=f"the tokenizer has no token for {character!r}, so the model cannot be taught to write it",
-        remedy="take the character out of the row, or take a model whose tokenizer knows it",
-    )
+class ExamplePairs(_StoredRows[Pair]):
+    """Lengths and counts have a column for the preferred side, and one for the other."""
+
+    def _row(self, start: int, length: NDArray[np.int32], images: tuple[ImageRef, ...]) -> Pair:
+        chosen, rejected = length.tolist()
+        return Pair(self._example(start, chosen, images), self._example(start + chosen, rejected, images))
+
+    def distinct(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Rows that hold every pair once, and for each row the place of its pair among those."""
+        _, rows, places = np.unique(self._arrays["starts"], return_index=True, return_inverse=True)
+        return rows, places
 
 
-def too_long(problem: str, num_tokens: int) -> Rendered:
-    return Rendered(
-        problem=problem,
-        remedy="raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut",
-        is_too_long=True,
-        num_tokens=num_tokens,
-    )
+def open_examples(path: Path) -> Examples | ExamplePairs:
+    return ExamplePairs(path) if _map(path)["lengths"].ndim == 2 else Examples(path)
+
+
+class _ImageTable:
+    """The images of examples as they come, each distinct one once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[ImageRef, int] = {}
+        self._of_examples: list[int] = []
+        self._counts: list[int] = []
+        self._values: list[int] = []
+
+    def add(self, images: Sequence[ImageRef]) -> None:
+        self._of_examples += [self._numbers.setdefault(ref, len(self._numbers)) for ref in images]
+        self._counts.append(len(images))
+        self._values.append(sum(ref.num_values for ref in images))
+
+    def most_pixels(self, chosen: NDArray[np.int64]) -> tuple[int, tuple[ImageRef, ...]]:
+        values = np.array(self._values, np.int64)[chosen]
+        if not self._numbers or not len(values):
+            return 0, ()
+        at = int(chosen[int(values.argmax())])
+        start, images = sum(self._counts[:at]), list(self._numbers)
+        return int(values.max()), tuple(images[n] for n in self._of_examples[start : start + self._counts[at]])
+
+    def arrays(self, table: NDArray[np.int64]) -> Arrays:
+        """Nothing where no example has an image."""
+        if not self._numbers:
+            return {}
+        lines = [json.dumps(ref.to_json()).encode() for ref in self._numbers]
+        counts = np.array(self._counts, np.int32)
+        return {
+            "image_numbers": np.array(self._of_examples, np.int32),
+            "image_starts": _starts(counts)[table],
+            "image_counts": counts[table],
+            "num_values": np.array(self._values, np.int64)[table],
+            "images": np.frombuffer(b"".join(lines), np.uint8),
+            "image_borders": np.cumsum([0, *map(len, lines)], dtype=np.int64),
+        }
+
+
+class ExampleWriter:
+    """Appends tokens as they come; `close` says which examples an epoch sees. An example is `sides` sequences, one
+    after the other."""
+
+    def __init__(self, path: Path, *, sides: int = 1) -> None:
+        self._path, self._sides = path, sides
+        self._parts = {name: path.with_name(f".{path.name}.{name}") for name in ("tokens", "supervised")}
+        self._files: dict[str, BinaryIO] = {name: part.open("wb") for name, part in self._parts.items()}
+        self._lengths: list[NDArray[np.int32]] = []
+        self._counts: list[NDArray[np.int32]] = []
+        self._images = _ImageTable()
+        self.num_examples = 0
+
+    def add(
+        self,
+        tokens: NDArray[np.int32],
+        supervised: NDArray[np.uint8],
+        lengths: NDArray[np.int32],
+        images: Sequence[Sequence[ImageRef]] | None = None,
+    ) -> int:
+        """Sequences of these lengths, one after the other. Returns how many of their tokens are supervised. `images`:
+        of each example; None: none."""
+        for of_example in images if images is not None else [()] * (len(lengths) // self._sides):
+            self._images.add(of_example)
+        self._files["tokens"].write(np.ascontiguousarray(tokens, np.int32).data)
+        self._files["supervised"].write(np.ascontiguousarray(supervised, np.uint8).data)
+        counts = _supervised_counts(supervised, lengths)
+        self._lengths.append(lengths.astype(np.int32))
+        self._counts.append(counts)
+        self.num_examples += len(lengths) // self._sides
+        return int(counts.sum())
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """With a column for each side, where there are several."""
+        return self._by_side(self._lengths)
+
+    @property
+    def supervised_counts(self) -> NDArray[np.int32]:
+        return self._by_side(self._counts)
+
+    def most_pixels(self, table: NDArray[np.int64]) -> tuple[int, tuple[ImageRef, ...]]:
+        """The images of the example in the table with the most pixels, and how many values those are."""
+        return self._images.most_pixels(table)
+
+    def _by_side(self, parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        values = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return values if self._sides == 1 else values.reshape(-1, self._sides)
+
+    def close(self, table: NDArray[np.int64]) -> None:
+        """`table`: the examples of an epoch by number, repeated ones as often as they are seen."""
+        for file in self._files.values():
+            file.close()
+        lengths, counts = self.lengths, self.supervised_counts
+        starts = _starts(lengths.reshape(-1))[:: self._sides]
+        arrays: Arrays = {"starts": starts[table], "lengths": lengths[table], "supervised_counts": counts[table]}
+        files = {"tokens": (self._parts["tokens"], np.int32), "supervised": (self._parts["supervised"], np.uint8)}
+        _write(self._path, arrays | self._images.arrays(table), files)
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        for part in self._parts.values():
+            part.unlink(missing_ok=True)
+
+    def __enter__(self) -> "ExampleWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._remove_parts()
+
+
+def _supervised_counts(supervised: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Of each example, without its first token."""
+    if not len(lengths):
+        return np.zeros(0, np.int32)
+    starts = _starts(lengths)
+    counts: NDArray[np.int32] = np.add.reduceat(supervised, starts, dtype=np.int32)
+    return counts - supervised[starts].astype(np.int32)
+
+
+def _starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[:-1]
+
+
+def _write(path: Path, arrays: Arrays, files: dict[str, tuple[Path, Any]]) -> None:
+    """A safetensors file whose large tensors come from files."""
+    header: dict[str, Any] = {}
+    end = 0
+    sizes = {name: array.nbytes for name, array in arrays.items()}
+    sizes |= {name: part.stat().st_size for name, (part, _) in files.items()}
+    kinds = {name: array.dtype for name, array in arrays.items()}
+    kinds |= {name: np.dtype(kind) for name, (_, kind) in files.items()}
+    for name in sorted(sizes, key=lambda name: -kinds[name].itemsize):  # wide ones first, so every tensor is aligned
+        begin, end = end, end + sizes[name]
+        shape = list(arrays[name].shape) if name in arrays else [sizes[name] // kinds[name].itemsize]
+        header[name] = {"dtype": _CODES[kinds[name]], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in header:
+            if name in arrays:
+                file.write(np.ascontiguousarray(arrays[name]).data)
+            else:
+                with files[name][0].open("rb") as part:
+                    shutil.copyfileobj(part, file, 1 << 20)
+
+
+def _map(path: Path) -> Arrays:
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    whole, arrays = np.memmap(path, np.uint8, mode="r")[8 + size :], Arrays()
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            arrays[name] = whole[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return arrays

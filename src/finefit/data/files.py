@@ -1,80 +1,59 @@
-"""What a source's `path` names -> data files: a file, a folder, a glob, or a data set of the hub."""
+"""The files that a source's `path` names (a file, a folder, a glob, or a dataset of the hub), how they are opened, and
+what keeps one from being read."""
 
+import codecs
 import glob
+import gzip
+import io
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import IO, Literal, TextIO, cast
 from urllib.parse import quote, unquote
 
+import httpx
+from huggingface_hub import errors, snapshot_download
+
+from finefit.data.columns import Value, printable
 from finefit.errors import DataError
 
 Format = Literal["json", "jsonl", "csv", "parquet", "arrow", "text"]
 
-_FORMATS: dict[str, Format] = {
-    ".json": "json",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".txt": "text",
-    ".text": "text",
-    ".amr": "text",
-}
+_FORMATS: dict[str, Format] = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"}
+_FORMATS |= {".txt": "text", ".text": "text", ".amr": "text"}
 _FORMATS |= {f"{ending}.gz": form for ending, form in _FORMATS.items()} | {".parquet": "parquet", ".arrow": "arrow"}
+_KNOWN = ", ".join(_FORMATS)
 
-# What stands beside data and is none, in lower case. The first two are asked of files without a known extension, the third only of a folder's.
-_NO_DATA = (
-    *(
-        "*.md",
-        "*.rst",
-        "*.pdf",
-        "*.html",
-        "*.bib",
-        "*.png",
-        "*.jpg",
-        "*.jpeg",
-        "*.gif",
-        "*.webp",
-        "*.bmp",
-        "*.tif",
-        "*.tiff",
-        "*.svg",
-    ),
-    *("*.yaml", "*.yml", "*.toml", "*.ini", "*.cfg", "*.py", "*.ipynb", "*.sh", "*.log", "*.lock", "*.md5", "*.sha256"),
+# Files beside the data that are not data. The first two are for files without a known extension, the third for folders.
+_NOT_DATA = re.compile(
+    r".*\.(md|rst|pdf|html|bib|png|jpe?g|gif|webp|bmp|tiff?|svg|ya?ml|toml|ini|cfg|py|ipynb|sh|log|lock|md5|sha256)"
 )
 _ABOUT_DATA = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)[^.]*(\.\d+)*(\.cff)?")
-_NO_ROWS = re.compile(
+_NOT_ROWS = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog)([\W_].*)?\.txt|dataset_(info|infos|dict)\.json|cache-.*\.arrow"
 )
 """`notices.txt` may well be rows; the rest is what `datasets` writes."""
 
-_SPLITS = {
-    "train": "train",
-    "validation": "validation",
-    "val": "validation",
-    "valid": "validation",
-    "dev": "validation",
-    "test": "test",
-}
+_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "val", "valid", "dev"), "validation")
 _WORD = re.compile(r"[^\W\d_]+")
 _SHARD = re.compile(r"(?P<stem>.*)-\d+-of-(?P<total>\d+)(?P<ending>\D*)")
 _HUB = "hf://"
 _HUB_PATH = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>refs/convert/[^/]+|refs/pr/\d+|[^/]+))?(/(?P<inside>.*))?"
 )
-_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
     path: Path
     name: str
-    """As the user will see it: the user's own path of a single file, else relative to the spec file."""
+    """As the user sees it: the user's own path of a single file, else relative to the spec file."""
     format: Format
 
 
@@ -94,10 +73,10 @@ class _HubPath:
 
 
 def find_files(path: str, base: Path, *, split: str) -> tuple[DataFile, ...]:
-    """The files of the split that is asked for, in the order of their names; `base` is the folder that relative paths start from."""
+    """The files of this split, sorted by name. Relative paths start in the folder `base`."""
     try:
         if path.startswith(_HUB):
-            hub = _parse(path)
+            hub = _parse_hub_path(path)
             return _find(hub.inside or ".", _snapshot(hub), split, shown=str(hub), prefix=f"{hub.root}/")
         return _find(path, base, split, shown=path)
     except OSError as error:
@@ -105,10 +84,10 @@ def find_files(path: str, base: Path, *, split: str) -> tuple[DataFile, ...]:
 
 
 def pin_hub_path(path: str) -> str:
-    """A hub path with the commit that was downloaded; any other path as it is."""
+    """A hub path with the commit that was downloaded; any other path unchanged."""
     if not path.startswith(_HUB):
         return path
-    hub = _parse(path)
+    hub = _parse_hub_path(path)
     return str(replace(hub, revision=_snapshot(hub, local_files_only=True).name))
 
 
@@ -117,7 +96,7 @@ def _find(path: str, base: Path, split: str, *, shown: str, prefix: str = "") ->
     if place.is_file():
         return (DataFile(place, prefix + path, _format(path, shown)),)
     found = sorted(set(_in_folder(path, base) if place.is_dir() else _matching(path, base)))
-    names = _with_rows(found) if place.is_dir() else [name for name in found if not _is_no_data(name)]
+    names = _with_rows(found) if place.is_dir() else [name for name in found if not _is_not_data(name)]
     if not names:
         raise _nothing_found(place, shown, found)
     files = [DataFile(base / name, prefix + name, _format(name, f"{shown} holds {name}, which")) for name in names]
@@ -134,7 +113,7 @@ def _matching(pattern: str, base: Path) -> Iterator[str]:
 
 
 def _in_folder(path: str, base: Path) -> Iterator[str]:
-    """Files below a folder, hidden ones left out. Links are followed, each folder is entered once."""
+    """Files below a folder, except hidden ones. Links are followed; each folder is entered once."""
     entered: set[Path] = set()
     for current, folders, files in os.walk(base / path, followlinks=True, onerror=_raise):
         real = Path(current).resolve()
@@ -151,24 +130,19 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _is_no_data(name: str) -> bool:
+def _is_not_data(name: str) -> bool:
     last = PurePosixPath(name).name.lower()
-    return _known_format(name) is None and (
-        any(fnmatch(last, pattern) for pattern in _NO_DATA) or _ABOUT_DATA.fullmatch(last) is not None
-    )
+    return _known_format(name) is None and bool(_NOT_DATA.fullmatch(last) or _ABOUT_DATA.fullmatch(last))
 
 
 def _with_rows(names: list[str]) -> list[str]:
-    """Of a folder. `datasets` writes a state beside its info; anywhere else a file of that name is data."""
-    states = {
-        str(PurePosixPath(name).with_name("state.json"))
-        for name in names
-        if PurePosixPath(name).name == "dataset_info.json"
-    }
+    """The data files of a folder. `datasets` writes a state beside its info; elsewhere a file of that name is data."""
+    infos = [PurePosixPath(name) for name in names if PurePosixPath(name).name == "dataset_info.json"]
+    states = {str(info.with_name("state.json")) for info in infos}
     return [
         name
         for name in names
-        if not (_is_no_data(name) or name in states or _NO_ROWS.fullmatch(PurePosixPath(name).name.lower()))
+        if not (_is_not_data(name) or name in states or _NOT_ROWS.fullmatch(PurePosixPath(name).name.lower()))
     ]
 
 
@@ -179,18 +153,15 @@ def _known_format(name: str) -> Format | None:
 def _format(name: str, shown: str) -> Format:
     if form := _known_format(name):
         return form
-    raise DataError(
-        f"{shown} has no known extension",
-        f"known are {', '.join(_FORMATS)}; of a folder, name the files that are meant by a glob",
-    )
+    remedy = f"known are {_KNOWN}; for a folder, name the files with a glob"
+    raise DataError(f"{shown} has no known extension", remedy)
 
 
 def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
-    hint = "paths are relative to the spec file; a data set of the hub is written hf://datasets/owner/name"
+    hint = "paths are relative to the spec file; a dataset of the hub is written hf://datasets/owner/name"
     if others:
-        return DataError(
-            f"{shown} holds no data, only {len(others)} files such as {others[0]}", f"known are {', '.join(_FORMATS)}"
-        )
+        problem = f"{shown} has no data files, only {len(others)} files such as {others[0]}"
+        return DataError(problem, f"known are {_KNOWN}")
     if place.is_dir():
         return DataError(f"{shown} is a folder without files (looked in {place})", hint)
     if glob.has_magic(shown):
@@ -199,28 +170,27 @@ def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
 
 
 def _of_split(files: list[DataFile], folder: Path, split: str, shown: str) -> list[DataFile]:
-    """Where names below the folder tell of splits, the files of this one."""
-    told = [(file, _split_of(file.path.relative_to(folder))) for file in files]
-    named = [file for file, its in told if its is not None]
+    """The files of this split, where names below the folder tell the split."""
+    splits = [(file, _split_of(file.path.relative_to(folder))) for file in files]
+    named = [file for file, its in splits if its is not None]
     if not named:
         return files
     if len(named) < len(files):
         others = _listed(file for file in files if file not in named)
         raise DataError(
-            f"{shown} holds files of a split and others whose names tell of none or of several: {others}",
-            f"name the files for {split} by a glob, such as {_example(named)}",
+            f"{shown} holds files of a split and others whose names tell none or several: {others}",
+            f"name the files for {split} with a glob, such as {_example(named)}",
         )
-    chosen = [file for file, its in told if its == split]
-    if not chosen:
-        raise DataError(
-            f"{shown} holds no files for {split}; there is {_listed(files)}",
-            f"name the files for {split} by a glob, such as {_example(files)}",
-        )
-    return chosen
+    if chosen := [file for file, its in splits if its == split]:
+        return chosen
+    raise DataError(
+        f"{shown} holds no files for {split}; there is {_listed(files)}",
+        f"name the files for {split} with a glob, such as {_example(files)}",
+    )
 
 
 def _split_of(name: Path) -> str | None:
-    """Told by a word of the file's name, else of the nearest folder's."""
+    """Told by a word in the file's name, else in the nearest folder's."""
     for part in reversed(name.parts):
         if found := {_SPLITS[word] for word in _WORD.findall(part.lower()) if word in _SPLITS}:
             return found.pop() if len(found) == 1 else None
@@ -233,7 +203,7 @@ def _require_all_shards(files: list[DataFile], shown: str) -> None:
         if count != int(total):
             raise DataError(
                 f"{shown} holds {count} of the {int(total)} files {stem}-*-of-{total}{ending}",
-                "bring the rest, or name the files that are meant by a glob",
+                "add the others, or name the files with a glob",
             )
 
 
@@ -241,10 +211,8 @@ def _require_one_format(files: list[DataFile], shown: str) -> None:
     formats = sorted({file.format for file in files})
     if len(formats) > 1:
         listed = "; ".join(f"{form}: {_listed(file for file in files if file.format == form)}" for form in formats)
-        raise DataError(
-            f"{shown} holds files of several formats: {listed}",
-            f"name those that are meant by a glob, such as {_example(files)}",
-        )
+        remedy = f"name the files with a glob, such as {_example(files)}"
+        raise DataError(f"{shown} holds files of several formats: {listed}", remedy)
 
 
 def _example(files: list[DataFile]) -> str:
@@ -254,67 +222,120 @@ def _example(files: list[DataFile]) -> str:
 
 def _listed(files: Iterable[DataFile]) -> str:
     names = [file.name for file in files]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
-def _parse(path: str) -> _HubPath:
+def _parse_hub_path(path: str) -> _HubPath:
     match = _HUB_PATH.fullmatch(path)
     if match is None:
-        raise DataError(
-            f"{path} names no data set of the hub",
-            "write hf://datasets/owner/name, then @revision and /files where they are needed",
-        )
-    return _HubPath(
-        match["repo"], unquote(match["revision"]) if match["revision"] else None, (match["inside"] or "").strip("/")
-    )
-
-
-def _wanted(inside: str) -> list[str]:
-    """Patterns of the hub, where a star reaches across folders: never less than what is looked for afterwards."""
-    if inside:
-        return [inside, inside.replace("**/", ""), f"{inside}/*"]
-    return [f"*{ending}" for known in _FORMATS for ending in (known, known.upper())]
+        remedy = "write hf://datasets/owner/name, then @revision and /files where they are needed"
+        raise DataError(f"{path} is not a dataset of the hub", remedy)
+    revision = unquote(match["revision"]) if match["revision"] else None
+    return _HubPath(match["repo"], revision, (match["inside"] or "").strip("/"))
 
 
 def _snapshot(hub: _HubPath, *, local_files_only: bool = False) -> Path:
-    """The folder that holds the commit, and is named by it."""
-    import httpx
-    from huggingface_hub import errors, snapshot_download
-
-    wanted = _wanted(hub.inside)
+    """The folder that holds the commit, and is named after it."""
+    # In the hub's patterns a star reaches across folders, so this is never less than what is looked for afterwards.
+    wanted = [hub.inside, hub.inside.replace("**/", ""), f"{hub.inside}/*"]
+    if not hub.inside:
+        wanted = [f"*{ending}" for known in _FORMATS for ending in (known, known.upper())]
     try:
-        return Path(
-            snapshot_download(
-                hub.repo,
-                repo_type="dataset",
-                revision=hub.revision,
-                allow_patterns=wanted,
-                local_files_only=local_files_only,
-            )
+        folder = snapshot_download(
+            hub.repo,
+            repo_type="dataset",
+            revision=hub.revision,
+            allow_patterns=wanted,
+            local_files_only=local_files_only,
         )
     except errors.GatedRepoError:
-        raise DataError(
-            f"{hub} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
-        ) from None
+        remedy = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
+        raise DataError(f"{hub} is gated", remedy) from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise DataError(
-            f"the hub has no such data set: {hub}: {_first_line(error)}",
-            "check owner, name and revision; log in if it is private",
-        ) from None
+        remedy = "check owner, name and revision; log in if it is private"
+        raise DataError(f"the hub has no such dataset: {hub}: {_first_line(error)}", remedy) from None
     except errors.LocalEntryNotFoundError as error:
-        raise DataError(
-            f"{hub} is not whole in the local cache and the hub cannot be reached: {_first_line(error)}",
-            "connect, or name local files",
-        ) from None
+        problem = f"{hub} is not complete in the local cache and the hub cannot be reached: {_first_line(error)}"
+        raise DataError(problem, "connect, or name local files") from None
     except (errors.OfflineModeIsEnabled, httpx.HTTPError) as error:
         if local_files_only:
-            raise DataError(
-                f"{hub} cannot be downloaded: {_first_line(error)}", "connect, or name local files"
-            ) from None
-        return _snapshot(
-            hub, local_files_only=True
-        )  # the hub lists the files of a commit even where the cache has them all
+            problem = f"{hub} cannot be downloaded: {_first_line(error)}"
+            raise DataError(problem, "connect, or name local files") from None
+        # the hub lists the files of a commit even where the cache has them all
+        return _snapshot(hub, local_files_only=True)
+    return Path(folder)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+Numbered = Iterator[tuple[int, Value | str]]
+"""What a reader gives for each record: its number, and its value or the reason why it has none."""
+
+HEAD = 1 << 18
+"""Characters at the start of a file that tell what it holds."""
+_CHUNK = 1 << 20
+"""Bytes that are searched at a time for one that is not UTF-8."""
+
+
+class UnreadableFile(Exception):
+    """A fault after which the rest of the file cannot be read."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.remedy = remedy
+
+
+READ_ERRORS = (UnreadableFile, UnicodeDecodeError, EOFError, zlib.error, OSError)
+"""What reading may raise; `unreadable` explains it to the user."""
+
+
+def open_bytes(file: DataFile) -> IO[bytes]:
+    is_gzip = file.path.name.lower().endswith(".gz")
+    return cast("IO[bytes]", gzip.open(file.path)) if is_gzip else file.path.open("rb")
+
+
+def open_text(file: DataFile, newline: str = "\n") -> TextIO:
+    """Lines end at line feeds alone: strings may hold U+2028 and its like."""
+    return io.TextIOWrapper(open_bytes(file), encoding="utf-8-sig", newline=newline)
+
+
+def unreadable(file: DataFile, error: Exception, number: int) -> DataError:
+    """`number` is the last record before the fault, 0 for none."""
+    place = f"{file.name} cannot be read" + (f" on after row {number}" if number else "")
+    match error:
+        case UnicodeDecodeError():
+            return DataError(f"{file.name} is not UTF-8: {_first_bad_byte(file)}", "save the file as UTF-8")
+        case UnreadableFile():
+            return DataError(f"{place}: {error.reason}", error.remedy)
+        case EOFError() | zlib.error() | gzip.BadGzipFile():
+            problem = f"{place}: it is not a whole gzip file: {error}"
+            return DataError(problem, "fetch the file again; `gzip -t` checks it")
+        case _:
+            return DataError(f"{place}: {error}", "check the file and its permissions")
+
+
+def _first_bad_byte(file: DataFile) -> str:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    passed = 0
+    with open_bytes(file) as handle:
+        for chunk in chain(iter(lambda: handle.read(_CHUNK), b""), [b""]):
+            start = passed - len(decoder.getstate()[0])
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                return f"byte {start + error.start} is {error.object[error.start]:#04x}"
+            passed += len(chunk)
+    return "it changed while it was read"
+
+
+def require_distinct(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        repeated = printable(next(name for name in names if names.count(name) > 1))
+        raise UnreadableFile(f"it has {repeated} twice, and one value would be lost", "rename or remove one of them")
+
+
+def holds_no_rows(file: DataFile) -> DataError:
+    return DataError(f"{file.name} holds no rows", "fetch the file again, or take it out of the spec")

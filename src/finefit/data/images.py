@@ -1,26 +1,44 @@
-"""What the images of a row show: found, read and decoded to RGB, or a fault of their row. Nothing is fetched, and nothing stands in for an image.
+"""Image files: where an image lies, and its content decoded to RGB. Nothing is downloaded, and nothing replaces a
+missing image.
 
-Decoding is the same everywhere: turned as EXIF says, what is transparent laid on white, sixteen bits taken as eight, of an animation the first frame.
+An image lies at its path below a root (a folder or a zip), or in one of the folders, else the zips, directly in that
+root. A path never leaves its root; one without an extension means the image of that name. An ambiguous path is an
+error.
+
+Decoding is the same everywhere: EXIF rotation is applied, transparency is laid on white, 16 bits are reduced to 8, and
+an animation counts as its first frame.
 """
 
+import hashlib
 import io
+import json
+import os
+import posixpath
 import struct
 import warnings
+import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from finefit.data.cells import Fault, printable
-from finefit.data.image_files import content_of
-from finefit.data.rows import BadRow, Image, Row
+from finefit.data.columns import RecordError, printable
+from finefit.data.rows import Image, ImageRef
 
+MAX_BYTES: Final = 256 << 20
 MAX_PIXELS: Final = 89_478_485
-"""Pillow's own limit: a few bytes may unpack to more memory than there is."""
+"""Pillow's own limit: a few bytes may decompress to more memory than there is."""
+_EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff")
+_ENDINGS: Final = (*_EXTENSIONS, *(ending.upper() for ending in _EXTENSIONS))
+_ENCRYPTED: Final = 0x1
+_CACHED_PLACES = 64
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")
 """No other is tried: some start programs of their own."""
 _HEADS: Final = (
@@ -28,92 +46,295 @@ _HEADS: Final = (
     (b"GIF8", struct.Struct("<HH"), 6),
     (b"BM", struct.Struct("<ii"), 18),
 )
-"""What a form begins with, and where width and height follow."""
+"""What a format begins with, and where width and height follow."""
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
-"""What Pillow raises on bytes that are no whole image."""
+"""What Pillow raises on bytes that are not a whole image."""
 _WHITE: Final = (255, 255, 255, 255)
-_SIDEWAYS: Final = frozenset({5, 6, 7, 8})
-_ORIENTATION: Final = 0x0112
-"""Of EXIF; four of its values turn an image on its side."""
 
 
-def decoded(row: Row, *, max_pixels: int = MAX_PIXELS) -> tuple[PIL.Image.Image, ...] | BadRow:
-    """All images of a row, or why it cannot be used."""
-    shown: list[PIL.Image.Image] = []
-    for at, image in enumerate(row.images, start=1):
-        try:
-            shown.append(decode(image, max_pixels=max_pixels))
-        except Fault as fault:
-            which = f"image {at} of {len(row.images)}: " if len(row.images) > 1 else ""
-            return BadRow(row.source, row.number, f"{which}{fault}", row.part)
-    return tuple(shown)
+@dataclass(frozen=True, slots=True)
+class ImageLocation:
+    path: Path
+    """The file, or the zip that holds it."""
+    member: str = ""
+    """Inside the zip."""
+    size_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.member} in {self.path}" if self.member else str(self.path)
+
+
+def content_of(image: Image) -> bytes:
+    return content_at(find_image(image), printable(image.path)) if image.path else image.data
+
+
+def content_at(found: ImageLocation, name: str) -> bytes:
+    if found.size_bytes > MAX_BYTES:
+        raise RecordError(f"{name} has {found.size_bytes:,} bytes, and at most {MAX_BYTES:,} are read")
+    try:
+        return _archive(found.path).read(found.member) if found.member else found.path.read_bytes()
+    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, KeyError) as error:
+        raise RecordError(f"{name} cannot be read from {found.path}: {error}") from None
+
+
+def find_image(image: Image) -> ImageLocation:
+    root, shown = Path(image.root), printable(image.path)
+    name = _inside(root, image.path)
+    for places in _places(root):
+        found = [at for place in places for at in (_in_folder if place.is_dir() else _in_zip)(place, name)]
+        if len(found) > 1:
+            several = " and ".join(map(str, found[:3]))
+            raise RecordError(f"{shown} may be {several}; name the one folder or zip with images_root")
+        if found:
+            return found[0]
+    where = f"looked in {root}, and in the folders and zips in it"
+    raise RecordError(f"{shown} is not there: {where}; name another place with images_root")
+
+
+def _inside(root: Path, path: str) -> str:
+    """Relative to the root, normalised. Links below the root are the user's own, and are followed."""
+    if "\0" in path:
+        raise RecordError(f"{printable(path)!r} is not a path")
+    name = posixpath.normpath(posixpath.relpath(path, root.as_posix()) if posixpath.isabs(path) else path)
+    if name in (".", "..") or name.startswith("../"):
+        raise RecordError(
+            f"{printable(path)} lies outside of {root}, where its images start; name another folder with images_root"
+        )
+    return name
+
+
+def _places(root: Path) -> Iterator[Sequence[Path]]:
+    """The root itself; if it does not have the image, its folders; if those do not, its zips."""
+    try:
+        changed = root.stat().st_mtime_ns
+    except OSError as error:
+        raise RecordError(f"{root}, where its images start, cannot be read: {error.strerror}") from None
+    yield (root,)
+    if root.is_dir():
+        yield from _inner(root, changed)
+
+
+@lru_cache(_CACHED_PLACES)
+def _inner(root: Path, changed: int) -> tuple[tuple[Path, ...], tuple[Path, ...]]:  # noqa: ARG001 a changed folder is listed again
+    with os.scandir(root) as entries:
+        seen = sorted(
+            Path(entry.path)
+            for entry in entries
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.name.lower().endswith(".zip"))
+        )
+    return tuple(path for path in seen if path.is_dir()), tuple(path for path in seen if not path.is_dir())
+
+
+def _in_folder(folder: Path, name: str) -> list[ImageLocation]:
+    for names in _names(name):
+        # Where case makes no difference, one file has several names.
+        there = {(s.st_dev, s.st_ino): path for path in (folder / each for each in names) if (s := _file_status(path))}
+        if there:
+            return [ImageLocation(path, size_bytes=path.stat().st_size) for path in there.values()]
+    return []
+
+
+def _file_status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat() if path.is_file() else None
+    except (OSError, ValueError):  # a name that no file can have
+        return None
+
+
+def _names(name: str) -> Iterator[tuple[str, ...]]:
+    yield (name,)
+    if PurePosixPath(name).suffix.lower() not in _EXTENSIONS:
+        yield tuple(name + ending for ending in _ENDINGS)
+
+
+def _in_zip(path: Path, name: str) -> list[ImageLocation]:
+    """At its path inside the zip, or below a folder in it, since many zips hold one folder that holds everything."""
+    members = _members(path, path.stat().st_mtime_ns, os.getpid())
+    for names in _names(name):
+        found = [(each, member) for each in names for member in members.get(posixpath.basename(each), ())]
+        whole = [member for each, member in found if member == each]
+        if matching := whole or [member for each, member in found if member.endswith(f"/{each}")]:
+            return [_in_archive(path, member) for member in matching]
+    return []
+
+
+def _in_archive(path: Path, member: str) -> ImageLocation:
+    info = _archive(path).getinfo(member)
+    if info.flag_bits & _ENCRYPTED:
+        raise RecordError(f"{member} in {path} is encrypted")
+    return ImageLocation(path, member, info.file_size)
+
+
+@lru_cache(_CACHED_PLACES)
+def _members(path: Path, changed: int, process: int) -> dict[str, list[str]]:  # noqa: ARG001 a changed zip is read again
+    """By the last part of their names."""
+    members: dict[str, list[str]] = {}
+    for name in _archive(path).namelist():
+        if not name.endswith("/"):
+            members.setdefault(posixpath.basename(name), []).append(name)
+    return members
+
+
+def _archive(path: Path) -> zipfile.ZipFile:
+    try:
+        return _open_archive(path, path.stat().st_mtime_ns, os.getpid())
+    except (OSError, zipfile.BadZipFile) as error:
+        raise RecordError(f"{path} is not a zip that can be read: {error}") from None
+
+
+@lru_cache(_CACHED_PLACES)
+def _open_archive(path: Path, changed: int, process: int) -> zipfile.ZipFile:  # noqa: ARG001 a fork would share the file position
+    return zipfile.ZipFile(path)
 
 
 def decode(image: Image, *, content: bytes | None = None, max_pixels: int = MAX_PIXELS) -> PIL.Image.Image:
     """`content`: where it has been read already."""
-    with _faults_of(image), _opened(image, max_pixels, content) as opened:
-        return _rgb(PIL.ImageOps.exif_transpose(opened), name_of(image))
+    with _decode_errors(image), _open_image(image, max_pixels, content) as opened:
+        return _rgb(PIL.ImageOps.exif_transpose(opened), image_name(image))
 
 
-def size_of(image: Image, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height as decoded, from the head of the file alone."""
-    with _faults_of(image), _opened(image, max_pixels) as opened:
-        width, height = opened.size
-        is_turned = (
-            opened.format != "TIFF" and opened.getexif().get(_ORIENTATION) in _SIDEWAYS
-        )  # Pillow turns TIFF itself
-        return (height, width) if is_turned else (width, height)
-
-
-def name_of(image: Image) -> str:
+def image_name(image: Image) -> str:
     return printable(image.path) if image.path else "its image"
 
 
 @contextmanager
-def _faults_of(image: Image) -> Iterator[None]:
-    """Pillow's complaints, told of the image. It warns of broken notes beside a picture (EXIF); the picture is whole, and taken as it lies there."""
+def _decode_errors(image: Image) -> Iterator[None]:
+    """Pillow's errors, with the name of the image. Its warnings about broken EXIF are ignored: the image itself is
+    whole."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except PIL.Image.DecompressionBombError as error:
-        raise Fault(f"{name_of(image)} has too many pixels: {error}") from None
+        raise RecordError(f"{image_name(image)} has too many pixels: {error}") from None
     except _BROKEN as error:
-        raise Fault(f"{name_of(image)} cannot be decoded: {printable(str(error)) or type(error).__name__}") from None
+        reason = printable(str(error)) or type(error).__name__
+        raise RecordError(f"{image_name(image)} cannot be decoded: {reason}") from None
 
 
-def _opened(image: Image, max_pixels: int, content: bytes | None = None) -> PIL.Image.Image:
+def _open_image(image: Image, max_pixels: int, content: bytes | None) -> PIL.Image.Image:
     """Only its head is read so far."""
     content = content_of(image) if content is None else content
     try:
         opened = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
     except PIL.UnidentifiedImageError:
-        raise Fault(f"{name_of(image)} {_unread(content)}") from None
+        raise RecordError(f"{image_name(image)} {_unidentified(content)}") from None
     width, height = opened.size
     if width * height > max_pixels:
-        raise Fault(
-            f"{name_of(image)} has too many pixels: {width:,} x {height:,}, and at most {max_pixels:,} are decoded"
-        )
+        size = f"{width:,} x {height:,}, and at most {max_pixels:,} are decoded"
+        raise RecordError(f"{image_name(image)} has too many pixels: {size}")
     return opened
 
 
-def _unread(content: bytes) -> str:
-    """Why Pillow knows no image in it: one without pixels is none to it."""
+def _unidentified(content: bytes) -> str:
+    """Why Pillow finds no image; it does not accept one without pixels."""
     for start, size, offset in _HEADS:
         if content.startswith(start) and len(content) >= offset + size.size:
             width, height = size.unpack_from(content, offset)
             if not width or not height:
                 return f"is empty: it has {width} x {height} pixels"
-    return f"is no image that can be read: its {len(content):,} bytes begin with {content[:8]!r}"
+    return f"is not an image that can be read: its {len(content):,} bytes begin with {content[:8]!r}"
 
 
 def _rgb(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     if image.mode.startswith("I;16"):
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise Fault(
-            f"{name} has pixels of 32 bits, of which nothing says what is black and what is white; save it with 8 or 16"
-        )
+        problem = "has pixels of 32 bits, and nothing says which value is black and which is white"
+        raise RecordError(f"{name} {problem}; save it with 8 or 16")
     if not image.has_transparency_data:
         return image.convert("RGB")
     return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image.convert("RGBA")).convert("RGB")
+
+
+# The manifest of a preparation: which files its images came from, so that one that was changed, repaired or removed is
+# noticed without decoding all of them again. A file of the same size and time counts as the same; the content of any
+# other is read.
+
+FileState = tuple[str, int, int]
+"""Path, bytes, and when it was last written, in nanoseconds."""
+IMAGE_MANIFEST: Final = "image_manifest.jsonl"
+
+
+class ImageManifest:
+    """The files that the images of a preparation came from, and the content of the images in use."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, dict[str, str]] = {}
+        self._faulty: dict[tuple[str, str], Image] = {}
+        self._used = hashlib.sha256()
+        self._num_used = 0
+
+    def add(self, images: Sequence[Image], image_refs: Sequence[ImageRef]) -> None:
+        """The images of a row. Without `image_refs` one of them cannot be used; it may be repaired later."""
+        if not image_refs:
+            self._faulty |= {(image.root, image.path): image for image in images if image.path}
+            return
+        for image, ref in zip(images, image_refs, strict=True):
+            if image.path:
+                self._contents.setdefault(ref.path, {})[ref.member] = ref.sha256
+
+    def use(self, split: str, image_refs: Sequence[ImageRef]) -> None:
+        """In the order of the rows in use."""
+        self._num_used += len(image_refs)
+        self._used.update(json.dumps([split, *(ref.sha256 for ref in image_refs)]).encode())
+
+    @property
+    def sha256(self) -> str | None:
+        """Of all images in use, wherever they lie; None without images."""
+        return self._used.hexdigest() if self._num_used else None
+
+    def write(self, folder: Path) -> None:
+        """Writes nothing where no image lies in a file."""
+        lines: list[object] = [{"state": file_state(path), "contents": c} for path, c in self._contents.items()]
+        lines += [{"root": i.root, "path": i.path, "state": _image_state(i)} for i in self._faulty.values()]
+        if lines:
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (folder / IMAGE_MANIFEST).write_text(text, encoding="utf-8")
+
+
+def are_unchanged(folder: Path) -> bool:
+    """Whether all images are what they were when the rows in `folder` were prepared."""
+    path = folder / IMAGE_MANIFEST
+    if not path.is_file():
+        return True
+    with path.open(encoding="utf-8") as file:
+        return all(_is_unchanged(json.loads(line)) for line in file)
+
+
+def _is_unchanged(line: dict[str, object]) -> bool:
+    match line:
+        case {"state": [str(path), size, time], "contents": dict(contents)}:
+            found = file_state(path)
+            if found is None or found == (path, size, time):
+                return found is not None
+            return all(_has(path, member, sha256) for member, sha256 in contents.items())
+        case {"root": str(root), "path": str(path), "state": state}:
+            found = _image_state(Image(path=path, root=root))
+            return (None if found is None else list(found)) == state
+        case _:
+            return False
+
+
+def _has(path: str, member: str, sha256: str) -> bool:
+    try:
+        return hashlib.sha256(content_at(ImageLocation(Path(path), member), path)).hexdigest() == sha256
+    except RecordError:
+        return False
+
+
+def _image_state(image: Image) -> FileState | None:
+    """Of the file that an image is found in; None where there is none."""
+    try:
+        return file_state(find_image(image).path.absolute())
+    except RecordError:
+        return None
+
+
+def file_state(path: str | Path) -> FileState | None:
+    """None where there is no such file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 for a hundred thousand files, most of the time would go into making paths
+    except (OSError, ValueError):
+        return None
+    return str(path), status.st_size, status.st_mtime_ns

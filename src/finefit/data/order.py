@@ -1,38 +1,48 @@
-"""Which rows belong to which step and rank: a pure function of seed and epoch, so the position of a run is its step and nothing else."""
+"""Which rows share a step, a rank and a micro-batch. The order is a pure function of seed and epoch, so the position of
+a run is its step and nothing else. Packing decides which rows share a flat sequence, so that little of it stays
+empty."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from finefit.artifacts.records import Levers
+from finefit.artifacts.stage_records import Efficiency
+
 T = TypeVar("T")
+Counts = Sequence[int] | NDArray[np.int64]
+
+_ROWS, _TOKENS_PER_ROW = 64, 32
+"""A pack has at most this many sequences, or one for each 32 tokens of its capacity: each costs the backward of
+attention up to 128 tokens more."""
+_SAMPLE_STEPS = 50
+"""Of the first epoch: enough to estimate efficiency, however many there are."""
 
 
 @lru_cache(maxsize=2)
-def _epoch_array(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Kept for the epoch in hand and its neighbour: one that steps ahead and one that returns share it."""
-    # RandomState's streams are frozen for ever by numpy's policy; Generator's are not
+def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Cached for this epoch and its neighbour, which prefetching needs too."""
+    # numpy guarantees that RandomState's streams never change; Generator's may
     order = np.random.RandomState([seed, epoch]).permutation(num_rows)
     order.setflags(write=False)
     return order
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    return list(map(int, _epoch_array(num_rows, seed, epoch)))
-
-
 def steps_per_epoch(num_rows: int, global_batch: int) -> int:
-    """The last step of an epoch may hold fewer rows: none is left out."""
+    """The last step of an epoch may have fewer rows: none is left out."""
     return math.ceil(num_rows / global_batch)
 
 
 def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> list[int]:
     """Rows of optimizer step `step`, which counts from 0, over all ranks."""
     epoch, within = divmod(step, steps_per_epoch(num_rows, global_batch))
-    return list(map(int, _epoch_array(num_rows, seed, epoch)[within * global_batch : (within + 1) * global_batch]))
+    return list(map(int, epoch_order(num_rows, seed, epoch)[within * global_batch : (within + 1) * global_batch]))
 
 
 def rows_of_rank(step: int, *, rank: int, num_ranks: int, num_rows: int, global_batch: int, seed: int) -> list[int]:
@@ -41,7 +51,148 @@ def rows_of_rank(step: int, *, rank: int, num_ranks: int, num_rows: int, global_
 
 
 def part_of_rank(whole: Sequence[T], *, rank: int, num_ranks: int) -> list[tuple[T, bool]]:
-    """What this rank does of work that all have cut alike, and whether it counts. All do equally many: weights that are divided are gathered by
-    all at once. A rank that nothing is left for does the last piece again, which does not count."""
+    """This rank's part of work that all ranks have divided alike, and whether each piece counts. All ranks do equally
+    many, because all gather sharded weights together. A rank without a piece repeats the last one, which does not
+    count."""
     rounds = math.ceil(len(whole) / num_ranks)
     return [(whole[min(at, len(whole) - 1)], at < len(whole)) for at in range(rank, rounds * num_ranks, num_ranks)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a pack may hold: as much as was rehearsed."""
+
+    tokens: int
+    supervised: int
+    rows: int
+    """Of the order: a preference pair is one row and two sequences."""
+
+
+def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_step: int, sides: int = 1) -> Capacity:
+    """For `micro_batch` rows, each of `sides` sequences of the longest length with the most supervised tokens of
+    any."""
+    tokens = micro_batch * sides * longest
+    most = max(_ROWS, tokens // _TOKENS_PER_ROW) // sides
+    rows = max(micro_batch, min(rows_per_step, most))
+    return Capacity(tokens=tokens, supervised=micro_batch * sides * supervised, rows=rows)
+
+
+def num_sides(lengths: NDArray[Any]) -> int:
+    """Sequences of each row: those of pairs have a column for each side."""
+    return 1 if lengths.ndim == 1 else int(lengths.shape[1])
+
+
+def longest_sides(lengths: NDArray[Any]) -> NDArray[Any]:
+    """For every row, the length that decides its padding."""
+    return lengths if lengths.ndim == 1 else lengths.max(axis=1)
+
+
+def both_sides(counts: NDArray[Any]) -> NDArray[Any]:
+    """For every row, what it takes of a pack."""
+    return counts if counts.ndim == 1 else counts.sum(axis=1)
+
+
+def best_fit(
+    lengths: Counts, supervised: Counts, *, max_tokens: int, max_supervised: int, max_rows: int | None = None
+) -> list[list[int]]:
+    """Best fit decreasing: the longest row first, each into the pack in which it leaves the least room. Every row is in
+    exactly one pack.
+
+    O(n log max_tokens), and a pure function of its arguments: rows of equal length keep their order."""
+    tokens, counts = np.asarray(lengths, dtype=np.int64), np.asarray(supervised, dtype=np.int64)
+    if len(tokens) and (tokens.max() > max_tokens or counts.max() > max_supervised):
+        row = f"a row of {tokens.max()} tokens, {counts.max()} supervised"
+        raise ValueError(f"{row}, is larger than a pack of {max_tokens} and {max_supervised}")
+    packs: list[list[int]] = []
+    open_packs = _OpenPacks(max_tokens)
+    order = np.argsort(-tokens, kind="stable")
+    for row, length, count in zip(order.tolist(), tokens[order].tolist(), counts[order].tolist(), strict=True):
+        found = open_packs.take(length, count)
+        if found is None:
+            packs.append([])
+            found = (max_tokens, max_supervised, len(packs) - 1)
+        tokens_left, supervised_left, pack = found
+        packs[pack].append(row)
+        if max_rows is None or len(packs[pack]) < max_rows:
+            open_packs.give(tokens_left - length, supervised_left - count, pack)
+    return packs
+
+
+class _OpenPacks:
+    """Packs by the tokens that they have left. Above those leaves is a tree whose nodes know the most supervised tokens
+    that any pack below them has left, so one way down finds the fullest pack that can take a row. Only nodes above a
+    pack exist: a pack of a million tokens has no more of them than its rows need."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._width = 1 << max_tokens.bit_length()
+        self._most: dict[int, int] = {}
+        self._packs: dict[int, list[tuple[int, int]]] = {}
+
+    def take(self, length: int, count: int) -> tuple[int, int, int] | None:
+        """(tokens left, supervised left, pack) of the fullest pack with room for a row, which is taken out; None where
+        there is none."""
+        leaf = self._first(length, count)
+        if leaf is None:
+            return None
+        left, pack = heappop(self._packs[leaf])
+        self._update(leaf)
+        return leaf, -left, pack
+
+    def give(self, tokens_left: int, supervised_left: int, pack: int) -> None:
+        heappush(self._packs.setdefault(tokens_left, []), (-supervised_left, pack))
+        self._update(tokens_left)
+
+    def _first(self, start: int, count: int) -> int | None:
+        """The first leaf from `start` on whose packs have room for `count` supervised tokens."""
+        most, node = self._most.get, start + self._width
+        while most(node, -1) < count:  # up, and to the right
+            while node & 1:
+                node >>= 1
+            if node == 0:
+                return None
+            node += 1
+        while node < self._width:
+            node = 2 * node if most(2 * node, -1) >= count else 2 * node + 1
+        return node - self._width
+
+    def _update(self, leaf: int) -> None:
+        most, packs = self._most, self._packs[leaf]
+        node, value = leaf + self._width, -packs[0][0] if packs else -1
+        while node and most.get(node, -1) != value:
+            most[node] = value
+            value = max(value, most.get(node ^ 1, -1))
+            node >>= 1
+
+
+def efficiency(
+    lengths: NDArray[np.int32], supervised: NDArray[np.int32], levers: Levers, *, global_batch: int, seed: int
+) -> Efficiency:
+    """How much of what is computed is padding, for each layout of the rows of a step."""
+    steps = range(min(_SAMPLE_STEPS, steps_per_epoch(len(lengths), global_batch)))
+    rows = [rows_of_step(step, num_rows=len(lengths), global_batch=global_batch, seed=seed) for step in steps]
+    own = sum(int(lengths[step].sum()) for step in rows)
+    in_order = [_cut(lengths[step], levers.micro_batch) for step in rows]
+    by_length = [_cut(lengths[step][np.argsort(-longest_sides(lengths[step]))], levers.micro_batch) for step in rows]
+    computed, batches = _padded(by_length), sum(map(len, by_length))
+    grouped = own / computed
+    if levers.packing:
+        capacity = capacity_of(
+            micro_batch=levers.micro_batch,
+            longest=int(lengths.max()),
+            supervised=int(supervised.max()),
+            rows_per_step=min(global_batch, len(lengths)),
+            sides=num_sides(lengths),
+        )
+        limits = {"max_tokens": capacity.tokens, "max_supervised": capacity.supervised, "max_rows": capacity.rows}
+        packs = [best_fit(both_sides(lengths[step]), both_sides(supervised[step]), **limits) for step in rows]
+        computed, batches = own, sum(map(len, packs))
+    per_step, unsorted = batches / len(rows), own / _padded(in_order)
+    return Efficiency(own=own / computed, batches_per_step=per_step, grouped=grouped, in_order=unsorted)
+
+
+def _cut(lengths: NDArray[np.int32], micro_batch: int) -> list[NDArray[np.int32]]:
+    return [lengths[at : at + micro_batch] for at in range(0, len(lengths), micro_batch)]
+
+
+def _padded(steps: list[list[NDArray[np.int32]]]) -> int:
+    return sum(batch.size * int(batch.max()) for step in steps for batch in step)

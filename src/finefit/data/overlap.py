@@ -1,14 +1,14 @@
-"""Rows that stand twice: in two splits, or twice in train. What is compared is what is asked, exactly, but for case and punctuation, and nearly;
-what the earlier answers of a conversation were asked, but for case and punctuation.
+"""Rows that occur twice: in two splits, or twice in train. Prompts are compared exactly, ignoring case and punctuation,
+and nearly; the prompts of earlier answers of a conversation ignoring case and punctuation.
 
-Nearness is measured on windows of 32 bytes of the normalised prompt, one in eight of them chosen by its own hash, so that every text chooses alike.
-Short texts that differ in a word stay different: a word changes 32 windows and more, so a text must be some 350 bytes long before one word less
-leaves it nearly the same.
+Nearness is measured on windows of 32 bytes of the normalised prompt, one in eight of them kept by its own hash, so that
+every text keeps the same ones. Short texts that differ in a word stay different: a word changes 32 windows and more, so
+a text must have some 350 bytes before one word less leaves it nearly the same.
 
-Windows that many prompts share are a template, not content, and are left out. Many is one prompt in 100, but at least 5 and at most 20, of a sample
-of train, or of a held-out split; prompts that are nearly the same as wholes count as one, for a few copies are no template. A template with a short
-payload makes prompts that are nearly the same too: windows in more than 20 prompts, or in 5 or more that are more than a quarter of all, are a
-template's in any case.
+Windows that many prompts share are a template, not content, and are left out. Many is one prompt in 100, but at least 5
+and at most 20, of a sample of train, or of a held-out split; prompts that are nearly the same as a whole count as one,
+because a few copies are not a template. A template with a short payload makes nearly equal prompts too: windows in more
+than 20 prompts, or in 5 or more that are more than a quarter of all, are a template's in any case.
 """
 
 from bisect import bisect_right
@@ -26,15 +26,23 @@ from finefit.data.rows import Row
 OverlapKind = Literal["row", "prompt", "normalised", "turn", "near", "contained"]
 
 SAMPLE_ROWS = 2000
-"""So many training rows are enough to know what is a template."""
+"""Training rows that are enough to know what is a template."""
 NEAR = 0.8
-"""Shared windows of all windows of two prompts, from which on they are nearly the same."""
+"""Share of common windows in all windows of two prompts, from which on they are nearly the same."""
 CONTAINED = 0.9
-"""Shared windows of those of a held-out prompt, from which on it stands inside a longer one."""
+"""Share of common windows in those of a held-out prompt, from which on it is inside a longer one."""
 MIN_WINDOWS = 16
-"""A prompt with fewer, about 160 bytes without templates, is compared as a whole only."""
+"""A prompt with fewer, about 160 bytes without templates, is only compared as a whole."""
 
-_KINDS: tuple[OverlapKind, ...] = ("row", "prompt", "normalised", "turn", "near", "contained")
+_HOW: dict[OverlapKind, str] = {
+    "row": "the same row",
+    "prompt": "the same prompt with another answer",
+    "normalised": "the same but for case and punctuation",
+    "turn": "asks it in an earlier turn",
+    "near": "nearly the same",
+    "contained": "holds it as a whole",
+}
+_KINDS = tuple(_HOW)
 _BLOCK_ROWS = 1024
 _NUM_EXAMPLES = 3
 _MAX_SEEN_BITS = 24
@@ -44,7 +52,7 @@ _MINIMA_FACTORS = np.random.Generator(np.random.PCG64(20)).integers(0, 2**32, _N
 
 
 def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
-    """Those of a template: see above. Sorted, each once."""
+    """The windows of a template: see above. Sorted, each once."""
     by_prompt = {fp.prompt: fp.windows for fp in fingerprints}
     if not by_prompt:
         return np.empty(0, np.uint32)
@@ -59,7 +67,7 @@ def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
 
 
 def _count_groups(prompts: Sequence[Windows], windows: Windows) -> NDArray[np.intp]:
-    """How many prompts hold each window, where those that are nearly the same as wholes count as one."""
+    """How many prompts hold each window; those that are nearly the same as a whole count as one."""
     shared = [w[_are_among(w, windows)] for w in prompts]
     holders = [i for i, w in enumerate(shared) if w.size]
     groups = np.repeat(_groups([prompts[i] for i in holders]), [shared[i].size for i in holders])
@@ -68,7 +76,7 @@ def _count_groups(prompts: Sequence[Windows], windows: Windows) -> NDArray[np.in
 
 
 def _groups(prompts: Sequence[Windows]) -> NDArray[np.uint64]:
-    """Of each prompt, the first of those that it is nearly the same as, over any number of steps."""
+    """For each prompt, the first of those that it is nearly the same as, over any number of steps."""
     is_signed, signatures = _signatures(prompts, np.empty(0, np.uint32))
     pairs = np.flatnonzero(is_signed)[_near_pairs(signatures)[0]]
     groups = np.arange(len(prompts), dtype=np.uint64)
@@ -93,27 +101,17 @@ class Overlap:
 
     @property
     def how(self) -> str:
-        match self.kind:
-            case "row":
-                return "the same row"
-            case "prompt":
-                return "the same prompt with another answer"
-            case "normalised":
-                return "the same but for case and punctuation"
-            case "turn":
-                return "asks it in an earlier turn"
-            case "near":
-                return f"nearly the same ({self.similarity:.2f})"
-            case "contained":
-                return f"holds it as a whole ({self.similarity:.2f})"
+        similarity = f" ({self.similarity:.2f})" if self.kind in ("near", "contained") else ""
+        return _HOW[self.kind] + similarity
 
 
 class OverlapIndex:
-    """The held-out rows, against which rows of other splits stream. `common` is of a sample of training rows; each held-out split adds its own."""
+    """The held-out rows, with which rows of other splits are compared as they stream by. `common` comes from a sample
+    of training rows; each held-out split adds its own."""
 
     def __init__(self, common: Windows) -> None:
         self._common = common
-        self._held: list[_Held] = []
+        self._held: list[_HeldRow] = []
         self._by_prompt: dict[int, list[int]] = {}
         self._grown: set[str] = set()
         """Splits with rows that the table does not hold yet."""
@@ -121,7 +119,7 @@ class OverlapIndex:
 
     def add_held(self, split: str, row: Row, fp: Fingerprint) -> None:
         self._by_prompt.setdefault(fp.prompt, []).append(len(self._held))
-        self._held.append(_Held(split, row.place, fp))
+        self._held.append(_HeldRow(split, row.place, fp))
         self._grown.add(split)
 
     def find(self, row: Row, fp: Fingerprint, split: str = "train") -> Overlap | None:
@@ -129,28 +127,27 @@ class OverlapIndex:
         found = min(self._equal(fp, split), default=None) or min(self._near(fp, split), default=None)
         if found is None:
             return None
-        kind, distance, other_split, other = found
+        kind, similarity = _KINDS[found.rank], 1 - found.distance
+        other_split, other = found.split, found.place
         return Overlap(
-            kind=_KINDS[kind], split=split, row=row.place, other_split=other_split, other=other, similarity=1 - distance
+            kind=kind, split=split, row=row.place, other_split=other_split, other=other, similarity=similarity
         )
 
     def _equal(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
         for held in self._of_prompt(fp.prompt, split):
-            kind: OverlapKind = (
-                "row" if held.fp.exact == fp.exact else "prompt" if held.fp.asked == fp.asked else "normalised"
-            )
+            kind = "row" if held.fp.exact == fp.exact else "prompt" if held.fp.asked == fp.asked else "normalised"
             yield _Match(_KINDS.index(kind), 0.0, held.split, held.place)
         for turn in fp.turns:
             for held in self._of_prompt(turn, split):
                 yield _Match(_KINDS.index("turn"), 0.0, held.split, held.place)
 
-    def _of_prompt(self, prompt: int, split: str) -> Iterator["_Held"]:
+    def _of_prompt(self, prompt: int, split: str) -> Iterator["_HeldRow"]:
         return (held for i in self._by_prompt.get(prompt, ()) if (held := self._held[i]).split != split)
 
     def _near(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
         if fp.windows.size < MIN_WINDOWS:
             return
-        if self._grown - {split}:  # rows of its own split need no table: they may come and be compared in turn
+        if self._grown - {split}:  # rows of its own split need no table
             self._seal()
         at = self._table.positions(fp.windows)
         if at.size < NEAR * MIN_WINDOWS:
@@ -162,27 +159,26 @@ class OverlapIndex:
         for j in np.flatnonzero((jaccard >= NEAR) | (contained >= CONTAINED)):
             held = self._held[owners[j]]
             if held.split != split:
-                kind: OverlapKind = "near" if jaccard[j] >= NEAR else "contained"
+                kind = "near" if jaccard[j] >= NEAR else "contained"
                 similarity = float(jaccard[j] if kind == "near" else contained[j])
                 yield _Match(_KINDS.index(kind), 1 - similarity, held.split, held.place)
 
     def _seal(self) -> None:
         splits = {held.split for held in self._held}
         templates = (common_windows(held.fp for held in self._held if held.split == split) for split in splits)
-        self._table = _Table.of(
-            [held.fp.windows for held in self._held], np.unique(np.concatenate([self._common, *templates]))
-        )
+        common = np.unique(np.concatenate([self._common, *templates]))
+        self._table = _Table.of([held.fp.windows for held in self._held], common)
         self._grown.clear()
 
 
-class _Held(NamedTuple):
+class _HeldRow(NamedTuple):
     split: str
     place: str
     fp: Fingerprint
 
 
 class _Match(NamedTuple):
-    """Least is closest; equals are ordered by place, so that the order of rows plays no part."""
+    """The least is the closest; equals are ordered by place, so that the order of rows does not matter."""
 
     rank: int
     distance: float
@@ -192,7 +188,7 @@ class _Match(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Which held-out rows own a window: those of `keys[i]` are `owners[starts[i]:starts[i + 1]]`."""
+    """Which held-out rows have a window: those of `keys[i]` are `owners[starts[i]:starts[i + 1]]`."""
 
     keys: Windows
     seen: NDArray[np.bool_]
@@ -243,17 +239,17 @@ def _seen_shift(seen: NDArray[np.bool_]) -> np.uint32:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuplicateReport:
-    """Rows of train that another row makes superfluous; each is counted under the first kind that holds."""
+    """Rows of train that repeat another row; each is counted under the first kind that applies."""
 
     rows: int
     exact: int
-    """Repeat a row."""
+    """Rows that repeat a row."""
     prompt: int
-    """Repeat a prompt, with another answer."""
+    """Rows that repeat a prompt, with another answer."""
     normalised: int
-    """Repeat a prompt but for case and punctuation."""
+    """Rows that repeat a prompt but for case and punctuation."""
     near: int
-    """Nearly repeat a prompt: an estimate."""
+    """Rows that nearly repeat a prompt: an estimate."""
     examples: tuple[Overlap, ...]
 
 
@@ -264,7 +260,7 @@ class TrainDuplicates:
         self._common = common
         self._sources: dict[str, int] = {}
         self._pending: list[tuple[tuple[int, int, int, int, int, int], Windows]] = []
-        self._blocks: list[_Block] = []
+        self._blocks: list[_RowBlock] = []
 
     def add(self, row: Row, fp: Fingerprint) -> None:
         source = self._sources.setdefault(row.source, len(self._sources))
@@ -281,20 +277,18 @@ class TrainDuplicates:
         repeats = (_repeats(exact), _repeats(asked, exact), _repeats(prompt, asked))
         near, similarity = self._near(prompt)
         closest = np.lexsort((near[:, 1], -similarity))[:_NUM_EXAMPLES]
-        examples = [
-            self._example(kind, pair)
-            for kind, pairs in zip(_KINDS, repeats, strict=False)
-            for pair in pairs[:_NUM_EXAMPLES]
-        ]
+        kinds = zip(_KINDS, repeats, strict=False)
+        examples = [self._example(kind, pair) for kind, pairs in kinds for pair in pairs[:_NUM_EXAMPLES]]
         examples += (self._example("near", near[i], float(similarity[i])) for i in closest)
         num_exact, num_prompt, num_normalised = map(len, repeats)
+        num_near, several = np.unique(near[:, 1]).size, tuple(examples)
         return DuplicateReport(
             rows=exact.size,
             exact=num_exact,
             prompt=num_prompt,
             normalised=num_normalised,
-            near=np.unique(near[:, 1]).size,
-            examples=tuple(examples),
+            near=num_near,
+            examples=several,
         )
 
     def _store(self) -> None:
@@ -302,16 +296,9 @@ class TrainDuplicates:
         keys = np.array([entry[:3] for entry in entries], np.uint64)
         sources, numbers, parts = (np.array([entry[i] for entry in entries], np.int64) for i in (3, 4, 5))
         start = self._blocks[-1].stop if self._blocks else 0
-        self._blocks.append(
-            _Block(
-                start,
-                keys,
-                sources.astype(np.int32),
-                numbers,
-                parts.astype(np.int32),
-                *_signatures(windows, self._common),
-            )
-        )
+        signatures = _signatures(windows, self._common)
+        block = _RowBlock(start, keys, sources.astype(np.int32), numbers, parts.astype(np.int32), *signatures)
+        self._blocks.append(block)
         self._pending.clear()
 
     def _near(self, prompt: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
@@ -319,24 +306,16 @@ class TrainDuplicates:
         wanted = np.zeros(prompt.size, np.bool_)
         wanted[np.unique(prompt, return_index=True)[1]] = True
         wanted &= np.concatenate([block.is_signed for block in self._blocks])
-        signatures = np.concatenate(
-            [block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks]
-        )
+        parts = (block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks)
+        signatures = np.concatenate(list(parts))
         rows = np.flatnonzero(wanted)
         order = np.argsort(prompt[rows])  # by hash: what is found does not depend on the order of the rows
         pairs, similarity = _near_pairs(signatures[order])
         return rows[order[pairs]], similarity
 
     def _example(self, kind: OverlapKind, pair: NDArray[np.intp], similarity: float = 1.0) -> Overlap:
-        earlier, later = sorted(pair.tolist())
-        return Overlap(
-            kind=kind,
-            split="train",
-            row=self._place(later),
-            other_split="train",
-            other=self._place(earlier),
-            similarity=similarity,
-        )
+        other, row = (self._place(index) for index in sorted(pair.tolist()))
+        return Overlap(kind=kind, split="train", row=row, other_split="train", other=other, similarity=similarity)
 
     def _place(self, index: int) -> str:
         block = self._blocks[bisect_right(self._blocks, index, key=lambda block: block.start) - 1]
@@ -346,8 +325,8 @@ class TrainDuplicates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Of rows in a row; `start` is the first one's index."""
+class _RowBlock:
+    """Consecutive rows; `start` is the index of the first."""
 
     start: int
     keys: NDArray[np.uint64]
@@ -383,9 +362,8 @@ def _signatures(windows: Sequence[Windows], common: Windows) -> tuple[NDArray[np
     if content.size:
         starts = np.cumsum(counts[is_signed]) - counts[is_signed]
         for i, factor in enumerate(_MINIMA_FACTORS):
-            signatures[:, i] = np.minimum.reduceat(content * factor, starts).astype(
-                np.uint16
-            )  # the lower half: the upper is small in every minimum
+            minima = np.minimum.reduceat(content * factor, starts)
+            signatures[:, i] = minima.astype(np.uint16)  # the lower half: the upper is small in every minimum
     return is_signed, signatures
 
 

@@ -1,12 +1,22 @@
-"""What every shape of record becomes: a row. It is chat that ends with an answer, a preference pair, a judged answer, or plain text."""
+"""Rows: what every shape of record becomes. A row is a chat that ends with an answer, a preference pair, a judged
+answer, or plain text. Test rows are kept on disk as text (`item_line`, `read_items`), because a task builds its prompt
+from them.
+"""
 
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from finefit.data.pictures import Picture
+from finefit.errors import DataError, FinefitError
 
 Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["chat", "pair", "judged", "text"]
+
+IMAGE_ARCHIVE: Final = "images.zip"
+"""Among the prepared files: images that came as bytes, stored under their digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +37,48 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Either a path as the record gives it, or the encoded bytes."""
+    """An image as the record gives it: a path, or the encoded bytes."""
 
     path: str = ""
     data: bytes = b""
     root: str = ""
-    """The folder or zip that the path starts from: what `images_root` names, else the folder of the record's file."""
+    """The folder or zip that the path starts from: `images_root`, else the folder of the record's file."""
     root_name: str = ""
-    """As `images_root` has it: the same wherever the data lies. Empty where it names none."""
+    """`images_root` as the spec has it, the same wherever the data lies. Empty where the spec names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image that was found and decoded when its row was prepared: its file, its content and its size. Pixels are not
+    kept; they are decoded again whenever the model needs them."""
+
+    path: str
+    """The file, or the zip that holds it. A relative path lies among the prepared files."""
+    member: str
+    """Inside the zip; empty where the file is the image."""
+    sha256: str
+    """Of the encoded image."""
+    size: tuple[int, int]
+    """Width and height in pixels, as decoded."""
+    grid: tuple[int, ...]
+    """What the vision tower is given, in the units of its family."""
+    num_values: int = 0
+    """Numbers in its pixel tensors, by which the images that take most memory are found."""
+    row: str = field(default="", compare=False)
+    """File and line of the first row with this image; empty where no row was prepared."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.member} in {self.path}" if self.member else self.path
+
+    def to_json(self) -> list[Any]:
+        return [self.path, self.member, self.sha256, self.size, self.grid, self.num_values, self.row]
+
+    @staticmethod
+    def from_json(values: Sequence[Any], folder: Path) -> "ImageRef":
+        """`folder` holds the prepared files."""
+        path, member, sha256, (width, height), grid, num_values, row = values
+        return ImageRef(str(folder / path), member, sha256, (width, height), tuple(grid), num_values, row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +92,9 @@ class Row:
     messages: tuple[Message, ...] = ()
     """Ends with the answer. Empty for plain text."""
     num_given: int = 0
-    """So many messages at the start are never supervised, whoever speaks: those of a row's prompt."""
+    """The number of messages at the start, the row's prompt, that are never supervised, whoever speaks."""
     rejected: tuple[Message, ...] = ()
-    """The other ending of a preference pair: what stands in place of the messages after the given ones."""
+    """The other ending of a preference pair, in place of the messages after the given ones."""
     is_good: bool | None = None
     """The verdict on a judged answer."""
     text: str = ""
@@ -58,21 +102,21 @@ class Row:
     tools: str = ""
     """A JSON list of the tools that the assistant may call."""
     images: tuple[Image, ...] = ()
-    pictures: tuple[Picture, ...] = ()
-    """The same, once they were looked at."""
+    image_refs: tuple[ImageRef, ...] = ()
+    """The same images, once they have been checked."""
     references: tuple[str, ...] = ()
     """All answers that count as right, where a record names several; the one trained on is among them."""
     votes: tuple[int, ...] = ()
-    """How often a record lists each reference: so many people gave this answer."""
+    """How often a record lists each reference: the number of people who gave this answer."""
     wrong: tuple[str, ...] = ()
     """Answers that a record calls wrong."""
     dataset: str = ""
-    """The source that it is told under, where test rows come from several."""
+    """The source that it is reported under, where test rows come from several."""
     key: str = ""
-    """Of the row that this one was built from by `data.task`, without its images: the same item, whatever it was built into. Of an item that was read
-    back its whole key."""
+    """Of the row that `data.task` built this one from, without its images: it stays the same item, whatever it was
+    built into. An item that was read back has its whole key here."""
     repairs: tuple[str, ...] = ()
-    """What was put right when it was built."""
+    """What was repaired when it was built."""
 
     @property
     def kind(self) -> Kind:
@@ -92,7 +136,7 @@ class Row:
 
     @property
     def answer(self) -> str:
-        """Plain text has none."""
+        """Empty for plain text."""
         return self.messages[-1].content if self.messages else ""
 
 
@@ -112,3 +156,79 @@ class BadRow:
 
 def _place(source: str, number: int, part: int) -> str:
     return f"{source}:{number}" + (f" ({part})" if part else "")
+
+
+def as_item(row: Row) -> Row:
+    """A row as an evaluation gets it: the rejected answer of a preference pair is a wrong one; plain text is an answer
+    without a prompt."""
+    match row.kind:
+        case "text":
+            return replace(row, messages=(Message("assistant", row.text),))
+        case "pair":
+            if len(row.rejected) != 1 or len(row.messages) != row.num_given + 1:
+                raise DataError(
+                    "is a pair whose sides differ in more than their last answer",
+                    "give test pairs that share all but the last answer",
+                )
+            return replace(row, rejected=(), wrong=(row.rejected[0].content,))
+        case "chat" | "judged":
+            return row
+
+
+def is_asked(row: Row, sources: tuple[str, ...]) -> bool:
+    """Whether an evaluation of these sources includes the row; an evaluation that names none includes all."""
+    return not sources or not row.dataset or row.dataset in sources
+
+
+def item_line(row: Row) -> str:
+    """What an evaluation needs of a row, with its place, so that an item can be found again."""
+    item = {
+        "source": row.source,
+        "number": row.number,
+        "dataset": row.dataset,
+        "part": row.part,
+        "messages": [] if row.text else [asdict(message) for message in row.messages],
+        "tools": row.tools,
+        "references": row.references,
+        "votes": row.votes,
+        "wrong": row.wrong,
+        "text": row.text,
+        "key": key_of(row) if row.images else row.key,
+        "repairs": row.repairs,
+        "image_refs": [ref.to_json() for ref in row.image_refs],
+    }
+    return json.dumps(item, ensure_ascii=False) + "\n"
+
+
+def read_items(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8") as file:
+        return [_read_item(json.loads(line), path.parent) for line in file]
+
+
+def _read_item(item: dict[str, Any], folder: Path) -> Row:
+    messages = tuple(
+        Message(**m | {"tool_calls": tuple(ToolCall(**call) for call in m["tool_calls"])}) for m in item.pop("messages")
+    )
+    lists: dict[str, Any] = {name: tuple(item.pop(name, ())) for name in ("references", "votes", "wrong", "repairs")}
+    image_refs = tuple(ImageRef.from_json(values, folder) for values in item.pop("image_refs", ()))
+    return as_item(Row(messages=messages, image_refs=image_refs, **lists, **item))
+
+
+def key_of(row: Row) -> str:
+    """The same item has the same key in every run: the prompt and the right answers, before anything was built from
+    them. Images count by content, so a row whose images are not checked yet has no key."""
+    if not row.images:  # also a row that was read back, whose key covers its images
+        return text_key(row)
+    if len(row.image_refs) != len(row.images):
+        raise FinefitError(f"{row.place} has images that have not been checked yet")
+    return _hashed([text_key(row), *(ref.sha256 for ref in row.image_refs)])
+
+
+def text_key(row: Row) -> str:
+    """The key without images."""
+    prompt, answer = [asdict(message) for message in row.prompt], row.text or row.answer
+    return row.key or _hashed([prompt, row.tools, answer, sorted(row.references), sorted(row.wrong)])
+
+
+def _hashed(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -1,4 +1,5 @@
-"""What a chat template writes around an answer: learned by writing marked conversations with it. Nothing is known of any template by name."""
+"""What a chat template writes around an answer, learned by rendering marked conversations with it. No template is known
+by name."""
 
 import json
 import re
@@ -11,14 +12,14 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finefit.data.conversations import IMAGE_MARK
+from finefit.data.conversations import IMAGE_PLACEHOLDER
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template's code can raise on messages that it does not expect; the last on arguments and tools that are nested deep."""
+"""What a template's code can raise on messages that it does not expect; the last on deeply nested tools."""
 _ANSWER, _THOUGHT, _NAME = "Zq0AnswerMark0qZ", "Zq0ThoughtMark0qZ", "zq0_call_mark"
-"""Stand for an answer and its parts where a template is asked what it writes around them."""
+"""Stand for an answer and its parts, to find what a template writes around them."""
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _BLANKS = re.compile(r"\s*")
 _NO_ROOM = "the chat template has no place for the reasoning before this answer"
@@ -29,11 +30,11 @@ Json = dict[str, Any]
 Tools = list[Json] | None
 
 
-class Habits(NamedTuple):
+class TemplateFormat(NamedTuple):
     """What a template writes around an answer."""
 
     is_stock: bool
-    """An answer stands behind the prompt that the template itself opens for generation."""
+    """An answer follows the prompt that the template itself opens for generation."""
     opening: str
     """Between prompt and answer: the model has to write it."""
     closing: str
@@ -41,7 +42,7 @@ class Habits(NamedTuple):
     is_ended: bool
     """Whether the template writes an end after an answer."""
     thought: tuple[str, str] | None
-    """Before the reasoning, and between it and the answer, where the template has a place for it behind the prompt."""
+    """Before the reasoning, and between it and the answer, where the template has a place for it after the prompt."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class ChatTemplate:
     source: str
     variables: Mapping[str, Any]
     eos: str
-    marks: re.Pattern[str]
-    """Runs of the tokens that were added to the vocabulary: the marks that templates write."""
+    added: re.Pattern[str]
+    """Runs of tokens that were added to the vocabulary, which templates use as delimiters."""
     special: re.Pattern[str]
-    """One of the tokens among them that are not text."""
+    """One of those that are not text."""
 
     def write(self, messages: Sequence[Json], *, opening: bool, tools: Tools = None) -> str:
         """`opening`: with the opening of the assistant's turn."""
@@ -66,28 +67,27 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             problem = f"the chat template of the model cannot be read: line {error.lineno}: {error.message}"
-            raise ModelError(
-                problem,
-                "bring the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json",
-            ) from None
+            remedy = "use the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json"
+            raise ModelError(problem, remedy) from None
         except _REFUSALS as error:
             raise DataError(
                 f"the chat template refuses this conversation: {error}",
-                "change the messages to what the template takes: some know no system role, or want user and assistant by turns",
+                "change the messages to what the template takes: some have no system role, or want user and "
+                "assistant to alternate",
             ) from None
         return str(written[0])
 
     def prompt(self, messages: Sequence[Json], tools: Tools) -> str:
-        """The template's own opening for generation, or where no answer is written behind that, all that stands before one."""
+        """The template's own opening for generation, or where it writes no answer after that, all that comes before
+        an answer."""
         return self._prompt(self.write(messages, opening=True, tools=tools), messages, tools)
 
     def _prompt(self, stock: str, messages: Sequence[Json], tools: Tools) -> str:
         marked = self.write([*messages, self._assistant(_ANSWER)], opening=False, tools=tools)
         if marked.startswith(stock):
             return stock
-        if self.writes_reasoning and self.write(
-            [*messages, self._assistant(_ANSWER, _THOUGHT)], opening=False, tools=tools
-        ).startswith(stock):
+        thinking = [*messages, self._assistant(_ANSWER, _THOUGHT)]
+        if self.writes_reasoning and self.write(thinking, opening=False, tools=tools).startswith(stock):
             return stock
         place = marked.rfind(_ANSWER)
         if place < 0:
@@ -95,17 +95,13 @@ class ChatTemplate:
         return marked[:place]
 
     def turn(self, messages: Sequence[Message], dicts: Sequence[Json], at: int, tools: Tools) -> tuple[str, str]:
-        """The prompt of the answer at `at`, and all that the model has to write behind it, to its end."""
-        message, habits = messages[at], self.habits
+        """The prompt of the answer at `at`, and all that the model has to write after it, up to its end."""
+        message, form = messages[at], self.format
         stock = self.write(dicts[:at], opening=True, tools=tools)
         whole = self.write(dicts[: at + 1], opening=False, tools=tools)
-        if (
-            habits.is_stock
-            and not message.reasoning
-            and not message.tool_calls
-            and whole.startswith(stock + habits.opening)
-        ):
-            end = _behind(message.content, whole, len(stock) + len(habits.opening))
+        is_usual = form.is_stock and not message.reasoning and not message.tool_calls
+        if is_usual and whole.startswith(stock + form.opening):
+            end = _end_of(message.content, whole, len(stock) + len(form.opening))
             if end is not None:
                 return stock, self._ended(whole, len(stock), end)
         return self._rare_turn(message, dicts[:at], tools, stock, whole)
@@ -113,17 +109,16 @@ class ChatTemplate:
     def _rare_turn(
         self, message: Message, before: Sequence[Json], tools: Tools, stock: str, whole: str
     ) -> tuple[str, str]:
-        """The place of the answer is not where it usually is; it is found by writing a marked one in the same setting."""
+        """The answer is not where it usually is; its place is found by rendering a marked one in the same context."""
         prompt = self._prompt(stock, before, tools)
         if not whole.startswith(prompt):
-            raise (
-                self._no_room(message, before, tools) if message.reasoning else self._misplaced(message, prompt, whole)
-            )
+            is_lost = bool(message.reasoning)
+            raise self._no_room(message, before, tools) if is_lost else self._misplaced(message, prompt, whole)
         end: int | None = len(prompt)
         if message.content.strip():
             marked = self.write([*before, self._dict(replace(message, content=_ANSWER))], opening=False, tools=tools)
             place = marked.rfind(_ANSWER)
-            end = _behind(message.content, whole, place) if place >= 0 and whole.startswith(marked[:place]) else None
+            end = _end_of(message.content, whole, place) if place >= 0 and whole.startswith(marked[:place]) else None
         if end is None:
             raise self._misplaced(message, prompt, whole)
         if message.reasoning.strip() not in whole[len(prompt) :]:
@@ -136,15 +131,15 @@ class ChatTemplate:
         return prompt, self._ended_call(whole, len(prompt), max(end, whole.rfind(message.tool_calls[-1].name)))
 
     def _ended(self, whole: str, start: int, end: int) -> str:
-        """From `start` to the end of generation behind `end`: the end token of the tokenizer, or the marks that come first."""
+        """From `start` to the end of generation after `end`: the tokenizer's end token, or the first added tokens."""
         eos = whole.find(self.eos, end)
         if eos >= 0:
             return whole[start : eos + len(self.eos)]
-        marks = self.marks.search(whole, end)
-        return whole[start : marks.end()] if marks else whole[start:] + self.eos
+        delimiter = self.added.search(whole, end)
+        return whole[start : delimiter.end()] if delimiter else whole[start:] + self.eos
 
     def _ended_call(self, whole: str, start: int, end: int) -> str:
-        """A call's own text holds marks, so of those the last one ends the turn."""
+        """A call's own text holds special tokens, so the last of those ends the turn."""
         eos = whole.find(self.eos, end)
         if eos >= 0:
             return whole[start : eos + len(self.eos)]
@@ -154,9 +149,8 @@ class ChatTemplate:
     def _no_room(self, message: Message, before: Sequence[Json], tools: Tools) -> DataError:
         thinking = replace(self, variables={**self.variables, "enable_thinking": True})
         if not self.variables["enable_thinking"] and thinking._takes(message, before, tools):
-            return DataError(
-                f"{_NO_ROOM}: it closes the thinking at once", "set `data.template_options: {enable_thinking: true}`"
-            )
+            remedy = "set `data.template_options: {enable_thinking: true}`"
+            return DataError(f"{_NO_ROOM}: it closes the thinking at once", remedy)
         return DataError(_NO_ROOM, _WITHOUT_REASONING)
 
     def _takes(self, message: Message, before: Sequence[Json], tools: Tools) -> bool:
@@ -170,7 +164,7 @@ class ChatTemplate:
 
     def _misplaced(self, message: Message, prompt: str, whole: str) -> DataError:
         if "</think>" in message.content:
-            return DataError(f"{_NO_ROOM}: it leaves out what stands in <think>", _WITHOUT_REASONING)
+            return DataError(f"{_NO_ROOM}: it leaves out what is in <think>", _WITHOUT_REASONING)
         if self.variables["enable_thinking"] and self.writes_reasoning and not whole.startswith(prompt):
             return DataError(
                 "the chat template opens the thinking, and this answer has no reasoning before it",
@@ -179,16 +173,16 @@ class ChatTemplate:
         return _lost(prompt, whole)
 
     @cached_property
-    def habits(self) -> Habits:
-        """Learned from the simplest conversation that the template takes."""
+    def format(self) -> TemplateFormat:
+        """Learned from the simplest conversation that the template accepts."""
         for before in ([_user(self)], [{"role": "system", "content": self._content("Be brief.")}, _user(self)]):
             try:
-                return self._habits(before)
+                return self._format_of(before)
             except DataError:
                 continue
-        return Habits(True, "", self.eos, True, None)
+        return TemplateFormat(True, "", self.eos, True, None)
 
-    def _habits(self, before: Sequence[Json]) -> Habits:
+    def _format_of(self, before: Sequence[Json]) -> TemplateFormat:
         prompt = self.prompt(before, None)
         marked = self.write([*before, self._assistant(_ANSWER)], opening=False)
         place = marked.rfind(_ANSWER)
@@ -196,7 +190,7 @@ class ChatTemplate:
             raise _lost(prompt, marked)
         end = place + len(_ANSWER)
         closing = self._ended(marked, end, end)
-        return Habits(
+        return TemplateFormat(
             is_stock=prompt == self.write(before, opening=True),
             opening=marked[len(prompt) : place] if marked.startswith(prompt) else "",
             closing=closing,
@@ -214,19 +208,19 @@ class ChatTemplate:
         return (marked[len(prompt) : start], marked[start + len(_THOUGHT) : place]) if 0 <= start < place else None
 
     def thoughts_apart(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Reasoning that stands in an answer goes to where the template looks for it, if it does."""
+        """Reasoning inside an answer moves to where the template looks for it, if it does."""
         if not any(m.role == "assistant" and "<think>" in m.content for m in messages) or not self.writes_reasoning:
             return messages
         return [_thought_apart(message) for message in messages]
 
     def dicts(self, messages: Sequence[Message], *, has_images: bool = False) -> list[Json]:
-        """As templates expect them. A tool's answer names the call that it answers: some templates look for it. `has_images`: marks in the messages
-        stand for images."""
+        """As templates expect them. A tool's answer names its call, which some templates look for. `has_images`:
+        placeholders in the messages stand for images."""
         dicts: list[Json] = []
         open_calls: Iterator[Json] = iter(())
         for message in messages:
             written = self._dict(message)
-            if has_images and IMAGE_MARK in message.content:
+            if has_images and IMAGE_PLACEHOLDER in message.content:
                 written["content"] = _parts(message.content)
             if message.tool_calls:
                 open_calls = iter(written["tool_calls"])
@@ -241,15 +235,15 @@ class ChatTemplate:
             if not self.writes_reasoning:
                 raise DataError(
                     "the chat template does not write the reasoning of a message",
-                    "put it into the answer, as <think>reasoning</think>answer, or leave it out, or take a model whose template writes it",
+                    "put it into the answer, as <think>reasoning</think>answer, or leave it out, or take a model whose "
+                    "template writes it",
                 )
             written |= _reasoning(message.reasoning)
         if message.tool_calls:
             if self.call_form is None:
-                raise DataError("the chat template does not write calls of tools", _OTHER_MODEL)
-            written["tool_calls"] = [
-                _call(call.name, call.arguments, at, self.call_form) for at, call in enumerate(message.tool_calls)
-            ]
+                raise DataError("the chat template does not write tool calls", _OTHER_MODEL)
+            calls = enumerate(message.tool_calls)
+            written["tool_calls"] = [_call(call.name, call.arguments, at, self.call_form) for at, call in calls]
             if not message.content:
                 written["content"] = self.call_form.no_content
         return written
@@ -262,7 +256,7 @@ class ChatTemplate:
 
     @cached_property
     def is_typed(self) -> bool:
-        """Templates of vision models may take a content only as a list of typed parts."""
+        """Whether the template takes a content only as a list of typed parts, as those of vision models may."""
         plain, typed = ([_message("user", form("Hi.")), _message("assistant", form(_ANSWER))] for form in (str, _typed))
         return not self._shows(plain, _ANSWER) and self._shows(typed, _ANSWER)
 
@@ -272,11 +266,10 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> "_CallForm | None":
-        """Arguments as an object, as most templates take them, or as its text; no content as an empty one, or as none."""
+        """Whether the template takes arguments as an object or as JSON text, and missing content as "" or None."""
         for form in (_CallForm(*choice) for choice in product((False, True), ("", None))):
-            message = _message("assistant", form.no_content) | {
-                "tool_calls": [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]
-            }
+            calls = [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]
+            message = _message("assistant", form.no_content) | {"tool_calls": calls}
             if self._shows([_user(self), message], _NAME, _ANSWER):
                 return form
         return None
@@ -308,11 +301,11 @@ def _typed(text: str) -> list[dict[str, str]]:
 
 def _parts(text: str) -> list[dict[str, str]]:
     """Texts and images in their order."""
-    first, *others = text.split(IMAGE_MARK)
-    return [
-        *(_typed(first) if first else ()),
-        *(part for rest in others for part in ({"type": "image"}, *(_typed(rest) if rest else ()))),
-    ]
+    parts: list[dict[str, str]] = []
+    for at, between in enumerate(text.split(IMAGE_PLACEHOLDER)):
+        parts += [{"type": "image"}] if at else []
+        parts += _typed(between) if between else []
+    return parts
 
 
 def _reasoning(text: str) -> Json:
@@ -324,16 +317,12 @@ def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"the arguments of the call of {name!r} are not JSON: {error}", "write them as a JSON object"
-        ) from None
+        problem = f"the arguments of the call of {name!r} are not JSON: {error}"
+        raise DataError(problem, "write them as a JSON object") from None
     if not isinstance(decoded, dict):
         raise DataError(f"the arguments of the call of {name!r} are not a JSON object", "write them as a JSON object")
-    return {
-        "id": f"call{at:05}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments if form.is_text else decoded},
-    }
+    function = {"name": name, "arguments": arguments if form.is_text else decoded}
+    return {"id": f"call{at:05}", "type": "function", "function": function}
 
 
 def _thought_apart(message: Message) -> Message:
@@ -341,7 +330,7 @@ def _thought_apart(message: Message) -> Message:
     return replace(message, reasoning=found[1].strip(), content=found[2].strip()) if found else message
 
 
-def _behind(answer: str, whole: str, start: int) -> int | None:
+def _end_of(answer: str, whole: str, start: int) -> int | None:
     """Where the answer that begins at `start` ends; templates may trim its blanks."""
     text, blanks = answer.strip(), _BLANKS.match(whole, start)
     begin = blanks.end() if blanks else start
@@ -351,7 +340,7 @@ def _behind(answer: str, whole: str, start: int) -> int | None:
 def _lost(prompt: str, whole: str) -> DataError:
     written = whole[len(prompt) :] if whole.startswith(prompt) else whole
     return DataError(
-        f"the chat template does not write the answer as it stands; after {prompt[-40:]!r} comes {written[-80:]!r}",
+        f"the chat template does not write the answer unchanged; after {prompt[-40:]!r} comes {written[-80:]!r}",
         "a model whose template does, or `data.template: plain`, can be trained on these rows",
     )
 
@@ -365,13 +354,9 @@ def read_tools(tools: str) -> Tools:
     except (ValueError, RecursionError) as error:
         raise DataError(f"the tools are not JSON: {error}", "write them as a JSON list") from None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-        raise DataError(
-            "the tools are not a list of JSON objects",
-            "write them as a JSON list of objects with name, description and parameters",
-        )
-    return [
-        tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": tool} for tool in listed
-    ]
+        remedy = "write them as a JSON list of objects with name, description and parameters"
+        raise DataError("the tools are not a list of JSON objects", remedy)
+    return [t if isinstance(t.get("function"), dict) else {"type": "function", "function": t} for t in listed]
 
 
 def require_tools(tools: Tools, prompt: str) -> None:

@@ -1,78 +1,236 @@
-"""Which rows are computed together: the longest first, as many as the room holds, fewer where that was too much.
+"""Prompts in batches: the longest first, as many as the planned limit allows, fewer after running out of memory.
 
-The longest come first so that what would not fit fails at once, and rows of like length share a batch.
-"""
+The longest come first so that what does not fit fails at once, and rows of similar length share a batch. The images of
+the next batches are decoded in processes of their own meanwhile."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
-from finefit.artifacts.forecasts import Room
-from finefit.errors import Resumable
-from finefit.step.shortage import is_shortage
+from finefit.artifacts.forecasts import EvalBatchLimit
+from finefit.data.columns import RecordError
+from finefit.data.image_check import ProcessorFactory, image_input, image_processor_of, read_unchanged
+from finefit.data.render import Renderer
+from finefit.data.rows import ImageRef, Row
+from finefit.errors import DataError, Resumable, is_out_of_memory
+from finefit.evaluate.decoding import ChooseTokens, MakeImageInputs, causal_of, decode, likeliest
+from finefit.model.attention import turns_by_longest
+from finefit.objective.batch import Extra
+from finefit.vision.family import ImageGeometry, ImageInput, ImageProcessor
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
 Ahead = Callable[[Sequence[int], Sequence[int]], None]
-"""(the indices of a batch, those behind it): what they need can be got ready."""
+"""(indices of a batch, indices after it): prepares what they need."""
+Submit = Callable[..., "Future[Any]"]
+"""(function, *arguments) -> its result, such as `BatchWorkers.submit`."""
+ImageRefs = Sequence[Sequence[ImageRef]]
+"""The images of each row."""
+_VALUES_AHEAD: Final = 1 << 28
+"""Pixel values that may wait for their batch: 1 GiB."""
+_READERS: Final = 8
+_NUM_SHOWN: Final = 5
 
 
 def in_batches(
     lengths: Sequence[int],
-    room: Room,
+    batch_limit: EvalBatchLimit,
     compute: Callable[[list[int]], Sequence[T]],
     *,
     warn: Warn,
     ahead: Ahead = lambda _now, _then: None,
 ) -> Iterator[tuple[int, T]]:
-    """(index, result) of every row. `lengths`: tokens that each takes to its end; `compute` is given the indices of a batch. A batch that runs out of
-    memory is cut in half, and so is the room for those after it."""
+    """(index, result) of every row. `lengths`: tokens of each row at its end; `compute` gets the indices of a batch. A
+    batch that runs out of memory is halved, and so is the limit for those after it."""
     waiting = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     while waiting:
-        chosen = first_batch(waiting, lengths, room)
+        chosen = first_batch(waiting, lengths, batch_limit)
         ahead(chosen, waiting[len(chosen) :])
         found = _attempt(compute, chosen)
-        if isinstance(found, str):
-            room = _narrower(room, len(chosen), lengths[chosen[0]], found)
-            _give_back()
-            warn(
-                f"out of memory with {len(chosen)} rows of up to {lengths[chosen[0]]:,} tokens at once; went on with {len(chosen) // 2}"
-            )
+        if not isinstance(found, str):
+            yield from zip(chosen, found, strict=True)
+            waiting = waiting[len(chosen) :]
             continue
-        yield from zip(chosen, found, strict=True)
-        waiting = waiting[len(chosen) :]
+        num_rows, length = len(chosen), lengths[chosen[0]]
+        batch_limit = _halved(batch_limit, num_rows, length, found)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        warn(f"out of memory with {num_rows} rows of up to {length:,} tokens at once; went on with {num_rows // 2}")
 
 
-def first_batch(waiting: Sequence[int], lengths: Sequence[int], room: Room) -> list[int]:
-    """The longest of those that wait, and as many behind it as there is room for when all are padded to its length; never none."""
-    rows = min(room.rows, room.tokens // max(1, lengths[waiting[0]]))
+def first_batch(waiting: Sequence[int], lengths: Sequence[int], batch_limit: EvalBatchLimit) -> list[int]:
+    """The longest row, and as many after it as fit when all are padded to its length; never empty."""
+    rows = min(batch_limit.rows, batch_limit.tokens // max(1, lengths[waiting[0]]))
     return list(waiting[: max(1, rows)])
 
 
 def _attempt(compute: Callable[[list[int]], Sequence[T]], chosen: list[int]) -> Sequence[T] | str:
-    """What it gives, or how it ran out. The words alone leave: with the error would stay all that it was raised from."""
+    """The results, or the message of an out-of-memory error. The error itself would keep its frames' tensors alive."""
     try:
         return compute(chosen)
     except (RuntimeError, MemoryError) as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         return str(error).strip() or type(error).__name__
 
 
-def _narrower(room: Room, num_rows: int, length: int, words: str) -> Room:
+def _halved(batch_limit: EvalBatchLimit, num_rows: int, length: int, message: str) -> EvalBatchLimit:
     if num_rows == 1:
         raise Resumable(
-            f"a single row of {length:,} tokens, prompt and answer together, does not fit in the memory that is free: {words}",
-            "the answers so far are kept: free the card and give the same command again, or evaluate on a larger one, with --device cpu, "
-            "with smaller max_new_tokens, or with prompts cut by data.too_long: cut_prompt",
+            (
+                f"a single row of {length:,} tokens, prompt and answer together, does not fit in the free memory: "
+                f"{message}"
+            ),
+            "the answers so far are kept: free the card and give the same command again, or evaluate on a larger card, "
+            "with --device cpu, with smaller max_new_tokens, or with prompts cut by data.too_long: cut_prompt",
         )
-    return replace(room, rows=room.rows // 2, tokens=num_rows // 2 * length)
+    return replace(batch_limit, rows=batch_limit.rows // 2, tokens=num_rows // 2 * length)
 
 
-def _give_back() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def limit_for(model: nn.Module, lengths: Sequence[int], batch_limit: EvalBatchLimit) -> EvalBatchLimit:
+    """One row at a time where a long row would change the others beside it."""
+    is_changing = turns_by_longest(causal_of(model).config, max(lengths, default=0))
+    return replace(batch_limit, rows=1) if is_changing else batch_limit
+
+
+# Images
+
+
+class ImagePrefetch:
+    """Decodes each image once while it is needed, however many rows show it."""
+
+    def __init__(self, processor_factory: ProcessorFactory, submit: Submit, *, most_ahead: int = _VALUES_AHEAD) -> None:
+        self._factory, self._submit, self._most_ahead = processor_factory, submit, most_ahead
+        self._coming: dict[ImageRef, Future[ImageInput]] = {}
+
+    @property
+    def geometry(self) -> ImageGeometry:
+        return _processor(self._factory).geometry
+
+    def ahead(self, now: Iterable[ImageRef], then: Iterable[ImageRef]) -> None:
+        """Starts on all images of `now`, and on those of `then` as far as they may wait. Others are dropped."""
+        wanted, total = dict.fromkeys(now), 0
+        for ref in then:
+            total += ref.num_values
+            if total > self._most_ahead:
+                break
+            wanted[ref] = None
+        self._coming = {ref: self._future(ref) for ref in wanted}
+
+    def load(self, ref: ImageRef) -> ImageInput:
+        return self._future(ref).result()
+
+    def _future(self, ref: ImageRef) -> "Future[ImageInput]":
+        return self._coming.get(ref) or self._submit(_image_input, self._factory, ref)
+
+
+def _image_input(processor_factory: ProcessorFactory, ref: ImageRef) -> ImageInput:
+    return image_input(_processor(processor_factory), ref)
+
+
+def _processor(processor_factory: ProcessorFactory) -> ImageProcessor:
+    image_processor = image_processor_of(processor_factory)
+    assert image_processor is not None, "only vision-language models have images to prefetch"
+    return image_processor
+
+
+def prefetching(images: ImagePrefetch | None, image_refs: ImageRefs) -> Ahead:
+    """Decodes the images of the next rows while those before them are computed."""
+
+    def ahead(now: Sequence[int], then: Sequence[int]) -> None:
+        if images is not None:
+            images.ahead(*(chain.from_iterable(image_refs[at] for at in indices) for indices in (now, then)))
+
+    return ahead
+
+
+def image_inputs(images: ImagePrefetch, image_refs: ImageRefs) -> MakeImageInputs:
+    """Of the prompts that show these images."""
+
+    def make(input_ids_BT: NDArray[np.int64], lengths: Sequence[int]) -> Extra:
+        return images.geometry.extra(input_ids_BT, lengths, [[images.load(ref) for ref in row] for row in image_refs])
+
+    return make
+
+
+def require_images(rows: Sequence[Row]) -> None:
+    """Before a model is loaded, every image must be what it was when its row was prepared; all faults are reported at
+    once, by file and row."""
+    first: dict[ImageRef, str] = {}
+    for row in rows:
+        first |= {ref: row.place for ref in row.image_refs if ref not in first}
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = zip(first, readers.map(_image_fault, first), strict=True)
+        faults = [f"{first[ref]}: its image {fault}" for ref, fault in found if fault]
+    if faults:
+        more = f"\nand {len(faults) - _NUM_SHOWN} more" if len(faults) > _NUM_SHOWN else ""
+        remedy = "put the images back as they were, or prepare the rows anew: start again with --new"
+        raise DataError("\n".join(faults[:_NUM_SHOWN]) + more, remedy)
+
+
+def _image_fault(ref: ImageRef) -> str | None:
+    try:
+        read_unchanged(ref)
+    except RecordError as fault:
+        return str(fault)
+    return None
+
+
+# Answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    text: str
+    new_tokens: int
+    """The stop token included."""
+    is_cut: bool
+    """It had not ended after max_new_tokens."""
+
+
+def answers(
+    model: nn.Module,
+    renderer: Renderer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_limit: EvalBatchLimit,
+    device: str,
+    warn: Warn,
+    choose: Callable[[Sequence[int]], ChooseTokens] = lambda _: likeliest,
+    images: ImagePrefetch | None = None,
+    image_refs: ImageRefs = (),
+) -> Iterator[tuple[int, Answer]]:
+    """(index, answer) for every prompt. The other prompts of a batch change an answer only by the rounding of kernels.
+    `choose`: how the tokens of a batch are chosen, by the indices of its prompts. `images`: for a vision-language
+    model, with the `image_refs` of all prompts."""
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    stops = renderer.stop_tokens
+
+    def compute(chosen: list[int]) -> list[Answer]:
+        written = decode(
+            model,
+            [prompts[at] for at in chosen],
+            max_new_tokens=max_new_tokens,
+            stops=stops,
+            pad=renderer.pad,
+            device=device,
+            choose=choose(chosen),
+            make_images=None if images is None else image_inputs(images, [image_refs[at] for at in chosen]),
+        )
+        return [
+            Answer(text=renderer.decode_answer(tokens), new_tokens=len(tokens), is_cut=tokens[-1] not in stops)
+            for tokens in written
+        ]
+
+    limit = limit_for(model, lengths, batch_limit)
+    return in_batches(lengths, limit, compute, warn=warn, ahead=prefetching(images, image_refs))

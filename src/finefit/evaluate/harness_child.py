@@ -1,9 +1,10 @@
-"""`python -m finefit.evaluate.harness_child PARENT ARGUMENTS`: lm-eval with these. It ends with PARENT, which started it, however that ends."""
+"""`python -m finefit.evaluate.harness_child PARENT ARGUMENTS`: lm-eval with these arguments. It ends with PARENT, the
+process that started it, however that ends, and imports nothing of its own that is slow."""
 
 import runpy
 import sys
 
-from finefit.artifacts.launcher import end_with_parent
+from finefit.artifacts.processes import end_with_parent
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
-"""A language model behind an OpenAI-compatible address marks every answer, once all answers are safe on disk.
-
-Verdicts are kept one by one, so that an address that fails costs nothing that was judged before.
-"""
+"""A language model behind an OpenAI-compatible address marks every answer, once all answers are on disk. Verdicts are
+kept one by one, so that a failing address costs nothing that was judged before."""
 
 import hashlib
 import os
@@ -15,27 +13,26 @@ from typing import Any
 
 import httpx
 
-from finefit.artifacts.evaluations import EvalItem
-from finefit.artifacts.journal import Journal, read_lines
-from finefit.data.tasks import Task
-from finefit.data.tasks.judged import NOT_MARKED, asked, counts_of_mark, mark_in
+from finefit.artifacts.atomic import Journal, read_lines
+from finefit.artifacts.stage_records import EvalItem
 from finefit.errors import Resumable, RunError
 from finefit.spec.tasks import Judge
+from finefit.tasks import Task
+from finefit.tasks.judge_marks import NOT_MARKED, counts_of_mark, judge_question, mark_in
 
 _AT_ONCE = 8
 _SHOWN = 200
 _KEPT = "answers and verdicts so far are kept, so give the same command again"
-_Done = queue.SimpleQueue[tuple[str, str | Exception]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     attempts: int = 6
     first_seconds: float = 1.0
     """Before the second attempt; twice as long before each further one."""
     longest_seconds: float = 60.0
     reply_seconds: float = 300.0
-    """For one reply; a judge that thinks takes its time."""
+    """For one reply; a judge that reasons takes long."""
 
 
 def judge_items(
@@ -45,40 +42,34 @@ def judge_items(
     *,
     verdicts: Path,
     seed: int = 0,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> list[EvalItem]:
-    """Every item with a result gets its verdict and its mark. `verdicts`: where they are kept; what is there already is not asked again."""
+    """Every item with a result gets a verdict and a mark. `verdicts`: the file that keeps them; what it holds is not
+    asked again."""
     questions = {
-        item.item: asked(judge, prompt=item.prompt, answer=item.answer, reference=item.reference)
+        item.item: judge_question(judge, prompt=item.prompt, answer=item.answer, reference=item.reference)
         for item in items
         if item.failure is None
     }
-    keys = {
-        at: hashlib.sha256(f"{judge.model}\n{judge.url}\n{question}".encode()).hexdigest()
-        for at, question in questions.items()
-    }
+    who = f"{judge.model}\n{judge.url}"
+    keys = {at: hashlib.sha256(f"{who}\n{question}".encode()).hexdigest() for at, question in questions.items()}
     known = {str(line["key"]): str(line["verdict"]) for line in read_lines(verdicts)}
     missing = {key: questions[at] for at, key in keys.items() if key not in known}  # equal questions are asked once
     if missing:
-        with Journal(verdicts) as journal, _open(judge, seed, patience or Patience()) as line:
-            for key, verdict in _replies(line, missing):
+        with Journal(verdicts) as journal, _open(judge, seed, patience or RetryPolicy()) as client:
+            for key, verdict in _replies(client, missing):
                 journal.write(key=key, verdict=verdict)
                 known[key] = verdict
     return [_judged(task, item, known[keys[item.item]]) if item.item in keys else item for item in items]
 
 
-def marks_made_fit(task: Task, item: EvalItem) -> EvalItem:
-    """An answer outlives a change of mind about judges: one that was written down with, or without, counts what the task counts now."""
-    known = {name for metric in task.metrics for name in metric.counts}
-    foreign, missing = (
-        (NOT_MARKED.keys() - known) & item.counts.keys(),
-        (NOT_MARKED.keys() & known) - item.counts.keys(),
-    )
-    if not foreign and not missing:
+def with_current_marks(task: Task, item: EvalItem) -> EvalItem:
+    """Answers are kept when a judge is added or removed: the item gets or loses the counts of marks."""
+    is_judged = NOT_MARKED.keys() <= {name for metric in task.metrics for name in metric.counts}
+    if is_judged == (NOT_MARKED.keys() <= item.counts.keys()):
         return item
-    counts = {name: count for name, count in item.counts.items() if name not in foreign} | {
-        name: NOT_MARKED[name] for name in sorted(missing)
-    }
+    counts = {name: count for name, count in item.counts.items() if name not in NOT_MARKED}
+    counts |= NOT_MARKED if is_judged else {}
     return replace(item, counts=counts, scores=task.scores(counts))
 
 
@@ -88,18 +79,16 @@ def _judged(task: Task, item: EvalItem, verdict: str) -> EvalItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """To the judge."""
-
+class _JudgeClient:
     client: httpx.Client
     judge: Judge
     secret: str | None
     seed: int
-    patience: Patience
+    patience: RetryPolicy
     is_over: threading.Event
 
     def ask(self, question: str) -> str:
-        """Its reply. What may pass is tried again, later and later; what will not is told at once."""
+        """Its reply. What may pass is tried again with growing pauses; anything else is reported at once."""
         problem, wait = "", 0.0
         for attempt in range(self.patience.attempts):
             if self.is_over.wait(wait):
@@ -115,36 +104,32 @@ class _Line:
                 wait = max(wait, _asked_to_wait(response, self.patience))
                 continue
             if response.status_code != httpx.codes.OK:
-                raise RunError(
-                    f"the judge {self.judge.model} at {self.judge.url} refuses: {response.status_code} {self._shown(response.text)}",
-                    f"check judge.url, judge.model and judge.key; {_KEPT}",
-                )
+                refusal = f"{response.status_code} {self._shown(response.text)}"
+                remedy = f"check judge.url, judge.model and judge.key; {_KEPT}"
+                raise RunError(f"the judge {self.judge.model} at {self.judge.url} refuses: {refusal}", remedy)
             content = _content(response)
             if content is not None:
                 return content
             problem = f"gives no chat completion: {self._shown(response.text)}"
         raise Resumable(
             f"the judge {self.judge.model} at {self.judge.url} {problem} ({self.patience.attempts} attempts)",
-            f"check that it runs and that judge.url is an OpenAI-compatible address, such as http://localhost:8000/v1; {_KEPT}",
+            "check that it runs and that judge.url is an OpenAI-compatible address, such as "
+            f"http://localhost:8000/v1; {_KEPT}",
         )
 
     def _post(self, question: str) -> httpx.Response:
-        body = {
-            "model": self.judge.model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-            "seed": self.seed,
-        }
+        messages = [{"role": "user", "content": question}]
+        body = {"model": self.judge.model, "messages": messages, "temperature": 0, "seed": self.seed}
         return self.client.post(self.judge.url.rstrip("/") + "/chat/completions", json=body)
 
     def _shown(self, text: str) -> str:
-        """The secret stays out of every word of ours, even where the other side repeats it."""
+        """The secret never appears in a message, even where the other side repeats it."""
         hidden = text if self.secret is None else text.replace(self.secret, "***")
         return " ".join(hidden.split())[:_SHOWN]
 
 
 def _content(response: httpx.Response) -> str | None:
-    """Of a reply without any text the empty one, which holds no mark; None where it is no reply of a chat."""
+    """Empty for a reply without text, which holds no mark; None where it is not a chat completion."""
     try:
         content: Any = response.json()["choices"][0]["message"].get("content")
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -152,19 +137,19 @@ def _content(response: httpx.Response) -> str | None:
     return content if isinstance(content, str) else "" if content is None else None
 
 
-def _asked_to_wait(response: httpx.Response, patience: Patience) -> float:
-    """By the address itself, in seconds; its dates are not heeded."""
-    told = response.headers.get("retry-after", "")
-    return min(float(told), patience.longest_seconds) if told.isdigit() else 0.0
+def _asked_to_wait(response: httpx.Response, patience: RetryPolicy) -> float:
+    """By the server, in seconds; dates are ignored."""
+    asked = response.headers.get("retry-after", "")
+    return min(float(asked), patience.longest_seconds) if asked.isdigit() else 0.0
 
 
 @contextmanager
-def _open(judge: Judge, seed: int, patience: Patience) -> Iterator[_Line]:
+def _open(judge: Judge, seed: int, patience: RetryPolicy) -> Iterator[_JudgeClient]:
     secret, is_over = _secret(judge), threading.Event()
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
     with httpx.Client(headers=headers, timeout=httpx.Timeout(patience.reply_seconds)) as client:
         try:
-            yield _Line(client=client, judge=judge, secret=secret, seed=seed, patience=patience, is_over=is_over)
+            yield _JudgeClient(client=client, judge=judge, secret=secret, seed=seed, patience=patience, is_over=is_over)
         finally:
             is_over.set()
 
@@ -172,52 +157,44 @@ def _open(judge: Judge, seed: int, patience: Patience) -> Iterator[_Line]:
 def _secret(judge: Judge) -> str | None:
     if judge.key is None:
         return None
-    secret = os.environ.get(judge.key, "").strip()  # read from a file it often ends with the line
+    secret = os.environ.get(judge.key, "").strip()  # a secret read from a file often ends with a newline
     if not secret:
-        raise RunError(
-            f"judge.key names the environment variable {judge.key}, which is not set",
-            f"export {judge.key}=...; {_KEPT}",
-        )
+        problem = f"judge.key names the environment variable {judge.key}, which is not set"
+        raise RunError(problem, f"export {judge.key}=...; {_KEPT}")
     if not (secret.isascii() and secret.isprintable()):
-        raise RunError(
-            f"judge.key names the environment variable {judge.key}, which holds characters that no header can carry: only printable ASCII can",
-            f"export {judge.key}=... with the secret alone; {_KEPT}",
+        problem = (
+            f"judge.key names the environment variable {judge.key}, which has characters other than printable ASCII"
         )
+        raise RunError(problem, f"export {judge.key}=... with the secret alone; {_KEPT}")
     return secret
 
 
-def _replies(line: _Line, questions: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Some at once, as they come. The first that fails ends it; what the others have brought by then is given first."""
+def _replies(client: _JudgeClient, questions: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """In parallel, as they come. The first failure ends it, after the replies that have arrived by then."""
     todo: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-    done: _Done = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[str, str | Exception]] = queue.SimpleQueue()
     for pair in questions.items():
         todo.put(pair)
 
     def work() -> None:
-        while not line.is_over.is_set():
+        while not client.is_over.is_set():
             try:
                 key, question = todo.get_nowait()
             except queue.Empty:
                 return
             try:
-                done.put((key, line.ask(question)))
-            except Exception as error:  # noqa: BLE001 raised again by the one that waits
+                done.put((key, client.ask(question)))
+            except Exception as error:  # noqa: BLE001 raised again by the reader
                 done.put((key, error))
 
     for _ in range(min(_AT_ONCE, len(questions))):
-        threading.Thread(
-            target=work, daemon=True
-        ).start()  # nobody waits for one that hangs when the evaluation is stopped
+        threading.Thread(target=work, daemon=True).start()  # a hanging thread must not keep a stopped evaluation alive
     for _ in questions:
         key, reply = done.get()
         if isinstance(reply, Exception):
-            yield from _left(done)
+            while not done.empty():
+                key, left = done.get()
+                if isinstance(left, str):
+                    yield key, left
             raise reply
         yield key, reply
-
-
-def _left(done: "_Done") -> Iterator[tuple[str, str]]:
-    while not done.empty():
-        key, reply = done.get()
-        if isinstance(reply, str):
-            yield key, reply

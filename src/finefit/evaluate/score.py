@@ -1,16 +1,17 @@
-"""Items -> one record. All items count; one without a result counts as nothing found; every score has its interval and its n."""
+"""Items become one record. All items count, one without a result as nothing found; every score has an interval and
+n."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from finefit.artifacts.evaluations import Candidate, DatasetScores, EvalItem, EvalResult, ItemImage, Score
-from finefit.data.items import key_of
-from finefit.data.rows import Row
-from finefit.data.tasks import Likelihood, NoResult, Reading, Reply, Task
+from finefit import __version__
+from finefit.artifacts.stage_records import CandidateAnswer, DatasetScores, EvalItem, EvalResult, ItemImage, Score
+from finefit.data.rows import Row, key_of
 from finefit.errors import DataError
-from finefit.stats import cautions, interval_of
-from finefit.stats.metrics import Metric, table
+from finefit.facts.machine import read_version
+from finefit.stats.metrics import Metric, cautions, interval_of, table
+from finefit.tasks import Likelihood, NoResult, Reply, ScoredReply, Task
 
 
 def score_item(
@@ -23,7 +24,7 @@ def score_item(
     try:
         reading = task.read(reply, row)
     except NoResult as reason:
-        reading = Reading(extracted=None, counts=task.nothing(row), failure=str(reason))
+        reading = ScoredReply(extracted=None, counts=task.nothing(row), failure=str(reason))
     failure = reading.failure
     if failure is not None and is_cut:
         failure += f" (cut at {new_tokens} tokens)"
@@ -42,44 +43,38 @@ def score_item(
         candidates=_candidates(reply),
         new_tokens=new_tokens,
         is_cut=is_cut,
-        images=tuple(ItemImage(name=picture.place, sha256=picture.sha256) for picture in row.pictures),
+        images=tuple(ItemImage(name=picture.place, sha256=picture.sha256) for picture in row.image_refs),
     )
 
 
-def _candidates(reply: Reply) -> tuple[Candidate, ...]:
-    """None where one of them is not finite, which no record can hold: the item's failure says so then."""
+def _candidates(reply: Reply) -> tuple[CandidateAnswer, ...]:
+    """None where one of them is not finite, which a record cannot hold: the item's failure says so."""
     found = [*((True, one) for one in reply.right), *((False, one) for one in reply.wrong)]
     if not all(math.isfinite(one.logprob) for _, one in found):
         return ()
     return tuple(
-        Candidate(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens) for is_right, one in found
+        CandidateAnswer(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens)
+        for is_right, one in found
     )
 
 
 def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem]:
-    """With what the task counts once all items are answered; where no result was found there is nothing to count."""
+    """With the counts of `Task.finish` for the items that have a result."""
     if task.finish is None:
         return [item for _, item in items]
     found = [(row, item) for row, item in items if item.failure is None]
     further = task.finish([(row, reply_of(item)) for row, item in found])
     counted = {item.item: item.counts | dict(counts) for (_, item), counts in zip(found, further, strict=True)}
-    return [
-        replace(item, counts=(counts := counted.get(item.item, item.counts)), scores=task.scores(counts))
-        for _, item in items
-    ]
+    with_counts = [(item, counted.get(item.item, item.counts)) for _, item in items]
+    return [replace(item, counts=counts, scores=task.scores(counts)) for item, counts in with_counts]
 
 
 def reply_of(item: EvalItem) -> Reply:
-    """As the task was given it."""
-    right, wrong = (
-        tuple(
-            Likelihood(text=c.text, logprob=c.logprob, tokens=c.tokens)
-            for c in item.candidates
-            if c.is_right == is_right
-        )
-        for is_right in (True, False)
-    )
-    return Reply(text=item.answer, right=right, wrong=wrong)
+    """The reply that the item was scored by."""
+    sides: dict[bool, list[Likelihood]] = {True: [], False: []}
+    for found in item.candidates:
+        sides[found.is_right].append(Likelihood(text=found.text, logprob=found.logprob, tokens=found.tokens))
+    return Reply(text=item.answer, right=tuple(sides[True]), wrong=tuple(sides[False]))
 
 
 def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, available: int, seconds: float) -> EvalResult:
@@ -109,7 +104,7 @@ def _scores(task: Task, items: Sequence[EvalItem]) -> dict[str, Score]:
 
 
 def _by_dataset(task: Task, items: Sequence[EvalItem]) -> dict[str, DatasetScores]:
-    """Data sets differ in what is hard about them, so that the score of a mixture alone says little."""
+    """Empty for a single data set. Data sets differ in difficulty, so the score of a mixture alone says little."""
     parts: dict[str, list[EvalItem]] = {}
     for item in items:
         parts.setdefault(item.dataset, []).append(item)
@@ -122,6 +117,11 @@ def _by_dataset(task: Task, items: Sequence[EvalItem]) -> dict[str, DatasetScore
 
 
 def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:
-    """A rate gets Wilson's interval, anything else the bootstrap's; a single mean says nothing, which is the whole range."""
+    """Wilson's interval for a rate, the bootstrap's for anything else; a single item has the whole range."""
     found = interval_of(metric, table(metric, [item.counts for item in items]))
     return Score(value=found.value, low=found.low, high=found.high)
+
+
+def made_with() -> dict[str, str]:
+    """The versions that an answer depends on: answers of different versions are not mixed in one record."""
+    return {"finefit": __version__} | {name: str(read_version(name)) for name in ("torch", "transformers", "peft")}

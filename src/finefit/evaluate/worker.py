@@ -1,6 +1,9 @@
-"""`python -m finefit.evaluate.worker REQUEST.json`: answers every item of a task with one checkpoint and leaves one record.
+"""`python -m finefit.evaluate.worker REQUEST.json`: answers every item of a task with one model and leaves one record.
+Every item is scored and written down as soon as it is complete.
 
-`--part k/n` is for a process that answers its share of the items beside others and leaves nothing but them.
+On several GPUs the items are shared: each process has a whole model and answers every n-th item. The first is the
+evaluation itself; the others (`--part k/n`) are its children. They end when it ends, and it fails when one of them
+does.
 """
 
 import argparse
@@ -8,85 +11,106 @@ import gc
 import hashlib
 import logging
 import os
+import resource
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
+from pydantic import TypeAdapter
+from torch import nn
 
-from finefit.artifacts.evaluations import EvalFailure, EvalItem, EvalRequest, EvalResult
-from finefit.artifacts.journal import read_lines
-from finefit.artifacts.launcher import on_stop_signals, when_launcher_ends
-from finefit.artifacts.records import Failure, write_record
-from finefit.data.items import is_asked, key_of, read_items
-from finefit.data.rows import Row
-from finefit.data.tasks import Task, make_task
-from finefit.errors import FinefitError, Interrupted
-from finefit.evaluate.answering import Taken, Work, answer, answered, read_work
-from finefit.evaluate.judge import judge_items, marks_made_fit
-from finefit.evaluate.score import finished, summarise
-from finefit.evaluate.sharing import ALONE, Part, companions, read_part
-from finefit.evaluate.versions import made_with
-from finefit.model.load import quiet
+from finefit import errors
+from finefit.artifacts.atomic import Journal, read_lines
+from finefit.artifacts.checkpoint import problems
+from finefit.artifacts.processes import on_stop_signals, when_launcher_ends
+from finefit.artifacts.records import Failure, Levers, read_record, write_record
+from finefit.artifacts.rundir import EvalPaths, StageDir
+from finefit.artifacts.stage_records import EvalFailure, EvalItem, EvalRequest, EvalResult, Subject
+from finefit.custom.inputs import processor_opener
+from finefit.custom.model import load_custom_for_answers
+from finefit.data.batch_workers import BatchWorkers, num_workers
+from finefit.data.image_check import image_processor_of
+from finefit.data.render import Renderer, open_renderer
+from finefit.data.rows import Row, is_asked, key_of, read_items
+from finefit.errors import FinefitError, Interrupted, Resumable, RunError, WorkerDied, is_out_of_memory
+from finefit.evaluate.batches import ImagePrefetch, require_images
+from finefit.evaluate.generate import AnswerModel, replies
+from finefit.evaluate.judge import judge_items, with_current_marks
+from finefit.evaluate.score import finished, made_with, score_item, summarise
+from finefit.model.attention import attention_here, for_answers
+from finefit.model.load import base_bits, load_for_answers, quiet, starting_adapter, weight_dtype
+from finefit.model.resolve_model import ResolvedModel, resolve_start
+from finefit.spec.models import CustomModel
+from finefit.step.levers import apply_levers
+from finefit.tasks import Task, make_task
+from finefit.vision.family import ImageProcessor
 
 log = logging.getLogger("finefit")
+MODULE = "finefit.evaluate.worker"
+_GRACE_SECONDS = 30.0
+"""For a child to end after SIGTERM."""
+_ITEM = TypeAdapter(EvalItem)
 
 
-def evaluate(work: Work) -> EvalResult:
-    task, rows = _task_and_rows(work)
-    asked = _asked(work, rows)
-    chosen = sample(rows, work.request.evaluation.limit, among=asked)
-    taken = _answer_all(work, task, rows, chosen)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalJob:
+    """One request and where it lies."""
+
+    where: StageDir
+    path: Path
+    """Of the request; a user's own task file lies beside it."""
+    request: EvalRequest
+
+    @property
+    def paths(self) -> EvalPaths:
+        settings = self.request.evaluation
+        return self.where.evaluation(settings.label, self.request.checkpoint, settings.limit)
+
+
+def read_job(path: Path) -> EvalJob:
+    return EvalJob(where=StageDir(path.parents[2]), path=path, request=read_record(path, EvalRequest))
+
+
+def evaluate(job: EvalJob) -> EvalResult:
+    request, (task, rows, asked, chosen) = job.request, _items_of(job)
+    cost = _answer_all(job, task, rows, chosen)
     gc.collect()
-    torch.cuda.empty_cache()  # what finishes the task may need a model of its own
-    items = _scored(work, task, rows, chosen)
-    result = summarise(task, work.request.checkpoint, items, available=len(asked), seconds=taken.seconds)
-    befallen = dict.fromkeys(str(line["warning"]) for line in read_lines(work.paths.warnings))
+    torch.cuda.empty_cache()  # finishing the task may need a model of its own
+    items = _scored_items(job, task, rows, chosen)
+    result = summarise(task, request.checkpoint, items, available=len(asked), seconds=cost.seconds)
+    warnings = dict.fromkeys(str(line["warning"]) for line in read_lines(job.paths.warnings))
+    decoding = f"greedy, at most {request.evaluation.max_new_tokens} new tokens"
+    signature = {**made_with(), "decoding": decoding, "precision": request.subject.precision}
     return replace(
         result,
-        signature=result.signature | _signature(work.request),
-        warnings=(*befallen, *result.warnings),
-        loaded_bytes=taken.loaded_bytes,
-        peak_bytes=taken.peak_bytes,
-        foretold_bytes=work.request.room.reserved_bytes,
+        signature=result.signature | signature,
+        warnings=(*warnings, *result.warnings),
+        loaded_bytes=cost.loaded_bytes,
+        peak_bytes=cost.peak_bytes,
+        predicted_bytes=request.batch_limit.reserved_bytes,
     )
 
 
-def _scored(work: Work, task: Task, rows: Sequence[Row], chosen: Sequence[int]) -> list[EvalItem]:
-    """With all that is counted once every item is answered: by the task itself, and by a judge where one is asked."""
-    done, judge = answered(work.paths), work.request.evaluation.judge
-    items = finished(task, [(rows[at], marks_made_fit(task, done[at])) for at in chosen])
-    return (
-        items
-        if judge is None
-        else judge_items(task, items, judge, verdicts=work.paths.verdicts, seed=work.request.subject.seed)
-    )
-
-
-def answer_part(work: Work, part: Part) -> None:
-    """For one of several processes: its items and nothing else."""
-    task, rows = _task_and_rows(work)
-    mine = part.mine(sample(rows, work.request.evaluation.limit, among=_asked(work, rows)))
-    done = answered(work.paths)
-    answer(work, task, rows, [at for at in mine if at not in done], part=part)
-
-
-def _task_and_rows(work: Work) -> tuple[Task, list[Row]]:
-    subject = work.request.subject
-    rows = read_items(work.where.verified(subject.items, {subject.items: subject.items_sha256}))
-    return make_task(work.request.evaluation, form=subject.form, base=work.path.parent, run=work.where.run), rows
-
-
-def _asked(work: Work, rows: Sequence[Row]) -> list[int]:
-    return [at for at, row in enumerate(rows) if is_asked(row, work.request.evaluation.sources)]
+def _items_of(job: EvalJob) -> tuple[Task, list[Row], list[int], list[int]]:
+    """The task, all rows, the numbers of those that it asks for, and the sample of these that is answered."""
+    subject, settings = job.request.subject, job.request.evaluation
+    rows = read_items(job.where.verified(subject.items, {subject.items: subject.items_sha256}))
+    task = make_task(settings, form=subject.form, base=job.path.parent, run=job.where.run)
+    asked = [at for at, row in enumerate(rows) if is_asked(row, settings.sources)]
+    return task, rows, asked, sample(rows, settings.limit, among=asked)
 
 
 def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | None = None) -> list[int]:
-    """The same items for every model and every run that has them, whatever its seed; a smaller sample is a part of a larger one."""
+    """The same items for every model and every run that has them, whatever its seed; a smaller sample is a part of a
+    larger one."""
     everything = range(len(rows)) if among is None else among
     if limit is None or limit >= len(everything):
         return list(everything)
@@ -94,58 +118,300 @@ def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | Non
     return sorted(drawn[:limit])
 
 
-def _answer_all(work: Work, task: Task, rows: Sequence[Row], chosen: list[int]) -> Taken:
-    room, done = work.request.room, answered(work.paths)
-    missing = [at for at in chosen if at not in done]
-    num_parts = 1 if room.is_spread else max(1, min(room.devices, len(missing)))
-    part = Part(number=0, of=num_parts)
-    with companions(work.path, work.paths, num_parts) as look:
-        taken = answer(work, task, rows, [at for at in part.mine(chosen) if at not in done], part=part, look=look)
+def answered(paths: EvalPaths) -> dict[int, EvalItem]:
+    """The items written so far, by whichever process."""
+    found = (_ITEM.validate_python(line) for path in paths.answered() for line in read_lines(path))
+    return {item.item: item for item in found}
+
+
+def _scored_items(job: EvalJob, task: Task, rows: Sequence[Row], chosen: Sequence[int]) -> list[EvalItem]:
+    """With what is counted once every item is answered: by the task itself, and by a judge."""
+    done, judge = answered(job.paths), job.request.evaluation.judge
+    items = finished(task, [(rows[at], with_current_marks(task, done[at])) for at in chosen])
+    if judge is None:
+        return items
+    return judge_items(task, items, judge, verdicts=job.paths.verdicts, seed=job.request.subject.seed)
+
+
+# Shares of the items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemShare:
+    """Which of the processes that share the items this is."""
+
+    number: int = 0
+    of: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def mine(self, items: list[int]) -> list[int]:
+        """By place among all items, so that all processes divide alike whatever is answered already."""
+        return items[self.number :: self.of]
+
+
+ALONE = ItemShare()
+
+
+def read_share(text: str) -> ItemShare:
+    number, of = map(int, text.split("/"))
+    return ItemShare(number=number, of=of)
+
+
+def _answer_all(job: EvalJob, task: Task, rows: Sequence[Row], chosen: list[int]) -> "AnswerCost":
+    limit, done = job.request.batch_limit, answered(job.paths)
+    num_missing = sum(at not in done for at in chosen)
+    share = ItemShare(of=1 if limit.is_spread else max(1, min(limit.devices, num_missing)))
+    with other_shares(job.path, job.paths, share.of) as check_others:
+        todo = [at for at in share.mine(chosen) if at not in done]
+        cost = answer_items(job, task, rows, todo, share=share, after_each=check_others)
         answered_at = time.perf_counter()
-    return replace(taken, seconds=taken.seconds + time.perf_counter() - answered_at)
+    return replace(cost, seconds=cost.seconds + time.perf_counter() - answered_at)
 
 
-def _signature(request: EvalRequest) -> dict[str, str]:
-    how = {
-        "decoding": f"greedy, at most {request.evaluation.max_new_tokens} new tokens",
-        "precision": request.subject.precision,
-    }
-    return made_with() | how
+def answer_share(job: EvalJob, share: ItemShare) -> None:
+    """For one of several processes: its items and nothing else."""
+    task, rows, _, chosen = _items_of(job)
+    done = answered(job.paths)
+    answer_items(job, task, rows, [at for at in share.mine(chosen) if at not in done], share=share)
+
+
+@contextmanager
+def other_shares(request: Path, paths: EvalPaths, num_shares: int) -> Iterator[Callable[[], None]]:
+    """Starts the other processes and waits for them at the end. Yields a check that raises the failure of one of
+    them. A child's standard input is a pipe whose end tells it that this process is gone; it inherits the run's
+    lock."""
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    for number in range(1, num_shares):
+        share = ItemShare(number=number, of=num_shares)
+        command = [sys.executable, "-P", "-m", MODULE, str(request), "--part", str(share)]
+        children[number] = subprocess.Popen(command, stdin=subprocess.PIPE, close_fds=False)
+
+    def check() -> None:
+        for number, child in children.items():
+            if child.poll() not in (None, 0):
+                raise _share_failure(paths, number, num_shares, child.returncode)
+
+    try:
+        yield check
+        for child in children.values():
+            child.wait()
+        check()
+    finally:
+        _end_children(list(children.values()))
+
+
+def _end_children(children: "list[subprocess.Popen[bytes]]") -> None:
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        try:
+            child.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if child.stdin is not None:
+            child.stdin.close()
+
+
+def _share_failure(paths: EvalPaths, number: int, num_shares: int, code: int) -> FinefitError:
+    who = f"process {number + 1} of {num_shares} that share the items"
+    if paths.failure_of(number).exists():
+        failure = read_record(paths.failure_of(number), EvalFailure).failure
+        kind: type[FinefitError] = getattr(errors, failure.kind, FinefitError)
+        return kind(f"{who}: {failure.problem}", failure.remedy)
+    if code < 0:
+        remedy = "give the same command again: the answers so far are kept"
+        return WorkerDied(f"{who} was ended by {signal.Signals(-code).name}", remedy)
+    problem = f"{who} ended with code {code}, which is a fault of finefit; see the run's log"
+    return FinefitError(problem, "please report it with these lines")
+
+
+# One process answers its items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCost:
+    """Of answering in this process."""
+
+    seconds: float = 0.0
+    """Loading excluded."""
+    loaded_bytes: int | None = None
+    """When the model was loaded and nothing was asked yet; counted as the peak is."""
+    peak_bytes: int | None = None
+    """Reserved on the fullest GPU, resident on a CPU."""
+
+
+def answer_items(
+    job: EvalJob,
+    task: Task,
+    rows: Sequence[Row],
+    todo: Sequence[int],
+    *,
+    share: ItemShare,
+    after_each: Callable[[], None] = lambda: None,
+) -> AnswerCost:
+    if not todo:
+        return AnswerCost()
+    device = job.request.subject.device
+    require_images([rows[at] for at in todo])
+    _set_up_device(job.request.subject, share)
+    with _open_model(job, share) as speaker, Journal(job.paths.items_of(share.number)) as items:
+        loaded_bytes, began = held_bytes(device), time.perf_counter()
+        for found in replies(speaker, task, {at: rows[at] for at in todo}):
+            new_tokens, is_cut = (found.answer.new_tokens, found.answer.is_cut) if found.answer else (None, False)
+            row, prompt, reply = rows[found.at], found.prompt, found.reply
+            item = score_item(task, found.at, row, prompt=prompt, reply=reply, new_tokens=new_tokens, is_cut=is_cut)
+            items.write(**_ITEM.dump_python(item, mode="json"))
+            after_each()
+        seconds = time.perf_counter() - began
+        return AnswerCost(seconds=seconds, loaded_bytes=loaded_bytes, peak_bytes=_peak_bytes(device))
+
+
+def _set_up_device(subject: Subject, share: ItemShare) -> None:
+    """Each process on a GPU of its own; on a CPU with its share of the threads."""
+    torch.manual_seed(subject.seed)
+    torch.set_num_threads(max(1, subject.threads // share.of))
+    if subject.device == "cuda" and share.of > 1:
+        if (found := torch.cuda.device_count()) < share.of:
+            problem = f"the items are to be shared over {share.of} cards, and torch sees {found} here"
+            raise RunError(problem, "`finefit doctor` says why")
+        torch.cuda.set_device(share.number)
+
+
+@contextmanager
+def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
+    """A vision-language model has processes that decode images, each started with its first image; a user's own model
+    is given images as they are."""
+    subject, settings, limit, run = job.request.subject, job.request.evaluation, job.request.batch_limit, job.where.run
+    resolved = resolve_start(subject.model, subject.tuning, run)
+    if resolved.fingerprint != subject.model_fingerprint:
+        raise RunError(f"the model {subject.model_name} has changed since this run began")
+    factory = processor_opener(subject.model, run, resolved.folder, subject.images)
+    image_processor = image_processor_of(factory)
+    with BatchWorkers(num_workers(share.of)) as workers:
+        renderer = _renderer(job, image_processor)
+        try:
+            model = _load(job, resolved)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = f"{subject.model_name} does not fit in the free memory: {error}"
+            raise Resumable(problem, "free the card and give the same command again") from None
+        if limit.mlp_tiles > 1:
+            apply_levers(model, Levers(micro_batch=1, mlp_tiles=limit.mlp_tiles))
+        has_images = image_processor is not None and not isinstance(subject.model, CustomModel)
+
+        def warn(words: str) -> None:
+            with Journal(job.paths.warnings) as journal:
+                journal.write(warning=words)
+
+        yield AnswerModel(
+            model=model,
+            renderer=renderer,
+            batch_limit=limit,
+            device=subject.device,
+            max_new_tokens=settings.max_new_tokens,
+            max_prompt_tokens=subject.max_prompt_tokens,
+            warn=warn,
+            images=ImagePrefetch(factory, workers.submit) if has_images else None,
+        )
+
+
+def _renderer(job: EvalJob, image_processor: ImageProcessor | None) -> Renderer:
+    subject, options = job.request.subject, job.request.subject.template_options
+    renderer = open_renderer(
+        job.where.tokenizer, subject.template, template_options=options, image_processor=image_processor
+    )
+    if renderer.sha256() != subject.template_sha256:
+        raise RunError(
+            "the prompt template of this run has changed since it was trained: its scores would mean nothing"
+        )
+    return renderer
+
+
+def _load(job: EvalJob, resolved: ResolvedModel) -> nn.Module:
+    subject, limit, run = job.request.subject, job.request.batch_limit, job.where.run
+    path = None if subject.weights is None else run / subject.weights
+    if path is not None and subject.manifest_sha256 is not None and (found := problems(path)):
+        raise RunError(f"{path.name} does not verify: {'; '.join(found)}", "evaluate another checkpoint")
+    dtype = torch.bfloat16 if subject.precision == "bf16" else weight_dtype(subject.precision, subject.tuning)
+    start, device = starting_adapter(subject.tuning, run), subject.device
+    if isinstance(subject.model, CustomModel):
+        seed = subject.seed
+        return load_custom_for_answers(subject.model, run, path, device=device, dtype=dtype, seed=seed, start=start)
+    return load_for_answers(
+        resolved.folder,
+        path,
+        device=device,
+        dtype=dtype,
+        attention=for_answers(attention_here(device, subject.precision, resolved.folder)),
+        bits=base_bits(subject.tuning),
+        start=start,
+        num_cards=limit.devices if limit.is_spread else 1,
+    )
+
+
+def held_bytes(device: str) -> int:
+    """By this process now: reserved on the fullest GPU, resident on a CPU."""
+    if device == "cuda":
+        return max(torch.cuda.memory_reserved(card) for card in range(torch.cuda.device_count()))
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return max(torch.cuda.max_memory_reserved(card) for card in range(torch.cuda.device_count()))
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# The process
 
 
 def _stop(number: int, _: FrameType | None) -> None:
     raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="finefit.evaluate.worker")
-    parser.add_argument("request", type=lambda text: Path(text).resolve())
-    parser.add_argument("--part", type=read_part, default=ALONE)
-    asked = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
-    quiet()
-    sys.exit(work(asked.request, asked.part))
-
-
-def work(path: Path, part: Part = ALONE) -> int:
-    """The exit code; the reason of a failure is in a record of its own."""
-    asked = read_work(path)
-    failure = asked.paths.failure_of(part.number)
+def exit_code_of(act: Callable[[], None], failure: Path) -> int:
+    """Of a worker's whole work. It stops on a signal and when its launcher ends; the reason of a failure is written to
+    a record of its own."""
     failure.unlink(missing_ok=True)
-    heeded = on_stop_signals(_stop)
+    signals = on_stop_signals(_stop)
     try:
         when_launcher_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
-        if part.of > 1:
-            answer_part(asked, part)
-        else:
-            write_record(asked.paths.result, evaluate(asked))
+        act()
     except FinefitError as error:
-        for number in heeded:  # one stop is enough
+        for number in signals:  # one stop is enough
             signal.signal(number, signal.SIG_IGN)
         log.error("%s", error)
         write_record(failure, EvalFailure(failure=Failure.of(error)))
         return error.exit_code
     return 0
+
+
+def work(path: Path, share: ItemShare = ALONE) -> int:
+    job = read_job(path)
+
+    def act() -> None:
+        if share.of > 1:
+            answer_share(job, share)
+        else:
+            write_record(job.paths.result, evaluate(job))
+
+    return exit_code_of(act, job.paths.failure_of(share.number))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=MODULE)
+    parser.add_argument("request", type=lambda text: Path(text).resolve())
+    parser.add_argument("--part", type=read_share, default=ALONE)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    quiet()
+    sys.exit(work(args.request, args.part))
 
 
 if __name__ == "__main__":

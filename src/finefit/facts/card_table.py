@@ -1,45 +1,46 @@
-"""What is published of the cards that people train on: memory, rates and links.
+"""Published figures of the cards that people train on: memory, rates and links.
 
-`memory_bytes` is nvidia-smi's memory.total as public logs show it under drivers from 510 on (older ones leave 1 to 2 % out); `source` says where it
-is not. CUDA's own total is 0.4 to 2 % below that. Matrix rates are dense and accumulate in fp32, which GeForce cards do at half the rate on the box.
+`memory_bytes` is nvidia-smi's memory.total as public logs show it under drivers from 510 on (older ones report 1 to 2 %
+less), unless `source` says otherwise. CUDA's own total is 0.4 to 2 % lower. Matrix rates are dense and accumulate in
+fp32, which GeForce cards do at half the rate on the box.
 """
 
 from dataclasses import dataclass
 
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
-"""Bytes per second that a pinned copy reaches over 16 lanes in one direction: about 80 % of the wire."""
+"""Bytes per second of a pinned copy over 16 lanes in one direction: about 80 % of the nominal rate."""
 NVLINK_SHARE = 0.8
 """Share of the published one-way NVLink rate that collectives reach."""
 C2C = 300e9
-"""GH200's NVLink-C2C, what copies to the host reach; 450e9 is published."""
+"""Rate of copies to the host over GH200's NVLink-C2C; 450e9 is published."""
 MATRIX_EFFICIENCY = 0.80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardKind:
-    """Rates are per second, those in flops for one card without sparsity."""
+    """Rates are per second, flops without sparsity."""
 
     name: str
     memory_bytes: int
-    """What the driver reports; on cards with optional ECC, with ECC where servers run them so."""
+    """As the driver reports it; with optional ECC on, if servers usually run the card so."""
     bandwidth_bytes_per_second: float
     bf16_flops: float | None
-    """Tensor cores with fp32 accumulation; None where the card has no bf16."""
+    """Tensor cores with fp32 accumulation; None if the card has no bf16."""
     fp16_flops: float
-    """As bf16_flops; on cards without tensor cores the rate of fp32."""
+    """As bf16_flops; without tensor cores the rate of fp32."""
     fp32_flops: float
-    """CUDA cores, no tensor cores."""
+    """Of the CUDA cores."""
     tf32_flops: float | None
     host_bytes_per_second: float
-    """To or from the host's memory, one direction, as a pinned copy reaches it."""
+    """Of a pinned copy to or from host memory, in one direction."""
     link_bytes_per_second: float
-    """To another card of the machine, one direction. NVLink where it is built in; a bridge that must be bought is not counted."""
+    """To another card of the machine, in one direction: built-in NVLink, but no bridges that must be bought."""
     compute_capability: tuple[int, int]
     matrix_efficiency: float
-    """Share of the matrix rate that a good large GEMM reaches."""
+    """Share of the matrix rate that a large GEMM reaches."""
     source: str
     spellings: tuple[str, ...] = ()
-    """Further names of exactly this card: nvidia-smi's, where they are not `name` with the maker's words before it."""
+    """Further names of exactly this card, such as nvidia-smi's if it is not `name` after the maker's words."""
 
     @property
     def has_bf16(self) -> bool:
@@ -51,9 +52,9 @@ class CardKind:
         return self.compute_capability >= (8, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Family:
-    """Cards that share a generation, a slot and a document."""
+    """Cards of one generation, slot and source of figures."""
 
     compute_capability: tuple[int, int]
     host: float
@@ -73,7 +74,7 @@ class _Family:
         efficiency: float = MATRIX_EFFICIENCY,
         note: str = "",
     ) -> CardKind:
-        """Every card with bf16 runs it as fast as fp16, and TF32 at half of that."""
+        """Every card with bf16 runs it as fast as fp16, and TF32 at half that rate."""
         has_bf16 = self.compute_capability >= (8, 0)
         return CardKind(
             name=name,
@@ -97,86 +98,30 @@ def _nvlink(both_ways_gb: float) -> float:
     return both_ways_gb / 2 * 1e9 * NVLINK_SHARE
 
 
-# GeForce cards have no peer access over PCIe (or, up to the 30 series, rarely), so bytes between them go through the host: half of its rate.
-_GEFORCE_20 = _Family(
-    compute_capability=(7, 5),
-    host=PCIE_3,
-    link=PCIE_3 / 2,
-    source="NVIDIA Turing GPU architecture whitepaper, reference clocks",
-)
-_GEFORCE_30 = _Family(
-    compute_capability=(8, 6),
-    host=PCIE_4,
-    link=PCIE_4 / 2,
-    source="NVIDIA Ampere GA102 GPU architecture whitepaper v2.1",
-)
-_GEFORCE_40 = _Family(
-    compute_capability=(8, 9), host=PCIE_4, link=PCIE_4 / 2, source="NVIDIA Ada GPU architecture whitepaper v2.1"
-)
-_GEFORCE_50 = _Family(
-    compute_capability=(12, 0),
-    host=PCIE_5,
-    link=PCIE_5 / 2,
-    source="NVIDIA RTX Blackwell GPU architecture whitepaper v1.1",
-)
-_QUADRO = _Family(
-    compute_capability=(7, 5), host=PCIE_3, link=PCIE_3, source="NVIDIA Turing GPU architecture whitepaper"
-)
-_RTX_A = _Family(
-    compute_capability=(8, 6),
-    host=PCIE_4,
-    link=PCIE_4,
-    source="NVIDIA RTX A-series datasheet, half of the rate with sparsity",
-)
-_RTX_ADA = _Family(
-    compute_capability=(8, 9),
-    host=PCIE_4,
-    link=PCIE_4,
-    source="NVIDIA RTX Ada datasheet, a quarter of the FP8 rate with sparsity",
-)
-_RTX_PRO = _Family(
-    compute_capability=(12, 0),
-    host=PCIE_5,
-    link=PCIE_5,
-    source="NVIDIA RTX PRO Blackwell GPU architecture whitepaper v1.0",
-)
-_PASCAL = _Family(compute_capability=(6, 0), host=PCIE_3, link=PCIE_3, source="NVIDIA Tesla P100 datasheet")
-_VOLTA = _Family(compute_capability=(7, 0), host=PCIE_3, link=PCIE_3, source="NVIDIA V100 datasheet")
-_T4 = _Family(compute_capability=(7, 5), host=PCIE_3, link=PCIE_3, source="NVIDIA T4 datasheet, memory with ECC")
-_AMPERE_SMALL = _Family(
-    compute_capability=(8, 6), host=PCIE_4, link=PCIE_4, source="datasheet of the card, memory with ECC"
-)
-_AMPERE = _Family(compute_capability=(8, 0), host=PCIE_4, link=PCIE_4, source="NVIDIA A100 datasheet")
-_A30 = _Family(compute_capability=(8, 0), host=PCIE_4, link=PCIE_4, source="NVIDIA A30 datasheet")
-_ADA_SERVER = _Family(
-    compute_capability=(8, 9),
-    host=PCIE_4,
-    link=PCIE_4,
-    source="datasheet of the card, half of the rate with sparsity, memory with ECC",
-)
-_HOPPER = _Family(
-    compute_capability=(9, 0),
-    host=PCIE_5,
-    link=_nvlink(900),
-    source="NVIDIA H100 datasheet, half of the rate with sparsity",
-)
-_H200 = _Family(
-    compute_capability=(9, 0),
-    host=PCIE_5,
-    link=_nvlink(900),
-    source="NVIDIA H200 datasheet, half of the rate with sparsity",
-)
-_GH200 = _Family(
-    compute_capability=(9, 0),
-    host=C2C,
-    link=PCIE_5,
-    source="NVIDIA GH200 datasheet; no NVLink between single superchips is assumed",
-)
-_BLACKWELL = _Family(
-    compute_capability=(10, 0), host=PCIE_5, link=_nvlink(1800), source="NVIDIA HGX B200 datasheet, dense"
-)
+# GeForce cards have no peer access over PCIe (the 30 series rarely): bytes between them pass through the host at half
+# its rate.
+_GEFORCE_20 = _Family((7, 5), PCIE_3, PCIE_3 / 2, "NVIDIA Turing GPU architecture whitepaper, reference clocks")
+_GEFORCE_30 = _Family((8, 6), PCIE_4, PCIE_4 / 2, "NVIDIA Ampere GA102 GPU architecture whitepaper v2.1")
+_GEFORCE_40 = _Family((8, 9), PCIE_4, PCIE_4 / 2, "NVIDIA Ada GPU architecture whitepaper v2.1")
+_GEFORCE_50 = _Family((12, 0), PCIE_5, PCIE_5 / 2, "NVIDIA RTX Blackwell GPU architecture whitepaper v1.1")
+_QUADRO = _Family((7, 5), PCIE_3, PCIE_3, "NVIDIA Turing GPU architecture whitepaper")
+_RTX_A = _Family((8, 6), PCIE_4, PCIE_4, "NVIDIA RTX A-series datasheet, half of the rate with sparsity")
+_RTX_ADA = _Family((8, 9), PCIE_4, PCIE_4, "NVIDIA RTX Ada datasheet, a quarter of the FP8 rate with sparsity")
+_RTX_PRO = _Family((12, 0), PCIE_5, PCIE_5, "NVIDIA RTX PRO Blackwell GPU architecture whitepaper v1.0")
+_PASCAL = _Family((6, 0), PCIE_3, PCIE_3, "NVIDIA Tesla P100 datasheet")
+_VOLTA = _Family((7, 0), PCIE_3, PCIE_3, "NVIDIA V100 datasheet")
+_T4 = _Family((7, 5), PCIE_3, PCIE_3, "NVIDIA T4 datasheet, memory with ECC")
+_AMPERE_SMALL = _Family((8, 6), PCIE_4, PCIE_4, "datasheet of the card, memory with ECC")
+_AMPERE = _Family((8, 0), PCIE_4, PCIE_4, "NVIDIA A100 datasheet")
+_A30 = _Family((8, 0), PCIE_4, PCIE_4, "NVIDIA A30 datasheet")
+_ADA_SERVER = _Family((8, 9), PCIE_4, PCIE_4, "datasheet of the card, half of the rate with sparsity, memory with ECC")
+_HOPPER = _Family((9, 0), PCIE_5, _nvlink(900), "NVIDIA H100 datasheet, half of the rate with sparsity")
+_H200 = _Family((9, 0), PCIE_5, _nvlink(900), "NVIDIA H200 datasheet, half of the rate with sparsity")
+_GH200 = _Family((9, 0), C2C, PCIE_5, "NVIDIA GH200 datasheet; no NVLink between single superchips is assumed")
+_BLACKWELL = _Family((10, 0), PCIE_5, _nvlink(1800), "NVIDIA HGX B200 datasheet, dense")
 
 _BOOST = "fp32 from cores and boost clock on the product page, matrix rate in the generation's ratio"
+_NO_TENSOR_CORES = "no tensor cores: fp16 with fp32 accumulation runs at the rate of fp32"
 _LAPTOP = "from cores and the lowest published boost clock, as the maker's power limit decides"
 
 # name, MiB, GB/s, matrix TFLOP/s (dense, fp32 accumulation), fp32 TFLOP/s, further spellings
@@ -251,25 +196,8 @@ CARD_KINDS: tuple[CardKind, ...] = (
         120,
         note="server datasheet, matrix rate as four times fp32, the ratio of the whitepaper",
     ),
-    _PASCAL.card(
-        "P100",
-        16384,
-        732,
-        9.3,
-        9.3,
-        "P100-PCIE-16GB",
-        note="no tensor cores: fp16 with fp32 accumulation runs at the rate of fp32",
-    ),
-    _PASCAL.card(
-        "P100-SXM2",
-        16384,
-        732,
-        10.6,
-        10.6,
-        "P100-SXM2-16GB",
-        link=_nvlink(160),
-        note="no tensor cores: fp16 with fp32 accumulation at the rate of fp32",
-    ),
+    _PASCAL.card("P100", 16384, 732, 9.3, 9.3, "P100-PCIE-16GB", note=_NO_TENSOR_CORES),
+    _PASCAL.card("P100-SXM2", 16384, 732, 10.6, 10.6, "P100-SXM2-16GB", link=_nvlink(160), note=_NO_TENSOR_CORES),
     _VOLTA.card("V100-16GB", 16384, 900, 125, 15.7, "V100-SXM2-16GB", link=_nvlink(300)),
     _VOLTA.card("V100-32GB", 32768, 900, 125, 15.7, "V100-SXM2-32GB", "V100-SXM3-32GB", link=_nvlink(300)),
     _VOLTA.card("V100-16GB PCIe", 16384, 900, 112, 14, "V100-PCIE-16GB"),

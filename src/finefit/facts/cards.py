@@ -1,37 +1,25 @@
-"""Cards by name: what a user asks to plan for, what nvidia-smi calls a card, and which processes hold memory on it."""
+"""Cards by name: the card that a user asks to plan for, and the card that the driver names."""
 
 import difflib
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finefit.errors import UserError
 from finefit.facts.card_table import CARD_KINDS, CardKind
-from finefit.facts.machine import CARD_TIMEOUT_SECONDS
 
-__all__ = [
-    "CARD_KINDS",
-    "CardKind",
-    "CardProcess",
-    "CardRequest",
-    "find_kind",
-    "parse_card",
-    "parse_card_processes",
-    "read_card_processes",
-]
-
-ACCEPTED = "a card (RTX 4090, A100-80GB), a memory size (24GiB, 24GB), several (8xA100-40GB, 2x24GiB), cpu or auto; a price may follow: RTX 4090@1.10/h"
+ACCEPTED = (
+    "a card (RTX 4090, A100-80GB), a memory size (24GiB, 24GB), several (8xA100-40GB, 2x24GiB), cpu or auto; a "
+    "price may follow: RTX 4090@1.10/h"
+)
 MAX_COUNT = 1024
 NUM_NEAREST = 4
 SIZE_RANGE_BYTES = (2**20, 2**42)
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-PROCESS_FIELDS = "pid,process_name,used_memory"
 
 _MAKERS_WORDS = {"nvidia", "geforce", "tesla", "gpu", "generation", "edition"}
-"""Words that nvidia-smi adds and people leave out; no two cards differ in them alone."""
+"""Words that nvidia-smi adds and people omit; no two cards differ only in them."""
 _COUNT = re.compile(r"([+-]?[0-9.]+)\s*[x×*]\s*(.*)", re.IGNORECASE | re.DOTALL)
 _NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 _SIZE = re.compile(rf"({_NUMBER})\s*([a-z]*)", re.IGNORECASE)
@@ -46,29 +34,20 @@ class CardRequest:
     text: str
     """As the user wrote it."""
     kind: CardKind | None
-    """None for a bare size, `cpu` and `auto`: no rates are known, so no time can be told."""
+    """None for a bare size, `cpu` and `auto`: without known rates there is no prediction of time."""
     count: int
     """1 for `cpu` and `auto`."""
     memory_bytes: int | None
-    """Of one card; None for `cpu` and `auto`, where it is to be read from the machine."""
+    """Of one card; None for `cpu` and `auto`, which are read from the machine."""
     is_cpu: bool
     is_auto: bool
     price_per_hour: float | None
-    """As written behind the @, in the user's currency."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardProcess:
-    """A process that computes on a card; one on several cards appears once for each."""
-
-    pid: int
-    name: str
-    memory_bytes: int | None
-    """None where the driver does not say, as on Windows."""
+    """As written after the @, in the user's currency."""
 
 
 def parse_card(text: str) -> CardRequest:
-    """Reads `[COUNT x] (CARD | SIZE | cpu | auto) [@ PRICE [/h]]`. GiB and MiB are binary, GB and MB decimal: 24GB is 22.35 GiB."""
+    """Reads `[COUNT x] (CARD | SIZE | cpu | auto) [@ PRICE [/h]]`. GiB and MiB are binary, GB and MB decimal: 24GB is
+    22.35 GiB."""
     wanted, at, price = text.partition("@")
     count, name = _split_count(wanted.strip(), text)
     price_per_hour = _read_price(price.strip(), text) if at else None
@@ -77,7 +56,7 @@ def parse_card(text: str) -> CardRequest:
     if word not in ("cpu", "auto"):
         kind, memory_bytes = _read_card(name, text)
     elif count is not None:
-        raise UserError(f"card {text!r} counts {name}, which stands for all of this machine", f"write {word} alone")
+        raise UserError(f"card {text!r} counts {name}, which means all of this machine", f"write {word} alone")
     return CardRequest(
         text=text,
         kind=kind,
@@ -89,50 +68,24 @@ def parse_card(text: str) -> CardRequest:
     )
 
 
-def find_kind(nvidia_smi_name: str, memory_bytes: int | None) -> CardKind | None:
-    """The one card of that name and about that memory, of which ECC and old drivers take some. None where the table has none, or several."""
-    kinds = _kinds_named(nvidia_smi_name)
+def find_kind(driver_name: str, memory_bytes: int | None) -> CardKind | None:
+    """The only card of that name with about that memory, of which ECC and old drivers take some; None if the table has
+    none or several."""
+    kinds = _kinds_named(driver_name)
     if memory_bytes is not None:
         kinds = tuple(kind for kind in kinds if _STATED_SHARE <= memory_bytes / kind.memory_bytes <= 1 / _STATED_SHARE)
     return kinds[0] if len(kinds) == 1 else None
 
 
-def read_card_processes() -> tuple[CardProcess, ...]:
-    """Empty where nvidia-smi is absent, hangs or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    query = [program, f"--query-compute-apps={PROCESS_FIELDS}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, errors="replace", timeout=CARD_TIMEOUT_SECONDS, check=False
-        )
-    except (subprocess.TimeoutExpired, OSError):
-        return ()
-    return parse_card_processes(answer.stdout) if answer.returncode == 0 else ()
-
-
-def parse_card_processes(csv: str) -> tuple[CardProcess, ...]:
-    """Lines that are no process, such as `No devices were found`, are left out. A process name may hold commas."""
-    rows = (re.fullmatch(r"([0-9]{1,18}), (.*), ([^,]*)", line.strip()) for line in csv.splitlines())
-    return tuple(CardProcess(pid=int(row[1]), name=row[2].strip(), memory_bytes=_mib(row[3])) for row in rows if row)
-
-
-def _mib(text: str) -> int | None:
-    return int(text) * 2**20 if re.fullmatch(r"[0-9]{1,18}", text.strip()) else None
-
-
 def _split_count(wanted: str, text: str) -> tuple[int | None, str]:
-    """The count and what it counts; no count where none is written."""
+    """The count, if one is written, and what it counts."""
     match = _COUNT.fullmatch(wanted)
     if match is None:
         return None, wanted
     digits, name = match[1], match[2].strip()
     if not re.fullmatch(r"[0-9]{1,9}", digits) or not 1 <= int(digits) <= MAX_COUNT:
-        raise UserError(
-            f"card {text!r} asks for {digits} cards; a count is a whole number from 1 to {MAX_COUNT}",
-            "write it as in 2x24GiB",
-        )
+        problem = f"card {text!r} asks for {digits} cards; a count is a whole number from 1 to {MAX_COUNT}"
+        raise UserError(problem, "write it as in 2x24GiB")
     return int(digits), name
 
 
@@ -140,10 +93,8 @@ def _read_price(price: str, text: str) -> float:
     match = _PRICE.fullmatch(price)
     per_hour = float(match[1]) if match else math.nan
     if not (math.isfinite(per_hour) and per_hour > 0):
-        raise UserError(
-            f"card {text!r} has the price {price!r}, which is no amount above 0 per hour",
-            "write it as in RTX 4090@1.10/h, or leave it out",
-        )
+        problem = f"card {text!r} has the price {price!r}, which is not an amount above 0 per hour"
+        raise UserError(problem, "write it as in RTX 4090@1.10/h, or leave it out")
     return per_hour
 
 
@@ -155,9 +106,8 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
         return kinds[0], kinds[0].memory_bytes
     if kinds:
         names = ", ".join(kind.name for kind in kinds)
-        raise UserError(
-            f"card {text!r} may be any of {len(kinds)} cards that differ in memory or speed", f"say which: {names}"
-        )
+        problem = f"card {text!r} may be any of {len(kinds)} cards that differ in memory or speed"
+        raise UserError(problem, f"say which: {names}")
     size = _SIZE.fullmatch(name)
     if size is None:
         raise UserError(f"card {text!r} is not known", f"nearest known: {_nearest(name)}; give {ACCEPTED}")
@@ -166,27 +116,21 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
 
 def _read_size(number: str, unit: str, text: str) -> int:
     if not unit:
-        raise UserError(
-            f"card {text!r} is neither a known card nor a size: {number} has no unit",
-            f"nearest known: {_nearest(number)}; a size is 24GiB or 24GB",
-        )
+        problem = f"card {text!r} is neither a known card nor a size: {number} has no unit"
+        raise UserError(problem, f"nearest known: {_nearest(number)}; a size is 24GiB or 24GB")
     if unit.casefold() not in UNITS:
-        raise UserError(
-            f"card {text!r} has a size in {unit!r}, which is no known unit",
-            f"write {number}GiB (binary) or {number}GB (decimal)",
-        )
+        problem = f"card {text!r} has a size in {unit!r}, which is not a known unit"
+        raise UserError(problem, f"write {number}GiB (binary) or {number}GB (decimal)")
     num_bytes = float(number) * UNITS[unit.casefold()]
     lowest, highest = SIZE_RANGE_BYTES
     if not lowest <= num_bytes <= highest:
-        raise UserError(
-            f"card {text!r} has {number} {unit} of memory; a card has between 1 MiB and 4096 GiB",
-            "write the memory of one card, such as 24GiB",
-        )
+        problem = f"card {text!r} has {number} {unit} of memory; a card has between 1 MiB and 4096 GiB"
+        raise UserError(problem, "write the memory of one card, such as 24GiB")
     return int(num_bytes)
 
 
 def _nearest(name: str) -> str:
-    """Cards with the same model number first (RTX 6000 is a part of three names), then by likeness."""
+    """Cards with the same model number first (RTX 6000 is part of three names), then by similarity."""
     wanted = _key(name)[:40]
     numbers = set(re.findall(r"[0-9]{2,}", wanted))
     matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
@@ -199,7 +143,8 @@ def _nearest(name: str) -> str:
 
 
 def _kinds_named(name: str) -> tuple[CardKind, ...]:
-    """Cards of exactly that name; else those that it shortens, fewer where it states a size: RTX 3080 is two cards, RTX 3080 12GB one."""
+    """Cards of exactly that name, else those that it abbreviates, narrowed by a stated size: RTX 3080 is two cards, RTX
+    3080 12GB one."""
     exact = _EXACT.get(_key(name))
     if exact is not None:
         return (exact,)
@@ -221,7 +166,7 @@ def _without_size(name: str) -> str:
 
 
 def _short_names(kind: CardKind) -> Iterable[str]:
-    """What people leave out where it goes without saying: the size, RTX at the front, the slot."""
+    """What people omit: the size, RTX at the front, the slot."""
     for name in (kind.name, *kind.spellings):
         bare = _without_size(name)
         slotless = re.sub(r"\b(pcie|nvl|sxm2|blackwell)\b", " ", bare)

@@ -1,6 +1,8 @@
-"""Adapters on exactly the layers that were asked for: new ones, one that training goes on from, and the one that it started with."""
+"""Adapters on exactly the layers that the spec names: new ones, one that training continues from, the frozen copy that
+it started with, and any adapter that peft can read, on its base model."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,149 +12,74 @@ import torch
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from finefit.errors import FinefitError, ModelError, SpecError
-from finefit.model.adapter_files import WEIGHTS, require_agreement
-from finefit.model.custom import adaptable_layers, own_of
-from finefit.model.experts import stand_ins_in
-from finefit.model.sight import sight_in, tower_of
-from finefit.model.sight.unused import is_among, unused_in
-from finefit.spec.models import Layers, Lora, Tower
+from finefit.model.family import family_of
+from finefit.model.resolve_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_matching_adapter
+from finefit.model.saved_weights import TRAINED, adapter_tensors
+from finefit.spec.models import Lora
 
-TRAINED = "default"
-"""As peft calls an adapter that has no name of its own; it is saved in the plain layout."""
 REFERENCE = "reference"
 _PREFIX = "base_model.model."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OTHER_BASE = "take the model that the adapter was made for, base_model_name_or_path in its adapter_config.json"
 
 
 def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None) -> peft.PeftModel:
-    """`base` is where the path of an adapter to go on from starts; None: one of its shape, whatever it holds."""
-    chosen = _chosen(model, tuning)
+    """`base`: the folder that the path of an adapter to continue from is relative to; None: a new one of its shape."""
+    family = family_of(model)
+    chosen = family.adapter_layers(tuning)
     if tuning.dora and tuning.base_bits == 8 and model.device.type == "cpu":
         raise SpecError(
-            "tuning.dora with tuning.base_bits 8 needs a CUDA device: on a CPU peft loses the scales of the packed weights",
+            "tuning.dora with tuning.base_bits 8 needs a CUDA device: on a CPU peft loses the scales of the packed "
+            "weights",
             "set tuning.base_bits: 4, or tuning.dora: false",
         )
+    config = peft.LoraConfig(
+        r=tuning.rank,
+        lora_alpha=tuning.alpha,
+        lora_dropout=tuning.dropout,
+        target_modules=_shortest(chosen, model),
+        use_rslora=tuning.rank_stabilised,
+        use_dora=tuning.dora,
+        task_type=family.peft_task,
+    )
     try:
-        adapted = peft.get_peft_model(
-            model, _config(tuning, _shortest(chosen, model), task=None if own_of(model) else "CAUSAL_LM")
-        )
-    except ValueError as error:  # layers that peft knows of and cannot adapt
-        raise ModelError(
-            f"{type(model).__name__} cannot carry these adapters: {error}", "name others in tuning.targets"
-        ) from error
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:  # layers that peft knows and cannot adapt
+        problem = f"{type(model).__name__} cannot carry these adapters: {error}"
+        raise ModelError(problem, "name others in tuning.targets") from error
     adapted.peft_config[TRAINED].base_model_name_or_path = name
     adapted.peft_config[TRAINED].inference_mode = False
     for parameter in _parameters_of(adapted, TRAINED).values():
         parameter.data = parameter.data.to(_DTYPES[tuning.weights])
     require_exact(adapted, chosen)
     if tuning.adapter is not None and base is not None:
-        _go_on_from(adapted, base / tuning.adapter, tuning, name)
+        _continue_from(adapted, base / tuning.adapter, tuning, name)
     return adapted
-
-
-def _config(tuning: Lora, targets: list[str], *, task: str | None) -> peft.LoraConfig:
-    """`task`: None for a model that need not be one of transformers'."""
-    return peft.LoraConfig(
-        r=tuning.rank,
-        lora_alpha=tuning.alpha,
-        lora_dropout=tuning.dropout,
-        target_modules=targets,
-        use_rslora=tuning.rank_stabilised,
-        use_dora=tuning.dora,
-        task_type=task,
-    )
-
-
-# which layers
 
 
 def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
     """Names of the modules that get an adapter, and of no others."""
-    return _shortest(_chosen(model, tuning), model)
-
-
-def _chosen(model: PreTrainedModel, tuning: Lora) -> set[str]:
-    if (own := own_of(model)) is not None:
-        return adaptable_layers(own, tuning)
-    head, unmoved = model.get_output_embeddings(), stand_ins_in(model)
-    modules = (
-        (name, module) for name, module in model.named_modules() if module is not head and not is_among(name, unmoved)
-    )
-    linear = {name for name, module in modules if isinstance(module, nn.Linear | Conv1D)}
-    if not linear:
-        raise ModelError(
-            f"{type(model).__name__} has no linear layer that could carry an adapter",
-            "train it in full: `tuning: {kind: full}`",
-        )
-    return {
-        name
-        for tower, layers in targets_by_tower(tuning).items()
-        for name in _matched(_of_tower(linear, tower, model), layers, tower, model)
-    }
-
-
-def targets_by_tower(tuning: Lora) -> dict[Tower, Layers]:
-    """Names without a tower are of the language tower, which is all of a model that sees nothing."""
-    return tuning.targets if isinstance(tuning.targets, dict) else {"language": tuning.targets}
-
-
-def _of_tower(linear: set[str], tower: Tower, model: PreTrainedModel) -> set[str]:
-    sight = sight_in(model)
-    if sight is not None:
-        unused = unused_in(model, sight)
-        found = {name for name in linear if tower_of(sight, name) == tower and not is_among(name, unused)}
-    elif tower == "language":
-        found = linear
-    else:
-        raise ModelError(
-            f"tuning.targets names layers of the tower {tower}, and {type(model).__name__} has none: it sees no images",
-            "write the layers without a tower, or name a model that sees",
-        )
-    if not found:
-        raise ModelError(
-            f"tuning.targets: the tower {tower} of {type(model).__name__} has no linear layer that could carry an adapter",
-            f"leave it out, or train it as a whole: `tuning: {{kind: subset, trainable: [{tower}]}}`",
-        )
-    return found
-
-
-def _matched(linear: set[str], layers: Layers, tower: Tower, model: PreTrainedModel) -> set[str]:
-    if layers == "all-linear":
-        return linear
-    place = f"the tower {tower}" if sight_in(model) is not None else "the model"
-    chosen: set[str] = set()
-    for target in layers:
-        matched = {name for name in linear if name == target or name.endswith(f".{target}")}
-        if not matched:
-            known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise ModelError(
-                f"tuning.targets: {target} matches no linear layer of {place}",
-                f"its linear layers are {', '.join(known)}",
-            )
-        chosen |= matched
-    return chosen
+    return _shortest(family_of(model).adapter_layers(tuning), model)
 
 
 def _shortest(chosen: set[str], model: PreTrainedModel) -> list[str]:
-    """Last parts of the names where they mean the same modules, as other tools expect them in adapter_config.json; else whole names."""
+    """Last parts of the names where they mean the same modules, as other tools expect them in adapter_config.json; else
+    whole names."""
     last = {name.rsplit(".", 1)[-1] for name in chosen}
     meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in last}
     return sorted(last if meant == chosen else chosen)
 
 
 def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
-    """peft matches names by their ends, so it may adapt more than was asked for; and nothing but adapters may be trained."""
+    """Peft matches names by their ends, so it may adapt too many layers; and nothing but adapters may be trained."""
     carrying = {name.removeprefix(_PREFIX) for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
-    trained = {
-        name.partition(".lora_")[0].removeprefix(_PREFIX) for name, p in adapted.named_parameters() if p.requires_grad
-    }
+    trained = {_layer_of(name) for name, p in adapted.named_parameters() if p.requires_grad}
     for odd, what in (
-        (carrying - chosen, "got an adapter that was not asked for"),
+        (carrying - chosen, "got an adapter that the spec does not name"),
         (chosen - carrying, "got no adapter"),
         (trained - chosen, "would be trained beside the adapters"),
         (chosen - trained, "has an adapter that is not trained"),
@@ -163,56 +90,37 @@ def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
             )
 
 
+def _layer_of(parameter: str) -> str:
+    return parameter.partition(".lora_")[0].removeprefix(_PREFIX)
+
+
 def _few(names: Iterable[str], *, most: int = 3) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
 
 
-# going on from one
-
-
-def _go_on_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: str) -> None:
-    require_agreement(folder, tuning, model=name)
-    stored = _stored(folder)
+def _continue_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: str) -> None:
+    require_matching_adapter(folder, tuning, model=name)
+    try:
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        problem = f"{folder / ADAPTER_WEIGHTS} cannot be read: {error}"
+        raise ModelError(problem, "name another adapter in tuning.adapter") from None
     wanted = adapter_tensors(adapted)
-    theirs, ours = (
-        {key.partition(".lora_")[0].removeprefix(_PREFIX) for key in tensors} for tensors in (stored, wanted)
-    )
-    for odd, what in (
+    theirs, ours = ({_layer_of(key) for key in tensors} for tensors in (stored, wanted))
+    for layers, what in (
         (theirs - ours, "adapts layers that tuning.targets does not name"),
         (ours - theirs, "lacks layers that tuning.targets names"),
     ):
-        if odd:
-            raise ModelError(
-                f"the adapter in {folder.name} {what}: {_few(odd)}", "write its own layers into tuning.targets"
-            )
+        if layers:
+            problem = f"the adapter in {folder.name} {what}: {_few(layers)}"
+            raise ModelError(problem, "write its own layers into tuning.targets")
     if odd := stored.keys() ^ wanted.keys() or {key for key in wanted if stored[key].shape != wanted[key].shape}:
         raise ModelError(
             f"the adapter in {folder.name} was made for another model: {_few(odd)} differ",
             "name another one in tuning.adapter",
         )
-    put_adapter_tensors(adapted, stored)
-
-
-def _stored(folder: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{folder / WEIGHTS} cannot be read: {error}", "name another adapter in tuning.adapter"
-        ) from None
-
-
-def adapter_tensors(adapted: peft.PeftModel) -> dict[str, Tensor]:
-    """Of the adapter that is trained, by the names that they are stored under."""
-    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(
-        adapted, adapter_name=TRAINED, save_embedding_layers=False
-    )
-    return tensors
-
-
-def put_adapter_tensors(adapted: peft.PeftModel, stored: dict[str, Tensor]) -> None:
     peft.set_peft_model_state_dict(adapted, stored, adapter_name=TRAINED)
 
 
@@ -220,7 +128,8 @@ def put_adapter_tensors(adapted: peft.PeftModel, stored: dict[str, Tensor]) -> N
 
 
 def freeze_reference(model: peft.PeftModel) -> None:
-    """A copy of the adapter as it is now, frozen and inactive; `as_reference` then answers by it. To be called before a checkpoint is restored."""
+    """Adds a frozen, inactive copy of the adapter as it is now; `as_reference` then answers with it. Call it before a
+    checkpoint is restored."""
     config = copy.deepcopy(model.peft_config[TRAINED])
     config.inference_mode, config.lora_dropout = True, 0.0
     model.add_adapter(REFERENCE, config)
@@ -240,10 +149,11 @@ def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
-    """The model answers as it did before its first step: by the frozen copy where there is one, else without its adapter. Only without gradients:
-    what is computed again in backward would be computed by the other one.
+    """The model answers as it did before its first step: with the frozen copy where there is one, else without its
+    adapter. Only without gradients: a recomputation in backward would use the other one.
 
-    peft's own switches also turn requires_grad off and on, of tensors that an engine may have wrapped or divided; here none is touched."""
+    Peft's own switches also toggle requires_grad, of tensors that an engine may have wrapped or sharded; here none is
+    touched."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if not layers:
         raise FinefitError("a model without adapters holds no reference")
@@ -258,3 +168,47 @@ def as_reference(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, (active, is_disabled) in zip(layers, before, strict=True):
             layer._active_adapter, layer._disable_adapters = active, is_disabled
+
+
+# adapters of other tools
+
+
+def load_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
+    """Any adapter that peft can read. A tensor without a place in the model, or a place without a tensor, is an error:
+    peft would go on with the tensors that fit."""
+    try:
+        config: peft.PeftConfig = peft.PeftConfig.from_pretrained(folder)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        problem = f"{folder / ADAPTER_CONFIG} describes no adapter that peft can read: {_first(error)}"
+        raise ModelError(problem, "`finefit doctor` shows the installed versions") from None
+    if config.is_prompt_learning:
+        raise ModelError(
+            f"{folder.name} holds {config.peft_type.value} prompts, which precede the model's input and are "
+            "not part of "
+            "its weights",
+            "finefit evaluates adapters of weights, such as LoRA and DoRA",
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r".*missing adapter keys.*")
+        try:
+            adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
+        except UserWarning as missing:
+            problem = f"the adapter in {folder.name} lacks tensors that this model needs: {_first(missing)}"
+            raise ModelError(problem, _OTHER_BASE) from None
+        except (RuntimeError, ValueError, OSError) as error:  # shapes or names that do not fit, an unreadable file
+            problem = f"the adapter in {folder.name} does not fit this model: {_first(error)}"
+            raise ModelError(problem, _OTHER_BASE) from None
+    if (
+        adapted.active_peft_config.peft_type == peft.PeftType.LORA
+    ):  # whose tensors are named after the layers they adapt
+        held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        stored = peft.load_peft_weights(str(folder), device="cpu")
+        if left := sorted(name for name in stored if ".lora_" in name and name not in held):
+            problem = f"the adapter in {folder.name} adapts layers that this model does not have: {', '.join(left[:3])}"
+            raise ModelError(problem, _OTHER_BASE)
+    return adapted
+
+
+def _first(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    return words if len(words) <= 300 else words[:300] + " ..."

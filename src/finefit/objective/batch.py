@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Where rows stand that lie behind one another in one flat sequence, B = 1. None of them sees another."""
+    """Boundaries of rows that are concatenated into one flat sequence, B = 1. No row attends to another."""
 
     position_ids_BT: Tensor
     """Start from 0 with every row."""
@@ -24,10 +24,11 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """Preference pairs are two sequences each: first all that are preferred, then their twins in the same order, R = 2 P. Padded and packed alike."""
+    """Preference pairs of two sequences each: first all preferred ones, then the others in the same order, R = 2 P.
+    Padded or packed."""
 
     supervised: tuple[int, ...]
-    """Of each sequence, on the host: so the log-probabilities of a batch are cut into those of its sequences."""
+    """Of each sequence, on the host: splits the log-probabilities of a batch into those of its sequences."""
     reference_R: Tensor | None = None
     """Summed log-probabilities under the starting weights, in fp32, where they were computed before the first step."""
 
@@ -38,14 +39,14 @@ class Paired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """What a model is given beside its tokens: what the images of the rows show, or whatever a model of the user's own takes."""
+    """Inputs of a model beside its tokens: images, or whatever a custom model takes."""
 
     tensors: Mapping[str, Tensor]
-    """By the names that the model knows them under."""
+    """By the names of the model's arguments."""
     host: Mapping[str, Any] = field(default_factory=dict)
-    """What has to be known without waiting for the device: sizes, lengths."""
+    """What must be known without waiting for the device: sizes, lengths."""
     identity: str = ""
-    """Names the content where tensors are too large to be read for that."""
+    """Identifies the content where tensors are too large to be hashed."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Extra":
         return replace(self, tensors={name: move(tensor) for name, tensor in self.tensors.items()})
@@ -53,11 +54,11 @@ class Extra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows padded on the right, or packed. Attention is causal, so no row sees its padding and no mask is needed."""
+    """Rows padded on the right, or packed. Attention is causal, so no row attends to padding and no mask is needed."""
 
     input_ids_BT: Tensor
     positions_N: Tensor
-    """Flat positions in B x T whose *next* token is supervised, row by row: only these meet the head."""
+    """Flat positions in B x T whose *next* token is supervised, row by row: only these reach the head."""
     targets_N: Tensor
     num_supervised: int
     num_tokens: int
@@ -66,15 +67,15 @@ class Batch:
     paired: Paired | None = None
     """None where a row is one sequence."""
     lengths: tuple[int, ...] = ()
-    """Of the sequences, without padding, on the host; for objectives that look at rows one by one."""
+    """Of the sequences, without padding, on the host; for objectives that work row by row."""
     supervised: tuple[int, ...] = ()
     """Of each sequence's tokens, in the same way."""
     extra: Extra | None = None
-    """None where tokens are all that the model is given."""
+    """None where the model takes only tokens."""
 
     @property
     def num_rows(self) -> int:
-        """Of the order: a pair is one of them."""
+        """A pair is one row."""
         return self.num_sequences if self.paired is None else self.paired.num_pairs
 
     @property
@@ -82,31 +83,23 @@ class Batch:
         return self.input_ids_BT.shape[0] if self.packed is None else len(self.packed.lengths)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
-        """Every tensor elsewhere: on a device, in pinned memory."""
+        """Every tensor on another device, or in pinned memory."""
         packed, paired = self.packed, self.paired
         if packed is not None:
-            packed = replace(
-                packed, position_ids_BT=move(packed.position_ids_BT), boundaries_R1=move(packed.boundaries_R1)
-            )
+            ids_BT, boundaries_R1 = move(packed.position_ids_BT), move(packed.boundaries_R1)
+            packed = replace(packed, position_ids_BT=ids_BT, boundaries_R1=boundaries_R1)
         if paired is not None and paired.reference_R is not None:
             paired = replace(paired, reference_R=move(paired.reference_R))
-        input_ids_BT, positions_N, targets_N = move(self.input_ids_BT), move(self.positions_N), move(self.targets_N)
+        names = ("input_ids_BT", "positions_N", "targets_N")
+        own: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
         extra = None if self.extra is None else self.extra.moved(move)
-        return replace(
-            self,
-            input_ids_BT=input_ids_BT,
-            positions_N=positions_N,
-            targets_N=targets_N,
-            packed=packed,
-            paired=paired,
-            extra=extra,
-        )
+        return replace(self, **own, packed=packed, paired=paired, extra=extra)
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Sum over what the loss is a mean of (supervised tokens, pairs), and how many there were. The division by the global count happens once, in the
-    step."""
+    """Sum over what the loss is a mean of (supervised tokens, pairs), and their number. The step divides once, by the
+    global count."""
 
     total: Tensor
     count: int
@@ -115,14 +108,15 @@ class LossSum:
 
 
 Forward = Callable[[Batch], Tensor]
-"""Logprobs_N of the batch's targets in fp32. Logits stay inside, so that they need never exist all at once."""
+"""Logprobs_N of the batch's targets in fp32. Logits stay inside, so that they never have to exist all at once."""
 
 
 class Objective(Protocol):
-    """What it needs beside the policy (a reference, a strength) is bound into it before the first step."""
+    """What it needs beside the policy (a reference, a coefficient) is bound into it before the first step."""
 
     def __call__(self, forward: Forward, batch: Batch) -> LossSum: ...
 
     def count(self, batch: Batch) -> int:
-        """What its loss is a mean of, known before anything is computed: the step divides by the sum of it over the global batch."""
+        """The number that its loss is a mean over, known before anything is computed: the step divides by its sum over
+        the global batch."""
         ...

@@ -1,83 +1,85 @@
-"""The forecast of one stage on one target: levers chosen, memory and time foretold, changes suggested."""
+"""The forecast of one stage on one target: levers chosen, memory and time predicted, changes suggested."""
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths, Room, Suggestion, TowerSize
+from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, GradientMap, Lengths, Suggestion
 from finefit.errors import ModelError, SpecError
 from finefit.model.attention import can_pack
-from finefit.model.custom_files import written_in
 from finefit.model.load import base_bits
-from finefit.plan.custom import narrowed, require_own
-from finefit.plan.engine import decide_engine, nodes_of, require_several, shardings_of
-from finefit.plan.kernels import decide_kernels
-from finefit.plan.look import Look, Looker
-from finefit.plan.notes import looking_towers, notes_of
-from finefit.plan.rooms import held_bytes, make_rooms, shown_most
-from finefit.plan.search import Choice, choose, freedom_of
+from finefit.model.resolve_model import custom_source_in
+from finefit.plan.custom import narrowed, require_custom
+from finefit.plan.eval_memory import held_bytes, largest_prompt_grids, make_eval_limits
+from finefit.plan.notes import image_towers, notes_of
+from finefit.plan.search import Candidate, CandidateEvaluator, SearchResult, choose, decide_kernels, make_search_space
 from finefit.plan.suggest import suggest
-from finefit.plan.target import Target
-from finefit.rehearse.clock import phase_seconds, total_flops
-from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.rehearsal import Rehearsed
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.size import Size, survey
+from finefit.plan.target import Target, decide_engine, nodes_of, require_several, shardings_of
+from finefit.rehearse.cost_model import phase_seconds, total_flops
+from finefit.rehearse.fake_model import ModelFootprint, measure_size, read_config
+from finefit.rehearse.rehearsal import Rehearsal
+from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Lora, Subset
-from finefit.spec.schema import DeepSpeed, FullyShard, Spec
-from finefit.spec.schema import Levers as AskedLevers
-from finefit.step.objective import is_cached
+from finefit.spec.schema import DeepSpeed, Evaluation, Fsdp2, LeverSettings, Spec
+from finefit.step.forward import is_reference_cached
 
+_INSTANTS = ("load", "reference", "forward", "loss", "backward", "update", "validation")
 _BESIDE = 3
-"""Checkpoints that may lie beside those that are kept: the best, the one that a run resumed from, the one that is being written."""
+"""Checkpoints beside those that are kept: the best, the one that a run resumed from, the one being written."""
 _HOST_BYTES = 3 << 29
 """Of a training process with torch, transformers and CUDA's libraries, without a model."""
 
 
 def make_forecast(
-    spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsed] | None = None
+    spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsal] | None = None
 ) -> Forecast:
     """`memo`: what was rehearsed for other targets."""
-    require_own(spec, config)
+    require_custom(spec, config)
     require_several(spec.engine, target.count)
     _require_one_update(spec, lengths, target)
     packing = decide_packing(
         spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic
     )
-    scene = _scene(spec, config, lengths, target, packing)
-    size = survey(scene)
+    cfg = _step_config(spec, config, lengths, target, is_packed=packing[0])
+    size = measure_size(cfg)
     _require_divisible(spec, size, target)
-    memo, has_experts = {} if memo is None else memo, size.active is not None
-    looker, choice = _chosen(
-        spec, lengths, scene, target, packing, memo, has_experts=has_experts, is_looking=bool(looking_towers(size))
-    )
-    return _forecast(spec, lengths, looker, choice, size)
+    evaluator, choice = _searched(spec, lengths, cfg, target, packing, {} if memo is None else memo, size)
+    return _Verdict(spec, lengths, evaluator, choice, size, target, choice.candidate).forecast()
 
 
 def _require_one_update(spec: Spec, lengths: Lengths, target: Target) -> None:
-    """What an update inside backward cannot be rehearsed with, let alone run."""
+    """Refuses what an update inside backward cannot be rehearsed with, let alone run."""
     if spec.levers == "auto" or spec.levers.update != "inside":
         return
     rows, asked = -(-_rows_per_step(spec, lengths) // target.count), spec.levers.micro_batch
     if asked != "auto" and asked < rows:
-        problem = f"levers.update: inside needs the whole step of {rows} rows in one micro-batch, and levers.micro_batch is {asked}"
-        raise SpecError(problem, "--set levers.update=after, or a smaller global_batch")
+        need = f"levers.update: inside needs the whole step of {rows} rows in one micro-batch"
+        raise SpecError(
+            f"{need}, and levers.micro_batch is {asked}", "--set levers.update=after, or a smaller global_batch"
+        )
     if target.precision == "fp16":
-        problem = f"levers.update: inside cannot take the loss scale of fp16 out of the gradients first, and {target.name} is planned in fp16"
-        raise SpecError(problem, "--set levers.update=after, or precision=fp32")
+        problem = "levers.update: inside cannot take the loss scale of fp16 out of the gradients first"
+        raise SpecError(
+            f"{problem}, and {target.name} is planned in fp16", "--set levers.update=after, or precision=fp32"
+        )
 
 
-def _require_divisible(spec: Spec, size: Size, target: Target) -> None:
-    if isinstance(spec.engine, FullyShard | DeepSpeed) and target.count > 1 and looking_towers(size):
+def _require_divisible(spec: Spec, size: ModelFootprint, target: Target) -> None:
+    if target.count == 1:
+        return
+    if isinstance(spec.engine, Fsdp2 | DeepSpeed) and (towers := image_towers(size)):
         problem = (
-            f"engine.kind {spec.engine.kind} divides gradients while backward goes on, and a rank whose rows have no image has none for the towers "
-            f"{', '.join(looking_towers(size))}: the others would wait for it"
+            f"engine.kind {spec.engine.kind} divides gradients during backward, and a rank whose rows have no image "
+            f"has none for the towers {', '.join(towers)}: the others would wait for it"
         )
         raise SpecError(problem, "set engine.kind: ddp, or train the language tower alone")
     is_zero3 = isinstance(spec.engine, DeepSpeed) and spec.engine.stage == 3
-    if is_zero3 and target.count > 1 and size.active is not None and isinstance(spec.tuning, Subset):
-        problem = "engine.kind deepspeed with stage 3 loses the gradient of a router whose mixture is frozen: its weight is given back too early"
+    if is_zero3 and size.active is not None and isinstance(spec.tuning, Subset):
+        problem = (
+            "engine.kind deepspeed with stage 3 loses the gradient of a router whose mixture is frozen: its weight "
+            "is released too early"
+        )
         raise SpecError(problem, "set engine.kind: fsdp2, which divides weights too")
 
 
@@ -89,55 +91,51 @@ def decide_packing(
     *,
     deterministic: bool = False,
 ) -> tuple[bool, str]:
-    """Whether rows are packed, and why. It is exact, so `auto` packs where that can be done and its forecast has been held against the truth."""
+    """Whether rows are packed, and why. Packing is exact, so `auto` packs wherever it is possible and its memory has
+    been compared with measurements."""
     if asked == "none":
         return False, "data.packing is none"
-    if written_in(config) is not None:
-        return False, "a model of your own makes its inputs itself"
+    if custom_source_in(config) is not None:
+        return False, "a custom model makes its own inputs"
     problem = can_pack(read_config(config), longest)
     if problem is not None and asked == "best_fit":
-        raise ModelError(
-            f"data.packing is best_fit, but {problem}", "set data.packing to auto, which packs where it can, or to none"
-        )
+        remedy = "set data.packing to auto, which packs where it can, or to none"
+        raise ModelError(f"data.packing is best_fit, but {problem}", remedy)
     if problem is not None:
         return False, problem
     if device == "cuda" and asked == "auto" and deterministic:
-        return False, "on a card not where deterministic is asked for: what its kernel takes then is not known"
+        return False, "not with deterministic on a card: the memory of its kernel is not known there"
     return True, "data.packing asks for it" if asked == "best_fit" else "no padding, the same gradient"
 
 
-def _scene(spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, packing: tuple[bool, str]) -> Scene:
-    asked = AskedLevers() if spec.levers == "auto" else spec.levers
-    first = freedom_of(
-        asked,
-        rows=_rows_per_step(spec, lengths),
-        supervised=1,
-        num_layers=0,
-        precision=target.precision,
-        device=target.device,
+def _step_config(
+    spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, *, is_packed: bool
+) -> StepConfig:
+    rows, validation = _rows_per_step(spec, lengths), lengths.validation or (lengths.longest, lengths.supervised)
+    space = make_search_space(
+        _settings(spec), rows=rows, supervised=1, num_layers=0, precision=target.precision, device=target.device
     )
-    return Scene(
+    return StepConfig(
         config=config,
         tuning=spec.tuning,
         optimizer=spec.optimizer,
         device=target.device,
         capability=target.capability,
         precision=target.precision,
-        levers=replace(first.levers(1, 0), packing=packing[0]),
+        levers=replace(space.levers(1, 0), packing=is_packed),
         tokens=lengths.longest,
         supervised=lengths.supervised,
         accumulates=False,
         objective=spec.objective,
-        rows_per_step=_rows_per_step(spec, lengths),
-        validation=_validation(spec, lengths),
+        rows_per_step=rows,
+        validation=validation if spec.data.validation is not None else None,
         grids=lengths.grids,
         is_deterministic=spec.deterministic,
     )
 
 
-def _validation(spec: Spec, lengths: Lengths) -> tuple[int, int] | None:
-    """As counted, or where it was not as the training rows are."""
-    return (lengths.validation or (lengths.longest, lengths.supervised)) if spec.data.validation is not None else None
+def _settings(spec: Spec) -> LeverSettings:
+    return LeverSettings() if spec.levers == "auto" else spec.levers
 
 
 def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
@@ -145,246 +143,227 @@ def _rows_per_step(spec: Spec, lengths: Lengths) -> int:
     return min(spec.global_batch, lengths.num_rows or spec.global_batch)
 
 
-def _chosen(
+def _searched(
     spec: Spec,
     lengths: Lengths,
-    scene: Scene,
+    cfg: StepConfig,
     target: Target,
     packing: tuple[bool, str],
-    memo: dict[str, Rehearsed],
-    *,
-    has_experts: bool,
-    is_looking: bool,
-) -> tuple[Looker, Choice]:
-    """Where the engine is free to choose, the mildest sharding that fits. `is_looking`: whether a tower is trained that some rows may not reach."""
-    asked = AskedLevers() if spec.levers == "auto" else spec.levers
+    memo: dict[str, Rehearsal],
+    size: ModelFootprint,
+) -> tuple[CandidateEvaluator, SearchResult]:
+    """Where the engine is free to choose, with the mildest sharding that fits."""
+    asked, custom, has_experts = _settings(spec), custom_source_in(cfg.config), size.active is not None
     rows = -(-_rows_per_step(spec, lengths) // target.count)
-    for sharding in shardings_of(
-        spec.engine, target.count, can_divide=_can_divide(spec) and not is_looking and written_in(scene.config) is None
-    ):
-        looker = Looker(
-            scene=scene, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo
+    is_plain = (
+        base_bits(spec.tuning) is None and spec.optimizer.kind == "adamw"
+    )  # no packed weights, no state in blocks
+    can_divide = is_plain and not image_towers(size) and custom is None
+    for sharding in shardings_of(spec.engine, target.count, can_divide=can_divide):
+        evaluator = CandidateEvaluator(
+            cfg=cfg, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo
         )
-        freedom = freedom_of(
+        space = make_search_space(
             asked,
             rows=rows,
-            supervised=scene.sides * scene.supervised,
-            num_layers=looker.num_layers,
+            supervised=cfg.sides * cfg.supervised,
+            num_layers=evaluator.num_layers,
             precision=target.precision,
             device=target.device,
             has_experts=has_experts,
         )
-        if sharding == "zero3":  # gathers weights anew inside what is computed again
-            freedom = replace(freedom, keep_attention=freedom.keep_attention[:1], mlp_tiles=freedom.mlp_tiles[:1])
-        if (found := written_in(scene.config)) is not None:
-            choice = choose(looker, replace(narrowed(freedom, found), packing_reason=packing[1]))
+        if sharding == "zero3":  # gathers weights again during recomputation
+            space = replace(space, keep_attention=space.keep_attention[:1], mlp_tiles=space.mlp_tiles[:1])
+        if custom is not None:
+            space = replace(narrowed(space, custom), packing_reason=packing[1])
         else:
             kernels, why = decide_kernels(asked, target, sharding, has_experts=has_experts)
-            choice = choose(
-                looker,
-                replace(freedom, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why),
-            )
+            space = replace(space, packing=packing[0], packing_reason=packing[1], kernels=kernels, kernels_reason=why)
+        choice = choose(evaluator, space)
         if choice.fits:
             break
-    return looker, choice
+    return evaluator, choice
 
 
-def _forecast(spec: Spec, lengths: Lengths, looker: Looker, choice: Choice, size: Size) -> Forecast:
-    look, target = choice.look, looker.target
-    trace, answer = look.rehearsed.trace, look.replay
-    block = trace.blocks[trace.events[answer.peak_at][0]]
-    seconds = _usual_seconds(looker, look, lengths) if target.rates else None
-    steps = _total_steps(spec, lengths)
-    tokens = lengths.mean * looker.scene.sides * _rows_per_step(spec, lengths)
-    total = (
-        seconds * steps + _caching_seconds(looker, look, lengths) if seconds is not None and steps is not None else None
-    )
-    reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
-    prompts, most = lengths.prompt or lengths.longest, shown_most(lengths)
-    rooms = make_rooms(looker.scene, target, spec.evaluate, prompt_tokens=prompts, devices=target.count, grids=most)
-    generation = max((room.reserved_bytes or 0 for room in rooms.values()), default=0)
-    disk = _checkpoint_bytes(spec, size, looker.scene.config) * _num_checkpoints(spec, steps)
-    peak = max(look.peak_bytes, held_bytes(target, _needed(spec, rooms, target)))
-    suggestions = suggest(looker, choice) if not choice.fits else _smaller_answers(spec, lengths, looker, peak)
-    engine, why = decide_engine(spec.engine, looker.sharding, target.count // nodes_of(spec.launcher), fits=choice.fits)
-    return Forecast(
-        card=target.name,
-        devices=target.count,
-        fits=choice.fits and peak <= target.budget_bytes,
-        budget_bytes=target.budget_bytes,
-        peak_bytes=peak,
-        allocated_bytes=answer.allocated_bytes,
-        reserved_bytes=reserved,
-        context_bytes=target.context_bytes,
-        margin_bytes=peak - reserved - target.context_bytes,
-        peak_instant=block.instant if peak == look.peak_bytes else "generation",
-        peak_module=block.module,
-        peak_operation=block.operation,
-        components=trace.components(answer.peak_at),
-        instants=_instants(trace.peaks(), generation),
-        levers=look.levers,
-        engine=engine,
-        reasons=choice.reasons | {"engine": why},
-        accumulation=_accumulation(look, lengths, looker.rows_per_step),
-        tokens_per_step=tokens,
-        step_seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds else None,
-        total_steps=steps,
-        total_seconds=total,
-        price_per_hour=target.price_per_hour,
-        cost=target.price_per_hour * total / 3600 if target.price_per_hour is not None and total is not None else None,
-        flops_per_step=total_flops(trace)
-        / (2 if look.scene.accumulates else 1)
-        * looker.rows_per_step
-        / look.levers.micro_batch
-        * target.count,
-        host_bytes=_host_bytes(spec, looker, look, size, peak),
-        disk_bytes=disk,
-        parameters=size.parameters,
-        trainable_parameters=size.trainable,
-        active_parameters=size.active,
-        towers=_towers(size, look.rehearsed.unreached),
-        lengths=lengths,
-        gradients=GradientMap(
-            trainable=size.trainable_tensors,
-            reached=size.trainable_tensors - len(look.rehearsed.unreached),
-            unreached=look.rehearsed.unreached,
-            causes=look.rehearsed.causes,
-            frozen=look.rehearsed.frozen,
-        ),
-        suggestions=suggestions,
-        rooms=rooms,
-        notes=notes_of(spec, lengths, looker, choice, size, engine, peak, suggestions),
-    )
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    spec: Spec
+    lengths: Lengths
+    evaluator: CandidateEvaluator
+    choice: SearchResult
+    size: ModelFootprint
+    target: Target
+    candidate: Candidate
 
+    def forecast(self) -> Forecast:
+        spec, lengths, evaluator, choice, size = self.spec, self.lengths, self.evaluator, self.choice, self.size
+        candidate, target, rehearsed = self.candidate, self.target, self.candidate.rehearsed
+        trace, answer = rehearsed.trace, candidate.replay
+        block = trace.blocks[trace.events[answer.peak_at][0]]
+        seconds = self._mean_step_seconds() if target.rates else None
+        steps = self._total_steps()
+        tokens = lengths.mean * evaluator.cfg.sides * _rows_per_step(spec, lengths)
+        total = seconds * steps + self._caching_seconds() if seconds is not None and steps is not None else None
+        price = target.price_per_hour
+        reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
+        eval_limits = self._eval_limits(spec.evaluate)
+        generation = max((limit.reserved_bytes or 0 for limit in eval_limits.values()), default=0)
+        peak = max(candidate.peak_bytes, held_bytes(target, self._eval_bytes(eval_limits)))
+        suggestions = suggest(evaluator, choice) if not choice.fits else self._smaller_answers(peak)
+        per_node = target.count // nodes_of(spec.launcher)
+        engine, why = decide_engine(spec.engine, evaluator.sharding, per_node, fits=choice.fits)
+        owners = {name: tower for tower, names in size.tower_names.items() for name in names}
+        missed = Counter(owners[name] for name in rehearsed.unreached if name in owners)
+        peaks = trace.peaks()
+        instants = {name: peaks[name] for name in _INSTANTS if name in peaks}
+        # no more than are ever saved, and the one that a stopped run leaves
+        num_checkpoints, every = spec.save.keep + _BESIDE, spec.save.every
+        if steps is not None and every.unit == "steps":
+            num_checkpoints = min(num_checkpoints, math.ceil(steps / every.count) + 1)
+        micro_batches = 2 if candidate.cfg.accumulates else 1
+        flops = total_flops(trace) / micro_batches * evaluator.rows_per_step / candidate.levers.micro_batch
+        return Forecast(
+            card=target.name,
+            devices=target.count,
+            fits=choice.fits and peak <= target.budget_bytes,
+            budget_bytes=target.budget_bytes,
+            peak_bytes=peak,
+            allocated_bytes=answer.allocated_bytes,
+            reserved_bytes=reserved,
+            context_bytes=target.context_bytes,
+            margin_bytes=peak - reserved - target.context_bytes,
+            peak_instant=block.instant if peak == candidate.peak_bytes else "generation",
+            peak_module=block.module,
+            peak_operation=block.operation,
+            components=trace.components(answer.peak_at),
+            instants=instants | ({"generation": generation} if generation else {}),
+            levers=candidate.levers,
+            engine=engine,
+            reasons=choice.reasons | {"engine": why},
+            accumulation=self._accumulation(),
+            tokens_per_step=tokens,
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds if seconds else None,
+            total_steps=steps,
+            total_seconds=total,
+            price_per_hour=price,
+            cost=price * total / 3600 if price is not None and total is not None else None,
+            flops_per_step=flops * target.count,
+            host_bytes=self._host_bytes(peak),
+            disk_bytes=self._checkpoint_bytes() * num_checkpoints,
+            parameters=size.parameters,
+            trainable_parameters=size.trainable,
+            active_parameters=size.active,
+            towers={name: replace(tower, unreached=missed[name]) for name, tower in size.towers.items()},
+            lengths=lengths,
+            gradients=GradientMap(
+                trainable=size.trainable_tensors,
+                reached=size.trainable_tensors - len(rehearsed.unreached),
+                unreached=rehearsed.unreached,
+                causes=rehearsed.causes,
+                frozen=rehearsed.frozen,
+            ),
+            suggestions=suggestions,
+            eval_limits=eval_limits,
+            notes=notes_of(spec, lengths, evaluator, choice, size, engine, peak, suggestions),
+        )
 
-def _host_bytes(spec: Spec, looker: Looker, look: Look, size: Size, peak: int) -> int:
-    """Of all processes on this machine."""
-    processes = looker.target.count // nodes_of(spec.launcher)
-    whole = (
-        size.weight_bytes if looker.sharding in ("fsdp2", "zero3") else 0
-    )  # each loads all weights here, and then moves its part
-    if looker.target.device == "cpu":
-        return processes * max(peak, whole + looker.target.context_bytes)
-    return processes * (_HOST_BYTES + whole + look.rehearsed.trace.host_bytes + size.paged_bytes) + _checkpoint_bytes(
-        spec, size, looker.scene.config
-    )
+    def _host_bytes(self, peak: int) -> int:
+        """Of all processes on this machine."""
+        target, size = self.target, self.size
+        processes = target.count // nodes_of(self.spec.launcher)
+        # each process loads all weights here before it moves its part
+        whole = size.weight_bytes if self.evaluator.sharding in ("fsdp2", "zero3") else 0
+        if target.device == "cpu":
+            return processes * max(peak, whole + target.context_bytes)
+        own = _HOST_BYTES + whole + self.candidate.rehearsed.trace.host_bytes + size.paged_bytes
+        return processes * own + self._checkpoint_bytes()
 
+    def _caching_seconds(self) -> float:
+        """Before the first step: every row once through the model, where the reference is cached."""
+        cfg, rates, lengths, candidate = self.evaluator.cfg, self.target.rates, self.lengths, self.candidate
+        if not is_reference_cached(cfg.objective, cfg.tuning) or rates is None or lengths.num_rows is None:
+            return 0.0
+        phases = phase_seconds(candidate.rehearsed.trace, rates)
+        once = (phases["forward"] + phases["loss"]) / (2 if candidate.cfg.accumulates else 1)
+        share = lengths.mean / lengths.longest
+        return once * share * lengths.num_rows / (candidate.levers.micro_batch * self.target.count)
 
-def _caching_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
-    """Before the first step: every row once through the model, where the reference is kept."""
-    scene, rates = looker.scene, looker.target.rates
-    if not is_cached(scene.objective, scene.tuning) or rates is None or lengths.num_rows is None:
-        return 0.0
-    phases = phase_seconds(look.rehearsed.trace, rates)
-    once = (phases["forward"] + phases["loss"]) / (2 if look.scene.accumulates else 1)
-    share = lengths.mean / lengths.longest
-    return once * share * lengths.num_rows / (look.levers.micro_batch * looker.target.count)
+    def _mean_step_seconds(self) -> float:
+        """Of a step with rows of mean length; memory is planned for the longest."""
+        evaluator, lengths, levers = self.evaluator, self.lengths, self.candidate.levers
+        mean = max(2, round(lengths.mean))
+        if mean >= 0.98 * lengths.longest:
+            return self.candidate.step_seconds
+        supervised = min(mean - 1, max(1, round(lengths.mean_supervised)))
+        usual = replace(evaluator.cfg, tokens=mean, supervised=supervised, grids=())
+        if levers.packing:  # as many mean rows as a pack of the longest holds
+            rows = min(evaluator.rows_per_step, levers.micro_batch * lengths.longest // mean)
+            levers = replace(levers, micro_batch=rows)
+        return evaluator.evaluate(levers, cfg=usual).step_seconds + self._image_seconds() * mean / lengths.longest
 
+    def _image_seconds(self) -> float:
+        """Of a step whose rows all have as many image tokens as any; shorter rows have fewer."""
+        evaluator, levers = self.evaluator, self.candidate.levers
+        if not evaluator.cfg.grids:
+            return 0.0
+        without = evaluator.evaluate(levers, cfg=replace(evaluator.cfg, grids=()))
+        return max(0.0, evaluator.evaluate(levers).step_seconds - without.step_seconds)
 
-def _usual_seconds(looker: Looker, look: Look, lengths: Lengths) -> float:
-    """Of a step with rows of mean length; memory is planned for the longest."""
-    mean = max(2, round(lengths.mean))
-    if mean >= 0.98 * lengths.longest:
-        return look.step_seconds
-    usual = replace(
-        looker.scene, tokens=mean, supervised=min(mean - 1, max(1, round(lengths.mean_supervised))), grids=()
-    )
-    levers = look.levers
-    if levers.packing:  # as many usual rows as a pack of the longest holds
-        levers = replace(levers, micro_batch=min(looker.rows_per_step, levers.micro_batch * lengths.longest // mean))
-    return looker.look(levers, scene=usual).step_seconds + _looking_seconds(looker, look) * mean / lengths.longest
+    def _accumulation(self) -> int:
+        """Micro-batches of a mean step; packs are as full as best fit makes them."""
+        candidate, lengths = self.candidate, self.lengths
+        if not candidate.levers.packing:
+            return candidate.accumulation
+        pack = candidate.levers.micro_batch * lengths.longest
+        return max(1, math.ceil(self.evaluator.rows_per_step * lengths.mean / pack))
 
+    def _total_steps(self) -> int | None:
+        schedule, num_rows = self.spec.schedule, self.lengths.num_rows
+        if schedule.steps is not None:
+            return schedule.steps
+        return None if num_rows is None else (schedule.epochs or 1) * math.ceil(num_rows / self.spec.global_batch)
 
-def _looking_seconds(looker: Looker, look: Look) -> float:
-    """Of a step whose rows all show as much as any; a row shows less as it is shorter."""
-    if not looker.scene.grids:
-        return 0.0
-    return max(
-        0.0,
-        looker.look(look.levers).step_seconds
-        - looker.look(look.levers, scene=replace(looker.scene, grids=())).step_seconds,
-    )
+    def _eval_limits(self, evaluations: tuple[Evaluation, ...]) -> dict[str, EvalBatchLimit]:
+        prompts, most = self.lengths.prompt or self.lengths.longest, largest_prompt_grids(self.lengths)
+        target = self.target
+        return make_eval_limits(
+            self.evaluator.cfg, target, evaluations, prompt_tokens=prompts, devices=target.count, grids=most
+        )
 
+    def _eval_bytes(self, eval_limits: dict[str, EvalBatchLimit]) -> int:
+        """What evaluations need, beyond what they take because it is there: a batch that is asked for, and a single
+        answer that does not fit."""
+        target, asked = self.target, {one.label for one in self.spec.evaluate if one.batch != "auto"}
+        sizes = {label: limit.reserved_bytes or 0 for label, limit in eval_limits.items()}
+        needed = (n for label, n in sizes.items() if label in asked or held_bytes(target, n) > target.budget_bytes)
+        return max(needed, default=0)
 
-def _accumulation(look: Look, lengths: Lengths, rows: int) -> int:
-    """Micro-batches of a usual step; packs are as full as best fit makes them."""
-    if not look.levers.packing:
-        return look.accumulation
-    return max(1, math.ceil(rows * lengths.mean / (look.levers.micro_batch * lengths.longest)))
-
-
-def _total_steps(spec: Spec, lengths: Lengths) -> int | None:
-    if spec.schedule.steps is not None:
-        return spec.schedule.steps
-    if lengths.num_rows is None:
-        return None
-    return (spec.schedule.epochs or 1) * math.ceil(lengths.num_rows / spec.global_batch)
-
-
-def _needed(spec: Spec, rooms: dict[str, Room], target: Target) -> int:
-    """By the evaluations, beyond what they take because it is there: a batch that is asked for, and one answer that does not fit."""
-    asked = {evaluation.label for evaluation in spec.evaluate if evaluation.batch != "auto"}
-    sizes = {label: room.reserved_bytes or 0 for label, room in rooms.items()}
-    return max(
-        (size for label, size in sizes.items() if label in asked or held_bytes(target, size) > target.budget_bytes),
-        default=0,
-    )
-
-
-def _smaller_answers(spec: Spec, lengths: Lengths, looker: Looker, peak: int) -> tuple[Suggestion, ...]:
-    """Where training fits and answering does not: as few answers at a time as fit, which changes none of them."""
-    asked = [at for at, evaluation in enumerate(spec.evaluate) if evaluation.batch != "auto"]
-    if peak <= looker.target.budget_bytes or not asked:
-        return ()
-    free = [evaluation.model_copy(update={"batch": "auto"}) for evaluation in spec.evaluate]
-    prompts, most = lengths.prompt or lengths.longest, shown_most(lengths)
-    rooms = make_rooms(
-        looker.scene, looker.target, free, prompt_tokens=prompts, devices=looker.target.count, grids=most
-    )
-    fewer = held_bytes(looker.target, max(room.reserved_bytes or 0 for room in rooms.values()))
-    changes = tuple(f"evaluate.{at}.batch=auto" for at in asked)
-    fits = fewer <= looker.target.budget_bytes
-    return (
-        Suggestion(
-            changes=changes,
+    def _smaller_answers(self, peak: int) -> tuple[Suggestion, ...]:
+        """Where training fits and generation does not: as few answers at a time as fit, which changes none of them."""
+        target, evaluations = self.target, self.spec.evaluate
+        asked = [at for at, evaluation in enumerate(evaluations) if evaluation.batch != "auto"]
+        if peak <= target.budget_bytes or not asked:
+            return ()
+        limits = self._eval_limits(tuple(one.model_copy(update={"batch": "auto"}) for one in evaluations))
+        fewer = held_bytes(target, max(limit.reserved_bytes or 0 for limit in limits.values()))
+        suggestion = Suggestion(
+            changes=tuple(f"evaluate.{at}.batch=auto" for at in asked),
             saves_bytes=peak - fewer,
             peak_bytes=fewer,
-            fits=fits,
+            fits=fewer <= target.budget_bytes,
             is_exact=True,
             price="slower evaluation",
-        ),
-    )
+        )
+        return (suggestion,)
 
-
-def _instants(peaks: dict[str, int], generation: int) -> dict[str, int]:
-    order = ("load", "reference", "forward", "loss", "backward", "update", "validation")
-    return {name: peaks[name] for name in order if name in peaks} | ({"generation": generation} if generation else {})
-
-
-def _num_checkpoints(spec: Spec, steps: int | None) -> int:
-    """That may lie there at once: no more than are ever saved, and the one that a stopped run leaves."""
-    most, every = spec.save.keep + _BESIDE, spec.save.every
-    return most if steps is None or every.unit != "steps" else min(most, math.ceil(steps / every.count) + 1)
-
-
-def _checkpoint_bytes(spec: Spec, size: Size, config: dict[str, Any]) -> int:
-    """Weights as they are saved, whole where they are the model's own, and two moments for each that is trained. Beside a trained part the rest
-    is saved as the base stores it."""
-    moments = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}.get(
-        spec.optimizer.kind, 2 * size.trainable
-    )
-    if isinstance(spec.tuning, Subset):
-        is_halved = (config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
-        return size.trainable_bytes + (2 if is_halved else 4) * (size.parameters - size.trainable) + moments
-    return (size.trainable_bytes if isinstance(spec.tuning, Lora) else size.weight_bytes) + moments
-
-
-def _towers(size: Size, unreached: tuple[str, ...]) -> dict[str, TowerSize]:
-    missed = Counter(tower for name in unreached for tower, names in size.tower_names.items() if name in names)
-    return {tower: replace(found, unreached=missed[tower]) for tower, found in size.towers.items()}
-
-
-def _can_divide(spec: Spec) -> bool:
-    """Weights that are packed into bits and optimizer state in blocks stay whole."""
-    return base_bits(spec.tuning) is None and spec.optimizer.kind == "adamw"
+    def _checkpoint_bytes(self) -> int:
+        """Weights as they are saved, all of them where they are the model's own, and two moments for each trained one.
+        Beside a trained subset the rest is saved as the base stores it."""
+        spec, size, config = self.spec, self.size, self.evaluator.cfg.config
+        by_kind = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}
+        moments = by_kind.get(spec.optimizer.kind, 2 * size.trainable)
+        if isinstance(spec.tuning, Subset):
+            is_half = (config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
+            return size.trainable_bytes + (2 if is_half else 4) * (size.parameters - size.trainable) + moments
+        return (size.trainable_bytes if isinstance(spec.tuning, Lora) else size.weight_bytes) + moments

@@ -1,4 +1,4 @@
-"""What a run will do, decided once: every value with where it came from. The spec itself is never changed."""
+"""What a run will do, decided once: every value with its source. The spec itself is never changed."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -10,16 +10,16 @@ from pydantic import BaseModel
 
 from finefit.artifacts.forecasts import Forecast, Resolved
 from finefit.artifacts.records import Inputs
-from finefit.artifacts.trainings import Stage
+from finefit.artifacts.stage_records import Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
-from finefit.spec.every import Interval
+from finefit.spec.data import Fields
 from finefit.spec.models import Lora
-from finefit.spec.rows import Fields
+from finefit.spec.part import Period
 from finefit.spec.schema import AutoEngine, Common, Single, Spec
-from finefit.step.engines.choose import require_possible
+from finefit.step.engine_choice import require_possible
 
 Leaves = Iterable[tuple[str, Any, bool]]
 """(dotted key, value, whether the user wrote it) of every value in a spec."""
@@ -30,7 +30,7 @@ def device_of(spec: Common, machine: Machine) -> str:
 
 
 def precision_on(device: Literal["cpu", "cuda"]) -> Literal["bf16", "fp16", "fp32"]:
-    """What answers are computed in where no spec says it. A card that is not there is refused, not replaced."""
+    """Of answers where no spec names it. A missing card is an error, not replaced by the CPU."""
     if device == "cpu":
         return "fp32"
     if not torch.cuda.is_available():
@@ -42,7 +42,7 @@ def _no_card(asked: str, machine: Machine, otherwise: str) -> SpecError:
     reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
     cards = ", ".join(card.name for card in machine.cards) or "no card"
     return SpecError(
-        f"{asked} is asked for, but {reason} (nvidia-smi shows {cards})",
+        f"{asked} is asked for, but {reason} (the driver shows {cards})",
         f"`finefit doctor` says what to install; {otherwise}",
     )
 
@@ -50,14 +50,13 @@ def _no_card(asked: str, machine: Machine, otherwise: str) -> SpecError:
 def resolve(
     spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast
 ) -> dict[str, Resolved]:
-    """The spec's own values first, then what follows from them and from the rehearsal."""
+    """The spec's own values first, then what follows from them and from the forecast."""
     values = {key: Resolved(value=value, source=_source(key, given, overrides)) for key, value, given in leaves(spec)}
     values["device"] = _device(spec, machine, values["device"])
     values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
     values |= _engine(values, forecast)
-    values["threads"] = Resolved(
-        value=min(torch.get_num_threads(), machine.num_cores), source="torch's own choice (cores, or OMP_NUM_THREADS)"
-    )
+    threads = min(torch.get_num_threads(), machine.num_cores)
+    values["threads"] = Resolved(value=threads, source="torch's own choice (cores, or OMP_NUM_THREADS)")
     values |= _lengths(spec, num_rows)
     return values | _levers(spec, values, forecast, num_rows)
 
@@ -74,6 +73,8 @@ def make_stage(
     def of(key: str) -> Any:
         return values[key].value
 
+    # a named engine as the spec has it: its paths are relative to the spec
+    engine = forecast.engine if isinstance(spec.engine, AutoEngine) else spec.engine
     stage = Stage(
         name=spec.objective.kind,
         seed=spec.seed,
@@ -86,9 +87,7 @@ def make_stage(
         model_fingerprint=inputs.model_fingerprint,
         tuning=spec.tuning,
         objective=spec.objective,
-        engine=forecast.engine
-        if isinstance(spec.engine, AutoEngine)
-        else spec.engine,  # whose paths start where this spec's do
+        engine=engine,
         num_ranks=forecast.devices,
         trackers=spec.trackers,
         template=spec.data.template,
@@ -97,7 +96,7 @@ def make_stage(
         images=spec.data.images,
         max_prompt_tokens=spec.max_prompt_tokens(),
         form=spec.data.task,
-        rooms=forecast.rooms,
+        eval_limits=forecast.eval_limits,
         optimizer=spec.optimizer,
         schedule=spec.schedule.kind,
         total_steps=of("total_steps"),
@@ -106,7 +105,7 @@ def make_stage(
         num_rows=num_rows,
         global_batch=spec.global_batch,
         levers=forecast.levers,
-        foretold_bytes=forecast.reserved_bytes,
+        predicted_bytes=forecast.reserved_bytes,
         save=spec.save,
         validate_every=spec.validation.every,
         on_nan=spec.on_nan,
@@ -126,7 +125,7 @@ def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Leaves:
     for name, field in type(part).model_fields.items():
         key, value = f"{prefix}{field.alias or name}", getattr(part, name)
         written = given and name in part.model_fields_set
-        if isinstance(value, BaseModel) and not isinstance(value, (Interval, Fields)):
+        if isinstance(value, BaseModel) and not isinstance(value, (Period, Fields)):
             yield from leaves(value, f"{key}.", given=written)
         else:
             yield key, _plain(value), written
@@ -137,9 +136,7 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if isinstance(value, BaseModel):
         return (
-            str(value)
-            if isinstance(value, Interval)
-            else value.model_dump(mode="json", by_alias=True, exclude_none=True)
+            str(value) if isinstance(value, Period) else value.model_dump(mode="json", by_alias=True, exclude_none=True)
         )
     return value
 
@@ -173,9 +170,8 @@ def _device(spec: Common, machine: Machine, asked: Resolved) -> Resolved:
 def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
     has_bf16 = device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if spec.precision == "bf16" and not has_bf16:
-        raise SpecError(
-            f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} has none", "set precision: fp16 or fp32"
-        )
+        problem = f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} does not support it"
+        raise SpecError(problem, "set precision: fp16 or fp32")
     if spec.precision != "auto":
         return asked
     if device == "cpu":
@@ -191,12 +187,11 @@ def _engine(values: dict[str, Resolved], forecast: Forecast) -> dict[str, Resolv
     if values["engine.kind"].value != "auto":
         return {}
     chosen, reason = forecast.engine, forecast.reasons.get("engine", "one device")
-    devices = (
-        Resolved(value=chosen.devices, source=reason)
-        if not isinstance(chosen, Single)
-        else Resolved(value=1, source=reason)
-    )
-    return {"engine.kind": Resolved(value=chosen.kind, source=reason), "engine.devices": devices}
+    devices = 1 if isinstance(chosen, Single) else chosen.devices
+    return {
+        "engine.kind": Resolved(value=chosen.kind, source=reason),
+        "engine.devices": Resolved(value=devices, source=reason),
+    }
 
 
 def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
@@ -205,44 +200,35 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
         total = Resolved(value=spec.schedule.steps, source="schedule.steps")
     else:
         epochs = spec.schedule.epochs or 1
-        total = Resolved(
-            value=epochs * per_epoch, source=f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps"
-        )
+        source = f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps"
+        total = Resolved(value=epochs * per_epoch, source=source)
     asked = spec.schedule.warmup
-    warmup = asked if isinstance(asked, int) else math.ceil(asked * total.value)
-    return {
-        "steps_per_epoch": Resolved(
-            value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up"
-        ),
-        "total_steps": total,
-        "warmup_steps": Resolved(
-            value=warmup,
-            source="schedule.warmup" if isinstance(asked, int) else f"{asked:g} of {total.value} steps, rounded up",
-        ),
-    }
+    rows = f"{num_rows} rows / {spec.global_batch} global, rounded up"
+    if isinstance(asked, int):
+        warmup = Resolved(value=asked, source="schedule.warmup")
+    else:
+        share = f"{asked:g} of {total.value} steps, rounded up"
+        warmup = Resolved(value=math.ceil(asked * total.value), source=share)
+    steps = Resolved(value=per_epoch, source=rows)
+    return {"steps_per_epoch": steps, "total_steps": total, "warmup_steps": warmup}
 
 
 def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_rows: int) -> dict[str, Resolved]:
     """As the forecast has chosen them, with its reasons; what the user has fixed keeps its source."""
-    found = {}
-    for lever in fields(forecast.levers):
-        asked, value = values.get(f"levers.{lever.name}"), getattr(forecast.levers, lever.name)
+    found, levers, devices = {}, forecast.levers, forecast.devices
+    for lever in fields(levers):
+        asked = values.get(f"levers.{lever.name}")
         is_fixed = asked is not None and asked.value != "auto"
-        found[f"levers.{lever.name}"] = Resolved(
-            value=value, source=asked.source if is_fixed and asked else forecast.reasons.get(lever.name, "auto")
-        )
-    whole, micro = min(spec.global_batch, num_rows), forecast.levers.micro_batch
+        source = asked.source if is_fixed and asked else forecast.reasons.get(lever.name, "auto")
+        found[f"levers.{lever.name}"] = Resolved(value=getattr(levers, lever.name), source=source)
+    whole, micro = min(spec.global_batch, num_rows), levers.micro_batch
     asked = values.get("levers.micro_batch")
     if asked is not None and isinstance(asked.value, int) and asked.value > micro:
-        found["levers.micro_batch"] = Resolved(
-            value=micro, source=f"{asked.source} asks for {asked.value}, a step has only {whole} rows"
-        )
-    devices = forecast.devices
-    source = (
-        "packs of a usual step"
-        if forecast.levers.packing
-        else f"{whole} rows / {micro} micro x {devices} {'device' if devices == 1 else 'devices'}"
-    )
-    value = forecast.accumulation if forecast.levers.packing else math.ceil(math.ceil(whole / devices) / micro)
-    found["accumulation"] = Resolved(value=value, source=source)
+        source = f"{asked.source} asks for {asked.value}, a step has only {whole} rows"
+        found["levers.micro_batch"] = Resolved(value=micro, source=source)
+    if levers.packing:
+        found["accumulation"] = Resolved(value=forecast.accumulation, source="packs of a mean step")
+    else:
+        source = f"{whole} rows / {micro} micro x {devices} {'device' if devices == 1 else 'devices'}"
+        found["accumulation"] = Resolved(value=math.ceil(math.ceil(whole / devices) / micro), source=source)
     return found

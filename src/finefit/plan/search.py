@@ -1,26 +1,152 @@
-"""Which exact levers to pull: the fastest of what fits, since the card is a budget to spend; the most frugal where nothing does.
+"""The search over exact levers: the fastest candidate that fits, since the card's memory is a budget to spend; the most
+frugal one where nothing fits.
 
-Candidates are compared by quick rehearsals of a few layers; the chosen one is rehearsed in full, and gives way to the next if that says more."""
+Candidates are compared by quick rehearsals of a few layers. The winner is rehearsed in full and gives way to the next
+one if it then needs more than the card has."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
 
 from finefit.artifacts.records import Levers
-from finefit.plan.look import Look, Looker
-from finefit.rehearse.splice import REHEARSED
-from finefit.spec.schema import Levers as AskedLevers
+from finefit.custom.inputs import meta_twin
+from finefit.errors import SpecError
+from finefit.model.resolve_model import custom_source_in
+from finefit.plan.target import Target
+from finefit.rehearse.allocator import Replay, replay
+from finefit.rehearse.cost_model import Rates, phase_seconds
+from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.layer_extrapolation import REHEARSED_PERIODS
+from finefit.rehearse.layer_kinds import layer_kinds, rehearse_extrapolated
+from finefit.rehearse.rehearsal import Rehearsal
+from finefit.rehearse.step_config import StepConfig
+from finefit.rehearse.trace import Sharding, sharded
+from finefit.spec.models import Full, Lora
+from finefit.spec.schema import LeverSettings
 
-_CHUNK, _SMALL_CHUNK = 1024, 256
-_MOST_CHUNKS = 256
-_TILES = 8
+TYPICAL_RATES = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
+FUSED_RECOMPUTE_MARGIN = 0.025
+"""Share of the reserved memory that is added where full weights are trained in recomputed layers with fused kernels."""
 ASKED = "asked for"
+_FUSED_REASON = "the same numbers with fewer and larger operations"
+_CHUNK, _SMALL_CHUNK, _MOST_CHUNKS = 1024, 256, 256
+_TILES = 8
 _WORTH = 0.995
 """A candidate replaces a simpler one when it takes at most this share of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Freedom:
+class Candidate:
+    cfg: StepConfig
+    rehearsed: Rehearsal
+    replay: Replay
+    peak_bytes: int
+    """What the card must hold."""
+    margin_bytes: int
+    accumulation: int
+    step_seconds: float
+    """By the target's rates, or by those of a typical card where the target's are unknown: enough to compare."""
+
+    @property
+    def levers(self) -> Levers:
+        return self.cfg.levers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateEvaluator:
+    """Rehearses candidates of one stage on one target, each only once."""
+
+    cfg: StepConfig
+    target: Target
+    rows_per_step: int
+    """Of one card."""
+    sharding: Sharding = "none"
+    has_experts: bool = False
+    memo: dict[str, Rehearsal] = field(default_factory=dict)
+    known: dict[str, Candidate] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        found = custom_source_in(self.cfg.config)
+        return len(layer_kinds(read_config(self.cfg.config))) if found is None else len(meta_twin(found).layers())
+
+    def fits(self, candidate: Candidate) -> bool:
+        return candidate.peak_bytes <= self.target.budget_bytes
+
+    def evaluate(self, levers: Levers, *, is_quick: bool = True, cfg: StepConfig | None = None) -> Candidate:
+        accumulation = -(-self.rows_per_step // levers.micro_batch)
+        asked = replace(cfg or self.cfg, levers=levers, is_quick=is_quick, accumulates=accumulation > 1)
+        key = repr(asked)
+        if key not in self.known:
+            self.known[key] = self._evaluate(asked, accumulation)
+        return self.known[key]
+
+    def _evaluate(self, cfg: StepConfig, accumulation: int) -> Candidate:
+        rehearsed, target = rehearse_extrapolated(cfg, self.memo), self.target
+        if self.sharding != "none":
+            # adapters and a trained subset lie beside frozen 16-bit weights already
+            halves = cfg.precision != "fp32" and isinstance(cfg.tuning, Full)
+            trace = sharded(rehearsed.trace, self.sharding, target.count, gathers_halves=halves)
+            rehearsed = replace(rehearsed, trace=trace)
+        answer = replay(rehearsed.trace.stream(), expandable=target.expandable)
+        reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
+        margin = int(reserved * target.margin) + target.margin_bytes + fragmentation_bytes(reserved, rehearsed, cfg)
+        return Candidate(
+            cfg=cfg,
+            rehearsed=rehearsed,
+            replay=answer,
+            peak_bytes=reserved + target.context_bytes + margin,
+            margin_bytes=margin,
+            accumulation=accumulation,
+            step_seconds=self._seconds(rehearsed, cfg),
+        )
+
+    def _seconds(self, rehearsed: Rehearsal, cfg: StepConfig) -> float:
+        phases = phase_seconds(rehearsed.trace, self.target.rates or TYPICAL_RATES)
+        update = phases.pop("update", 0.0)
+        batches = 2 if cfg.accumulates and not cfg.is_quick else 1
+        copies = 2 * rehearsed.trace.host_bytes / self.target.host_bytes_per_second
+        beside = max(sum(phases.values()) / batches, copies)  # copies run while the card computes
+        return beside * self.rows_per_step / cfg.levers.micro_batch + update
+
+
+def fragmentation_bytes(reserved: int, rehearsed: Rehearsal, cfg: StepConfig) -> int:
+    """What the allocator may hold beyond its prediction. A layer's input on its way to the host and back may leave a
+    hole of its size. Full weights in recomputed layers with fused kernels reserved 3.1 % more than predicted
+    (docs/memory.md), though what they allocate was predicted."""
+    levers, is_full = cfg.levers, not isinstance(cfg.tuning, Lora)
+    is_affected = levers.kernels == "fused" and levers.recompute and is_full and cfg.device == "cuda"
+    more = int(reserved * FUSED_RECOMPUTE_MARGIN) if is_affected else 0
+    return more + (rehearsed.trace.host_bytes // levers.recompute if levers.offload and levers.recompute else 0)
+
+
+def decide_kernels(
+    asked: LeverSettings, target: Target, sharding: Sharding, *, has_experts: bool
+) -> tuple[Literal["torch", "fused"], str]:
+    """Fused kernels read weights where they lie, so these must not be sharded."""
+    if asked.compile and has_experts:
+        problem = (
+            "levers.compile: true is not for mixtures of experts: torch compiles their grouped products only in bf16, "
+            "and those were not compared with uncompiled layers"
+        )
+        raise SpecError(problem, "--set levers.compile=false")
+    if asked.kernels == "fused" and asked.compile:
+        problem = "levers.kernels: fused and levers.compile: true contradict each other: torch compiles its own layers"
+        raise SpecError(problem, "--set levers.kernels=torch, or --set levers.compile=false")
+    if asked.kernels != "auto":
+        return asked.kernels, ASKED
+    if asked.compile:
+        return "torch", "the layers are compiled"
+    if sharding in ("fsdp2", "zero3"):
+        return "torch", "the weights are divided over the devices"
+    if target.device == "cuda" and not target.has_liger:
+        return "torch", "liger-kernel is not installed here: pip install 'finefit[gpu]'"
+    return "fused", _FUSED_REASON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
     """The values that each lever may take, the plainest first; one value where the user has fixed it."""
 
     micro_batch: tuple[int, ...]
@@ -59,15 +185,8 @@ class Freedom:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    look: Look
-    fits: bool
-    reasons: dict[str, str]
-
-
-def freedom_of(
-    asked: AskedLevers,
+def make_search_space(
+    asked: LeverSettings,
     *,
     rows: int,
     supervised: int,
@@ -75,186 +194,167 @@ def freedom_of(
     precision: str,
     device: str,
     has_experts: bool = False,
-) -> Freedom:
-    """`rows` of one optimizer step on one card, each with at most `supervised` tokens that have logits. `has_experts`: MLPs that are left whole."""
-    return Freedom(
-        micro_batch=_sizes(asked, rows),
-        recompute=_depths(num_layers)
-        if asked.recompute == "auto"
-        else ({"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute),),  # type: ignore[arg-type]
+) -> SearchSpace:
+    """`rows`: of one optimizer step on one card, each with at most `supervised` tokens that have logits.
+    `has_experts`: then MLPs are not tiled."""
+    # number of recomputed layers: both runs of layers must be long enough to be rehearsed by a few of them
+    depths = [k for k in range(num_layers + 1) if min(k, num_layers - k) >= REHEARSED_PERIODS or k in (0, num_layers)]
+    named = {"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute)
+    chunk = None if asked.loss_chunk == "none" else asked.loss_chunk
+    least = 1 << max(0, (supervised // _MOST_CHUNKS).bit_length())  # each chunk reads the whole head
+    free_offload = (False, True) if device == "cuda" else (False,)
+    free_tiles = (1,) if has_experts else (1, _TILES)
+    free_inputs = "fp32" if precision == "fp32" else "bf16"
+    settings = LeverSettings.model_fields.items()
+    return SearchSpace(
+        micro_batch=_micro_batches(asked, rows),
+        recompute=tuple(depths) if asked.recompute == "auto" else (named,),  # type: ignore[arg-type]
         keep_attention=(False, True) if asked.keep_attention == "auto" else (asked.keep_attention,),
-        loss_chunk=_chunks(supervised)
-        if asked.loss_chunk == "auto"
-        else (None if asked.loss_chunk == "none" else asked.loss_chunk,),
-        offload=((False, True) if device == "cuda" else (False,))
-        if asked.offload == "auto"
-        else (asked.offload == "inputs",),
-        mlp_tiles=((1,) if has_experts else (1, _TILES)) if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
-        adapter_inputs=("fp32" if precision == "fp32" else "bf16")
-        if asked.adapter_inputs == "auto"
-        else asked.adapter_inputs,
+        loss_chunk=(None, max(_CHUNK, least), max(_SMALL_CHUNK, least)) if chunk == "auto" else (chunk,),
+        offload=free_offload if asked.offload == "auto" else (asked.offload == "inputs",),
+        mlp_tiles=free_tiles if asked.mlp_tiles == "auto" else (asked.mlp_tiles,),
+        adapter_inputs=free_inputs if asked.adapter_inputs == "auto" else asked.adapter_inputs,
         kernels="fused" if asked.kernels == "auto" else asked.kernels,
-        kernels_reason="the same numbers with fewer and larger operations",
+        kernels_reason=_FUSED_REASON,
         update="after" if asked.update == "auto" else asked.update,
         compile=asked.compile,
-        fixed=frozenset(
-            name for name, field in AskedLevers.model_fields.items() if getattr(asked, name) != field.default
-        ),
+        fixed=frozenset(name for name, field in settings if getattr(asked, name) != field.default),
     )
 
 
-def _chunks(supervised: int) -> tuple[int | None, ...]:
-    """Of very many tokens larger ones: each chunk reads the whole head."""
-    least = 1 << max(0, (supervised // _MOST_CHUNKS).bit_length())
-    return (None, max(_CHUNK, least), max(_SMALL_CHUNK, least))
-
-
-def _sizes(asked: AskedLevers, rows: int) -> tuple[int, ...]:
-    """An update inside backward needs the whole step at once."""
+def _micro_batches(asked: LeverSettings, rows: int) -> tuple[int, ...]:
+    """Doubling, and the whole step; beyond 64 rows a card is busy anyway. An update inside backward needs the whole
+    step at once."""
     if asked.micro_batch != "auto":
         return (min(asked.micro_batch, rows),)
-    return (rows,) if asked.update == "inside" else _micro_batches(rows)
-
-
-def _micro_batches(rows: int) -> tuple[int, ...]:
-    """Doubling, and the whole step; beyond 64 rows a card is busy anyway."""
     doubled = [1 << n for n in range(7) if 1 << n < rows]
-    return (*doubled, rows) if rows <= 64 else tuple(doubled)
+    return (rows,) if asked.update == "inside" else (*doubled, rows) if rows <= 64 else tuple(doubled)
 
 
-def _depths(num_layers: int) -> tuple[int, ...]:
-    """Numbers of recomputed layers whose runs are long enough to be rehearsed by a few of them."""
-    return tuple(
-        k for k in range(num_layers + 1) if k in (0, num_layers) or (k >= REHEARSED and num_layers - k >= REHEARSED)
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    candidate: Candidate
+    fits: bool
+    reasons: dict[str, str]
 
 
-def choose(looker: Looker, freedom: Freedom) -> Choice:
-    """Candidates in the order of their speed; the first whose full rehearsal fits."""
-    for levers in _candidates(looker, freedom):
-        verified = looker.look(levers, is_quick=False)
-        if looker.fits(verified):
-            return Choice(look=verified, fits=True, reasons=_reasons(looker, freedom, verified))
-    last = looker.look(freedom.most_frugal(), is_quick=False)
-    return Choice(look=last, fits=looker.fits(last), reasons=_reasons(looker, freedom, last))
+def choose(evaluator: CandidateEvaluator, space: SearchSpace) -> SearchResult:
+    """The first candidate, in order of speed, whose full rehearsal fits."""
+    search = _Search(evaluator, space)
+    for levers in search.candidates():
+        verified = evaluator.evaluate(levers, is_quick=False)
+        if evaluator.fits(verified):
+            return SearchResult(candidate=verified, fits=True, reasons=search.reasons(verified))
+    last = evaluator.evaluate(space.most_frugal(), is_quick=False)
+    return SearchResult(candidate=last, fits=evaluator.fits(last), reasons=search.reasons(last))
 
 
-def _candidates(looker: Looker, freedom: Freedom) -> Iterator[Levers]:
-    """The fastest first, refined; then what needs a little less, again the fastest first; last the dearer levers."""
-    plain = sorted(_by_micro_batch(looker, freedom), key=lambda look: look.step_seconds)
-    if plain:
-        best = _refined(looker, freedom, plain[0])
-        yield best.levers
-        others = [*_a_little_less(looker, freedom, best), *(_refined(looker, freedom, look) for look in plain[1:3])]
-        yield from (look.levers for look in sorted(others, key=lambda look: look.step_seconds))
-        yield from (
-            replace(look.levers, recompute=freedom.recompute[-1], loss_chunk=freedom.loss_chunk[-1]) for look in plain
-        )
-    yield _frugal(looker, freedom)
+@dataclass(frozen=True, slots=True)
+class _Search:
+    evaluator: CandidateEvaluator
+    space: SearchSpace
 
+    def candidates(self) -> Iterator[Levers]:
+        """The fastest first, refined; then what needs a little less, again the fastest first; the costlier levers
+        last."""
+        space, by_seconds = self.space, attrgetter("step_seconds")
+        plain = sorted(self._by_micro_batch(), key=by_seconds)
+        if plain:
+            best = self._refined(plain[0])
+            yield best.levers
+            deeper = [k for k in space.recompute if k > best.levers.recompute][:3]
+            others = [self.evaluator.evaluate(replace(best.levers, recompute=k)) for k in deeper]
+            others += [self._refined(candidate) for candidate in plain[1:3]]
+            yield from (candidate.levers for candidate in sorted(others, key=by_seconds))
+            depth, chunk = space.recompute[-1], space.loss_chunk[-1]
+            yield from (replace(candidate.levers, recompute=depth, loss_chunk=chunk) for candidate in plain)
+        yield self._frugal()
 
-def _by_micro_batch(looker: Looker, freedom: Freedom) -> Iterator[Look]:
-    """Each with as few recomputed layers as fit, up to the first that does not fit at all."""
-    best = float("inf")
-    for micro_batch in freedom.micro_batch:
-        found = _fewest_recomputed(looker, freedom, micro_batch)
-        if found is None:
-            return
-        if found.step_seconds < _WORTH * best:  # a larger micro-batch has to be worth its memory
-            yield found
-        best = min(best, found.step_seconds)
+    def _by_micro_batch(self) -> Iterator[Candidate]:
+        """Each with as few recomputed layers as fit, up to the first that does not fit at all."""
+        best = float("inf")
+        for micro_batch in self.space.micro_batch:
+            found = self._fewest_recomputed(micro_batch)
+            if found is None:
+                return
+            if found.step_seconds < _WORTH * best:  # a larger micro-batch has to be worth its memory
+                yield found
+            best = min(best, found.step_seconds)
 
+    def _fewest_recomputed(self, micro_batch: int) -> Candidate | None:
+        space, depths = self.space, self.space.recompute
+        all_kept = self.evaluator.evaluate(space.levers(micro_batch, depths[0]))
+        if self.evaluator.fits(all_kept):
+            return all_kept
+        for chunk in dict.fromkeys((space.levers(1, 0).loss_chunk, space.loss_chunk[-1])):
+            plain = replace(space.levers(micro_batch, depths[-1]), loss_chunk=chunk)
+            if self.evaluator.fits(self.evaluator.evaluate(plain)):
+                return self._border(plain)
+        return None
 
-def _a_little_less(looker: Looker, freedom: Freedom, best: Look) -> Iterator[Look]:
-    deeper = [k for k in freedom.recompute if k > best.levers.recompute]
-    yield from (looker.look(replace(best.levers, recompute=k)) for k in deeper[:3])
+    def _border(self, levers: Levers) -> Candidate:
+        """Memory falls with every recomputed layer, so the fewest that fit are found by bisection: with the last depth
+        it fits, with the first it does not."""
+        depths = self.space.recompute
+        low, high = 0, len(depths) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.evaluator.fits(self.evaluator.evaluate(replace(levers, recompute=depths[middle]))):
+                high = middle
+            else:
+                low = middle
+        return self.evaluator.evaluate(replace(levers, recompute=depths[high]))
 
+    def _refined(self, found: Candidate) -> Candidate:
+        """Whole logits where they fit, or smaller chunks where that spares a layer; attention kept where that is
+        cheaper than recomputing it."""
+        evaluator, space, levers = self.evaluator, self.space, found.levers
+        others = [replace(levers, loss_chunk=space.loss_chunk[0])]
+        if levers.recompute:
+            others.append(self._border(replace(levers, loss_chunk=space.loss_chunk[-1])).levers)
+        for other in map(evaluator.evaluate, others):
+            if evaluator.fits(other) and other.step_seconds < _WORTH * found.step_seconds:
+                found = other
+        if not found.levers.recompute:
+            return found
+        kept = evaluator.evaluate(replace(found.levers, keep_attention=space.keep_attention[-1]))
+        return kept if evaluator.fits(kept) and kept.step_seconds < _WORTH * found.step_seconds else found
 
-def _fewest_recomputed(looker: Looker, freedom: Freedom, micro_batch: int) -> Look | None:
-    """Memory falls with every layer that is recomputed, so the border is found by halving."""
-    depths = freedom.recompute
-    if (all_kept := looker.look(freedom.levers(micro_batch, depths[0]))) and looker.fits(all_kept):
-        return all_kept
-    chunks = dict.fromkeys((freedom.levers(1, 0).loss_chunk, freedom.loss_chunk[-1]))
-    for chunk in chunks:
-        plain = replace(freedom.levers(micro_batch, depths[-1]), loss_chunk=chunk)
-        if looker.fits(looker.look(plain)):
-            return _border(looker, plain, depths)
-    return None
+    def _frugal(self) -> Levers:
+        """The costlier levers one after the other, until it fits or there are no more."""
+        space = self.space
+        plain = replace(space.levers(space.micro_batch[0], space.recompute[-1]), loss_chunk=space.loss_chunk[-1])
+        offloaded = replace(plain, offload=space.offload[-1] and plain.recompute > 0)
+        tiled = replace(plain, mlp_tiles=space.mlp_tiles[-1])
+        for levers in (offloaded, tiled):
+            if self.evaluator.fits(self.evaluator.evaluate(levers)):
+                return levers
+        return space.most_frugal()
 
-
-def _border(looker: Looker, levers: Levers, depths: Sequence[int]) -> Look:
-    """With the last of `depths` it fits, with the first it does not."""
-    low, high = 0, len(depths) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if looker.fits(looker.look(replace(levers, recompute=depths[middle]))):
-            high = middle
+    def reasons(self, candidate: Candidate) -> dict[str, str]:
+        levers, space = candidate.levers, self.space
+        if not self.evaluator.fits(candidate):
+            rows = "the smallest, since nothing fits"
         else:
-            low = middle
-    return looker.look(replace(levers, recompute=depths[high]))
-
-
-def _refined(looker: Looker, freedom: Freedom, found: Look) -> Look:
-    """Whole logits where there is room for them, or fewer at once where that spares a layer; attention kept where that is cheaper than
-    doing it again."""
-    levers = found.levers
-    others = [replace(levers, loss_chunk=freedom.loss_chunk[0])]
-    if levers.recompute:
-        others.append(_border(looker, replace(levers, loss_chunk=freedom.loss_chunk[-1]), freedom.recompute).levers)
-    for other in map(looker.look, others):
-        if looker.fits(other) and other.step_seconds < _WORTH * found.step_seconds:
-            found = other
-    kept = (
-        looker.look(replace(found.levers, keep_attention=freedom.keep_attention[-1]))
-        if found.levers.recompute
-        else found
-    )
-    return kept if looker.fits(kept) and kept.step_seconds < _WORTH * found.step_seconds else found
-
-
-def _frugal(looker: Looker, freedom: Freedom) -> Levers:
-    """The dearer levers one after the other, until it fits or there are no more."""
-    plain = replace(freedom.levers(freedom.micro_batch[0], freedom.recompute[-1]), loss_chunk=freedom.loss_chunk[-1])
-    offloaded = replace(plain, offload=freedom.offload[-1] and plain.recompute > 0)
-    tiled = replace(plain, mlp_tiles=freedom.mlp_tiles[-1])
-    for levers in (offloaded, tiled):
-        if looker.fits(looker.look(levers)):
-            return levers
-    return freedom.most_frugal()
-
-
-def _reasons(looker: Looker, freedom: Freedom, look: Look) -> dict[str, str]:
-    levers, searched = look.levers, "searched: "
-    reasons = {
-        "micro_batch": _micro_batch_reason(looker, freedom, look),
-        "recompute": "no layer need be"
-        if not levers.recompute
-        else "the fewest that fit"
-        if levers.recompute < looker.num_layers
-        else "all are needed",
-        "keep_attention": "saves more time than it costs memory"
-        if levers.keep_attention
-        else "not worth its memory here",
-        "loss_chunk": "all logits at once fit"
-        if levers.loss_chunk is None
-        else "the room serves better elsewhere than for logits",
-        "offload": "needed to fit" if levers.offload else "not needed",
-        "mlp_tiles": "needed to fit" if levers.mlp_tiles > 1 else "not needed",
-    }
-    found = {name: searched + reason for name, reason in reasons.items()}
-    found["adapter_inputs"] = f"the products are taken in {look.scene.precision}"
-    found["packing"] = freedom.packing_reason
-    found["kernels"] = freedom.kernels_reason
-    found["update"] = found["compile"] = "not asked for"
-    return found | dict.fromkeys(freedom.fixed, ASKED)
-
-
-def _micro_batch_reason(looker: Looker, freedom: Freedom, look: Look) -> str:
-    if not looker.fits(look):
-        return "the smallest, since nothing fits"
-    return (
-        "the whole step at once fits"
-        if look.levers.micro_batch == freedom.micro_batch[-1]
-        else "the fastest of those that fit"
-    )
+            is_whole = levers.micro_batch == space.micro_batch[-1]
+            rows = "the whole step at once fits" if is_whole else "the fastest of those that fit"
+        is_partial = levers.recompute < self.evaluator.num_layers
+        recompute = "the fewest that fit" if is_partial else "all are needed"
+        attention = "saves more time than it costs memory" if levers.keep_attention else "not worth its memory here"
+        is_whole_loss = levers.loss_chunk is None
+        searched = {
+            "micro_batch": rows,
+            "recompute": recompute if levers.recompute else "no layer need be",
+            "keep_attention": attention,
+            "loss_chunk": "all logits at once fit" if is_whole_loss else "memory is better spent elsewhere",
+            "offload": "needed to fit" if levers.offload else "not needed",
+            "mlp_tiles": "needed to fit" if levers.mlp_tiles > 1 else "not needed",
+        }
+        found = {name: f"searched: {reason}" for name, reason in searched.items()} | {
+            "adapter_inputs": f"the products are taken in {candidate.cfg.precision}",
+            "packing": space.packing_reason,
+            "kernels": space.kernels_reason,
+            "update": "not asked for",
+            "compile": "not asked for",
+        }
+        return found | dict.fromkeys(space.fixed, ASKED)

@@ -1,8 +1,10 @@
-"""What a plan is made for: a card that is named, or the one that is here, or the processor, as a budget of bytes and a set of rates."""
+"""What a plan is made for: a named card, the one in this machine, or the CPU, as a budget of bytes and a set of rates;
+and the engine that shares the work between several of them."""
 
 import importlib.util
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,25 +12,31 @@ import psutil
 import torch
 
 from finefit.errors import SpecError, UserError
-from finefit.facts.cards import CardKind, CardRequest, find_kind, read_card_processes
-from finefit.facts.machine import Card, Machine
-from finefit.rehearse.clock import Rates
+from finefit.facts.card_table import CardKind
+from finefit.facts.cards import CardRequest, find_kind
+from finefit.facts.machine import Machine
+from finefit.facts.nvml import Card, read_card_processes
+from finefit.rehearse.cost_model import Rates
+from finefit.rehearse.trace import Sharding
+from finefit.spec.schema import AutoEngine, Ddp, DeepSpeed, Engine, Fsdp2, Launcher, Single, SlurmLauncher
 
 CONTEXT_BYTES = 816 << 20
-"""Of CUDA and its libraries: 767 to 815 MiB were measured on an H200, the only card that it was measured on."""
+"""Of CUDA and its libraries: 767 to 815 MiB, measured on an H200 only."""
 NCCL_BYTES = 512 << 20
-"""Of what several cards exchange their gradients through. Not measured here: it depends on their number and their links."""
+"""Of the buffers for gradients between cards. Not measured: it depends on their number and their links."""
 MARGIN = 0.0125
-"""Share of the reserved memory that is added, beside MARGIN_BYTES: forecasts of reserved memory fell short by 1.0 % at worst (docs/memory.md)."""
+"""Share of the reserved memory that is added, beside MARGIN_BYTES: predictions fell short by 1.0 % at worst
+(docs/memory.md)."""
 MARGIN_BYTES = 80 << 20
-"""Four pages of the allocator: of small models a few pages are more than a per cent."""
+"""Four pages of the allocator, which are more than a per cent of a small model."""
 CPU_MARGIN = 0.03
 USABLE = 0.98
-"""Of what a driver reports, what CUDA programs are given: 98 to 99.5 % on the cards whose own figures are known."""
+"""Of the memory that a driver reports, what CUDA programs can use: 98 to 99.5 % on the cards that publish both."""
 LAUNCH_SECONDS = 12.5e-6
-"""Of host time per operation where small batches leave the card waiting: 10 to 18 us were measured beside two H200s, so such steps are the least
-certain."""
+"""Of host time per operation, where small batches leave the card waiting: 10 to 18 us were measured with two H200s, so
+the time of such steps is the least certain."""
 _PROBE = 1024
+_SAME_NUMBER = "name the same number in both, or in one of them"
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -50,9 +58,9 @@ class Target:
     margin_bytes: int
     notes: tuple[str, ...]
     expandable: bool = True
-    """Whether the allocator's segments grow, as a worker sets it; not where the user's own setting is another one."""
+    """Whether the allocator's segments grow, as a worker sets it unless the user's own setting differs."""
     has_liger: bool = True
-    """Assumed of a card that is elsewhere."""
+    """Assumed for a card in another machine."""
 
 
 def find_target(
@@ -64,7 +72,7 @@ def find_target(
     nodes: int = 1,
     allocator: str | None = None,
 ) -> Target:
-    """`devices`: of an engine that names them, on each of `nodes`; `allocator`: a setting of the user's own, of this machine and no other."""
+    """`devices`: that the engine names, on each of `nodes`; `allocator`: the user's own setting, for this machine."""
     if request.is_auto and machine.cards:
         found = _with_allocator(_here(machine.cards[0], request), allocator)
     elif request.is_auto or request.is_cpu:
@@ -73,50 +81,38 @@ def find_target(
         found = _named(request)
     found = _for_devices(found, request, machine, devices)
     if nodes > 1:
-        found = _on_nodes(found, nodes)
+        count = found.count * nodes
+        name = found.name if found.device == "cpu" else f"{count}x{found.name.removeprefix(f'{found.count}x')}"
+        notes = (*found.notes, f"{nodes} nodes with {found.count} each")
+        found = replace(found, count=count, name=name, notes=notes)
     if found.device == "cuda" and found.count > 1:
         found = replace(found, context_bytes=found.context_bytes + NCCL_BYTES)
     return _with_precision(found, asked_precision)
 
 
-def _on_nodes(target: Target, nodes: int) -> Target:
-    count = target.count * nodes
-    name = target.name if target.device == "cpu" else f"{count}x{target.name.removeprefix(f'{target.count}x')}"
-    return replace(target, count=count, name=name, notes=(*target.notes, f"{nodes} nodes with {target.count} each"))
-
-
 def _with_allocator(target: Target, setting: str | None) -> Target:
-    """Of the other settings none is rehearsed; without growing segments more memory lies in pieces that are too small."""
+    """Without growing segments more memory is left in pieces that are too small. No other setting is rehearsed."""
     if setting is None or re.search(r"expandable_segments\s*:\s*true", setting, re.IGNORECASE):
         return target
-    words = f"your PYTORCH_CUDA_ALLOC_CONF ({setting}) is kept, so segments do not grow: more is held by the allocator"
-    return replace(target, expandable=False, notes=(*target.notes, words))
+    note = f"your PYTORCH_CUDA_ALLOC_CONF ({setting}) is kept, so segments do not grow: the allocator holds more"
+    return replace(target, expandable=False, notes=(*target.notes, note))
 
 
 def _for_devices(target: Target, request: CardRequest, machine: Machine, devices: int | None) -> Target:
-    """On a processor each process has a part of the memory; of the cards here the fullest sets the budget."""
+    """Processes on a CPU share its memory; of the cards here the fullest sets the budget."""
     if devices is None or devices == target.count:
         return target
     if target.count > 1:
-        raise SpecError(
-            f"card: {request.text} and engine.devices: {devices} contradict each other",
-            "name the same number in both, or in one of them",
-        )
+        problem = f"card: {request.text} and engine.devices: {devices} contradict each other"
+        raise SpecError(problem, _SAME_NUMBER)
     if target.device == "cpu":
-        words = f"{devices} processes share the memory and the cores of this machine"
-        return replace(
-            target,
-            count=devices,
-            budget_bytes=target.budget_bytes // devices,
-            rates=_shared(target.rates, devices),
-            notes=(*target.notes, words),
-        )
+        notes = (*target.notes, f"{devices} processes share the memory and the cores of this machine")
+        budget, rates = target.budget_bytes // devices, _shared(target.rates, devices)
+        return replace(target, count=devices, budget_bytes=budget, rates=rates, notes=notes)
     if request.is_auto:
         if devices > len(machine.cards):
-            raise SpecError(
-                f"engine.devices is {devices}, this machine has {len(machine.cards)}",
-                "lower it, or plan for other cards with --card",
-            )
+            problem = f"engine.devices is {devices}, this machine has {len(machine.cards)}"
+            raise SpecError(problem, "lower it, or plan for other cards with --card")
         free = [card.free_bytes for card in machine.cards[:devices] if card.free_bytes is not None]
         target = replace(target, budget_bytes=int(min(free) * USABLE))
     return replace(target, count=devices, name=f"{devices}x{target.name}")
@@ -133,17 +129,13 @@ def _shared(rates: Rates | None, devices: int) -> Rates | None:
 def _named(request: CardRequest) -> Target:
     kind = request.kind
     assert request.memory_bytes is not None or kind is not None
-    budget = int(kind.memory_bytes * USABLE) if kind else int(request.memory_bytes or 0)
+    name = kind.name if kind else request.text.split("@")[0].strip()
     return Target(
-        name=f"{request.count}x{kind.name}"
-        if kind and request.count > 1
-        else kind.name
-        if kind
-        else request.text.split("@")[0].strip(),
+        name=f"{request.count}x{name}" if kind and request.count > 1 else name,
         device="cuda",
         capability=kind.compute_capability if kind else (8, 0),
         precision="bf16",
-        budget_bytes=budget,
+        budget_bytes=int(kind.memory_bytes * USABLE) if kind else int(request.memory_bytes or 0),
         count=request.count,
         rates=rates_of(kind) if kind else None,
         host_bytes_per_second=kind.host_bytes_per_second if kind else 12e9,
@@ -151,31 +143,30 @@ def _named(request: CardRequest) -> Target:
         context_bytes=CONTEXT_BYTES,
         margin=MARGIN,
         margin_bytes=MARGIN_BYTES,
-        notes=()
-        if kind
-        else ("a bare size says nothing of a card's generation: bf16 and flash attention are assumed",),
+        notes=() if kind else ("a size alone does not name a card's generation: bf16 and flash attention are assumed",),
     )
 
 
 def _here(card: Card, request: CardRequest) -> Target:
-    """What is free now is the budget; who has the rest is named."""
+    """What is free now is the budget; the processes that hold the rest are named."""
     if card.free_bytes is None or card.memory_bytes is None:
-        raise UserError(f"the driver does not say how much memory {card.name} has free", "name a budget: --card 24GiB")
+        problem = f"the driver does not report how much memory {card.name} has free"
+        raise UserError(problem, "name a budget: --card 24GiB")
     kind = find_kind(card.name, card.memory_bytes)
-    others = [f"{p.name} (pid {p.pid}) holds {_size(p.memory_bytes)} of the card" for p in read_card_processes()]
-    bare = _named(replace(request, text=card.name, kind=kind, memory_bytes=card.memory_bytes, count=1))
+    others = []
+    for p in read_card_processes():
+        held = f"{p.memory_bytes:,} bytes" if p.memory_bytes is not None else "some"
+        others.append(f"{p.name} (pid {p.pid}) holds {held} of the card")
+    named = _named(replace(request, text=card.name, kind=kind, memory_bytes=card.memory_bytes, count=1))
     major, _, minor = (card.compute_capability or "").partition(".")
-    capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else bare.capability
-    unknown = () if kind else (f"{card.name} is not in the table of cards: no time is foretold",)
-    notes = (*(bare.notes if kind else ()), *unknown, *others)
-    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    unknown = () if kind else (f"{card.name} is not in the table of cards: no time is predicted",)
     return replace(
-        bare, budget_bytes=int(card.free_bytes * USABLE), capability=capability, notes=notes, has_liger=has_liger
+        named,
+        budget_bytes=int(card.free_bytes * USABLE),
+        capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else named.capability,
+        notes=(*(named.notes if kind else ()), *unknown, *others),
+        has_liger=importlib.util.find_spec("liger_kernel") is not None,
     )
-
-
-def _size(num_bytes: int | None) -> str:
-    return f"{num_bytes:,} bytes" if num_bytes is not None else "some"
 
 
 def _processor(request: CardRequest, machine: Machine) -> Target:
@@ -197,23 +188,18 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
 
 
 def measure_processor() -> Rates:
-    """A product and a copy, each large enough to leave the caches."""
-    a = torch.randn(_PROBE, _PROBE)
+    """A product and a copy, each too large for the caches."""
+    a, b = torch.randn(_PROBE, _PROBE), torch.randn(16 << 20)
     flops = 2 * _PROBE**3 / _best(lambda: a @ a)
-    b = torch.randn(16 << 20)
-    return Rates(
-        half_flops=flops,
-        full_flops=flops,
-        bytes_per_second=2 * b.numel() * 4 / _best(b.clone) / 0.8,
-        launch_seconds=0.0,
-    )
+    copied = 2 * b.numel() * 4 / _best(b.clone) / 0.8
+    return Rates(half_flops=flops, full_flops=flops, bytes_per_second=copied, launch_seconds=0.0)
 
 
-def _best(run: object, repeats: int = 5) -> float:
+def _best(run: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(repeats):
+    for _ in range(5):
         began = time.perf_counter()
-        run()  # type: ignore[operator]
+        run()
         seconds.append(time.perf_counter() - began)
     return min(seconds)
 
@@ -231,9 +217,8 @@ def rates_of(kind: CardKind) -> Rates:
 def _with_precision(target: Target, asked: str) -> Target:
     has_bf16 = target.device == "cpu" or target.capability >= (8, 0)
     if asked == "bf16" and not has_bf16:
-        raise SpecError(
-            f"precision: bf16 is asked for, but {target.name} has none", "set precision: fp16, fp32 or auto"
-        )
+        problem = f"precision: bf16 is asked for, but {target.name} does not support it"
+        raise SpecError(problem, "set precision: fp16, fp32 or auto")
     match asked:
         case "bf16" | "fp16" | "fp32":
             precision: Precision = asked
@@ -244,14 +229,88 @@ def _with_precision(target: Target, asked: str) -> Target:
 
 def _generation_notes(target: Target, precision: Precision) -> tuple[str, ...]:
     if target.device == "cpu":
-        return ("a processor computes fp16 more slowly than fp32",) if precision == "fp16" else ()
+        return ("a CPU computes fp16 more slowly than fp32",) if precision == "fp16" else ()
     if target.capability >= (8, 0):
         return ()
     generation = f"{target.name} (compute capability {target.capability[0]}.{target.capability[1]})"
-    products = (
-        "weights and products are fp32" if precision == "fp32" else "products are taken in fp16, with loss scaling"
-    )
+    fp32, fp16 = "weights and products are fp32", "products are taken in fp16, with loss scaling"
+    kernel = "torch's memory-efficient kernel takes its place, with key and value heads repeated"
     return (
-        f"{generation} has no bf16: {products}",
-        f"{generation} has no flash attention: torch's memory-efficient kernel takes its place, with key and value heads repeated",
+        f"{generation} has no bf16: {fp32 if precision == 'fp32' else fp16}",
+        f"{generation} has no flash attention: {kernel}",
     )
+
+
+def devices_of(engine: Engine) -> int | None:
+    """Of one node; None where the card decides."""
+    match engine:
+        case Single():
+            return 1
+        case AutoEngine() | Ddp() | Fsdp2() | DeepSpeed():
+            return engine.devices
+
+
+def require_same_count(request: CardRequest, engine: Engine) -> None:
+    devices = devices_of(engine)
+    if request.count == 1 or devices in (None, request.count):
+        return
+    if isinstance(engine, Single):
+        words, remedy = "engine.kind: single", "name one card, or an engine that takes several"
+    else:
+        words, remedy = f"engine.devices: {devices}", _SAME_NUMBER
+    raise SpecError(f"card: {request.text} and {words} contradict each other", remedy)
+
+
+def nodes_of(launcher: Launcher) -> int:
+    return launcher.nodes if isinstance(launcher, SlurmLauncher) else 1
+
+
+def shardings_of(engine: Engine, count: int, *, can_divide: bool = True) -> tuple[Sharding, ...]:
+    """The mildest first; one where the spec has decided. `can_divide`: not with quantised weights or optimizer state in
+    blocks."""
+    match engine:
+        case AutoEngine():
+            return ("none",) if count == 1 else ("ddp", "fsdp2") if can_divide else ("ddp",)
+        case Single():
+            return ("none",)
+        case Ddp():
+            return ("ddp",)
+        case Fsdp2():
+            return ("fsdp2",)
+        case DeepSpeed(stage=2):
+            return ("zero2",)
+        case DeepSpeed():
+            return ("zero3",)
+
+
+def require_several(engine: Engine, count: int) -> None:
+    """`count`: of the devices on all nodes."""
+    if count == 1 and isinstance(engine, Fsdp2 | DeepSpeed):
+        raise SpecError(f"engine.kind {engine.kind} divides over devices, and there is one", "set engine.kind: single")
+
+
+def engine_of(sharding: Sharding, devices: int) -> Engine:
+    match sharding:
+        case "none":
+            return Single(kind="single")
+        case "ddp":
+            return Ddp(kind="ddp", devices=devices)
+        case "fsdp2":
+            return Fsdp2(kind="fsdp2", devices=devices)
+        case "zero2":
+            return DeepSpeed(kind="deepspeed", devices=devices, stage=2)
+        case "zero3":
+            return DeepSpeed(kind="deepspeed", devices=devices, stage=3)
+
+
+def decide_engine(asked: Engine, sharding: Sharding, devices: int, *, fits: bool) -> tuple[Engine, str]:
+    """What will run, and why. `devices`: of one node."""
+    if not isinstance(asked, AutoEngine):
+        return asked, "asked for"
+    if sharding == "none":
+        why = "one device"
+    elif sharding == "ddp":
+        why = f"a whole copy fits on each of {devices} devices" if fits else "quantised weights cannot be divided"
+    else:
+        why = "a whole copy does not fit on one" if fits else "it needs the least, since nothing fits"
+    return engine_of(sharding, devices), why

@@ -1,1 +1,24 @@
-"""Checks before a run: one function each, yielding findings."""
+"""Checks before a run: one function per check, yielding findings."""
+
+from collections.abc import Iterable
+
+from finefit.artifacts.records import Finding
+from finefit.errors import FinefitError
+
+LEVELS = ("error", "warning", "note")
+StageFinding = tuple[str | None, Finding]
+"""With the name of its stage; None where it is about the whole run."""
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Errors first, then warnings, then notes."""
+    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
+
+
+def require_no_errors(findings: Iterable[StageFinding], kind: type[FinefitError]) -> None:
+    """Raises all errors among them as one."""
+    errors = [(name, finding) for name, finding in findings if finding.level == "error"]
+    if errors:
+        problems = (finding.problem if name is None else f"stage {name}: {finding.problem}" for name, finding in errors)
+        remedies = dict.fromkeys(finding.remedy for _, finding in errors if finding.remedy)
+        raise kind("\n".join(problems), "\n".join(remedies))

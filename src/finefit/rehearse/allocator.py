@@ -1,8 +1,9 @@
-"""What torch's CUDA caching allocator reserves for a stream of allocations, and whether it can serve them within a limit.
+"""What torch's CUDA caching allocator reserves for a stream of allocations, and whether they fit into a limit.
 
-The rules are those of torch 2.11 to 2.13 on one stream with default settings: requests up to 1 MiB live in the small pool, the rest in the large one;
-the best fitting free block is taken and split; freed blocks join their neighbours. An expandable pool is one address range whose pages are mapped on
-demand and unmapped when the card is full; otherwise a pool is a set of segments of fixed size.
+The rules are those of torch 2.11 to 2.13 on one stream with default settings: requests up to 1 MiB come from the small
+pool, the rest from the large one; the best fitting free block is taken and split; freed blocks join their neighbours.
+An expandable pool is one address range whose pages are mapped on demand and unmapped when the card is full; otherwise a
+pool is a set of segments of fixed size.
 """
 
 from bisect import bisect_left, insort
@@ -41,7 +42,8 @@ class Replay:
 def replay(events: Iterable[Event], *, limit_bytes: int | None = None, expandable: bool = True) -> Replay:
     """Replays `events`; `limit_bytes` is what the card has for the allocator, so without the CUDA context.
 
-    A cap by `set_per_process_memory_fraction` is another rule: it counts each request that the cache cannot serve as a new segment.
+    A cap by `set_per_process_memory_fraction` is another rule: it counts each request that the cache cannot serve as a
+    new segment.
     """
     allocator = _Allocator(limit_bytes, expandable)
     allocated = reserved = peak_at = reserved_at = 0
@@ -57,13 +59,12 @@ def replay(events: Iterable[Event], *, limit_bytes: int | None = None, expandabl
             reserved, reserved_at = allocator.card.peak_bytes, index
         if failed_at is not None:
             break
-    fits = failed_at is None
     return Replay(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         peak_at=peak_at,
         reserved_at=reserved_at,
-        fits=fits,
+        fits=failed_at is None,
         failed_at=failed_at,
     )
 
@@ -156,9 +157,10 @@ class _Pool:
         if index == len(self.free):
             return None
         block = self.at[self.free[index][1]]
-        while (index := index + 1) < len(self.free) and (
-            larger := self.at[self.free[index][1]]
-        ).reach() < block.reach():
+        while (index := index + 1) < len(self.free):
+            larger = self.at[self.free[index][1]]
+            if larger.reach() >= block.reach():
+                break
             block = larger
         self.remove(block)
         return block
@@ -178,9 +180,8 @@ class _Allocator:
         self.small = _Pool(self.card, _SMALL_PAGE_BYTES, 0)
         self.large = _Pool(self.card, _LARGE_PAGE_BYTES, 0 if expandable else _SMALL_BYTES)
         self.live: dict[int, _Block] = {}
-        self.extend, self.release = (
-            (_map_room, _unmap_free_pages) if expandable else (_add_segment, _drop_free_segments)
-        )
+        grow = (_map_room, _unmap_free_pages) if expandable else (_add_segment, _drop_free_segments)
+        self.extend, self.release = grow
         if expandable:
             for pool in (self.small, self.large):
                 pool.add(_Block(0, _ENDLESS_BYTES, is_mapped=False))
@@ -188,9 +189,8 @@ class _Allocator:
     def allocate(self, ident: int, num_bytes: int) -> bool:
         """Cached memory first, then more from the card, then more after everything free went back to it."""
         if num_bytes < 0 or ident in self.live:
-            raise ValueError(
-                f"{num_bytes} bytes under ident {ident}: give 1 byte or more, and an ident that is not live"
-            )
+            problem = f"{num_bytes} bytes under ident {ident}"
+            raise ValueError(f"{problem}: give 1 byte or more, and an ident that is not live")
         size = _round_up(num_bytes, _ROUND_BYTES)
         pool = self._pool_of(size)
         block = pool.take_best_fit(size) or self.extend(pool, size)
@@ -234,11 +234,11 @@ def _map_room(pool: _Pool, size: int) -> _Block | None:
 
 
 def _has_room(first: _Block, size: int) -> bool:
-    room = 0
+    free = 0
     block: _Block | None = first
-    while room < size and block is not None and not block.is_live:
-        room, block = room + block.size, block.next
-    return room >= size
+    while free < size and block is not None and not block.is_live:
+        free, block = free + block.size, block.next
+    return free >= size
 
 
 def _map(pool: _Pool, hole: _Block, size: int) -> bool:

@@ -1,6 +1,9 @@
-"""The model of a rehearsal: built on the meta device as training or an evaluation would load it, then of fake tensors."""
+"""The model of a rehearsal: built on the meta device as training or an evaluation would load it, then of fake
+tensors."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,77 +13,71 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from finefit.artifacts.forecasts import TowerSize
+from finefit.custom.inputs import custom_on_meta
 from finefit.errors import ModelError
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
-from finefit.model.custom_files import written_in
-from finefit.model.experts import choose_experts
+from finefit.model.experts import active_parameters, choose_experts, experts_of
 from finefit.model.load import base_bits, make_trainable, weight_dtype
-from finefit.model.sight import auto_class, sight_of, tower_of
-from finefit.model.sight.attention import PIECES, by_piece
-from finefit.rehearse.custom import own_on_meta
-from finefit.rehearse.kernels import Kernels, rehearsed_mask
+from finefit.model.resolve_model import custom_source_in
+from finefit.rehearse.fake_kernels import (
+    DeviceKernels,
+    Int8Linear,
+    Nf4Linear,
+    device_kernels,
+    fuse_dropout,
+    paged_bytes,
+    quantise,
+    rehearsed_mask,
+)
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.shadows import Int8Linear, Nf4Linear, fuse_dropout, quantise
+from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block
-from finefit.spec.models import Lora, Tuning
-from finefit.step.levers import layers_beside, layers_of
-from finefit.step.objective import keep_start
+from finefit.spec.models import Lora
+from finefit.step.forward import keep_reference_copy
+from finefit.step.levers import layers_of, other_layers
+from finefit.vision import auto_class, tower_in, tower_of, unused_modules, vision_forward_in, vision_forward_of
+from finefit.vision.attention import PIECES, by_piece
 
 _ATTENTION = "rehearsed"
 _ENCODERS = (
-    *(
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "rembert",
-    ),
-    *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 
 
 def read_config(values: dict[str, Any]) -> PretrainedConfig:
     given = {key: value for key, value in values.items() if key != "quantization_config"}
     if "model_type" not in given:
-        raise ModelError(
-            "the model's config has no model_type, so its architecture is unknown",
-            "take the config.json that belongs to the model",
-        )
+        problem = "the model's config has no model_type, so its architecture is unknown"
+        raise ModelError(problem, "take the config.json that belongs to the model")
     try:
         return AutoConfig.for_model(**given)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(
-            f"the model's config cannot be read: {' '.join(str(error).split())}",
-            "`finefit doctor` shows the installed versions",
-        ) from error
+        problem = f"the model's config cannot be read: {' '.join(str(error).split())}"
+        raise ModelError(problem, "`finefit doctor` shows the installed versions") from error
 
 
-def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Module:
+def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = False) -> nn.Module:
     """`answers`: as an evaluation loads it, where nothing is trained."""
-    if (found := written_in(scene.config)) is not None:
-        dtype = answers_dtype(scene.precision, scene.tuning) if answers else weight_dtype(scene.precision, scene.tuning)
-        own = own_on_meta(found, scene.tuning, dtype, answers=answers)
+    dtype = weight_dtype(cfg.precision, cfg.tuning)
+    if answers and cfg.precision == "bf16":  # an evaluation keeps what is no longer trained in bf16
+        dtype = torch.bfloat16
+    if (found := custom_source_in(cfg.config)) is not None:
+        custom = custom_on_meta(found, cfg.tuning, dtype, answers=answers)
         if kernels.device == "cuda":
-            fuse_dropout(own)
-        return own
-    config = read_config(scene.config)
+            fuse_dropout(custom)
+        return custom
+    config = read_config(cfg.config)
     if config.model_type in _ENCODERS and not config.is_decoder:
-        raise ModelError(
-            f"{config.model_type} is an encoder: each token would see the one that it has to predict",
-            "name a causal language model",
-        )
+        problem = f"{config.model_type} is an encoder: each token would see the one that it has to predict"
+        raise ModelError(problem, "name a causal language model")
     config.use_cache = config.get_text_config().use_cache = False
-    dtype = answers_dtype(scene.precision, scene.tuning) if answers else weight_dtype(scene.precision, scene.tuning)
-    attention = choose_attention("cpu", (0, 0), scene.precision, config, packing=scene.levers.packing and not answers)
+    attention = choose_attention("cpu", (0, 0), cfg.precision, config, packing=cfg.levers.packing and not answers)
     if kernels.device == "cuda" and attention != "eager":
         attention = _ATTENTION
         AttentionInterface.register(_ATTENTION, kernels.answering if answers else kernels.attention)
-        has_kernel = _never if scene.is_deterministic else kernels.has_varlen
+        has_kernel = (lambda *_: False) if cfg.is_deterministic else kernels.has_varlen
         AttentionInterface.register(_ATTENTION + PIECES, partial(by_piece, kernels.attention, has_kernel))
         AttentionMaskInterface.register(_ATTENTION, rehearsed_mask)
     elif answers:
@@ -88,39 +85,35 @@ def on_meta(scene: Scene, kernels: Kernels, *, answers: bool = False) -> nn.Modu
     with torch.device("meta"):
         try:
             model = _built(config, dtype, attention)
-        except KeyError:  # attention classes of the model's own: the CPU's kernel then stands for the card's, which takes about as much
+        # the model has attention classes of its own: the CPU's kernel stands for the card's, which takes about as much
+        except KeyError:
             model = _built(config, dtype, "sdpa")
-        if bits := base_bits(scene.tuning):
+        if bits := base_bits(cfg.tuning):
             quantise(model, bits, _is_packed(model))
-        if answers and not isinstance(scene.tuning, Lora):  # a checkpoint is a whole model
+        if answers and not isinstance(cfg.tuning, Lora):  # a checkpoint is a whole model
             trained: nn.Module = model
         else:
-            trained = make_trainable(model, scene.tuning, name="rehearsed")
+            trained = make_trainable(model, cfg.tuning, name="rehearsed")
         if answers:
             trained.requires_grad_(False)
         else:
-            keep_start(scene.objective, scene.tuning, trained)
+            keep_reference_copy(cfg.objective, cfg.tuning, trained)
     if kernels.device == "cuda":
         fuse_dropout(trained)
     for module in trained.modules():
         if getattr(module, "rope_type", None) in STRETCHED_ROPE:
-            module.rope_type = "default"  # type: ignore[assignment] # those ask for the largest position, which a rehearsal does not have
+            # those read the largest position, and fake tensors have no values
+            module.rope_type = "default"  # type: ignore[assignment]
     return trained
 
 
-def _never(*_: Tensor) -> bool:
-    return False
-
-
 def _is_packed(model: PreTrainedModel) -> Callable[[str, nn.Module], bool]:
-    """Which linear layers bitsandbytes packs: all but the head, of a model that sees those of its language tower."""
-    head, sight = model.get_output_embeddings(), sight_of(model.config)
-    return lambda name, module: module is not head and (sight is None or tower_of(sight, name) == "language")
-
-
-def answers_dtype(precision: str, tuning: Tuning) -> torch.dtype:
-    """What an evaluation loads weights in: what is not trained any more is kept in bf16 where the card has it."""
-    return torch.bfloat16 if precision == "bf16" else weight_dtype(precision, tuning)
+    """Which linear layers bitsandbytes quantises: all but the head, in a vision-language model those of its language
+    tower."""
+    head, vision_forward = model.get_output_embeddings(), vision_forward_of(model.config)
+    return lambda name, module: (
+        module is not head and (vision_forward is None or tower_of(vision_forward, name) == "language")
+    )
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -128,29 +121,23 @@ def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreT
     try:
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **chosen)
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        raise ModelError(
-            f"{config.model_type} cannot be built as a causal language model: {error}", "name a causal language model"
-        ) from error
+        problem = f"{config.model_type} cannot be built as a causal language model: {error}"
+        raise ModelError(problem, "name a causal language model") from error
     return model
 
 
-def put_fakes_in_place(
+def materialise_fakes(
     model: nn.Module, recorder: Recorder, *, is_loaded: bool, loaded: torch.dtype = torch.float32
 ) -> None:
-    """Replaces every meta tensor by a fake one; shared parameters stay shared. `is_loaded`: transformers first takes the sum of all weights
-    from the allocator in one piece and gives it back, then fills the pieces. `loaded`: in halves, of which what is trained is then widened."""
+    """Replaces every meta tensor by a fake one; shared parameters stay shared. `is_loaded`: transformers first
+    allocates the sum of all weights in one piece and frees it, then fills the pieces. `loaded`: the dtype of trained
+    weights before they are widened."""
     if is_loaded:
-        total = sum(
-            p.numel() * _loaded_as(name, p, loaded).itemsize
-            for name, p in model.named_parameters()
-            if "lora_" not in name
-        )
-        recorder.trace.free(
-            recorder.trace.allocate(Block(total, "load", "", WARM_UP, OUTSIDE), OUTSIDE), OUTSIDE, "load"
-        )
-    unit_of = {
-        id(m): at for at, layer in enumerate([*layers_of(model), *layers_beside(model)]) for m in layer.modules()
-    }
+        weights = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
+        total = sum(p.numel() * _loaded_as(name, p, loaded).itemsize for name, p in weights)
+        ident = recorder.trace.allocate(Block(total, "load", "", WARM_UP, OUTSIDE), OUTSIDE)
+        recorder.trace.free(ident, OUTSIDE, "load")
+    unit_of = {id(m): at for at, layer in enumerate([*layers_of(model), *other_layers(model)]) for m in layer.modules()}
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for is_adapter in (False, True):
         for name, module in model.named_modules():
@@ -158,7 +145,7 @@ def put_fakes_in_place(
                 recorder.place(unit_of.get(id(module), OUTSIDE))
                 dense = _dense(module)
                 _fill(name, module, made, loaded)
-                del dense  # packed weights are made from it on the device
+                del dense  # quantised weights are made from it on the device
     recorder.place(OUTSIDE)
     made.clear()
     _widen(model, loaded)
@@ -194,12 +181,12 @@ def _fill(path: str, module: nn.Module, made: dict[int, tuple[Tensor, Tensor]], 
 
 
 def _loaded_as(path: str, tensor: Tensor, loaded: torch.dtype) -> torch.dtype:
-    """What is trained of the model's own weights is loaded as the rest is; adapters are never loaded."""
+    """Trained weights of the model itself are loaded like the rest; adapters are never loaded."""
     return loaded if tensor.requires_grad and "lora_" not in path else tensor.dtype
 
 
 def _widen(model: nn.Module, loaded: torch.dtype) -> None:
-    """One tensor after the other, each given back at once."""
+    """One tensor after the other, each freed at once."""
     places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
     for name, module in model.named_modules():
         for slot, old in module._parameters.items():
@@ -214,3 +201,71 @@ def _widen(model: nn.Module, loaded: torch.dtype) -> None:
 
 def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFootprint:
+    """The size of a model, known without a rehearsal."""
+
+    parameters: int
+    trainable: int
+    trainable_tensors: int
+    weight_bytes: int
+    """Of the frozen and the trained weights on the device."""
+    trainable_bytes: int
+    paged_bytes: int = 0
+    """Of optimizer state that the driver moves between card and host."""
+    active: int | None = None
+    """Parameters that a token uses in a mixture of experts; None where it uses all."""
+    expert_bytes: int = 0
+    """Of weights in tensors that hold several experts."""
+    towers: dict[str, TowerSize] = field(default_factory=dict)
+    """Of a vision-language model."""
+    tower_names: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Trained tensors of each."""
+    unused: tuple[str, ...] = ()
+    """Modules of a vision tower that no image passes."""
+
+
+def measure_size(cfg: StepConfig) -> ModelFootprint:
+    """A quantised parameter counts as the values that it holds."""
+    model = build_on_meta(cfg, device_kernels(cfg.device, cfg.capability, cfg.precision))
+    trained, kind = trainable_of(model), cfg.optimizer.kind
+    is_paged, is_eight_bit = kind.startswith("paged"), kind.endswith("8bit")
+    quantised = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    packed = sum(module.in_features * module.out_features - module.weight.numel() for module in quantised)
+    of_experts = [p for experts in experts_of(model).values() for p in experts.parameters()]
+    has_vision = vision_forward_in(model) is not None
+    tower_names: dict[str, set[str]] = {}
+    for name in trained if has_vision else ():
+        tower_names.setdefault(str(tower_in(model, name)), set()).add(name)
+    return ModelFootprint(
+        parameters=sum(p.numel() for p in model.parameters()) + packed,
+        active=active_parameters(model) + packed if of_experts else None,
+        expert_bytes=_bytes(of_experts),
+        trainable=sum(p.numel() for p in trained.values()),
+        trainable_tensors=len(trained),
+        weight_bytes=_bytes(model.parameters()),
+        trainable_bytes=_bytes(trained.values()),
+        paged_bytes=paged_bytes(trained.values(), is_eight_bit=is_eight_bit) if is_paged else 0,
+        towers=_towers(model, quantised) if has_vision else {},
+        tower_names={tower: frozenset(names) for tower, names in tower_names.items()},
+        unused=unused_modules(model) if has_vision else (),
+    )
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _towers(model: nn.Module, quantised: Iterable[Nf4Linear]) -> dict[str, TowerSize]:
+    total, trained, tensors = Counter[str](), Counter[str](), Counter[str]()
+    values = {id(module.weight): module.in_features * module.out_features for module in quantised}
+    for name, parameter in model.named_parameters():
+        tower, count = str(tower_in(model, name)), values.get(id(parameter), parameter.numel())
+        total[tower] += count
+        trained[tower] += count * parameter.requires_grad
+        tensors[tower] += parameter.requires_grad
+    return {
+        tower: TowerSize(parameters=total[tower], trainable=trained[tower], tensors=tensors[tower]) for tower in total
+    }

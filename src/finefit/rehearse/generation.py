@@ -1,8 +1,9 @@
-"""Answers on fake tensors: the same two calls that an evaluation makes, all prompts at once and then one token after another. Every prompt shows as
-many images of the scene as it has room for.
+"""Evaluation on fake tensors: the same two calls that an evaluation makes, a prefill of all prompts and then one token
+after another. Every prompt has as many images of the config as fit into it.
 
-The cache grows by a copy with every token: old and new keys of one layer exist side by side, and what is given back is a little too small for the
-next copy. So the peak is found where the cache is longest, and what the allocator keeps depends on how it came there: it is grown in several steps.
+The cache grows by a copy with every token: old and new keys of one layer exist side by side, and what is freed is a
+little too small for the next copy. So the peak is where the cache is longest, and what the allocator holds depends on
+how it got there: the cache is grown in several steps.
 """
 
 from collections.abc import Callable
@@ -12,37 +13,43 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache
 
 from finefit.artifacts.records import Levers
-from finefit.evaluate.decoding import Context, behold, follow, prefill
-from finefit.evaluate.likelihood import LOGITS_AT_ONCE
+from finefit.evaluate.decoding import DecodeState, decode_step, prefill, vision_prefill
+from finefit.evaluate.generate import LOGITS_AT_ONCE
 from finefit.model.attention import can_pack
 from finefit.objective.batch import Batch, Extra
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.clock import Rates, instant_seconds
-from finefit.rehearse.depth import cut, layer_kinds, names_layers, period_of
-from finefit.rehearse.fake_model import on_meta, put_fakes_in_place, read_config
-from finefit.rehearse.fused import dense_shadow
-from finefit.rehearse.kernels import kernels_for
+from finefit.rehearse.cost_model import Rates, instant_seconds
+from finefit.rehearse.fake_images import fake_images, fitting
+from finefit.rehearse.fake_kernels import device_kernels, fake_dense_weight
+from finefit.rehearse.fake_model import build_on_meta, materialise_fakes, read_config
+from finefit.rehearse.layer_kinds import (
+    layer_kinds,
+    names_layers,
+    period_of,
+    tower_cuts,
+    tower_kinds,
+    with_layers,
+    with_tower_layers,
+)
 from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.rehearsal import untraceable
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.showing import fitting, shown
-from finefit.rehearse.tower import cut_tower, tower_cuts, tower_kinds
+from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import Trace
 from finefit.step.forward import bind
-from finefit.step.levers import pull
+from finefit.step.levers import apply_levers
 
 PROMPTS = "prompts"
 GENERATION = "generation"
 _GROWTHS = 12
-"""Steps in which a cache is brought to its length; in truth there are as many as tokens."""
+"""Steps in which a cache is brought to its length; a real run takes one per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """What a batch takes. `new_tokens` of each row, of which the last step was executed."""
+class GenerationRehearsal:
+    """What a batch takes. `new_tokens`: of each row; only the last decode step was executed."""
 
     reserved_bytes: int
     """On a CPU what is allocated."""
@@ -51,73 +58,66 @@ class Generated:
     new_tokens: int
 
     def seconds(self, rates: Rates) -> float:
-        return instant_seconds(self.trace, PROMPTS, rates) + self.new_tokens * instant_seconds(
-            self.trace, GENERATION, rates
-        )
+        token = instant_seconds(self.trace, GENERATION, rates)
+        return instant_seconds(self.trace, PROMPTS, rates) + self.new_tokens * token
 
 
-def rehearse_generation(
-    scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True
-) -> int:
-    """Reserved bytes; on a CPU what is allocated."""
-    shape = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "mlp_tiles": mlp_tiles}
-    return generate(scene, **shape, expandable=expandable).reserved_bytes
+def rehearse_answers(
+    cfg: StepConfig, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True
+) -> GenerationRehearsal:
+    extra = _extra(cfg, rows, prompt_tokens)
+
+    def act(model: nn.Module, recorder: Recorder) -> None:
+        if extra is not None:
+            _answer_images(model, recorder, rows, prompt_tokens, new_tokens, extra)
+        elif can_pack(read_config(cfg.config), prompt_tokens + new_tokens) is None:
+            _answer(model, recorder, rows, prompt_tokens, new_tokens)
+        else:
+            _answer_padded_left(model, recorder, rows, prompt_tokens, new_tokens)
+
+    return _rehearsed(cfg, act, new_tokens, mlp_tiles=mlp_tiles, expandable=expandable)
 
 
-def generate(
-    scene: Scene, *, rows: int, prompt_tokens: int, new_tokens: int, mlp_tiles: int = 1, expandable: bool = True
-) -> Generated:
-    extra = _extra(scene, rows, prompt_tokens)
-    if extra is not None:
-        trace = _acted(
-            scene,
-            lambda model, recorder: _answer_seeing(model, recorder, rows, prompt_tokens, new_tokens, extra),
-            mlp_tiles,
-        )
-        return _weighed(scene, trace, new_tokens, expandable=expandable)
-    answer = _answer if can_pack(read_config(scene.config), prompt_tokens + new_tokens) is None else _answer_padded_left
-    trace = _acted(scene, lambda model, recorder: answer(model, recorder, rows, prompt_tokens, new_tokens), mlp_tiles)
-    return _weighed(scene, trace, new_tokens, expandable=expandable)
-
-
-def _extra(scene: Scene, rows: int, tokens: int) -> Extra | None:
-    """Not to be called among fake tensors."""
-    return shown(scene.config, rows=rows, tokens=tokens, grids=fitting(scene.config, scene.grids, tokens))
+def _extra(cfg: StepConfig, rows: int, tokens: int) -> Extra | None:
+    """Must not be called under a fake tensor mode."""
+    return fake_images(cfg.config, rows=rows, tokens=tokens, grids=fitting(cfg.config, cfg.grids, tokens))
 
 
 def _faked(extra: Extra) -> Extra:
     return extra.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
-def read_through(
-    scene: Scene, *, rows: int, tokens: int, counted: int, mlp_tiles: int = 1, expandable: bool = True
-) -> Generated:
-    """Rows of so many tokens pass once, and the likelihood of `counted` tokens of each is asked for."""
-    extra = _extra(scene, rows, tokens)
-    trace = _acted(scene, lambda model, _: _read(model, rows, tokens, counted, extra), mlp_tiles)
-    return _weighed(scene, trace, 0, expandable=expandable)
+def rehearse_likelihood(
+    cfg: StepConfig, *, rows: int, tokens: int, counted: int, mlp_tiles: int = 1, expandable: bool = True
+) -> GenerationRehearsal:
+    """Rows of `tokens` pass once, and the likelihood of `counted` tokens of each is computed."""
+    extra = _extra(cfg, rows, tokens)
+    return _rehearsed(
+        cfg, lambda model, _: _read(model, rows, tokens, counted, extra), 0, mlp_tiles=mlp_tiles, expandable=expandable
+    )
 
 
-def _acted(scene: Scene, act: Callable[[nn.Module, Recorder], None], mlp_tiles: int) -> Trace:
-    """What is done with a model that was loaded for answers."""
-    kernels = kernels_for(scene.device, scene.capability, scene.precision)
-    model = on_meta(scene, kernels, answers=True).eval()
+def _rehearsed(
+    cfg: StepConfig, act: Callable[[nn.Module, Recorder], None], new_tokens: int, *, mlp_tiles: int, expandable: bool
+) -> GenerationRehearsal:
+    """`act`: what is done with a model that is loaded for an evaluation."""
+    kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
+    model = build_on_meta(cfg, kernels, answers=True).eval()
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
-        put_fakes_in_place(model, recorder, is_loaded=scene.device == "cuda")
-        pull(model, Levers(micro_batch=1, mlp_tiles=mlp_tiles), dense=dense_shadow)
+        materialise_fakes(model, recorder, is_loaded=cfg.device == "cuda")
+        apply_levers(model, Levers(micro_batch=1, mlp_tiles=mlp_tiles), dense=fake_dense_weight)
         recorder.phase = PROMPTS
         try:
             act(model, recorder)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise untraceable(model, recorder, error) from error
-    return recorder.finish()
-
-
-def _weighed(scene: Scene, trace: Trace, new_tokens: int, *, expandable: bool) -> Generated:
+    trace = recorder.finish()
     found = replay(trace.stream(), expandable=expandable)
-    reserved = found.reserved_bytes if scene.device == "cuda" else found.allocated_bytes
-    return Generated(reserved_bytes=reserved, allocated_bytes=found.allocated_bytes, trace=trace, new_tokens=new_tokens)
+    reserved = found.reserved_bytes if cfg.device == "cuda" else found.allocated_bytes
+    return GenerationRehearsal(
+        reserved_bytes=reserved, allocated_bytes=found.allocated_bytes, trace=trace, new_tokens=new_tokens
+    )
 
 
 def _read(model: nn.Module, rows: int, tokens: int, counted: int, extra: Extra | None) -> None:
@@ -135,36 +135,35 @@ def _read(model: nn.Module, rows: int, tokens: int, counted: int, extra: Extra |
 
 
 def _answer(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Prompts of several rows are of unequal length: what padding leaves in the cache is masked."""
+    """Prompts of several rows differ in length, so the cache of the padding is masked."""
     width = prompt_tokens - 1
     ids_BT, lengths = torch.ones(rows, width, dtype=torch.long), [width, *[max(0, width - 1)] * (rows - 1)]
     _go_on(model, recorder, prefill(model, ids_BT, lengths, max_new_tokens=new_tokens), rows, new_tokens)
 
 
-def _answer_seeing(
+def _answer_images(
     model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int, extra: Extra
 ) -> None:
-    """Whole prompts pass with what they show, which has gone once they are read."""
-    ids_BT, lengths = (
-        torch.ones(rows, prompt_tokens, dtype=torch.long),
-        [prompt_tokens, *[max(1, prompt_tokens - 1)] * (rows - 1)],
-    )
-    _go_on(model, recorder, behold(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens), rows, new_tokens)
+    """Whole prompts pass with their images, which are freed once they are read."""
+    ids_BT = torch.ones(rows, prompt_tokens, dtype=torch.long)
+    lengths = [prompt_tokens, *[max(1, prompt_tokens - 1)] * (rows - 1)]
+    context = vision_prefill(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens)
+    _go_on(model, recorder, context, rows, new_tokens)
 
 
-def _go_on(model: nn.Module, recorder: Recorder, context: Context, rows: int, new_tokens: int) -> None:
+def _go_on(model: nn.Module, recorder: Recorder, context: DecodeState, rows: int, new_tokens: int) -> None:
     tokens_B = torch.ones(rows, dtype=torch.long)
     recorder.phase = GENERATION
-    follow(model, context, tokens_B)
+    decode_step(model, context, tokens_B)
     _grow(context.cache, new_tokens - 2)
     context.slots += max(0, new_tokens - 2)
     _clear_costs(recorder)
     if new_tokens > 1:
-        follow(model, context, tokens_B)
+        decode_step(model, context, tokens_B)
 
 
 def _answer_padded_left(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-    """As transformers' own loop does it: all prompts under a mask, logits of the last position copied to fp32."""
+    """As transformers' own loop: all prompts under a mask, logits of the last position copied to fp32."""
     ids_BT = torch.ones(rows, prompt_tokens, dtype=torch.long)
     mask_BT = torch.ones_like(ids_BT) if rows > 1 else None
     output = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, logits_to_keep=1)
@@ -181,14 +180,14 @@ def _answer_padded_left(model: nn.Module, recorder: Recorder, rows: int, prompt_
 
 
 def _clear_costs(recorder: Recorder) -> None:
-    """Of the growth, which stands for steps that are counted by the last one."""
+    """Those of growing the cache: the cost of a decode step is that of the last one."""
     for table in (recorder.trace.costs, recorder.trace.operations):
         for key in [key for key in table if key[0] == GENERATION]:
             del table[key]
 
 
 def _grow(cache: DynamicCache, tokens: int) -> None:
-    """By so many tokens, layer after layer as a step does it."""
+    """Layer after layer, as a decode step does it."""
     for begin, end in pairwise(max(0, tokens) * at // _GROWTHS for at in range(_GROWTHS + 1)):
         for layer in cache.layers if end > begin else ():
             if isinstance(getattr(layer, "keys", None), Tensor):  # others keep a state of one size
@@ -200,26 +199,21 @@ def _empty(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty(rows, heads, tokens, width)
 
 
-def allocated_by_depth(scene: Scene, rehearse: Callable[[Scene], Generated]) -> int:
-    """The most that is allocated, at the price of a few layers: those beyond them take as much each, of a vision tower their weights alone. Enough
-    to search by; what is chosen is rehearsed whole."""
-    config = read_config(scene.config)
-    kinds = layer_kinds(config)
-    period, tower = period_of(kinds), _few_of_tower(scene, config)
-    missing = len(tower_kinds(config)) - len(tower)
+def extrapolated_bytes(cfg: StepConfig, rehearse: Callable[[StepConfig], GenerationRehearsal]) -> int:
+    """The peak of allocated bytes at the price of a few layers: each further layer takes as much, in a vision tower its
+    weights alone. Good enough to search by; the chosen batch is rehearsed in full."""
+    config = read_config(cfg.config)
+    kinds, all_tower = layer_kinds(config), tower_kinds(config)
+    period = period_of(kinds)
+    tower = all_tower if names_layers(cfg.tuning) else next(tower_cuts(all_tower))[1]
+    missing = len(all_tower) - len(tower)
 
     def allocated(num_layers: int) -> int:
-        values = cut(scene.config, kinds[:num_layers]) if num_layers < len(kinds) else scene.config
-        found = rehearse(replace(scene, config=cut_tower(values, config, tower) if missing else values))
+        values = with_layers(cfg.config, kinds[:num_layers]) if num_layers < len(kinds) else cfg.config
+        found = rehearse(replace(cfg, config=with_tower_layers(values, config, tower) if missing else values))
         return found.allocated_bytes + missing * found.trace.loaded(num_layers)
 
     if len(kinds) <= 3 * period:
         return allocated(len(kinds))
     few, more = allocated(2 * period), allocated(3 * period)
     return few + (more - few) * (len(kinds) - 2 * period) // period
-
-
-def _few_of_tower(scene: Scene, config: PretrainedConfig) -> list[str]:
-    """Kinds of layers of which every other one has a like; all where single ones may carry adapters."""
-    kinds = tower_kinds(config)
-    return kinds if names_layers(scene.tuning) else next(tower_cuts(kinds))[1]

@@ -1,7 +1,9 @@
-"""Watches every operation on fake tensors: each new storage is an allocation, its finalizer is the free, each operation has a cost.
+"""Records every operation on fake tensors: each new storage is an allocation, its finalizer is the free, each operation
+has a cost.
 
-Where an event belongs is known without touching the step: in forward by the modules that are being called, in backward by the sequence number
-of the autograd node, which says in which module's forward the node was made, and in the update by the tensors that an operation takes.
+Where an event belongs is known without touching the step: in forward by the modules being called, in backward by the
+sequence number of the autograd node, which names the module whose forward made the node, and in the update by the
+tensors that an operation takes.
 """
 
 import weakref
@@ -13,14 +15,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from finefit.rehearse.kernels import GROUPED, Kernels, run_kernel
+from finefit.rehearse.cost_model import INT8_MM, grouped_bytes, is_attention, num_bytes, operation_flops
+from finefit.rehearse.fake_kernels import GROUPED_MM, DeviceKernels, run_kernel
 from finefit.rehearse.trace import OUTSIDE, Block, Cost, Trace
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
-_OF_BYTES = _ATEN._int_mm.default
 _WITHOUT_KERNEL = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,28 +31,27 @@ NOWHERE: Place = ("", OUTSIDE)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: DeviceKernels) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = "load"
-        """`load`, `batch`, `step`, `reference`, `validation` or `generation`; inside a step the instant follows from what is executed."""
+        """`load`, `batch`, `step`, `reference`, `validation` or `generation`; within a step the instant follows from
+        what is executed."""
         self.last: tuple[str, str] = ("", "")
-        """Module and operation in hand: what is named when an operation cannot be rehearsed."""
+        """The current module and operation, named when an operation cannot be rehearsed."""
         self.entered: dict[str, bool] = {}
-        """Modules that were called, and whether with gradients: what is never called, or only without, gets none."""
+        """Modules that were called, and whether with gradients enabled in any call."""
         self._kernels = kernels
         self._alive: dict[int, int] = {}
         self._unit_of: dict[int, int] = {}
-        """Layer by storage: what the update makes of a tensor belongs where the tensor does."""
+        """Layer by storage: what the update computes from a tensor belongs to the tensor's layer."""
         self._stack: list[Place] = [NOWHERE]
         self._starts: list[int] = [0]
         self._places: list[Place] = [NOWHERE]
-        """From which sequence number on autograd nodes were made in which place."""
+        """The place in which autograd nodes were made, by the first sequence number."""
         self._with_workspace: set[str] = set()
         self._instant, self._unit = "load", OUTSIDE
         self._in_backward = self._in_backbone = False
-
-    # what is being executed
 
     def watch(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         unit_of = {id(layer): at for at, layer in enumerate(layers)}
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module.register_forward_hook(self._leaving, always_call=True)
 
     def reading(self, read: Callable[P, R]) -> Callable[P, R]:
-        """All but the head: what is executed meanwhile is the forward."""
+        """Wraps the backbone: what it executes is the forward, the head is part of the loss."""
 
         def watched(*args: P.args, **kwargs: P.kwargs) -> R:
             self._in_backbone = True
@@ -74,7 +74,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _entering(self, name: str, unit: int | None) -> Callable[..., None]:
         def enter(*_: object) -> None:
             self.entered[name] = self.entered.get(name, False) or torch.is_grad_enabled()
-            self._stack.append((name, self._inherited() if unit is None else unit))
+            # without a layer of its own: that of the caller, or in backward of the node that recomputes it
+            inherited = self._find_place(torch._C._current_autograd_node(), ())[1] if unit is None else unit
+            self._stack.append((name, inherited))
             self._note_place()
 
         return enter
@@ -82,10 +84,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leaving(self, *_: object) -> None:
         self._stack.pop()
         self._note_place()
-
-    def _inherited(self) -> int:
-        """The layer of the calling module, or in backward of the node that computes it again."""
-        return self._find_place(torch._C._current_autograd_node(), ())[1]
 
     def _note_place(self) -> None:
         self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -97,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None:
             return "", OUTSIDE if _is_list(args) else self._unit_of.get(_first_storage(args), self._stack[0][1])
         number = node._sequence_nr()
-        if number > 1 << 62:  # a gradient is accumulated, where it was made
+        if number > 1 << 62:  # a gradient is accumulated where it was made
             return "", self._unit
         return self._places[bisect_right(self._starts, number) - 1]
 
@@ -112,8 +110,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._in_backbone:
             return "forward"
         return "update" if self._in_backward else "loss"
-
-    # what it takes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -132,8 +128,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_new = False
         for at, leaf in enumerate(leaves):
             is_new |= self._born(leaf.untyped_storage(), module, self._unit if units is None else units[at])
-        if func in _PRODUCTS:
-            self._take_workspace("backward" if node is not None else "forward")
+        thread = "backward" if node is not None else "forward"
+        if func in _PRODUCTS and thread not in self._with_workspace and self._kernels.workspace_bytes:
+            # cuBLAS allocates it at a thread's first product, after the result, and keeps it
+            self._with_workspace.add(thread)
+            self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
         self._pass_through(self._kernels.hidden_bytes(func, args), module)
         self._count(func, args, kwargs or {}, out, leaves, is_new)
         return out
@@ -157,78 +156,66 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._alive.get(key) == ident:
             unit = self._unit_of.pop(key)
             del self._alive[key]
-            # the update goes from tensor to tensor; elsewhere a death belongs to the layer that is being worked on
+            # the update goes from tensor to tensor; elsewhere a free belongs to the layer being executed
             self.trace.free(ident, unit if self._instant == "update" else self._unit, self._instant)
 
     def _pass_through(self, sizes: tuple[int, ...], module: str) -> None:
-        """What a kernel takes and gives back inside itself."""
-        idents = [
-            self.trace.allocate(Block(size, self._instant, module, self.last[1], self._unit), self._unit)
-            for size in sizes
-        ]
-        for ident in idents:
-            self.trace.free(ident, self._unit, self._instant)
-
-    def _take_workspace(self, thread: str) -> None:
-        """cuBLAS takes it at a thread's first product, when there is room for the result already, and keeps it."""
-        if thread not in self._with_workspace and self._kernels.workspace_bytes:
-            self._with_workspace.add(thread)
-            self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
+        """What a kernel allocates and frees inside itself."""
+        unit, instant = self._unit, self._instant
+        blocks = [Block(size, instant, module, self.last[1], unit) for size in sizes]
+        for ident in [self.trace.allocate(block, unit) for block in blocks]:
+            self.trace.free(ident, unit, instant)
 
     def _count(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool
     ) -> None:
         key = (self._instant, self._unit)
         self.trace.operations[key] = self.trace.operations.get(key, 0) + self._kernels.launches(func, args)
-        flops = _flops(func, args, kwargs, out)
+        flops = operation_flops(func, args, kwargs, out)
         if not flops and not func._schema.is_mutable and (not is_new or func._overloadpacket in _WITHOUT_KERNEL):
-            return  # a view, or memory that nobody writes yet: no kernel
-        if self._instant == "update" and (
-            lists := [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-        ):
+            return  # a view, or memory that nothing writes yet: no kernel
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        if self._instant == "update" and lists:
             for tensors in zip(*lists, strict=False):
-                self._add_cost(
-                    Cost(0, 2 * sum(map(_num_bytes, tensors)), False),
-                    self._unit_of.get(_first_storage(tensors), OUTSIDE),
-                )
+                cost = Cost(0, 2 * sum(map(num_bytes, tensors)), False)
+                self._add_cost(cost, self._unit_of.get(_first_storage(tensors), OUTSIDE))
             return
         given = list(_tensors(args))
-        num_bytes = (
-            _grouped_bytes(args[0], args[1], leaves) if func is GROUPED else sum(map(_num_bytes, (*given, *leaves)))
+        moved = (
+            grouped_bytes(args[0], args[1], leaves) if func is GROUPED_MM else sum(map(num_bytes, (*given, *leaves)))
         )
-        is_half = func is _OF_BYTES or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
-        self._add_cost(Cost(flops, num_bytes, is_half, _is_attention(self.last[1])), self._unit)
+        is_half = func is INT8_MM or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
+        self._add_cost(Cost(flops, moved, is_half, is_attention(self.last[1])), self._unit)
 
     def _add_cost(self, cost: Cost, unit: int) -> None:
         self.trace.costs.setdefault((self._instant, unit), Counter())[cost] += 1
 
-    # what the tensors are
-
     def finish(self) -> Trace:
-        """From now on nothing is recorded: what is still alive dies whenever Python comes to it."""
+        """Nothing is recorded from now on: Python frees what is still alive at any time."""
         self._alive.clear()
         return self.trace
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Gives the category of tensors that are known by what holds them: weights, gradients, optimizer state."""
+        """Sets the category of tensors that are known by their owner: weights, gradients, optimizer state."""
         for tensor in tensors:
             ident = self._alive.get(tensor.untyped_storage()._cdata)
             if ident is not None:
                 self.trace.categories[ident] = category
 
     def join(self, tensors: Iterable[Tensor], to: Tensor) -> None:
-        """What is done with these from now on belongs where `to` does: what counts a tensor's steps is made of nothing."""
+        """Operations on these now belong to the layer of `to`: a tensor's step counter is made from no other
+        tensor."""
         unit = self._unit_of.get(to.untyped_storage()._cdata, OUTSIDE)
         self._unit_of |= {key: unit for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._unit_of}
 
     def place(self, unit: int) -> None:
-        """For what is made outside of any module: the layer that it is made for."""
+        """The layer of what is made outside any module."""
         self._stack[0] = ("", unit)
         self._unit = unit
 
 
 def _is_free(tensor: Any) -> bool:
-    """Whether only autograd's buffer holds it: one use, and one of this look at it."""
+    """Whether only autograd's buffer holds it: one use there, and one here."""
     return isinstance(tensor, Tensor) and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
 
 
@@ -247,61 +234,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _grouped_bytes(left: Tensor, right: Tensor, out: list[Tensor]) -> float:
-    """Of many experts no more are read than there are tokens with one: when a token follows, few are."""
-    share = min(1.0, left.shape[0] / right.shape[0]) if right.ndim == 3 else 1.0
-    return _num_bytes(left) + share * _num_bytes(right) + sum(map(_num_bytes, out))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    if func is GROUPED:
-        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
-    if func is _OF_BYTES:
-        return 2 * int(args[0].numel()) * int(args[1].shape[1])
-    name = func._overloadpacket.__name__
-    if name.startswith("_flash_attention"):
-        found = (
-            _packed_flops(args[1], args[8], backward=True)
-            if name.endswith("_backward")
-            else _packed_flops(args[0], args[5], backward=False)
-        )
-        return found * _sides(func, args, kwargs)
-    if _is_attention(name):
-        found = (
-            _attention_flops(*args[1:3], backward=True)
-            if name.endswith("_backward")
-            else _attention_flops(*args[:2], backward=False)
-        )
-        return found * _sides(func, args, kwargs)
-    counted = flop_registry.get(func._overloadpacket)
-    return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
-
-
-def _is_attention(name: str) -> bool:
-    return "dot_product" in name or "flash_attention" in name
-
-
-def _sides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """2 where patches of an image look both ways."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    query, mask = given["query"], given.get("attn_bias", given.get("attn_mask"))
-    return 1 if given.get("is_causal") or mask is not None or (query.ndim == 4 and query.shape[2] == 1) else 2
-
-
-def _packed_flops(query: Tensor, longest: int, *, backward: bool) -> int:
-    """As if every row were as long as the longest."""
-    tokens, heads, width = query.shape
-    return (5 if backward else 2) * 2 * heads * (tokens * longest // 2) * width
-
-
-def _attention_flops(query: Tensor, key: Tensor, *, backward: bool) -> int:
-    """Two products forward and five backward, of which causality leaves half where there is more than one query."""
-    batch, heads, tokens, width = query.shape
-    pairs = tokens * key.shape[2] // (2 if tokens > 1 else 1)
-    return (5 if backward else 2) * 2 * batch * heads * pairs * width

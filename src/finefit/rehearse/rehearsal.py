@@ -11,31 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finefit.data.packing import capacity_of
+from finefit.custom.inputs import blank_extra
+from finefit.data.order import capacity_of
 from finefit.errors import ModelError
-from finefit.model.custom import own_of
-from finefit.model.custom_files import written_in
 from finefit.model.load import weight_dtype
-from finefit.model.sight import read
+from finefit.model.resolve_model import custom_source_in
 from finefit.objective.batch import Batch, Extra, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
-from finefit.objective.dpo import Dpo as DpoLoss
-from finefit.objective.dpo import Reference
-from finefit.rehearse.custom import blank_extra
-from finefit.rehearse.fake_model import on_meta, put_fakes_in_place, trainable_of
-from finefit.rehearse.fused import FusedShadows, dense_shadow
+from finefit.objective.losses import DpoLoss
+from finefit.rehearse.fake_images import fake_images, num_tokens
+from finefit.rehearse.fake_kernels import (
+    BitsAndBytesAdamW,
+    DeviceKernels,
+    FakeFusedKernels,
+    device_kernels,
+    fake_dense_weight,
+    leave_uncast,
+    widen_norms,
+)
+from finefit.rehearse.fake_model import build_on_meta, materialise_fakes, trainable_of
 from finefit.rehearse.gradients import explain, frozen_adapters
-from finefit.rehearse.kernels import Kernels, kernels_for
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.scene import Scene
-from finefit.rehearse.shadows import BitsAndBytesAdamW, leave_uncast, widen_norms
-from finefit.rehearse.showing import num_tokens, shown
+from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import OUTSIDE, Trace
 from finefit.spec.schema import AdamW
-from finefit.step.custom import bind_own
-from finefit.step.forward import autocast_for, bind, keeps_casts
-from finefit.step.levers import layers_beside, layers_of, pull
-from finefit.step.objective import is_cached, make_objective, still
+from finefit.step.forward import autocast_for, bind, eval_without_grad, is_reference_cached, keeps_casts, make_objective
+from finefit.step.levers import apply_levers, layers_of, other_layers
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 
@@ -43,7 +44,7 @@ _REFERENCE = "reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
+class Rehearsal:
     trace: Trace
     unreached: tuple[str, ...]
     """Trained tensors that no gradient reached."""
@@ -51,98 +52,96 @@ class Rehearsed:
     """Why, as far as the rehearsal can tell."""
     frozen: tuple[str, ...]
     """Adapters that are not trained."""
-    kernels: Kernels
+    kernels: DeviceKernels
 
 
 def rehearse(
-    scene: Scene, adjust: Callable[[nn.Module], None] = lambda _: None, bend: Callable[[Forward], Forward] = lambda f: f
-) -> Rehearsed:
-    """`adjust` may change the model before the first step, as a user's own code would, and `bend` the call that makes its log-probabilities."""
-    kernels = kernels_for(scene.device, scene.capability, scene.precision)
-    model = on_meta(scene, kernels)
+    cfg: StepConfig,
+    adjust: Callable[[nn.Module], None] = lambda _: None,
+    bend: Callable[[Forward], Forward] = lambda f: f,
+) -> Rehearsal:
+    """`adjust` may change the model before the first step, as user code would, and `bend` the forward."""
+    kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
+    model = build_on_meta(cfg, kernels)
     adjust(model)
-    shows = Shows(train=_shown(scene), validation=_shown(_of_validation(scene)))
+    padded = _validation_config(cfg)
+    extras = _Extras(train=_extra(cfg), validation=None if padded is None else _extra(padded))
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        put_fakes_in_place(
-            model, recorder, is_loaded=scene.device == "cuda", loaded=weight_dtype(scene.precision, scene.tuning)
+        materialise_fakes(
+            model, recorder, is_loaded=cfg.device == "cuda", loaded=weight_dtype(cfg.precision, cfg.tuning)
         )
-        recorder.watch(model, [*layers_of(model), *layers_beside(model)])
-        pull(model, scene.levers, _HostMemory(recorder.trace), _fused(scene), dense_shadow)
-        if scene.device == "cuda" and scene.precision != "fp32":
+        recorder.watch(model, [*layers_of(model), *other_layers(model)])
+        apply_levers(model, cfg.levers, _HostMemory(recorder.trace), _fused(cfg), fake_dense_weight)
+        if cfg.device == "cuda" and cfg.precision != "fp32":
             leave_uncast(model)
             widen_norms(model)
         if not trainable_of(model):
-            raise ModelError(
-                f"nothing is trained: {', '.join(frozen_adapters(model)) or 'every tensor'} is frozen",
-                "leave requires_grad of what is to be trained on",
-            )
-        optimizer = _optimizer(model, scene.optimizer, scene.device)
-        unreached = _steps(scene, model, optimizer, recorder, bend, shows)
-    return Rehearsed(
+            what = ", ".join(frozen_adapters(model)) or "every tensor"
+            raise ModelError(f"nothing is trained: {what} is frozen", "leave requires_grad of what is to be trained on")
+        optimizer = _optimizer(model, cfg.optimizer, cfg.device)
+        unreached = _steps(cfg, model, optimizer, recorder, bend, extras)
+    return Rehearsal(
         trace=recorder.finish(),
         unreached=unreached,
-        causes=explain(model, unreached, recorder.entered, shows_images=bool(scene.grids)),
+        causes=explain(model, unreached, recorder.entered, shows_images=bool(cfg.grids)),
         frozen=frozen_adapters(model),
         kernels=kernels,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shows:
+class _Extras:
     """What batches have beside their tokens, on the meta device."""
 
     train: Extra | None
     validation: Extra | None
 
 
-def _shown(scene: Scene | None) -> Extra | None:
-    if scene is None:
-        return None
-    if (found := written_in(scene.config)) is not None:
-        return blank_extra(
-            found, rows=scene.levers.micro_batch, tokens=scene.tokens, supervised=scene.supervised, sizes=scene.grids
-        )
-    return shown(scene.config, rows=scene.levers.micro_batch * scene.sides, tokens=scene.tokens, grids=scene.grids)
+def _extra(cfg: StepConfig) -> Extra | None:
+    rows, tokens = cfg.levers.micro_batch, cfg.tokens
+    if (found := custom_source_in(cfg.config)) is not None:
+        return blank_extra(found, rows=rows, tokens=tokens, supervised=cfg.supervised, sizes=cfg.grids)
+    return fake_images(cfg.config, rows=rows * cfg.sides, tokens=tokens, grids=cfg.grids)
 
 
-def _of_validation(scene: Scene) -> Scene | None:
-    """Never packed."""
-    if scene.validation is None:
+def _validation_config(cfg: StepConfig) -> StepConfig | None:
+    """Validation rows are never packed."""
+    if cfg.validation is None:
         return None
-    tokens, supervised = scene.validation
-    tokens = max(tokens, num_tokens(scene.config, scene.grids))
-    return replace(scene, tokens=tokens, supervised=supervised, levers=replace(scene.levers, packing=False))
+    tokens, supervised = cfg.validation
+    tokens = max(tokens, num_tokens(cfg.config, cfg.grids))
+    return replace(cfg, tokens=tokens, supervised=supervised, levers=replace(cfg.levers, packing=False))
 
 
 def _steps(
-    scene: Scene,
+    cfg: StepConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     recorder: Recorder,
     bend: Callable[[Forward], Forward],
-    shows: Shows,
+    extras: _Extras,
 ) -> tuple[str, ...]:
     unreached: list[str] = []
 
     def decide(_: Tensor) -> bool:
         gradients = {name: p.grad for name, p in trainable_of(model).items()}
         recorder.name((g for g in gradients.values() if g is not None), "gradients")
-        updated = {id(parameter) for parameter in optimizer.state}  # inside backward, where gradients are gone by now
+        updated = {id(parameter) for parameter in optimizer.state}  # inside backward, whose gradients are gone by now
         unreached[:] = [name for name, p in trainable_of(model).items() if p.grad is None and id(p) not in updated]
         return True
 
-    forward = bend(_forward(scene, model, recorder))
-    scale = 2.0 if scene.precision == "fp16" else 1.0  # any but one: it is taken out again
-    objective = _apart(make_objective(scene.objective, scene.tuning, model, forward), recorder)
-    if is_cached(scene.objective, scene.tuning):
-        _cache_reference(scene, model, forward, recorder, shows)
-    if scene.is_quick:
-        _settle(scene, model, optimizer, recorder)
-    for num_batches in (1,) if scene.is_quick else (1, 2 if scene.accumulates else 1):
+    forward = bend(_forward(cfg, model, recorder))
+    scale = 2.0 if cfg.precision == "fp16" else 1.0  # any scale but 1: the step divides it out again
+    objective = _with_reference_instant(make_objective(cfg.objective, cfg.tuning, model, forward), recorder)
+    if is_reference_cached(cfg.objective, cfg.tuning):
+        _cache_reference(cfg, model, forward, recorder, extras)
+    if cfg.is_quick:
+        _settle(cfg, model, optimizer, recorder)
+    for num_batches in (1,) if cfg.is_quick else (1, 2 if cfg.accumulates else 1):
         recorder.phase = "batch"
         recorder.place(OUTSIDE)
-        batches = [_batch(scene, shows.train) for _ in range(num_batches)]
+        batches = [_batch(cfg, extras.train) for _ in range(num_batches)]
         recorder.phase = "step"
         recorder.trace.marks["step"] = len(recorder.trace.events)
         recorder.trace.costs.clear()
@@ -153,74 +152,70 @@ def _steps(
                 forward=forward,
                 objective=objective,
                 optimizer=optimizer,
-                clip=scene.optimizer.clip,
+                clip=cfg.optimizer.clip,
                 decide=decide,
                 loss_scale=scale,
-                update=scene.levers.update,
+                update=cfg.levers.update,
             )
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            if "does not require grad" in str(error):  # nothing that is trained has a part in the loss
+            if "does not require grad" in str(error):  # no trained tensor contributes to the loss
                 return tuple(trainable_of(model))
             raise untraceable(model, recorder, error) from error
         _note_state(optimizer, recorder)
         del batches
-    padded = _of_validation(scene)
+    padded = _validation_config(cfg)
     if padded is not None:
-        _validate(padded, model, forward, objective, recorder, shows)
+        _validate(padded, model, forward, objective, recorder, extras)
     return tuple(unreached)
 
 
-def _forward(scene: Scene, model: nn.Module, recorder: Recorder) -> Forward:
-    levers = scene.levers
-    autocast = autocast_for("cpu", scene.precision, with_cache=keeps_casts(scene.tuning, levers))
-    if (own := own_of(model)) is not None:
-        return bind_own(own, autocast=autocast, watch=recorder.reading)
+def _forward(cfg: StepConfig, model: nn.Module, recorder: Recorder) -> Forward:
+    levers = cfg.levers
+    autocast = autocast_for("cpu", cfg.precision, with_cache=keeps_casts(cfg.tuning, levers))
     return bind(
         model,
         loss_chunk=levers.loss_chunk,
         autocast=autocast,
         is_fused=levers.kernels == "fused",
-        kernels=_fused(scene),
-        reading=recorder.reading(read),
+        kernels=_fused(cfg),
+        watch=recorder.reading,
     )
 
 
-def _fused(scene: Scene) -> FusedShadows | None:
-    return FusedShadows() if scene.levers.kernels == "fused" and scene.device == "cuda" else None
+def _fused(cfg: StepConfig) -> FakeFusedKernels | None:
+    return FakeFusedKernels() if cfg.levers.kernels == "fused" and cfg.device == "cuda" else None
 
 
-def _apart(objective: Minimised, recorder: Recorder) -> Minimised:
+def _with_reference_instant(objective: Minimised, recorder: Recorder) -> Minimised:
     """The pass through the reference is an instant of its own."""
     if not isinstance(objective, DpoLoss):
         return objective
-    return DpoLoss(beta=objective.beta, reference=_during_reference(objective.reference, recorder))
+    reference = objective.reference
 
-
-def _during_reference(reference: Reference, recorder: Recorder) -> Reference:
-    def asked(batch: Batch) -> Tensor:
+    def timed(batch: Batch) -> Tensor:
         recorder.phase, before = _REFERENCE if recorder.phase == "step" else recorder.phase, recorder.phase
         try:
             return reference(batch)
         finally:
             recorder.phase = before
 
-    return asked
+    return DpoLoss(beta=objective.beta, reference=timed)
 
 
-def _cache_reference(scene: Scene, model: nn.Module, forward: Forward, recorder: Recorder, shows: Shows) -> None:
-    """Before the first step, when there is neither gradient nor optimizer state; never packed."""
+def _cache_reference(cfg: StepConfig, model: nn.Module, forward: Forward, recorder: Recorder, extras: _Extras) -> None:
+    """Before the first step, without gradients and optimizer state; never packed."""
     recorder.phase = _REFERENCE
-    with still(model):
-        forward(_batch(replace(scene, levers=replace(scene.levers, packing=False)), shows.train))
+    with eval_without_grad(model):
+        forward(_batch(replace(cfg, levers=replace(cfg.levers, packing=False)), extras.train))
 
 
-def _settle(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+def _settle(cfg: StepConfig, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     """As after some steps and, where gradients accumulate, some micro-batches."""
     recorder.phase = "update"
     for parameter in trainable_of(model).values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    if not scene.accumulates:
+    if not cfg.accumulates:
         optimizer.zero_grad(set_to_none=True)
     _note_state(optimizer, recorder)
 
@@ -233,57 +228,56 @@ def _note_state(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
 
 
 def _validate(
-    scene: Scene, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder, shows: Shows
+    cfg: StepConfig, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder, extras: _Extras
 ) -> None:
     recorder.phase = "validation"
     model.eval()
     with torch.no_grad():
-        objective(forward, _batch(scene, shows.validation))
+        objective(forward, _batch(cfg, extras.validation))
 
 
 def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
     module, operation = recorder.last
     place = f" in {module}" if module else ""
+    problem = f"{operation}{place} failed on fake tensors: {str(error).strip().splitlines()[0]}"
+    remedy = "remove `.item()`, boolean masks and `if tensor` from this module's forward"
     return ModelError(
-        f"{type(model).__name__} cannot be rehearsed: {operation}{place} failed on fake tensors: {str(error).strip().splitlines()[0]}",
-        "a rehearsal has shapes but no values: remove `.item()`, boolean masks and `if tensor` from this module's forward",
+        f"{type(model).__name__} cannot be rehearsed: {problem}", f"a rehearsal has shapes but no values: {remedy}"
     )
 
 
-def _batch(scene: Scene, shows: Extra | None) -> Batch:
-    sequences = scene.levers.micro_batch * scene.sides
-    supervised = sequences * scene.supervised
-    shape = (1, sequences * scene.tokens) if scene.levers.packing else (sequences, scene.tokens)
+def _batch(cfg: StepConfig, extra: Extra | None) -> Batch:
+    sequences = cfg.levers.micro_batch * cfg.sides
+    supervised = sequences * cfg.supervised
+    shape = (1, sequences * cfg.tokens) if cfg.levers.packing else (sequences, cfg.tokens)
     return Batch(
         input_ids_BT=torch.ones(shape, dtype=torch.long),
         positions_N=torch.zeros(supervised, dtype=torch.long),
         targets_N=torch.zeros(supervised, dtype=torch.long),
         num_supervised=supervised,
-        num_tokens=sequences * scene.tokens,
-        packed=_packed(scene) if scene.levers.packing else None,
-        paired=_paired(scene, sequences) if scene.sides > 1 else None,
-        lengths=(scene.tokens,) * sequences,
-        supervised=(scene.supervised,) * sequences,
-        extra=None if shows is None else shows.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)),
+        num_tokens=sequences * cfg.tokens,
+        packed=_packed(cfg) if cfg.levers.packing else None,
+        paired=_paired(cfg, sequences) if cfg.sides > 1 else None,
+        lengths=(cfg.tokens,) * sequences,
+        supervised=(cfg.supervised,) * sequences,
+        extra=None if extra is None else extra.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)),
     )
 
 
-def _paired(scene: Scene, sequences: int) -> Paired:
-    reference = torch.zeros(sequences) if is_cached(scene.objective, scene.tuning) else None
-    return Paired(supervised=(scene.supervised,) * sequences, reference_R=reference)
+def _paired(cfg: StepConfig, sequences: int) -> Paired:
+    reference = torch.zeros(sequences) if is_reference_cached(cfg.objective, cfg.tuning) else None
+    return Paired(supervised=(cfg.supervised,) * sequences, reference_R=reference)
 
 
-def _packed(scene: Scene) -> Packed:
-    """The longest rows, with boundaries for as many as a pack may have: what the kernel takes grows with both."""
-    rows, sides = scene.levers.micro_batch, scene.sides
-    most = scene.rows_per_step or rows * scene.tokens
-    capacity = capacity_of(
-        micro_batch=rows, longest=scene.tokens, supervised=scene.supervised, rows_per_step=most, sides=sides
-    )
+def _packed(cfg: StepConfig) -> Packed:
+    """The longest rows, with boundaries for as many as a pack may have: the kernel's memory grows with both."""
+    rows, sides, tokens = cfg.levers.micro_batch, cfg.sides, cfg.tokens
+    most = cfg.rows_per_step or rows * tokens
+    capacity = capacity_of(micro_batch=rows, longest=tokens, supervised=cfg.supervised, rows_per_step=most, sides=sides)
     return Packed(
-        position_ids_BT=torch.zeros(1, sides * rows * scene.tokens, dtype=torch.long),
+        position_ids_BT=torch.zeros(1, sides * rows * tokens, dtype=torch.long),
         boundaries_R1=torch.zeros(sides * capacity.rows + 1, dtype=torch.int32),
-        lengths=(scene.tokens,) * sides * rows,
+        lengths=(tokens,) * sides * rows,
     )
 
 
@@ -296,7 +290,8 @@ def _optimizer(model: nn.Module, spec: AdamW, device: str) -> torch.optim.Optimi
 
 
 class _HostMemory:
-    """Stands for pinned memory: what is put there is counted apart from the device's. One tensor is on its way out, one on its way back."""
+    """Stands for pinned memory, which is counted apart from the device's. One tensor is on its way out, one on its way
+    back."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._now = trace, 0

@@ -1,15 +1,17 @@
-"""What a rehearsal leaves: allocation events, what each allocation is and where it was made, and the cost of every operation. No torch here."""
+"""What a rehearsal leaves: allocation events, what each allocation is and where it was made, and the cost of every
+operation; and what one of several cards holds of it when state is sharded."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 OUTSIDE = -1
-"""The layer of what belongs to none."""
+"""The layer of what belongs to no layer."""
 WARM_UP, LOADED = "warm-up", "aten::empty_strided"
-"""Operations of loading: all weights in one piece, given back at once, and each of them."""
+"""Operations of loading: all weights in one piece, freed at once, and each of them."""
 _CATEGORIES = {"load": "weights", "forward": "activations", "loss": "loss", "workspace": "workspace", "batch": "batch"}
-"""What an allocation is by when it was made, unless it is known by what holds it."""
+"""The category of an allocation by when it was made, unless its owner is known."""
 
 
 class Cost(NamedTuple):
@@ -45,7 +47,7 @@ class Trace:
     instants: list[str] = field(default_factory=list)
     """By event: the instant."""
     categories: dict[int, str] = field(default_factory=dict)
-    """Of those idents that are known by what holds them: gradients, optimizer state."""
+    """Of idents whose owner is known: gradients, optimizer state."""
     costs: dict[tuple[str, int], Counter[Cost]] = field(default_factory=dict)
     """Kernels by (instant, layer)."""
     operations: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Trace:
         self.instants.append(instant)
 
     def beyond(self, num_layers: int) -> "Trace":
-        """The same with what is numbered beyond these layers in none."""
+        """The same, with what is numbered beyond these layers assigned to no layer."""
         costs: dict[tuple[str, int], Counter[Cost]] = {}
         operations: Counter[tuple[str, int]] = Counter()
         for (instant, unit), found in self.costs.items():
@@ -123,3 +125,83 @@ class Trace:
                 instant = self.blocks[ident].instant
                 found[instant] = max(found.get(instant, 0), now)
         return found
+
+
+Sharding = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
+_STATE = {"gradients", "optimizer"}
+_DIVIDED: dict[Sharding, set[str]] = {
+    "none": set(),
+    "ddp": set(),
+    "fsdp2": _STATE | {"weights", "adapters"},
+    "zero2": _STATE,
+    "zero3": _STATE | {"weights", "adapters"},
+}
+_BUCKET_BYTES = 25 << 20
+"""Of gradients in transit between cards."""
+_LIVE_VALUES = 250_000_000
+"""Of weights that ZeRO-3 leaves whole because they are used again soon."""
+_WIDENED = "aten::_to_copy"
+
+
+def sharded(trace: Trace, sharding: Sharding, count: int, *, gathers_halves: bool = False) -> Trace:
+    """What one of several cards holds: arithmetic on the rehearsed tensors, not measured on several cards.
+    `gathers_halves`: fp32 weights are gathered in 16 bits, as fsdp2 does where products are taken in 16 bits.
+
+    Beside its shards each engine (`step.engine`, `step.deepspeed`) holds: ddp one bucket of gradients; fsdp2 three
+    layers (two in use, one being fetched), all weights outside the layers, and the gradients of two layers; zero2 and
+    zero3 two buckets, the largest gradient and an fp32 copy of the trained weights, divided; zero3 also whole weights
+    up to a limit."""
+    divided = _DIVIDED[sharding]
+    blocks = [
+        replace(block, num_bytes=-(-block.num_bytes // count))
+        if trace.category(ident) in divided or (block.operation == WARM_UP and divided)
+        else block
+        for ident, block in enumerate(trace.blocks)
+    ]
+    extra = _extra_bytes(trace, sharding, count, gathers_halves=gathers_halves)
+    return replace(
+        trace,
+        blocks=[*blocks, Block(extra, "workspace", "", "buckets", OUTSIDE)],
+        events=[(len(blocks), True), *trace.events],
+        units=[OUTSIDE, *trace.units],
+        instants=["load", *trace.instants],
+    )
+
+
+def _extra_bytes(trace: Trace, sharding: Sharding, count: int, *, gathers_halves: bool) -> int:
+    held, trained = list(_held(trace)), list(_trained(trace))
+    match sharding:
+        case "none":
+            return 0
+        case "ddp":
+            return _BUCKET_BYTES
+        case "fsdp2":
+            weights = 3 * _largest_layer(held) + sum(block.num_bytes for block in held if block.unit == OUTSIDE)
+            return (weights // 2 if gathers_halves else weights) + 2 * _largest_layer(trained)
+        case "zero2" | "zero3":
+            copies = sum(block.num_bytes for block in trained) // count
+            largest = max((block.num_bytes for block in trained), default=0)
+            live = min(sum(block.num_bytes for block in held), 4 * _LIVE_VALUES) if sharding == "zero3" else 0
+            return 2 * _BUCKET_BYTES + copies + largest + live
+
+
+def _held(trace: Trace) -> Iterator[Block]:
+    """The weights and adapters, each once."""
+    for ident, block in enumerate(trace.blocks):
+        if block.operation == LOADED and trace.category(ident) in ("weights", "adapters"):
+            yield block
+
+
+def _trained(trace: Trace) -> list[Block]:
+    """Adapters where there are some, else what was widened to be trained, else all weights."""
+    loaded = [(ident, block) for ident, block in enumerate(trace.blocks) if block.operation == LOADED]
+    adapters = [block for ident, block in loaded if trace.category(ident) == "adapters"]
+    widened = [block for block in trace.blocks if block.operation == _WIDENED and block.instant == "load"]
+    return adapters or widened or list(_held(trace))
+
+
+def _largest_layer(blocks: list[Block]) -> int:
+    held: dict[int, int] = {}
+    for block in blocks:
+        held[block.unit] = held.get(block.unit, 0) + block.num_bytes
+    return max((size for unit, size in held.items() if unit != OUTSIDE), default=0)

@@ -1,238 +1,322 @@
-"""A comparison as one page that needs nothing else: no script, no address, all text escaped, light and dark."""
+"""A comparison as one self-contained page: no script, no external resource, all text escaped, light and dark.
 
-from collections.abc import Iterable, Iterator, Sequence
+`python -m finefit.report.compare_page COMPARISON.json` writes the page and the Markdown tables beside the record."""
+
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from finefit.compare.records import Cell, Comparison, ItemChange, Pairing, ScoredPart, Setting, TaskComparison
-from finefit.report.board import shown_value
-from finefit.report.compare_plots import colour, difference_plot, item_plot, loss_plot, score_plot
-from finefit.report.compare_words import (
-    FORETOLD,
-    MISSING,
-    against,
-    chance,
-    change,
-    counts_words,
-    foretold_words,
-    interval,
-    is_better,
-    own_metric,
-    parts_of,
-    setting_value,
-    shortened,
-    spread_words,
-    visible,
+from finefit.artifacts.atomic import write_text
+from finefit.artifacts.records import read_record
+from finefit.compare.records import Comparison, Pairing, TaskComparison
+from finefit.errors import UserError
+from finefit.report.compare import (
+    METHOD,
+    ComparisonView,
+    ItemView,
+    TableCell,
+    TableData,
+    comparison_view,
+    main_metric,
+    markdown,
+    sentence,
 )
+from finefit.report.layout import shortened, visible
+from finefit.report.scores import format_value
 from finefit.stats.metrics import Metric
 
-_MOST_CHARACTERS = 4000
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MAX_CELL, _MAX_TEXT = 400, 4000
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_STYLE = files("finefit.report").joinpath("compare.css").read_text(encoding="utf-8")
+_CLASSES = {"strong": "strong", "soft": "soft", "good": "good", "bad": "bad", "missing": "warn"}
+_INSTALL = "pip install 'finefit[plots]'"
 
 
 def page(comparison: Comparison) -> str:
-    title = " and ".join(side.name for side in comparison.sides)
-    return "\n".join(
-        (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f'<p class="soft">finefit compare</p>\n<h1>{_text(title)}</h1>',
-            *_settings(comparison),
-            *(part for task in comparison.tasks for part in _task(comparison, task)),
-            *_training(comparison),
-            *_notes(comparison),
-            "</body>\n</html>\n",
+    if find_spec("matplotlib") is None:
+        raise UserError(
+            "the page needs matplotlib for its plots, and matplotlib is not installed",
+            f"{_INSTALL}; --markdown, --json and the terminal work without it",
         )
+    return _page(comparison, has_plots=True)
+
+
+def write_files(record: Path) -> None:
+    """A stage that compares always gets its page; without matplotlib the page says what is missing."""
+    found = read_record(record, Comparison)
+    write_text(record.with_suffix(".html"), _page(found, has_plots=find_spec("matplotlib") is not None))
+    write_text(record.with_suffix(".md"), markdown(found))
+
+
+def _page(comparison: Comparison, *, has_plots: bool) -> str:
+    view = comparison_view(comparison)
+    style = files("finefit.report").joinpath("compare.css").read_text(encoding="utf-8")
+    missing = f"<p class=warn>This page has no plots, because matplotlib is not installed: {_text(_INSTALL)}</p>"
+    parts = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f"<title>{_text(view.title)}</title>\n<style>{style}</style>\n</head>\n<body>",
+        f'<p class="soft">finefit compare</p>\n<h1>{_text(view.title)}</h1>',
+        "" if has_plots else missing,
+        *_settings(view),
+        *(part for at in range(len(view.tasks)) for part in _task(comparison, view, at, has_plots=has_plots)),
+        *_training(comparison, view, has_plots=has_plots),
+        *_notes(view),
+        "</body>\n</html>\n",
     )
+    return "\n".join(filter(None, parts))
 
 
 def _text(text: str) -> str:
     return escape(visible(text))
 
 
-def _settings(comparison: Comparison) -> Iterator[str]:
+def _settings(view: ComparisonView) -> Iterator[str]:
     yield "<h2>Settings that differ</h2>"
-    yield f'<p class="verdict{"" if comparison.is_one_variable else " mixed"}">{_text(comparison.verdict[0].upper() + comparison.verdict[1:])}.</p>'
-    names = [_dot(at) + _text(side.name) for at, side in enumerate(comparison.sides)]
-    if comparison.differing:
-        yield _table(["setting", *names], ([_key(row.key), *_values(row, len(names))] for row in comparison.differing))
-    if comparison.apart:
-        yield f"<details><summary>{len(comparison.apart)} more, without effect on a score</summary>"
-        yield _table(["setting", *names], ([_key(row.key), *_values(row, len(names))] for row in comparison.apart))
-        yield "</details>"
+    kind = "verdict" if view.is_one_variable else "verdict mixed"
+    yield f'<p class="{kind}">{_text(sentence(view.verdict))}</p>'
+    if view.settings is not None:
+        yield _table(view.settings)
+    if view.other_settings is not None:
+        yield f"<details><summary>{len(view.other_settings.rows)} more that have no effect on scores</summary>"
+        yield f"{_table(view.other_settings)}</details>"
 
 
-def _values(row: Setting, count: int) -> list[str]:
-    return [f'<td class="wrap">{_text(shortened(setting_value(row, at), 400))}</td>' for at in range(count)]
-
-
-def _key(key: str) -> str:
-    return f'<td class="key">{_text(key)}</td>'
-
-
-def _dot(at: int) -> str:
-    return f'<span class="dot" style="background:{colour(at)}"></span>'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0, classes: Sequence[str] = ()) -> str:
-    """Cells come as HTML, with or without their own `td`; the last `numbers` columns stand to the right."""
-    first = len(head) - numbers
-    top = "".join(f"<th{' class=n' if at >= first else ''}>{name}</th>" for at, name in enumerate(head))
-    lines = []
-    for number_of_row, row in enumerate(rows):
-        cells = "".join(
-            cell if cell.startswith("<td") else f"<td{' class=n' if at >= first else ''}>{cell}</td>"
-            for at, cell in enumerate(row)
-        )
-        kind = classes[number_of_row] if number_of_row < len(classes) else ""
-        lines.append(f"<tr{f' class={kind}' if kind else ''}>{cells}</tr>")
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def _task(comparison: Comparison, task: TaskComparison) -> Iterator[str]:
-    yield f"<h2>Task {_text(task.task)}</h2>"
-    rows, classes = _scores(comparison, task)
-    yield _table(
-        ["model", "n", "coverage", *(_text(metric.name) for metric in task.metrics)],
-        rows,
-        2 + len(task.metrics),
-        classes,
-    )
-    for metric in task.metrics:
-        yield from _figure(score_plot(comparison, task, metric), f"{metric.name} with its 95 % interval")
-    if task.pairings:
+def _task(comparison: Comparison, view: ComparisonView, at: int, *, has_plots: bool) -> Iterator[str]:
+    task, shown = comparison.tasks[at], view.tasks[at]
+    yield f"<h2>Task {_text(shown.name)}</h2>"
+    yield _table(shown.scores)
+    if has_plots:
+        for metric in task.metrics:
+            yield from _figure(score_plot(comparison, task, metric), f"{metric.name} with its 95 % interval")
+    if shown.pairings:
         yield "<h3>Differences on the same items</h3>"
-        head = ["second less first", "metric", "n", "first", "second", "difference", "95 % interval", "p", "p (Holm)"]
-        yield _table(head, _differences(comparison, task), 7)
-        yield '<p class="soft">p: how often chance alone makes so large a difference; p (Holm): as it counts among all differences of this page.</p>'
-        yield from _figure(difference_plot(comparison, task), "differences with their 95 % intervals")
-    for pairing in task.pairings:
-        yield from _items(comparison, task, pairing)
+        for pairing in shown.pairings:
+            yield f"<h4>{_text(pairing.differences.title)}</h4>{_table(pairing.differences)}"
+        yield f'<p class="soft">{_text(METHOD)}</p>'
+        if has_plots:
+            yield from _figure(difference_plot(comparison, task), "differences with their 95 % intervals")
+    for recorded, pairing in zip(task.pairings, shown.pairings, strict=True):
+        if pairing.counts:
+            yield f"<h3>Item by item: {_text(pairing.title)}</h3><p>{_text(sentence(pairing.counts))}</p>"
+            if has_plots:
+                yield from _figure(item_plot(comparison, task, recorded), "change of each item, largest gain first")
+            yield from map(_item, pairing.items)
 
 
-def _scores(comparison: Comparison, task: TaskComparison) -> tuple[list[list[str]], list[str]]:
-    rows, classes = [], []
-    for group, spreads in zip(comparison.groups, task.spreads, strict=True):
-        for at in group.sides:
-            rows.append([_dot(at) + _text(comparison.sides[at].name), *_cells(task, at)])
-            parts = [_part(task.metrics, name, part) for name, part in parts_of(task, at)]
-            rows += parts
-            classes += ["", *["soft"] * len(parts)]
-        if len(group.sides) > 1:
-            rows.append(
-                [
-                    "mean over seeds",
-                    "",
-                    "",
-                    *(_text(spread_words(metric, spreads[metric.name])) for metric in task.metrics),
-                ]
-            )
-            classes.append("mean")
-    return rows, classes
+def _table(data: TableData) -> str:
+    def is_number(at: int) -> bool:
+        return at > 0 and not data.holds_text
+
+    head = "".join(f"<th{' class=n' if is_number(at) else ''}>{_cell(c)}</th>" for at, c in enumerate(data.columns))
+    lines = []
+    for row in data.rows:
+        cells = "".join(f"<td{' class=n' if is_number(at) else ''}>{_cell(c)}</td>" for at, c in enumerate(row.cells))
+        lines.append(f"<tr{f' class={row.kind}' if row.kind else ''}>{cells}</tr>")
+    kind = " class=settings" if data.holds_text else ""
+    table = f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
-def _cells(task: TaskComparison, at: int) -> list[str]:
-    scored = task.scored[at]
-    if scored is None:
-        return [f'<span class="warn">{MISSING}</span>'] * (2 + len(task.metrics))
-    n = f"{scored.n:,}" if scored.n == scored.available else f"{scored.n:,} of {scored.available:,}"
-    return [n, f"{scored.coverage:.0%}", *(_cell(metric, scored.metrics.get(metric.name)) for metric in task.metrics)]
+def _cell(cell: TableCell) -> str:
+    dot = "" if cell.side is None else f'<span class="dot" style="background:{_colour(cell.side)}"></span>'
+    text = _text(shortened(cell.text, _MAX_CELL))
+    if cell.style:
+        text = f'<span class="{_CLASSES[cell.style]}">{text}</span>'
+    return f'{dot}{text} <span class="soft">{_text(cell.detail)}</span>' if cell.detail else f"{dot}{text}"
 
 
-def _part(metrics: Sequence[Metric], name: str, part: ScoredPart) -> list[str]:
-    cells = (_cell(metric, part.metrics.get(metric.name)) for metric in metrics)
-    return [f"&emsp;{_text(name)}", f"{part.n:,}", f"{part.coverage:.0%}", *cells]
-
-
-def _cell(metric: Metric, cell: Cell | None) -> str:
-    if cell is None:
-        return f'<span class="warn">{MISSING}</span>'
-    return f'<strong>{shown_value(metric, cell.value)}</strong> <span class="soft">{interval(metric, cell)}</span>'
-
-
-def _differences(comparison: Comparison, task: TaskComparison) -> Iterator[list[str]]:
-    metrics = {metric.name: metric for metric in task.metrics}
-    for pairing in task.pairings:
-        for row, found in enumerate(pairing.changes):
-            metric = metrics[found.metric]
-            kind = {True: "good", False: "bad", None: ""}[is_better(metric, found)]
-            yield [
-                _text(against(comparison, pairing)) if row == 0 else "",
-                _text(metric.name),
-                f"{pairing.n:,}",
-                shown_value(metric, found.first),
-                shown_value(metric, found.second),
-                f'<span class="{kind}">{change(metric, found.value)}</span>',
-                interval(metric, found),
-                escape(chance(found.p)),
-                escape(chance(found.corrected_p)),
-            ]
-
-
-def _items(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> Iterator[str]:
-    if not pairing.changes:
-        return
-    metric = own_metric(task, pairing)
-    yield f"<h3>Item by item: {_text(against(comparison, pairing))}</h3>"
-    unpaired = f" {pairing.only_first:,} items only the first has, {pairing.only_second:,} only the other."
-    yield f"<p>{_text(counts_words(pairing, metric))}.{unpaired if pairing.only_first or pairing.only_second else ''}</p>"
-    yield from _figure(item_plot(comparison, task, pairing), "each item's change, the largest gain first")
-    names = [comparison.groups[at].name for at in (pairing.first, pairing.second)]
-    for title, items in (
-        ("most gained", pairing.gained),
-        ("most lost", pairing.lost),
-        ("most reworded", pairing.reworded),
-    ):
-        for item in items:
-            yield _item(title, item, names, metric)
-
-
-def _item(title: str, item: ItemChange, names: Sequence[str], metric: Metric) -> str:
-    answers = [
-        f"<div><h4>{_text(name)}{_score(metric, scores)}</h4>{_pre(answer)}{_failure(failure)}</div>"
-        for name, answer, failure, scores in zip(names, item.answers, item.failures, item.scores, strict=True)
-    ]
-    asked = f'<div class="both"><h4>asked</h4>{_pre(item.prompt)}</div><div class="both"><h4>right</h4>{_pre(item.reference)}</div>'
-    shown = f"{title}: {change(metric, item.change)} at {item.place}"
-    return f'<details><summary>{_text(shown)}</summary><div class="item">{asked}{"".join(answers)}</div></details>'
-
-
-def _score(metric: Metric, scores: dict[str, float]) -> str:
-    return f" ({shown_value(metric, scores[metric.name])})" if metric.name in scores else ""
-
-
-def _failure(failure: str | None) -> str:
-    return "" if failure is None else f'<p class="warn">{_text(failure)}</p>'
+def _item(item: ItemView) -> str:
+    parts = [f'<div class="both"><h4>prompt</h4>{_pre(item.prompt)}</div>']
+    parts.append(f'<div class="both"><h4>reference</h4>{_pre(item.reference)}</div>')
+    for label, answer, failure in item.answers:
+        failed = "" if failure is None else f'<p class="warn">{_text(failure)}</p>'
+        parts.append(f"<div><h4>{_text(label)}</h4>{_pre(answer)}{failed}</div>")
+    summary = _text(f"{item.title}, {item.change}")
+    return f'<details><summary>{summary}</summary><div class="item">{"".join(parts)}</div></details>'
 
 
 def _pre(text: str) -> str:
-    return f'<pre dir="auto">{_text(shortened(text.strip(), _MOST_CHARACTERS))}</pre>'
+    return f'<pre dir="auto">{_text(shortened(text.strip(), _MAX_TEXT))}</pre>'
 
 
-def _training(comparison: Comparison) -> Iterator[str]:
-    plot = loss_plot(comparison)
-    if plot is not None:
+def _training(comparison: Comparison, view: ComparisonView, *, has_plots: bool) -> Iterator[str]:
+    if comparison.curves and has_plots:
         yield "<h2>Training</h2>"
-        yield from _figure(plot, "loss by step; dots are validation")
-    if comparison.foretold:
-        yield "<h2>Foretold and measured</h2>"
-        names = [_dot(at) + _text(side.name) for at, side in enumerate(comparison.sides)]
-        rows = (
-            [row.what, *(_text(foretold_words(row, at)) for at in range(len(names)))] for row in comparison.foretold
-        )
-        yield _table([escape(FORETOLD), *names], rows)
+        yield from _figure(loss_plot(comparison), "loss by step; dots are validation")
+    if view.predictions is not None:
+        yield f"<h2>{_text(sentence(view.predictions.title).rstrip('.'))}</h2>"
+        yield _table(view.predictions)
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
-    if comparison.warnings:
-        yield "<h2>Notes</h2><ul>"
-        yield from (f"<li>{_text(warning)}</li>" for warning in comparison.warnings)
-        yield "</ul>"
+def _notes(view: ComparisonView) -> Iterator[str]:
+    if view.warnings:
+        yield f"<h2>Notes</h2><ul>{''.join(f'<li>{_text(warning)}</li>' for warning in view.warnings)}</ul>"
 
 
 def _figure(svg: str | None, caption: str) -> Iterator[str]:
     if svg is not None:
         yield f'<figure role="img" aria-label="{_text(caption)}">{svg}</figure>'
+
+
+# Plots, as SVG text that takes the page's colours.
+
+_INK = "#010203"  # replaced by the page's text colour
+_GROUND = "#040506"  # replaced by the page's background
+_COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#06b6d4", "#ec4899")
+_GAIN, _LOSS = "#10b981", "#ef4444"
+_WIDTH = 8.4
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a name is not a formula
+    "font.family": "sans-serif",
+    "font.size": 10,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), _INK),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "grid.color": _INK,
+    "grid.alpha": 0.12,
+}
+_BEFORE_SVG = re.compile(r"^.*?(?=<svg)", re.DOTALL)
+_METADATA = re.compile(r"<metadata>.*?</metadata>|<!--.*?-->", re.DOTALL)
+_GLOBAL_STYLE = re.compile(r"<defs>\s*<style[^>]*>\*\{.*?</style>\s*</defs>", re.DOTALL)
+
+
+def _colour(side: int) -> str:
+    return _COLOURS[side % len(_COLOURS)]
+
+
+def loss_plot(comparison: Comparison) -> str:
+    """Training losses are lines, validation losses are dots."""
+
+    def draw(axes: "Axes") -> None:
+        for curve in comparison.curves:
+            name, ink = _label(comparison.sides[curve.side].name), _colour(curve.side)
+            axes.plot(curve.steps, curve.losses, color=ink, linewidth=1.4, label=name)
+            if curve.validation:
+                dots: dict[str, Any] = {"color": ink, "linestyle": "none", "marker": "o", "markersize": 5}
+                axes.plot(*zip(*curve.validation, strict=True), label=f"{name}, validation", **dots)
+        losses = [loss for curve in comparison.curves for loss in curve.losses if loss > 0]
+        if losses and max(losses) > 10 * min(losses):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.grid(visible=True)
+        axes.legend(fontsize=9)
+
+    return _svg("losses", draw, height=3.2)
+
+
+def score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> str | None:
+    """The score of every side with its interval, the first on top."""
+    scored = [(at, found.metrics.get(metric.name)) for at, found in enumerate(task.scored) if found is not None]
+    cells = [(at, cell) for at, cell in scored if cell is not None]
+    if not cells:
+        return None
+
+    def draw(axes: "Axes") -> None:
+        for row, (at, cell) in enumerate(cells):
+            low, high = (cell.value if end is None else end for end in (cell.low, cell.high))
+            _interval(axes, row, (low, cell.value, high), _colour(at))
+            place: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+            axes.annotate(format_value(metric, cell.value), (cell.value, -row), **place)
+        _name_rows(axes, [_label(comparison.sides[at].name) for at, _ in cells])
+        axes.set_xlabel(metric.name if metric.better == "neither" else f"{metric.name}, {metric.better} is better")
+        if metric.unit == "share":
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    return _svg(f"scores {task.task} {metric.name}", draw, height=0.75 + 0.45 * len(cells))
+
+
+def difference_plot(comparison: Comparison, task: TaskComparison) -> str | None:
+    """Shares and points in one plot; other metrics have no common scale and are only in the table."""
+    metrics = {metric.name: metric for metric in task.metrics}
+    pairs = ((pairing, change) for pairing in task.pairings for change in pairing.changes)
+    found = [(p, c, c.low, c.high) for p, c in pairs if metrics[c.metric].unit != "number"]
+    bounded = [(p, c, low, high) for p, c, low, high in found if low is not None and high is not None]
+    if not bounded:
+        return None
+
+    def draw(axes: "Axes") -> None:
+        axes.axvline(0, color=_INK, linewidth=1, alpha=0.5)
+        names = []
+        for row, (pairing, change, low, high) in enumerate(bounded):
+            scale = 100 if metrics[change.metric].unit == "share" else 1
+            ink = _colour(comparison.groups[pairing.second].sides[0])
+            ends = scale * low, scale * change.value, scale * high
+            _interval(axes, row, ends, ink, fill=ink if change.is_clear else _GROUND)
+            name = _label(comparison.groups[pairing.second].name)
+            names.append(f"{name}: {change.metric}" if len(task.pairings) > 1 else change.metric)
+        _name_rows(axes, names)
+        axes.set_xlabel("difference in percentage points (filled: significant after Holm's correction)")
+
+    return _svg(f"differences {task.task}", draw, height=0.75 + 0.36 * len(bounded))
+
+
+def item_plot(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> str:
+    """The change of every item, the largest gain first."""
+    metric = main_metric(task, pairing)
+    scale = 100 if metric.unit == "share" else 1
+    changes = [scale * change for change in pairing.item_changes]
+
+    def draw(axes: "Axes") -> None:
+        edges = [at - 0.5 for at in range(1, len(changes) + 2)]
+        axes.stairs([max(0.0, change) for change in changes], edges, fill=True, color=_GAIN, linewidth=0)
+        axes.stairs([min(0.0, change) for change in changes], edges, fill=True, color=_LOSS, linewidth=0)
+        axes.axhline(0, color=_INK, linewidth=1, alpha=0.6)
+        axes.set_xlim(0.5, len(changes) + 0.5)
+        axes.set_xlabel(f"{len(changes):,} items, by the gain of {_label(comparison.groups[pairing.second].name)}")
+        axes.set_ylabel(metric.name if metric.better == "neither" else f"gain in {metric.name}")
+        axes.grid(visible=True, axis="y")
+
+    return _svg(f"items {task.task} {pairing.second}", draw, height=2.6)
+
+
+def _interval(axes: "Axes", row: int, ends: tuple[float, float, float], ink: str, *, fill: str | None = None) -> None:
+    low, value, high = ends
+    axes.plot([low, high], [-row, -row], color=ink, linewidth=2.5, solid_capstyle="butt")
+    axes.plot([value], [-row], color=ink, marker="o", markersize=7, markerfacecolor=fill or ink)
+
+
+def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
+    axes.set_yticks([-row for row in range(len(names))], names)
+    axes.set_ylim(-len(names) + 0.4, 0.7)
+    axes.grid(visible=True, axis="x")
+    axes.tick_params(axis="y", length=0)
+
+
+def _label(name: str) -> str:
+    return shortened(visible(name), 40)
+
+
+def _svg(name: str, draw: Callable[["Axes"], None], *, height: float) -> str:
+    """Draws on a figure of its own, so that nothing is shared with other plots in the process."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE | {"svg.hashsalt": name}):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.add_subplot()
+        axes.patch.set_alpha(0)
+        draw(axes)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = _METADATA.sub("", _BEFORE_SVG.sub("", text.getvalue(), count=1))
+    svg = _GLOBAL_STYLE.sub("", svg)  # it would apply to the whole page
+    return svg.replace(_INK, "currentColor").replace(_GROUND, "var(--ground)").strip()
+
+
+if __name__ == "__main__":
+    write_files(Path(sys.argv[1]))

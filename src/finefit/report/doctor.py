@@ -1,4 +1,4 @@
-"""An examined machine as a table, its findings and one verdict."""
+"""The facts of a machine as a table, with findings and a verdict."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,17 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 from finefit.artifacts.records import Finding
-from finefit.facts.power import Power
-from finefit.preflight.machine import Examination, is_ready
-from finefit.report.units import gib
+from finefit.facts.machine import Power
+from finefit.preflight.machine import MachineFacts, is_ready
+from finefit.report.layout import gib
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
-def verdict(found: Examination, findings: tuple[Finding, ...]) -> str:
+def verdict(found: MachineFacts, findings: tuple[Finding, ...]) -> str:
     if not is_ready(findings):
         num_errors = sum(finding.level == "error" for finding in findings)
-        return f"not ready to train: mend the {'error' if num_errors == 1 else f'{num_errors} errors'} above first"
+        return f"not ready to train: fix the {'error' if num_errors == 1 else f'{num_errors} errors'} above first"
     cuda = [device for device in found.torch.devices if device.name.startswith("cuda")]
     if not cuda:
         return "ready to train on cpu"
@@ -27,7 +27,7 @@ def verdict(found: Examination, findings: tuple[Finding, ...]) -> str:
     return f"ready to train on {cuda[0].name} ({cuda[0].description}, {_gib(cuda[0].memory_bytes)}, {precision})"
 
 
-def document(found: Examination, findings: tuple[Finding, ...]) -> dict[str, Any]:
+def document(found: MachineFacts, findings: tuple[Finding, ...]) -> dict[str, Any]:
     """What `--json` prints."""
     return {
         "machine": asdict(found.machine),
@@ -39,7 +39,7 @@ def document(found: Examination, findings: tuple[Finding, ...]) -> dict[str, Any
     }
 
 
-def show(found: Examination, findings: tuple[Finding, ...], console: Console) -> None:
+def show(found: MachineFacts, findings: tuple[Finding, ...], console: Console) -> None:
     """Text, not markup, because commands hold brackets; not wrapped, because they are copied."""
     console.print(_table(found))
     for finding in findings:
@@ -50,7 +50,7 @@ def show(found: Examination, findings: tuple[Finding, ...], console: Console) ->
     )
 
 
-def _table(found: Examination) -> Table:
+def _table(found: MachineFacts) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (*_machine_rows(found), *_device_rows(found)):
         table.add_row(name, Text(value))
@@ -59,7 +59,7 @@ def _table(found: Examination) -> Table:
     return table
 
 
-def _machine_rows(found: Examination) -> Iterator[tuple[str, str]]:
+def _machine_rows(found: MachineFacts) -> Iterator[tuple[str, str]]:
     machine = found.machine
     yield "python", machine.python
     yield "platform", machine.platform
@@ -70,7 +70,7 @@ def _machine_rows(found: Examination) -> Iterator[tuple[str, str]]:
     yield "power", _power(found.power)
 
 
-def _device_rows(found: Examination) -> Iterator[tuple[str, str]]:
+def _device_rows(found: MachineFacts) -> Iterator[tuple[str, str]]:
     for card in found.machine.cards:
         yield "card", f"{card.name}, {_gib(card.memory_bytes)}, {_gib(card.free_bytes)} free, driver {card.driver}"
     for device in found.torch.devices:

@@ -1,422 +1,332 @@
-"""A forecast in a terminal: whether it fits, what fills the card and when, how long it takes, what would make it fit."""
+"""The plan of a run, whatever the number of its stages. On one card: a row for each stage, changes that would make it
+fit, and the fullest stage in full. On several cards: a row for each card."""
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths, Room, Suggestion, TowerSize
-from finefit.artifacts.names import grouped
+from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, StageForecast, Suggestion
 from finefit.artifacts.records import Levers
-from finefit.report.lines import GAP, GUTTER, hanging, print_lines, section, table, trimmed
-from finefit.report.units import apportion, duration, gib, three_digits
-from finefit.spec.schema import DeepSpeed
-
-INSTANTS = ("load", "batch", "reference", "forward", "loss", "backward", "update", "validation", "generation")
-TOWERS = ("language", "vision", "projector")
-BAR_CELLS, INSTANT_CELLS, MAX_NAMES = 100, 14, 8
-FIGURE = 6
-"""Characters of a figure in GiB: 141.00."""
-LOOKS = {
-    "weights": ("W", "#4c78a8"),
-    "activations": ("A", "#f58518"),
-    "optimizer": ("O", "#b279a2"),
-    "adapters": ("D", "#8cb4d8"),
-    "gradients": ("G", "#54a24b"),
-    "loss": ("L", "#eeca3b"),
-    "temporary": ("T", "#72b7b2"),
-    "workspace": ("S", "#ff9da6"),
-    "batch": ("B", "#9d755d"),
-    "held by the allocator": ("H", "#a8a8a8"),
-    "CUDA context": ("C", "#808080"),
-    "process": ("P", "#808080"),
-    "margin": ("M", "#5c5c5c"),
-}
-"""Letter and colour: letters stand where there are no colours."""
-INSTANT_COLOUR = "#8d99a6"
-OTHER_COLOURS = ("#8cb4d8", "#c49a3a", "#7a9e3f", "#b07aa1")
+from finefit.report.forecast import (
+    card_name,
+    forecast_object,
+    limit_words,
+    ordered_suggestions,
+    show_forecast,
+    suggestion_lines,
+    yes_or_no,
+)
+from finefit.report.layout import duration, gib, hanging, print_lines, table, three_digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A piece of what the card must hold."""
+class RunPlan:
+    """The forecasts of all stages on all cards."""
 
     name: str
-    num_bytes: int
-    letter: str
-    colour: str
+    is_flat: bool
+    costs: Mapping[str, StageForecast]
+    """By stage, in their order."""
+    free: tuple[int | None, ...] = ()
+    """Free bytes of the disk beside each card; None, or nothing, where that is another machine's."""
+
+    @property
+    def num_cards(self) -> int:
+        return max(len(one.fits) for one in self.costs.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(one.disk_bytes for one in self.costs.values())
+
+    def lacking_disk(self, at: int = 0) -> int:
+        """Bytes that the disk has too few."""
+        there = self.free[at] if at < len(self.free) else None
+        return 0 if there is None else max(0, self.disk_bytes - there)
+
+    def too_large(self, at: int = 0) -> list[str]:
+        return [name for name, one in self.costs.items() if not one.fits[at]]
+
+    def fits(self, at: int = 0) -> bool:
+        """Every stage on the card, and everything they leave on the disk."""
+        return not self.too_large(at) and not self.lacking_disk(at)
+
+    def suggestions(self, at: int = 0) -> tuple[Suggestion, ...]:
+        """Stage by stage, as they are numbered from 1."""
+        trainings = [one.forecasts[at] for one in self.costs.values() if one.forecasts]
+        return tuple(suggestion for one in trainings for suggestion in ordered_suggestions(one.suggestions))
+
+    def fullest(self, at: int = 0) -> str | None:
+        """The training that fills the card most; None where nothing is trained."""
+        trainings = {name: one.forecasts[at] for name, one in self.costs.items() if one.forecasts}
+        shares = {name: one.peak_bytes / one.budget_bytes for name, one in trainings.items()}
+        return max(shares, key=shares.__getitem__) if shares else None
+
+    def fullest_forecast(self, at: int = 0) -> Forecast | None:
+        name = self.fullest(at)
+        return None if name is None else self.costs[name].forecasts[at]
+
+    def seconds(self, at: int = 0) -> float | None:
+        """Of all trainings, and of the evaluations whose time is known, on the first card alone; None where the time of
+        a training is not known."""
+        trained = [one.forecasts[at].total_seconds for one in self.costs.values() if one.forecasts]
+        if any(seconds is None for seconds in trained):
+            return None
+        answered = [one.seconds or 0.0 for one in self.costs.values() if not one.forecasts and at == 0]
+        return sum(seconds or 0.0 for seconds in trained) + sum(answered)
+
+    def cost(self, at: int = 0) -> float | None:
+        found, seconds = self.fullest_forecast(at), self.seconds(at)
+        price = None if found is None else found.price_per_hour
+        return None if price is None or seconds is None else price * seconds / 3600
 
 
-def show_forecast(forecast: Forecast, console: Console, *, stage: str) -> None:
-    print_lines(console, [_verdict(forecast, stage), *_bar(forecast, console), *_legend(forecast, console)])
-    print_lines(console, [Text(), *section("allocated\nGiB", _instants(forecast, console)), Text()])
-    for label, lines in _sections(forecast, console):
-        print_lines(console, section(label, lines))
-    if forecast.suggestions:
-        print_lines(console, [Text(), *suggestion_lines(in_order(forecast.suggestions), console, fits=forecast.fits)])
+def show_plan(plan: RunPlan, console: Console, *, now: datetime, only: str | None = None) -> None:
+    """`only`: the stage to show in full instead of the fullest; `now`: when the run would begin."""
+    if plan.num_cards > 1:
+        rows = [_card_row(plan, at, now) for at in range(plan.num_cards)]
+        print_lines(console, table(console, rows, right=("GiB", "time", "cost"), below=("levers",)))
+        return
+    shown = only or plan.fullest()
+    found = None if shown is None else plan.costs[shown].forecasts[0]
+    if plan.is_flat:
+        print_lines(console, _disk_verdict(plan))
+    else:
+        _show_stages(plan, console)
+        found = None if found is None else replace(found, suggestions=())
+    if found is not None and shown is not None:
+        print_lines(console, [] if plan.is_flat else [Text()])
+        show_forecast(found, console, stage=shown)
 
 
-def in_order(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
-    """As they are numbered from 1: exact ones first, else as they came."""
-    return tuple(sorted(suggestions, key=lambda suggestion: not suggestion.is_exact))
+def plan_document(plan: RunPlan) -> dict[str, Any]:
+    """What `--json` prints: the training that fills the first card most, the totals of the run, each stage, each
+    card."""
+    stages = {name: _stage_object(one) for name, one in plan.costs.items()}
+    return _card_object(plan, 0) | {"stages": stages, "cards": [_card_object(plan, at) for at in range(plan.num_cards)]}
 
 
-def forecast_document(forecasts: Mapping[str, Sequence[Forecast]]) -> dict[str, Any]:
-    """What `--json` prints: of each stage one forecast for each card. The stage that fills its first card most stands at the top."""
-    worst = max(forecasts, key=lambda stage: forecasts[stage][0].peak_bytes / forecasts[stage][0].budget_bytes)
+def _card_object(plan: RunPlan, at: int) -> dict[str, Any]:
+    found = plan.fullest_forecast(at)
+    return (forecast_object(found) if found else {}) | {
+        "stage": plan.fullest(at),
+        "fits": plan.fits(at),
+        "total_seconds": plan.seconds(at),
+        "disk_bytes": plan.disk_bytes,
+        "free_disk_bytes": plan.free[at] if plan.free else None,
+        "cost": plan.cost(at),
+        "suggestions": TypeAdapter(tuple[Suggestion, ...]).dump_python(plan.suggestions(at), mode="json"),
+        "does_not_fit": plan.too_large(at),
+    }
+
+
+def _stage_object(one: StageForecast) -> dict[str, Any]:
+    own: dict[str, Any] = TypeAdapter(StageForecast).dump_python(
+        one, mode="json", exclude={"forecasts", "eval_limits", "seconds"}
+    )
+    own |= {"fits": one.fits[0], "total_seconds": one.seconds}
+    if one.eval_limits:
+        limits = TypeAdapter(dict[str, dict[str, EvalBatchLimit]])
+        own["eval_limits"] = limits.dump_python(one.eval_limits[0], mode="json")
+    if one.forecasts:
+        own = forecast_object(one.forecasts[0]) | own | {"notes": [*one.notes, *one.forecasts[0].notes]}
+    return own
+
+
+# One card, several stages
+
+
+def _show_stages(plan: RunPlan, console: Console) -> None:
+    rows = [_stage_row(name, one) for name, one in plan.costs.items()]
+    right = ("GiB", "parameters", "trained", "time", "disk")
+    print_lines(console, [*_verdict(plan), *_disk_verdict(plan), *table(console, rows, right=right, below=())])
+    print_lines(console, [_totals(plan), Text(), *_notes(plan, console)])
+    if suggestions := plan.suggestions():
+        print_lines(console, [Text(), *suggestion_lines(suggestions, console, fits=False)])
+
+
+def _verdict(plan: RunPlan) -> Iterator[Text]:
+    card = next((f" on {card_name(one.forecasts[0])}" for one in plan.costs.values() if one.forecasts), "")
+    if too_large := plan.too_large():
+        reasons = ", ".join(_why_too_large(name, plan.costs[name]) for name in too_large)
+        yield Text(f"{plan.name} does not fit{card}: {reasons}", style="bold red")
+    elif not plan.lacking_disk():
+        yield Text(f"{plan.name}: all {len(plan.costs)} stages fit{card}", style="bold green")
+
+
+def _disk_verdict(plan: RunPlan) -> Iterator[Text]:
+    if lacking := plan.lacking_disk():
+        free = _size(plan.disk_bytes - lacking) or "0 MiB"
+        needed = f"it takes up to {_size(plan.disk_bytes)}, {free} are free"
+        yield Text(f"{plan.name} does not fit on the disk: {needed}", style="bold red")
+
+
+def _why_too_large(name: str, one: StageForecast) -> str:
+    if one.forecasts and one.forecasts[0].fits:
+        return f"{name} has trained tensors that no gradient reaches"
+    if (held := _held(one)) is not None:
+        return f"{name} needs {held[0] / 2**30:.1f} of {held[1] / 2**30:.1f} GiB"
+    return name if one.host_bytes is None else f"{name} needs about {_size(one.host_bytes)} of host memory"
+
+
+def _held(one: StageForecast) -> tuple[int, int] | None:
+    """What the card must hold and what it has: for a training, or for the largest model that answers."""
+    if one.forecasts:
+        return one.forecasts[0].peak_bytes, one.forecasts[0].budget_bytes
+    limits = [limit for model in (one.eval_limits[0] if one.eval_limits else {}).values() for limit in model.values()]
+    known = [(limit.held_bytes, limit.budget_bytes) for limit in limits]
+    return max(((held, budget) for held, budget in known if held is not None and budget is not None), default=None)
+
+
+def _stage_row(name: str, one: StageForecast) -> dict[str, Text]:
+    held = _held(one)
     return {
-        **forecast_object(forecasts[worst][0]),
-        "stages": {stage: forecast_object(cards[0]) for stage, cards in forecasts.items()},
-        "cards": [forecast_object(forecast) for forecast in forecasts[worst]],
+        "stage": Text(name, style="bold"),
+        "kind": Text(one.kind),
+        "fits": Text() if held is None and one.host_bytes is None else yes_or_no(one.fits[0]),
+        "GiB": Text("" if held is None else f"{held[0] / 2**30:.1f} of {held[1] / 2**30:.1f}"),
+        "parameters": Text("" if one.parameters is None else _count(one.parameters)),
+        "trained": Text("" if one.trainable_parameters is None else _count(one.trainable_parameters)),
+        "time": Text(_time(one)),
+        "disk": Text(_size(one.disk_bytes)),
     }
 
 
-def forecast_object(forecast: Forecast) -> dict[str, Any]:
-    found: dict[str, Any] = TypeAdapter(Forecast).dump_python(forecast, mode="json")
-    return found | {
-        "suggestions": TypeAdapter(tuple[Suggestion, ...]).dump_python(in_order(forecast.suggestions), mode="json")
-    }
+def _count(parameters: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if parameters >= size:
+            return f"{three_digits(parameters / size)} {unit}"
+    return str(parameters)
 
 
-# The card
+def _size(num_bytes: int) -> str:
+    if not num_bytes:
+        return ""
+    return gib(num_bytes) if num_bytes >= 2**30 / 20 else f"{max(num_bytes / 2**20, 0.1):.1f} MiB"
 
 
-def _verdict(forecast: Forecast, stage: str) -> Text:
-    budget, peak = forecast.budget_bytes / 2**30, forecast.peak_bytes / 2**30
-    digits = next((digits for digits in (1, 2) if min(peak, abs(budget - peak)) >= 10**-digits), 3)
-    card = f"each of {card_name(forecast)}" if forecast.devices > 1 else card_name(forecast)
-    if forecast.fits:
-        spare = round(budget, digits) - round(peak, digits)
-        return Text(
-            f"{stage} fits: {peak:.{digits}f} of {budget:.{digits}f} GiB on {card}, {spare:.{digits}f} GiB to spare",
-            style="bold green",
-        )
-    over = round(peak, digits) - round(budget, digits)
-    too_much = f" ({over:.{digits}f} GiB too much)" if over > 0 else ""
-    return Text(
-        f"{stage} does not fit: needs {peak:.{digits}f} GiB, {card} has {budget:.{digits}f}{too_much}", style="bold red"
-    )
+def _time(one: StageForecast) -> str:
+    if one.seconds is not None:
+        return ("" if one.forecasts else "≤ ") + duration(one.seconds)
+    step = one.forecasts[0].step_seconds if one.forecasts else None
+    return f"{duration(step)} a step" if step is not None else "not known" if one.forecasts or one.eval_limits else ""
 
 
-def card_name(forecast: Forecast) -> str:
-    """Without the price that may have been written behind it, with the count."""
-    name = forecast.card.partition("@")[0].strip()
-    is_counted = re.match(rf"{forecast.devices}\s*[xX×]", name)
-    return name if forecast.devices == 1 or is_counted else f"{forecast.devices}x{name}"
+def _totals(plan: RunPlan) -> Text:
+    seconds = plan.seconds()
+    known = "not known, since that of a training is not" if seconds is None else f"about {duration(seconds)}"
+    unknown = [name for name, one in plan.costs.items() if one.seconds is None and not one.forecasts]
+    without = f" without {', '.join(unknown)}" if unknown and seconds is not None else ""
+    return Text(f"in all: time {known}{without}; {_size(plan.disk_bytes) or 'no'} of disk at most")
 
 
-def _is_cpu(forecast: Forecast) -> bool:
-    return forecast.card.partition("@")[0].strip() == "cpu"
+def _notes(plan: RunPlan, console: Console) -> Iterator[Text]:
+    for name, one in plan.costs.items():
+        label = Text(f"{name}: ", style="cyan")
+        for note in (*one.notes, *_own_notes(one)):
+            body = Text(note, style="dim")
+            yield from hanging(console, label, body, indent=len(name) + 2, width=console.width)
 
 
-def _components(forecast: Forecast) -> list[_Part]:
-    by_size = sorted(forecast.components.items(), key=lambda item: -item[1])
-    return _parts({name.replace("_", " "): num_bytes for name, num_bytes in by_size})
+def _own_notes(one: StageForecast) -> Iterator[str]:
+    if one.host_bytes is not None and not one.forecasts:  # a training's listing has it
+        yield f"about {_size(one.host_bytes)} of host memory"
+    for model, limits in (one.eval_limits[0] if one.eval_limits else {}).items():
+        yield from (f"{model}, {limit_words(label, limit)}" for label, limit in limits.items())
 
 
-def _overhead(forecast: Forecast) -> list[_Part]:
-    context = "process" if _is_cpu(forecast) else "CUDA context"
-    held = forecast.reserved_bytes - forecast.allocated_bytes
-    return _parts({"held by the allocator": held, context: forecast.context_bytes, "margin": forecast.margin_bytes})
+# Several cards
 
 
-def _parts(sizes: Mapping[str, int]) -> list[_Part]:
-    taken = {letter for letter, _ in LOOKS.values()}
-    colours = iter(OTHER_COLOURS * len(sizes))
-    parts = []
-    for name, num_bytes in sizes.items():
-        if name in LOOKS:
-            letter, colour = LOOKS[name]
-        else:
-            letter, colour = next((c for c in name.upper() if c.isalpha() and c not in taken), "X"), next(colours)
-            taken.add(letter)
-        if num_bytes:
-            parts.append(_Part(name=name, num_bytes=num_bytes, letter=letter, colour=colour))
-    return parts
-
-
-def _has_blocks(console: Console) -> bool:
-    """Sixteen colours cannot tell eight components apart."""
-    return console.color_system in ("256", "truecolor") and not console.no_color and not console.options.ascii_only
-
-
-def _bar(forecast: Forecast, console: Console) -> Iterator[Text]:
-    """As wide as the card, or as what it would have to hold: then its edge is marked, and what lies beyond is paler, or in small letters."""
-    width, has_blocks = min(console.width, BAR_CELLS), _has_blocks(console)
-    parts = [*_components(forecast), *_overhead(forecast)]
-    free_bytes = forecast.budget_bytes - forecast.peak_bytes
-    is_over = free_bytes < 0
-    *cells, num_free = apportion([*(part.num_bytes for part in parts), max(free_bytes, 0)], width - is_over)
-    bar = Text()
-    for part, count in zip(parts, cells, strict=True):
-        bar.append(("█" if has_blocks else part.letter) * count, style=part.colour)
-    bar.append(("░" if has_blocks else ".") * num_free, style="dim")
-    if not is_over:
-        yield bar
-        return
-    edge = round(len(bar) * forecast.budget_bytes / forecast.peak_bytes)
-    inside, beyond = bar.divide([edge])
-    beyond.plain = beyond.plain.replace("█", "▒") if has_blocks else beyond.plain.lower()
-    yield Text.assemble(inside, ("┃" if has_blocks else "|", "bold red"), beyond)
-    words = "the memory ends here" if _is_cpu(forecast) else "the card ends here"
-    has_room = edge + len(words) + 2 <= width
-    yield Text(" " * edge + f"^ {words}" if has_room else f"{words} ^".rjust(edge + 1), style="red")
-
-
-def _legend(forecast: Forecast, console: Console) -> Iterator[Text]:
-    """Components read downwards by size; the last column is what comes on top of them."""
-    components, overhead = _components(forecast), _overhead(forecast)
-    sizes = [part.num_bytes for part in (*components, *overhead)]
-    hundredths = dict(zip((*components, *overhead), apportion(sizes, round(sum(sizes) / 2**30 * 100)), strict=True))
-    for num_columns in (3, 2, 1):
-        height = max(math.ceil(len(components) / num_columns), len(overhead))
-        columns = [components[at : at + height] for at in range(0, len(components), height)] + [overhead]
-        columns = [column for column in columns if column]
-        names = [max(len(part.name) for part in column) for column in columns]
-        if sum(width + FIGURE + 3 for width in names) + 3 * (len(names) - 1) <= console.width:
-            break
-    yield Text("GiB at the peak", style="dim")
-    for row in zip_longest(*columns):
-        cells = [_legend_cell(part, hundredths, width, console) for part, width in zip(row, names, strict=True)]
-        yield trimmed(Text("   ").join(cells))
-
-
-def _legend_cell(part: _Part | None, hundredths: Mapping[_Part, int], width: int, console: Console) -> Text:
-    if part is None:
-        return Text(" " * (width + FIGURE + 3))
-    shown = f"{hundredths[part] / 100:.2f}" if hundredths[part] else "<0.01"
-    return Text.assemble(
-        ("█" if _has_blocks(console) else part.letter, part.colour), f" {part.name:<{width}} {shown:>{FIGURE}}"
-    )
-
-
-def _instants(forecast: Forecast, console: Console) -> Iterator[Text]:
-    """The place of the peak stands behind its bar, or below all of them where there is no room."""
-    most, place = max(1, *forecast.instants.values()), _place(forecast)
-    names = [*INSTANTS, *(name for name in forecast.instants if name not in INSTANTS)]
-    rows = {
-        name: _instant_row(name, forecast.instants[name], most, console) for name in names if name in forecast.instants
-    }
-    room = console.width - GUTTER - len(rows.get(forecast.peak_instant, "")) - len("  peak")
-    for name, row in rows.items():
-        if name == forecast.peak_instant:
-            yield Text.assemble(row, "  peak", place if len(place) <= room else "", style="bold")
-        else:
-            yield trimmed(row)
-    if len(place) > room:
-        yield from hanging(console, Text(), Text(f"peak{place}", style="bold"), indent=0, width=console.width - GUTTER)
-
-
-def _instant_row(name: str, num_bytes: int, most: int, console: Console) -> Text:
-    """Lines end on half a cell; where there are no colours they are of #."""
-    halves = round(2 * INSTANT_CELLS * num_bytes / most)
-    bar = "━" * (halves // 2) + "╸" * (halves % 2) if _has_blocks(console) else "#" * round(halves / 2)
-    return Text.assemble(f"{name:<10}{num_bytes / 2**30:>{FIGURE + 1}.2f}  ", (bar, INSTANT_COLOUR))
-
-
-def _place(forecast: Forecast) -> str:
-    """` in layers.27.mlp.down_proj, log_softmax backward`."""
-    operation = forecast.peak_operation.removeprefix("aten::").lstrip("_").partition(".")[0]
-    operation = re.sub(r"_backward(_data)?$", " backward", operation)
-    where = ", ".join(part for part in (_readable(forecast.peak_module), operation) if part)
-    return f" in {where}" if where else ""
-
-
-# What is known besides
-
-
-def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Iterable[Text]]]:
-    width = console.width - GUTTER
-
-    def wrapped(*lines: str, style: str = "") -> list[Text]:
-        return [
-            piece
-            for line in lines
-            for piece in hanging(console, Text(), Text(line, style=style), indent=0, width=width)
-        ]
-
-    share = forecast.trainable_parameters / max(forecast.parameters, 1)
-    yield "time", wrapped(*_time(forecast))
-    yield "levers", _levers(forecast, console, width)
-    if forecast.engine.kind != "single":
-        yield "engine", wrapped(_engine(forecast))
-    yield "pairs" if forecast.lengths.sides > 1 else "rows", wrapped(_rows(forecast.lengths))
-    yield (
-        "parameters",
-        wrapped(f"{forecast.trainable_parameters:,} trained of {forecast.parameters:,} ({_percent(share, 2)})"),
-    )
-    if forecast.towers:
-        yield "towers", wrapped(*tower_lines(forecast.towers))
-    yield "machine", wrapped(f"{gib(forecast.host_bytes)} of host memory, {gib(forecast.disk_bytes)} of disk")
-    if forecast.rooms:
-        yield "evaluation", wrapped(*(room_words(label, room) for label, room in forecast.rooms.items()))
-    reached, *missing = _gradients(forecast.gradients)
-    yield "gradients", wrapped(reached, style="bold red" if missing else "") + wrapped(*missing)
-    if forecast.notes:
-        yield "notes", wrapped(*forecast.notes)
-    if forecast.uncertainty is not None:
-        yield "certainty", wrapped(f"earlier forecasts on this card were within {_percent(forecast.uncertainty, 1)}")
-
-
-def tower_lines(towers: Mapping[str, TowerSize]) -> Iterator[str]:
-    """What is trained of each, and whether gradients get there."""
-    for name in (name for name in TOWERS if name in towers):
-        tower = towers[name]
-        missing = f", {tower.unreached:,} get no gradient" if tower.unreached else ""
-        trained = f"{tower.trainable:,} trained in {tower.tensors:,} tensors{missing}" if tower.tensors else "frozen"
-        yield f"{name}: {trained}, of {tower.parameters:,}"
-
-
-def room_words(label: str, room: Room) -> str:
-    """In a process of its own, after the training."""
-    parts = [f"{label}: {room.rows:,} answers at a time" if room.rows > 1 else f"{label}: one answer at a time"]
-    parts += [gib(room.reserved_bytes)] if room.reserved_bytes is not None else []
-    parts += (
-        [f"about {duration(room.batch_seconds)} for a batch of the longest"] if room.batch_seconds is not None else []
-    )
-    parts += [f"MLPs in {room.mlp_tiles} pieces"] if room.mlp_tiles > 1 else []
-    if room.devices > 1:
-        parts.append(
-            f"one model spread over {room.devices} cards"
-            if room.is_spread
-            else f"items shared over {room.devices} processes"
-        )
-    return ", ".join(parts)
-
-
-def _time(forecast: Forecast) -> Iterator[str]:
-    steps = [] if forecast.total_steps is None else [f"{forecast.total_steps:,} steps"]
-    work = f"{three_digits(forecast.flops_per_step / 1e12)} TFLOP and {forecast.tokens_per_step:,.0f} tokens a step"
-    if forecast.step_seconds is None:
-        yield f"no time: the rates of {card_name(forecast)} are not known"
-        yield ", ".join((*steps, work))
-        return
-    rate = "" if forecast.tokens_per_second is None else f" ({forecast.tokens_per_second:,.0f} tokens/s)"
-    total = [] if forecast.total_seconds is None else [duration(forecast.total_seconds)]
-    yield ", ".join((f"{duration(forecast.step_seconds)} a step{rate}", *steps, *total))
-    has_price = forecast.price_per_hour is not None and forecast.cost is not None
-    yield f"costs {forecast.cost:,.2f} at {forecast.price_per_hour:.2f} an hour; {work}" if has_price else work
-
-
-def _levers(forecast: Forecast, console: Console, width: int) -> Iterator[Text]:
-    """Pulled ones with their reasons, the others in one line."""
-    pulled = {"micro_batch": _micro_batch(forecast), **_pulled(forecast.levers)}
-    indent = max(map(len, pulled.values())) + GAP
-    for lever, words in pulled.items():
-        yield from hanging(
-            console, Text(words), Text(forecast.reasons.get(lever, ""), style="dim"), indent=indent, width=width
-        )
-    neutral = [words for lever, words in NEUTRAL.items() if lever not in pulled]
-    if neutral:
-        yield from hanging(console, Text(), Text(", ".join(neutral), style="dim"), indent=0, width=width)
-
-
-def _engine(forecast: Forecast) -> str:
-    engine = forecast.engine
-    name = f"deepspeed, ZeRO stage {engine.stage}" if isinstance(engine, DeepSpeed) else engine.kind
-    return f"{name}, {forecast.devices:,} {'process' if forecast.devices == 1 else 'processes'}: {forecast.reasons.get('engine', 'asked for')}"
-
-
-NEUTRAL = {
-    "recompute": "no recomputation",
-    "keep_attention": "no attention kept",
-    "loss_chunk": "loss in one piece",
-    "offload": "no offload",
-    "mlp_tiles": "no MLP tiles",
-    "adapter_inputs": "adapter inputs in fp32",
-}
-
-
-def _micro_batch(forecast: Forecast) -> str:
-    about = "about " if forecast.levers.packing else ""
-    times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {about}{forecast.accumulation:,} times"
-    return f"micro_batch {forecast.levers.micro_batch:,}, {times}"
-
-
-def _pulled(levers: Levers) -> dict[str, str]:
-    """Those that are not at their neutral value, by name, in words."""
-    words = {
-        "recompute": f"recompute {levers.recompute} {'layer' if levers.recompute == 1 else 'layers'}"
-        if levers.recompute
-        else None,
-        "keep_attention": "keep their attention outputs" if levers.keep_attention else None,
-        "loss_chunk": f"loss in chunks of {levers.loss_chunk:,} tokens" if levers.loss_chunk is not None else None,
-        "offload": "offload their inputs to the host" if levers.offload else None,
-        "mlp_tiles": f"MLPs in {levers.mlp_tiles} tiles" if levers.mlp_tiles > 1 else None,
-        "adapter_inputs": "adapter inputs in bf16" if levers.adapter_inputs == "bf16" else None,
-        "packing": "rows packed without padding" if levers.packing else None,
-        "kernels": "fused kernels" if levers.kernels == "fused" else None,
-        "update": "each tensor updated inside backward" if levers.update == "inside" else None,
-        "compile": "layers compiled" if levers.compile else None,
-    }
-    return {lever: said for lever, said in words.items() if said is not None}
-
-
-def _rows(lengths: Lengths) -> str:
-    what, of = ("pairs", " of a side") if lengths.sides > 1 else ("rows", "")
-    count = "" if lengths.num_rows is None else f"{lengths.num_rows:,} {what}, "
-    tokens = f"longest {lengths.longest:,} tokens{of}, mean {lengths.mean:,.0f}"
-    return f"{count}{tokens}; supervised at most {lengths.supervised:,}, mean {lengths.mean_supervised:,.0f} ({lengths.source})"
-
-
-def _percent(share: float, digits: int) -> str:
-    return f"{share * 100:.{digits}f} %"
-
-
-def _gradients(gradients: GradientMap) -> Iterator[str]:
-    missing = gradients.trainable - gradients.reached
-    if not missing:
-        yield f"all {gradients.trainable:,} trained tensors get a gradient"
-        return
-    yield f"{missing:,} of {gradients.trainable:,} trained tensors get no gradient{':' if gradients.unreached else ''}"
-    groups = grouped(map(_readable, gradients.unreached))
-    yield from (f"  {name}" for name in groups[:MAX_NAMES])
-    if len(groups) > MAX_NAMES:
-        yield f"  and {len(groups) - MAX_NAMES} more such names"
-    yield from (f"likely because {cause}" for cause in gradients.causes)
-
-
-def _readable(name: str) -> str:
-    """base_model.model.model.layers.0.q_proj.lora_A.default.weight is layers.0.q_proj.lora_A."""
-    return re.sub(r"^(base_model\.model\.)?(model\.)*", "", name).replace(".default", "").removesuffix(".weight")
-
-
-# Choices
-
-
-def suggestion_lines(suggestions: Sequence[Suggestion], console: Console, *, fits: bool) -> Iterator[Text]:
-    """Numbered from 1 as they come; `fits`: whether the plan does as it is."""
-    first = next((number for number, suggestion in enumerate(suggestions, start=1) if suggestion.fits), None)
-    yield Text(
-        "changes that "
-        + ("need less memory" if fits else "make it fit, or bring it nearer" if first else "bring it nearer"),
-        style="bold",
-    )
-    rows = [_suggestion_row(number, suggestion) for number, suggestion in enumerate(suggestions, start=1)]
-    yield from table(console, rows, right=("GiB", "a step"), below=())
-    if first is not None and not fits:
-        yield Text(
-            f"finefit plan SPEC --apply {first} writes {'the first' if first == 1 else f'number {first}'} into the spec"
-        )
-
-
-def _suggestion_row(number: int, suggestion: Suggestion) -> dict[str, Text]:
+def _card_row(plan: RunPlan, at: int, now: datetime) -> dict[str, Text]:
+    """What does not fit has no time and no cost."""
+    found, fits, seconds, cost = plan.fullest_forecast(at), plan.fits(at), plan.seconds(at), plan.cost(at)
+    levers = "" if found is None or not plan.is_flat else ", ".join(_short_levers(found.levers))
+    is_shown = fits and plan.is_flat
     return {
-        "#": Text(str(number)),
-        "--set": Text("\n".join(suggestion.changes), style="bold"),
-        "GiB": Text(f"{suggestion.peak_bytes / 2**30:.2f}"),
-        "fits": yes_or_no(suggestion.fits),
-        "a step": Text("" if suggestion.step_seconds is None else duration(suggestion.step_seconds)),
-        "gradient": Text("exact") if suggestion.is_exact else Text("lossy", style="yellow"),
-        "price": Text(suggestion.price, style="dim"),
+        "card": Text("" if found is None else card_name(found), style="bold"),
+        "fits": yes_or_no(fits),
+        "fullest stage": Text("" if plan.is_flat else plan.fullest(at) or ""),
+        "GiB": Text("" if found is None else f"{found.peak_bytes / 2**30:.1f} of {found.budget_bytes / 2**30:.1f}"),
+        "levers": Text(levers, style="dim"),
+        "time": Text(_card_time(plan, at) if fits else ""),
+        "finished": Text(_moment(now, seconds) if is_shown and seconds is not None else ""),
+        "cost": Text(f"{cost:,.2f}" if is_shown and cost is not None else ""),
+        "": Text(_remark(plan, at), style="bold green" if fits else ""),
     }
 
 
-def yes_or_no(fits: bool) -> Text:
-    return Text("yes", style="green") if fits else Text("no", style="red")
+def _short_levers(levers: Levers) -> Iterator[str]:
+    yield f"micro {levers.micro_batch}"
+    if levers.recompute:
+        yield f"recompute {levers.recompute}"
+    if levers.keep_attention:
+        yield "attention kept"
+    if levers.loss_chunk is not None:
+        yield f"chunk {levers.loss_chunk:,}"
+    if levers.offload:
+        yield "offload"
+    if levers.mlp_tiles > 1:
+        yield f"tiles {levers.mlp_tiles}"
+    if levers.packing:
+        yield "packed"
+    if levers.kernels == "fused":
+        yield "fused"
+    if levers.update == "inside":
+        yield "update inside"
+    if levers.compile:
+        yield "compiled"
+
+
+def _card_time(plan: RunPlan, at: int) -> str:
+    if (seconds := plan.seconds(at)) is not None:
+        return duration(seconds)
+    step = _step_seconds(plan, at)
+    return "not known" if step is None else f"{duration(step)} a step"
+
+
+def _step_seconds(plan: RunPlan, at: int) -> float | None:
+    found = plan.fullest_forecast(at)
+    return found.step_seconds if found is not None and plan.is_flat else None
+
+
+def _moment(now: datetime, seconds: float) -> str:
+    """Local time, with the date where a weekday would be ambiguous."""
+    end = (now.astimezone(UTC) + timedelta(seconds=seconds)).astimezone()
+    return end.strftime("%a %H:%M" if seconds < 6 * 86400 else "%d %b %H:%M")
+
+
+def _remark(plan: RunPlan, at: int) -> str:
+    """Which card is cheapest and fastest, as far as a flat spec fits; else what does not fit, or what would make it."""
+    if not plan.fits(at):
+        names = plan.too_large(at) + (["the disk"] if plan.lacking_disk(at) else [])
+        return _way_to_fit(plan.suggestions(at)) if plan.is_flat else f"does not fit: {', '.join(names)}"
+    if not plan.is_flat:
+        return ""
+    fitting = [card for card in range(plan.num_cards) if plan.fits(card)]
+    marks = []
+    for mark, measure in (("cheapest", plan.cost), ("fastest", partial(_rank_seconds, plan))):
+        known = [value for card in fitting if (value := measure(card)) is not None]
+        if known and measure(at) == min(known):
+            marks.append(mark)
+    return ", ".join(marks)
+
+
+def _rank_seconds(plan: RunPlan, at: int) -> float | None:
+    seconds = plan.seconds(at)
+    return _step_seconds(plan, at) if seconds is None else seconds
+
+
+def _way_to_fit(suggestions: Iterable[Suggestion]) -> str:
+    """The cheapest: an exact one, then the fastest."""
+    fitting = [suggestion for suggestion in suggestions if suggestion.fits]
+    if not fitting:
+        return "no change found that fits"
+    best = min(fitting, key=lambda one: (not one.is_exact, math.inf if one.step_seconds is None else one.step_seconds))
+    return "fits with " + ", ".join(change.removeprefix("levers.") for change in best.changes)

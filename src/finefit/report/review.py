@@ -1,6 +1,5 @@
-"""A review in words: what the verdicts come to, and a sheet as a terminal shows it."""
+"""Reviews as people see them: the results of the verdicts, and an item as the terminal shows it."""
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,11 +8,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from finefit.review.export import Pairs
-from finefit.review.results import Results
-from finefit.review.session import Face, Turn
-from finefit.review.verdicts import REASONS, Reason
-from finefit.stats.agreement import Agreement, Preference
+from finefit.report.layout import visible
+from finefit.review.export import PreferencePairs
+from finefit.review.session import BlindItem, Turn
+from finefit.review.verdicts import REASONS, Reason, ReviewResults
+from finefit.stats.comparisons import Agreement, Preference
 from finefit.stats.intervals import Interval
 
 REASON_KEYS: dict[Reason, str] = {
@@ -23,14 +22,13 @@ REASON_KEYS: dict[Reason, str] = {
     "wrong inference": "w",
     "other": "o",
 }
-_TURNS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that change the direction of what follows."""
 _SIDE_BY_SIDE = 100
-"""Columns of a terminal from which two answers stand beside one another."""
+"""Minimum columns of a terminal to show two answers side by side."""
 
 
-def results_document(results: Results) -> dict[str, Any]:
-    """What `--json` and the page show."""
+def results_document(results: ReviewResults) -> dict[str, Any]:
+    """What `--json` prints and the page shows."""
+    of_rater = ("rater", "judged", "skipped", "undone", "not_blind", "choices", "shown_first")
     return {
         "task": results.task,
         "models": list(results.models),
@@ -42,52 +40,35 @@ def results_document(results: Results) -> dict[str, Any]:
         "other_texts": results.other_texts,
         "faults": [{"model": f.model, "bad": _interval(f.bad), "reasons": f.reasons} for f in results.faults],
         "preference": None if results.preference is None else _preference(results.models, results.preference),
-        "raters": [
-            {
-                name: getattr(line, name)
-                for name in ("rater", "judged", "skipped", "undone", "informed", "choices", "stood_first")
-            }
-            for line in results.raters
-        ],
-        "agreement": [
-            {"raters": list(between.raters), **_agreement(between.agreement)} for between in results.agreement
-        ],
+        "raters": [{name: getattr(rater, name) for name in of_rater} for rater in results.raters],
+        "agreement": [{"raters": list(pair.raters), **_agreement(pair.agreement)} for pair in results.agreement],
     }
 
 
 def _interval(interval: Interval | None) -> dict[str, float] | None:
-    return (
-        None
-        if interval is None
-        else {"value": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
-    )
+    if interval is None:
+        return None
+    return {"value": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
 
 
 def _preference(models: Sequence[str], found: Preference) -> dict[str, Any]:
-    return {
-        "model": models[0],
-        "over": models[1],
-        "wins": found.wins,
-        "losses": found.losses,
-        "ties": found.ties,
-        "share": _interval(found.share),
-        "p": found.p,
-    }
+    counts = {"wins": found.wins, "losses": found.losses, "ties": found.ties}
+    return {"model": models[0], "over": models[1], **counts, "share": _interval(found.share), "p": found.p}
 
 
 def _agreement(found: Agreement) -> dict[str, Any]:
     return {"n": found.observed.n, "observed": _interval(found.observed), "kappa": _interval(found.kappa)}
 
 
-def results_view(results: Results) -> Group:
+def results_view(results: ReviewResults) -> Group:
     return Group(*_parts(results))
 
 
-def _parts(results: Results) -> Iterator[RenderableType]:
-    yield Text(f"{results.judged} of {results.items} items of {results.task} judged" + _asides(results))
+def _parts(results: ReviewResults) -> Iterator[RenderableType]:
+    yield Text(f"{results.judged} of {results.items} items of {results.task} judged{_remarks(results)}")
     if results.preference is not None:
         yield _preference_table(results.models, results.preference)
-        yield Text(preference_words(results.models, results.preference))
+        yield Text(_preference_summary(results.models, results.preference))
     yield _faults_table(results)
     if results.raters:
         yield _raters_table(results)
@@ -95,21 +76,20 @@ def _parts(results: Results) -> Iterator[RenderableType]:
         yield _agreement_table(results)
 
 
-def _asides(results: Results) -> str:
+def _remarks(results: ReviewResults) -> str:
     counted = {
         "only skipped": results.skipped,
-        "on which raters are split": results.split,
-        "that only one model has answered left out": results.unpaired,
+        "with raters split": results.split,
+        "left out because only one model answered": results.unpaired,
     }
     words = "".join(f", {count} {what}" for what, count in counted.items() if count)
-    return words + (f"; {results.other_texts} verdicts on other texts not counted" if results.other_texts else "")
+    return words + (f"; {results.other_texts} verdicts on other texts do not count" if results.other_texts else "")
 
 
-def preference_words(models: Sequence[str], found: Preference) -> str:
-    n = found.wins + found.losses
+def _preference_summary(models: Sequence[str], found: Preference) -> str:
     return (
-        f"{models[0]} over {models[1]}: {_share(found.share)}, a tie counted as half; one half is no preference. "
-        f"Sign test on the {n} that are no ties: p = {found.p:.3g}"
+        f"{models[0]} over {models[1]}: {_share(found.share)}, where a tie counts as half and 50% means no preference. "
+        f"Sign test on the {found.wins + found.losses} items without a tie: p = {found.p:.3g}"
     )
 
 
@@ -124,7 +104,7 @@ def _preference_table(models: Sequence[str], found: Preference) -> Table:
     return table
 
 
-def _faults_table(results: Results) -> Table:
+def _faults_table(results: ReviewResults) -> Table:
     title = "bad answers" if len(results.models) == 1 else "answers with a reason marked"
     table = _table(title, "", *results.models)
     table.add_row("share (95 % interval)", *(_share(faults.bad) for faults in results.faults))
@@ -133,31 +113,25 @@ def _faults_table(results: Results) -> Table:
     return table
 
 
-def _raters_table(results: Results) -> Table:
-    table = _table("raters", "rater", "judged", "skipped", "taken back", "not blind", "chose what stood first")
-    for line in results.raters:
-        preferred = line.choices.get("first", 0) + line.choices.get("second", 0)
-        first = f"{line.stood_first} of {preferred}" if preferred else ""
-        table.add_row(line.rater, str(line.judged), str(line.skipped), str(line.undone), str(line.informed), first)
+def _raters_table(results: ReviewResults) -> Table:
+    table = _table("raters", "rater", "judged", "skipped", "undone", "not blind", "preferred the first shown")
+    for found in results.raters:
+        preferred = found.choices.get("first", 0) + found.choices.get("second", 0)
+        first = f"{found.shown_first} of {preferred}" if preferred else ""
+        counts = (found.judged, found.skipped, found.undone, found.not_blind)
+        table.add_row(found.rater, *map(str, counts), first)
     return table
 
 
-def _agreement_table(results: Results) -> Table:
+def _agreement_table(results: ReviewResults) -> Table:
     table = _table("agreement", "raters", "items", "agree", "Cohen's kappa (95 % interval)")
-    for between in results.agreement:
-        found = between.agreement
-        table.add_row(
-            ", ".join(between.raters), str(found.observed.n), f"{found.observed.value:.1%}", kappa_words(found.kappa)
-        )
+    for pair in results.agreement:
+        observed, kappa = pair.agreement.observed, pair.agreement.kappa
+        shown = "none: both always chose the same"
+        if kappa is not None:
+            shown = f"{kappa.value:.2f} ({kappa.low:.2f} .. {kappa.high:.2f})"
+        table.add_row(", ".join(pair.raters), str(observed.n), f"{observed.value:.1%}", shown)
     return table
-
-
-def kappa_words(kappa: Interval | None) -> str:
-    return (
-        "none: both always chose the same"
-        if kappa is None
-        else f"{kappa.value:.2f} ({kappa.low:.2f} .. {kappa.high:.2f})"
-    )
 
 
 def _table(title: str, first: str, *others: str) -> Table:
@@ -168,40 +142,34 @@ def _table(title: str, first: str, *others: str) -> Table:
     return table
 
 
-def pairs_words(pairs: Pairs) -> str:
+def describe_pairs(pairs: PreferencePairs) -> str:
     left_out = ", ".join(f"{count} {why}" for why, count in pairs.left_out.items())
     return f"{len(pairs.rows)} pairs" + (f"; left out: {left_out}" if left_out else "")
 
 
-def harmless(text: str) -> str:
-    """Without what a terminal would take for a command, or would write backwards: it becomes visible. Joiners stay, which scripts and emoji need."""
-    return "".join(_picture(character) if _is_command(character) else character for character in text)
-
-
-def _is_command(character: str) -> bool:
-    return character in _TURNS or (unicodedata.category(character) == "Cc" and character not in "\n\t")
-
-
-def _picture(character: str) -> str:
-    return chr(0x2400 + ord(character)) if ord(character) < 0x20 else f"<U+{ord(character):04X}>"
-
-
-def show_sheet(turn: Turn, face: Face, marked: Sequence[set[Reason]], note: str, console: Console) -> None:
-    console.rule(f"{turn.judged + turn.skipped + 1} of {turn.total}  {harmless(face.place)}")
-    for said in face.prompt:
-        console.print(_box(said.text, said.role or "asked"))
-    for image in face.images:
+def show_item(turn: Turn, item: BlindItem, marked: Sequence[set[Reason]], note: str, console: Console) -> None:
+    console.rule(f"{turn.judged + turn.skipped + 1} of {turn.total}  {visible(item.place)}")
+    for message in item.prompt:
+        console.print(_box(message.text, message.role or "prompt"))
+    for image in item.images:
         console.print(_box(image.name, "image"))
-    if face.reference is not None:
-        console.print(_box(face.reference, "reference"))
-    boxes = [_box(answer, _title(at, len(face.answers), marked[at])) for at, answer in enumerate(face.answers)]
-    console.print(_beside(boxes) if len(boxes) == 2 and console.width >= _SIDE_BY_SIDE else Group(*boxes))
+    if item.reference is not None:
+        console.print(_box(item.reference, "reference"))
+    boxes = [_box(answer, _title(at, len(item.answers), marked[at])) for at, answer in enumerate(item.answers)]
+    if len(boxes) == 2 and console.width >= _SIDE_BY_SIDE:
+        grid = Table.grid(expand=True)
+        for _ in boxes:
+            grid.add_column(ratio=1, overflow="fold")
+        grid.add_row(*boxes)
+        console.print(grid)
+    else:
+        console.print(Group(*boxes))
     if note:
         console.print(_box(note, "note"))
 
 
 def _box(text: str, title: str) -> Panel:
-    return Panel(Text(harmless(text) or "(empty)", overflow="fold"), title=Text(harmless(title)), title_align="left")
+    return Panel(Text(visible(text) or "(empty)", overflow="fold"), title=Text(visible(title)), title_align="left")
 
 
 def _title(at: int, num_answers: int, marked: set[Reason]) -> str:
@@ -209,16 +177,8 @@ def _title(at: int, num_answers: int, marked: set[Reason]) -> str:
     return f"{name}: {', '.join(reason for reason in REASONS if reason in marked)}" if marked else name
 
 
-def marked_words(marked: Sequence[set[Reason]]) -> str:
+def describe_marks(marked: Sequence[set[Reason]]) -> str:
     return "; ".join(_title(at, len(marked), names) for at, names in enumerate(marked) if names) or "nothing is marked"
-
-
-def _beside(boxes: Sequence[RenderableType]) -> Table:
-    grid = Table.grid(expand=True)
-    for _ in boxes:
-        grid.add_column(ratio=1, overflow="fold")
-    grid.add_row(*boxes)
-    return grid
 
 
 def legend(num_answers: int) -> str:

@@ -1,7 +1,9 @@
-"""A review at work: what a rater sees next, and what becomes of a decision. Page and terminal both ask here; nothing here knows of either.
+"""A review session: what a rater sees next, and what happens to a decision. The page and the terminal both use it.
 
-All state is the journal's: a session that ends at any instant goes on from it."""
+All state is in the journal, so a session can end at any moment and continue from it."""
 
+import hashlib
+import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,69 +12,68 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from finefit.artifacts.journal import Journal
-from finefit.artifacts.lock import holder_of, run_lock
+from finefit.artifacts.atomic import Journal
+from finefit.artifacts.processes import holder_of, run_lock
 from finefit.errors import RunError
-from finefit.review.order import order_of, shared_first, sides
-from finefit.review.stack import Said, Sheet, Stack
+from finefit.review.items import PromptMessage, ReviewItem, ReviewSet
 from finefit.review.verdicts import (
     REASONS,
-    Choice,
-    Entry,
-    Opened,
+    JournalEntry,
     Reason,
-    Revealed,
-    Undone,
+    ResultsRevealed,
+    ReviewOpened,
     Verdict,
+    VerdictChoice,
+    VerdictUndone,
     Write,
-    dumped,
-    of_stack,
+    entries_about,
+    entry_to_json,
     read_entries,
-    standing,
+    valid_verdicts,
 )
 
 Press = Literal["1", "2", "tie", "skip"]
 NAME_LENGTH = 40
 NOTE_LENGTH = 4000
-_ONE: dict[Press, Choice] = {"1": "good", "2": "bad", "skip": "skip"}
-_SIDES: tuple[Choice, Choice] = ("first", "second")
+_GOOD_OR_BAD: dict[Press, VerdictChoice] = {"1": "good", "2": "bad", "skip": "skip"}
+_FIRST_OR_SECOND: tuple[VerdictChoice, VerdictChoice] = ("first", "second")
 
 
 class Refused(Exception):
-    """A decision that means nothing; the reason is for the rater."""
+    """A decision that makes no sense; the message is for the rater."""
 
 
 class Stale(Exception):
-    """The rater decided on a sheet that is not the one before them: a second press, or a page that was left open."""
+    """The decision is about another item than the current one: a second key press, or a page left open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """An image of a sheet: where it lies is the server's matter."""
+class BlindImage:
+    """An image without its path, which only the server needs."""
 
     name: str
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Face:
-    """A sheet as a rater sees it: nothing in it says whose the answers are."""
+class BlindItem:
+    """An item as a rater sees it: nothing in it reveals whose the answers are."""
 
     handle: str
-    prompt: tuple[Said, ...]
+    prompt: tuple[PromptMessage, ...]
     answers: tuple[str, ...]
-    """In the order in which they stand."""
+    """In the order in which they are shown."""
     reference: str | None
     place: str
-    images: tuple[Shown, ...] = ()
+    images: tuple[BlindImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What a rater had marked before taking a verdict back."""
+    """What a rater had marked before undoing a verdict."""
 
     reasons: tuple[tuple[Reason, ...], ...]
-    """In the order in which the answers stand."""
+    """In the order in which the answers are shown."""
     note: str
 
 
@@ -82,8 +83,8 @@ class Turn:
     judged: int
     skipped: int
     total: int
-    face: Face | None
-    """None where nothing is left."""
+    item: BlindItem | None
+    """None if nothing is left."""
     draft: Draft
     can_undo: bool
     has_seen_results: bool
@@ -92,165 +93,159 @@ class Turn:
 class Session:
     def __init__(
         self,
-        stack: Stack,
-        entries: Sequence[Entry],
+        review_set: ReviewSet,
+        entries: Sequence[JournalEntry],
         write: Write,
         *,
         overlap: int | None = None,
         shows_reference: bool = True,
     ) -> None:
-        self.stack = stack
+        self.review_set = review_set
         self._entries = list(entries)
         self._write = write
         self._overlap = overlap
         self._shows_reference = shows_reference
-        self._seed = next(entry.seed for entry in entries if isinstance(entry, Opened))
+        self._seed = _seed_of(entries)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[JournalEntry]:
         return list(self._entries)
 
     def turn(self, rater: str) -> Turn:
         rater = rater_name(rater)
-        entries = of_stack(self._entries, self.stack)
-        own = [verdict for verdict in standing(entries) if verdict.rater == rater]
+        entries = entries_about(self._entries, self.review_set)
+        own = [verdict for verdict in valid_verdicts(entries) if verdict.rater == rater]
         skipped = sum(verdict.choice == "skip" for verdict in own)
-        left = self._open(rater, entries)
-        sheet = left[0] if left else None
+        left = self._left(rater, entries)
+        item = left[0] if left else None
         return Turn(
             rater=rater,
             judged=len(own) - skipped,
             skipped=skipped,
             total=len(own) + len(left),
-            face=None if sheet is None else self._face(sheet, rater),
-            draft=self._draft(sheet, rater, entries),
+            item=None if item is None else self._blind(item, rater),
+            draft=self._draft(item, rater, entries),
             can_undo=bool(own),
-            has_seen_results=any(isinstance(entry, Revealed) and entry.rater == rater for entry in entries),
+            has_seen_results=any(isinstance(entry, ResultsRevealed) and entry.rater == rater for entry in entries),
         )
 
     def judge(
         self, rater: str, handle: str, press: Press, *, reasons: Sequence[Sequence[str]] = (), note: str = ""
     ) -> Turn:
-        """`press` and `reasons` go by where the answers stand."""
-        face = self.turn(rater).face
-        if face is None or face.handle != handle:
+        """`press` and `reasons` refer to the answers in the order in which they are shown."""
+        current = self.turn(rater).item
+        if current is None or current.handle != handle:
             raise Stale
         rater = rater_name(rater)
-        sheet = next(sheet for sheet in self.stack.sheets if sheet.handle == handle)
-        shown = sides(sheet, self._seed, rater)
+        item = next(item for item in self.review_set.items if item.handle == handle)
+        shown = answer_order(item, self._seed, rater)
         choice = _choice(press, shown)
+        if len(note) > NOTE_LENGTH:
+            raise Refused(f"the note has {len(note)} characters; at most {NOTE_LENGTH} are allowed")
         verdict = Verdict(
             number=1 + max((entry.number for entry in self._entries if isinstance(entry, Verdict)), default=0),
             at=_now(),
             rater=rater,
-            key=sheet.key,
-            models=self.stack.models,
-            answers=sheet.digests,
+            key=item.key,
+            models=self.review_set.models,
+            answers=item.digests,
             shown=shown,
             choice=choice,
-            reasons=_moved(_checked(reasons, choice, len(shown)), shown),
-            note=_note(note),
+            reasons=_reordered(_checked(reasons, choice, len(shown)), shown),
+            note=note.strip(),
         )
         self._keep(verdict)
         return self.turn(rater)
 
     def undo(self, rater: str) -> Turn:
-        """Takes the rater's latest verdict back: its sheet comes next, as it was marked."""
-        own = [
-            verdict for verdict in standing(of_stack(self._entries, self.stack)) if verdict.rater == rater_name(rater)
-        ]
+        """Undoes the rater's latest verdict: its item comes next, marked as it was."""
+        valid = valid_verdicts(entries_about(self._entries, self.review_set))
+        own = [verdict for verdict in valid if verdict.rater == rater_name(rater)]
         if not own:
-            raise Refused("there is no verdict to take back")
-        self._keep(Undone(at=_now(), rater=own[-1].rater, number=own[-1].number))
+            raise Refused("there is no verdict to undo")
+        self._keep(VerdictUndone(at=_now(), rater=own[-1].rater, number=own[-1].number))
         return self.turn(rater)
 
     def reveal(self, rater: str) -> None:
-        """Kept, since what this rater decides from now on is not blind."""
+        """Recorded, because what this rater decides from now on is not blind."""
         turn = self.turn(rater)
         if not turn.has_seen_results:
-            self._keep(Revealed(at=_now(), rater=turn.rater, open=turn.total - turn.judged - turn.skipped))
+            self._keep(ResultsRevealed(at=_now(), rater=turn.rater, open=turn.total - turn.judged - turn.skipped))
 
-    def _keep(self, entry: Entry) -> None:
+    def _keep(self, entry: JournalEntry) -> None:
         self._write(entry)
         self._entries.append(entry)
 
-    def _open(self, rater: str, entries: Sequence[Entry]) -> list[Sheet]:
-        """What the rater has still to judge, the next one first."""
-        verdicts = standing(entries)
+    def _left(self, rater: str, entries: Sequence[JournalEntry]) -> list[ReviewItem]:
+        """What the rater has still to judge, the next item first."""
+        verdicts = valid_verdicts(entries)
         own = {verdict.key for verdict in verdicts if verdict.rater == rater}
-        ordered = order_of(self.stack, self._seed, rater, overlap=self._overlap)
-        if self._overlap is not None:  # beyond the shared ones each sheet is judged once
+        ordered = rater_order(self.review_set, self._seed, rater, overlap=self._overlap)
+        if self._overlap is not None:  # items after the shared ones are judged by one rater each
             others = {verdict.key for verdict in verdicts if verdict.rater != rater and verdict.choice != "skip"}
-            ordered = [sheet for at, sheet in enumerate(ordered) if at < self._overlap or sheet.key not in others]
-        left = [sheet for sheet in ordered if sheet.key not in own]
-        last = _taken_back(rater, entries)
-        return sorted(left, key=lambda sheet: last is None or sheet.key != last.key)
+            ordered = [item for at, item in enumerate(ordered) if at < self._overlap or item.key not in others]
+        undone = _last_undone(rater, entries)
+        left = [item for item in ordered if item.key not in own]
+        return sorted(left, key=lambda item: undone is None or item.key != undone.key)
 
-    def _face(self, sheet: Sheet, rater: str) -> Face:
-        answers = tuple(sheet.answers[at] for at in sides(sheet, self._seed, rater))
-        reference = sheet.reference if self._shows_reference else None
-        images = tuple(Shown(name=exhibit.name, sha256=exhibit.sha256) for exhibit in sheet.images)
-        return Face(
-            handle=sheet.handle,
-            prompt=sheet.prompt,
-            answers=answers,
-            reference=reference,
-            place=sheet.place,
-            images=images,
+    def _blind(self, item: ReviewItem, rater: str) -> BlindItem:
+        return BlindItem(
+            handle=item.handle,
+            prompt=item.prompt,
+            answers=tuple(item.answers[at] for at in answer_order(item, self._seed, rater)),
+            reference=item.reference if self._shows_reference else None,
+            place=item.place,
+            images=tuple(BlindImage(name=image.name, sha256=image.sha256) for image in item.images),
         )
 
-    def _draft(self, sheet: Sheet | None, rater: str, entries: Sequence[Entry]) -> Draft:
-        last = _taken_back(rater, entries)
-        if sheet is None or last is None or last.key != sheet.key:
-            return Draft(reasons=((),) * len(self.stack.models), note="")
-        return Draft(reasons=_moved(last.reasons, last.shown), note=last.note)
+    def _draft(self, item: ReviewItem | None, rater: str, entries: Sequence[JournalEntry]) -> Draft:
+        undone = _last_undone(rater, entries)
+        if item is None or undone is None or undone.key != item.key:
+            return Draft(reasons=((),) * len(self.review_set.models), note="")
+        return Draft(reasons=_reordered(undone.reasons, undone.shown), note=undone.note)
 
 
-def _taken_back(rater: str, entries: Sequence[Entry]) -> Verdict | None:
-    """The verdict that the rater took back last, if they have decided nothing since."""
-    own = [entry for entry in entries if isinstance(entry, Verdict | Undone) and entry.rater == rater]
-    if not own or not isinstance(own[-1], Undone):
+def _last_undone(rater: str, entries: Sequence[JournalEntry]) -> Verdict | None:
+    """The verdict that the rater undid last, if they have decided nothing since."""
+    own = [entry for entry in entries if isinstance(entry, Verdict | VerdictUndone) and entry.rater == rater]
+    if not own or not isinstance(own[-1], VerdictUndone):
         return None
     return next(entry for entry in own if isinstance(entry, Verdict) and entry.number == own[-1].number)
 
 
-def _choice(press: Press, shown: tuple[int, ...]) -> Choice:
+def _choice(press: Press, shown: tuple[int, ...]) -> VerdictChoice:
     if len(shown) == 1:
-        if press not in _ONE:
-            raise Refused("one answer is good or bad; there is no tie")
-        return _ONE[press]
+        if press not in _GOOD_OR_BAD:
+            raise Refused("a single answer is good or bad; there is no tie")
+        return _GOOD_OR_BAD[press]
     if press == "tie" or press == "skip":
         return press
-    return _SIDES[shown[int(press) - 1]]
+    return _FIRST_OR_SECOND[shown[int(press) - 1]]
 
 
-def _checked(reasons: Sequence[Sequence[str]], choice: Choice, num_answers: int) -> tuple[tuple[Reason, ...], ...]:
-    """In one order, so that equal marks are equal entries."""
+def _checked(
+    reasons: Sequence[Sequence[str]], choice: VerdictChoice, num_answers: int
+) -> tuple[tuple[Reason, ...], ...]:
+    """In a fixed order, so that equal marks give equal entries."""
     if len(reasons) not in (0, num_answers):
-        raise Refused(f"reasons for {len(reasons)} answers where {num_answers} stand")
+        raise Refused(f"there are reasons for {len(reasons)} answers, but {num_answers} answers")
     if unknown := [name for marked in reasons for name in marked if name not in REASONS]:
-        raise Refused(f"there is no reason {unknown[0]}; there are {', '.join(REASONS)}")
+        raise Refused(f"{unknown[0]} is not a reason; choose from {', '.join(REASONS)}")
     marked = tuple(tuple(reason for reason in REASONS if reason in names) for names in reasons) or ((),) * num_answers
     if choice == "good" and any(marked):
-        raise Refused("the answer is called good and a reason against it is marked; take the mark away, or call it bad")
+        raise Refused("the answer is judged good, but a reason against it is marked; remove the mark or judge it bad")
     return marked
 
 
-def _moved(reasons: tuple[tuple[Reason, ...], ...], shown: tuple[int, ...]) -> tuple[tuple[Reason, ...], ...]:
-    """From where answers stand to the order of the models; with two places there and back are the same."""
+def _reordered(reasons: tuple[tuple[Reason, ...], ...], shown: tuple[int, ...]) -> tuple[tuple[Reason, ...], ...]:
+    """From the order shown to the order of the models, or back: with two answers both are the same swap."""
     return tuple(reasons[at] for at in shown)
-
-
-def _note(note: str) -> str:
-    if len(note) > NOTE_LENGTH:
-        raise Refused(f"the note has {len(note)} characters; at most {NOTE_LENGTH} are kept")
-    return note.strip()
 
 
 def rater_name(name: str) -> str:
     name = name.strip()
     if not 1 <= len(name) <= NAME_LENGTH or not name.isprintable():
-        raise Refused(f"a rater's name has 1 to {NAME_LENGTH} printable characters")
+        raise Refused(f"a rater's name must have 1 to {NAME_LENGTH} printable characters")
     return name
 
 
@@ -264,7 +259,7 @@ def journal_of(folder: Path, name: str) -> Path:
 
 @contextmanager
 def open_session(
-    stack: Stack,
+    review_set: ReviewSet,
     folder: Path,
     *,
     seed: int | None = None,
@@ -273,43 +268,70 @@ def open_session(
     shows_reference: bool = True,
     draw: Callable[[], int] = lambda: secrets.randbits(32),
 ) -> Iterator[Session]:
-    """The only writer of the review's journal, for as long as it is open; a verdict is on disk before the rater sees the next sheet."""
-    path = journal_of(folder, stack.name)
+    """The only writer of the review's journal while it is open. A verdict is on disk before the rater sees the next
+    item."""
+    path = journal_of(folder, review_set.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
     if (pid := holder_of(lock)) is not None:
         raise RunError(
             f"the review {path} is already open in process {pid}",
-            "judge there: it takes several raters at once; or end it first",
+            "judge there, since it takes several raters at once, or stop it first",
         )
     with run_lock(lock):
 
-        def write(entry: Entry) -> None:
-            with Journal(path) as journal:  # opened anew: what a full disk tore is closed before the next entry
-                journal.write(**dumped(entry))
+        def write(entry: JournalEntry) -> None:
+            with Journal(path) as journal:  # reopened each time: a line cut off by a full disk is closed first
+                journal.write(**entry_to_json(entry))
                 journal.sync()
 
         entries = read_entries(path)
-        if not any(isinstance(entry, Opened) for entry in entries):
-            opened = Opened(at=_now(), seed=draw() if seed is None else seed, task=stack.task, models=stack.models)
+        if not any(isinstance(entry, ReviewOpened) for entry in entries):
+            drawn = draw() if seed is None else seed
+            opened = ReviewOpened(at=_now(), seed=drawn, task=review_set.task, models=review_set.models)
             write(opened)
             entries.append(opened)
-        _require_seed(entries, seed, path)
-        yield Session(sampled(stack, entries, limit), entries, write, overlap=overlap, shows_reference=shows_reference)
+        if seed not in (None, _seed_of(entries)):
+            raise RunError(
+                f"{path} was started with seed {_seed_of(entries)}, and another seed would change every rater's order",
+                f"leave out --seed {seed}, or start another review with --name",
+            )
+        chosen = sampled(review_set, entries, limit)
+        yield Session(chosen, entries, write, overlap=overlap, shows_reference=shows_reference)
 
 
-def sampled(stack: Stack, entries: Sequence[Entry], limit: int | None) -> Stack:
-    """The same sheets for every rater."""
-    seeds = [entry.seed for entry in entries if isinstance(entry, Opened)]
-    if limit is None or not seeds:
-        return stack
-    return replace(stack, sheets=tuple(shared_first(stack, seeds[0])[:limit]))
+def _seed_of(entries: Sequence[JournalEntry]) -> int:
+    return next(entry.seed for entry in entries if isinstance(entry, ReviewOpened))
 
 
-def _require_seed(entries: Sequence[Entry], seed: int | None, path: Path) -> None:
-    kept = next(entry.seed for entry in entries if isinstance(entry, Opened))
-    if seed not in (None, kept):
-        raise RunError(
-            f"{path} was begun with seed {kept}, and another would change every rater's order",
-            f"leave --seed {seed} away, or give --name",
-        )
+def sampled(review_set: ReviewSet, entries: Sequence[JournalEntry], limit: int | None) -> ReviewSet:
+    """The same sample of the items for every rater."""
+    if limit is None or not any(isinstance(entry, ReviewOpened) for entry in entries):
+        return review_set
+    return replace(review_set, items=tuple(shared_order(review_set, _seed_of(entries))[:limit]))
+
+
+# The order in which a rater sees the items and the two answers. It depends only on the seed, the rater and the item, so
+# neither a restart nor an item that is added or removed changes it.
+
+
+def shared_order(review_set: ReviewSet, seed: int) -> list[ReviewItem]:
+    """An order common to all raters; its beginning is a sample of the items."""
+    return sorted(review_set.items, key=lambda item: _hash("shared", seed, item.key))
+
+
+def rater_order(review_set: ReviewSet, seed: int, rater: str, *, overlap: int | None = None) -> list[ReviewItem]:
+    """Each rater has their own. `overlap`: this many items come first for everybody."""
+    shared = {item.key for item in shared_order(review_set, seed)[:overlap]}
+    return sorted(review_set.items, key=lambda item: (item.key not in shared, _hash("order", seed, rater, item.key)))
+
+
+def answer_order(item: ReviewItem, seed: int, rater: str) -> tuple[int, ...]:
+    """The models in the order in which their answers are shown."""
+    if len(item.answers) == 1:
+        return (0,)
+    return (0, 1) if _hash("sides", seed, rater, item.key) % 2 == 0 else (1, 0)
+
+
+def _hash(*of: str | int) -> int:
+    return int.from_bytes(hashlib.sha256(json.dumps(of).encode()).digest()[:8])

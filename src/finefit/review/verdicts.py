@@ -1,38 +1,40 @@
-"""The journal of a review: what was decided, by whom, about which texts. Lines are only ever added; what was taken back is a line of its own."""
+"""The verdicts of a review: their journal, which is only ever appended to, and what they result in.
 
-from collections.abc import Callable, Sequence
+In the results an item counts once, however many raters judged it: the majority decides, and draws are counted."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Discriminator, TypeAdapter, ValidationError
+from pydantic import Discriminator, TypeAdapter, ValidationError
 
-from finefit.artifacts.journal import read_lines
+from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.records import Record
 from finefit.errors import RunError
-from finefit.review.stack import Sheet, Stack
+from finefit.review.items import ReviewSet
+from finefit.stats.comparisons import Agreement, Preference, kappa, preference
+from finefit.stats.intervals import Interval, wilson
 
-STRICT = ConfigDict(extra="forbid")
-Choice = Literal["good", "bad", "first", "second", "tie", "skip"]
-"""`good` and `bad` of one model; of two which is better, by the order of the models and not by where they stood."""
+VerdictChoice = Literal["good", "bad", "first", "second", "tie", "skip"]
+"""`good` or `bad` for one model; for two models the better one, in the order of the models, not the order shown."""
 Reason = Literal["fabricated", "contradiction", "unsupported", "wrong inference", "other"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    __pydantic_config__ = STRICT
+class ReviewOpened(Record):
     kind: Literal["opened"] = "opened"
     version: Literal[1] = 1
     at: str
     seed: int
-    """Decides every rater's order, and where each answer stands."""
+    """It determines every rater's order of items and answers."""
     task: str
     models: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    __pydantic_config__ = STRICT
+class Verdict(Record):
     kind: Literal["verdict"] = "verdict"
     version: Literal[1] = 1
     number: int
@@ -43,8 +45,8 @@ class Verdict:
     answers: tuple[str, ...]
     """Digests of the judged texts, in the order of the models."""
     shown: tuple[int, ...]
-    """Which of the models stood first, and which second."""
-    choice: Choice
+    """The models in the order in which their answers were shown."""
+    choice: VerdictChoice
     reasons: tuple[tuple[Reason, ...], ...]
     """What is wrong with each answer, in the order of the models."""
     note: str = ""
@@ -54,71 +56,63 @@ class Verdict:
         return self.key, self.models, self.answers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Undone:
-    __pydantic_config__ = STRICT
+class VerdictUndone(Record):
     kind: Literal["undone"] = "undone"
     version: Literal[1] = 1
     at: str
     rater: str
     number: int
-    """Of the verdict that is taken back."""
+    """Number of the undone verdict."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revealed:
-    """A rater has seen the results, and with them which model is which."""
+class ResultsRevealed(Record):
+    """A rater has seen the results, which name the models."""
 
-    __pydantic_config__ = STRICT
     kind: Literal["revealed"] = "revealed"
     version: Literal[1] = 1
     at: str
     rater: str
     open: int
-    """Sheets that this rater had not judged yet."""
+    """Items that this rater had not judged yet."""
 
 
-Entry = Opened | Verdict | Undone | Revealed
-Write = Callable[[Entry], None]
-_ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Discriminator("kind")])
+JournalEntry = ReviewOpened | Verdict | VerdictUndone | ResultsRevealed
+Write = Callable[[JournalEntry], None]
+_ENTRY: TypeAdapter[JournalEntry] = TypeAdapter(Annotated[JournalEntry, Discriminator("kind")])
 
 
-def read_entries(path: Path) -> list[Entry]:
-    """A line that a kill tore is passed over: nobody was told that it is kept."""
+def read_entries(path: Path) -> list[JournalEntry]:
+    """An incomplete last line is skipped: the rater never saw it confirmed."""
     return [_entry(line, path, number) for number, line in enumerate(read_lines(path), start=1)]
 
 
-def _entry(line: dict[str, Any], path: Path, number: int) -> Entry:
+def _entry(line: dict[str, Any], path: Path, number: int) -> JournalEntry:
     try:
         return _ENTRY.validate_python(line)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise RunError(
-            f"{path}: entry {number} is none of this version: {place}: {first['msg']}",
-            "move the file away to begin anew",
+            f"{path}: entry {number} is not of this version: {place}: {first['msg']}",
+            "move the file away to start a new review",
         ) from None
 
 
-def dumped(entry: Entry) -> dict[str, Any]:
+def entry_to_json(entry: JournalEntry) -> dict[str, Any]:
     values: dict[str, Any] = _ENTRY.dump_python(entry, mode="json")
     return values
 
 
-def about(sheet: Sheet, stack: Stack) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    return sheet.key, stack.models, sheet.digests
+def entries_about(entries: Sequence[JournalEntry], review_set: ReviewSet) -> list[JournalEntry]:
+    """Without verdicts on other texts and their undoing."""
+    known = {(item.key, review_set.models, item.digests) for item in review_set.items}
+    others = {(e.rater, e.number) for e in entries if isinstance(e, Verdict) and e.about not in known}
+    return [e for e in entries if not (isinstance(e, Verdict | VerdictUndone) and (e.rater, e.number) in others)]
 
 
-def of_stack(entries: Sequence[Entry], stack: Stack) -> list[Entry]:
-    """Without verdicts on other texts, and without what became of those."""
-    known = {about(sheet, stack) for sheet in stack.sheets}
-    foreign = {(e.rater, e.number) for e in entries if isinstance(e, Verdict) and e.about not in known}
-    return [e for e in entries if not (isinstance(e, Verdict | Undone) and (e.rater, e.number) in foreign)]
-
-
-def standing(entries: Sequence[Entry]) -> list[Verdict]:
-    """What holds: not taken back, and of one rater on one sheet the latest."""
-    undone = {(entry.rater, entry.number) for entry in entries if isinstance(entry, Undone)}
+def valid_verdicts(entries: Sequence[JournalEntry]) -> list[Verdict]:
+    """Verdicts that were not undone; of one rater on one item the latest."""
+    undone = {(entry.rater, entry.number) for entry in entries if isinstance(entry, VerdictUndone)}
     latest: dict[tuple[Any, ...], Verdict] = {}
     for entry in entries:
         if isinstance(entry, Verdict) and (entry.rater, entry.number) not in undone:
@@ -126,13 +120,166 @@ def standing(entries: Sequence[Entry]) -> list[Verdict]:
     return sorted(latest.values(), key=lambda verdict: verdict.number)
 
 
-def seen_before(entries: Sequence[Entry]) -> frozenset[int]:
-    """Numbers of verdicts whose rater knew by then which model is which."""
+def unblinded_verdicts(entries: Sequence[JournalEntry]) -> frozenset[int]:
+    """Numbers of verdicts given after the rater had seen the results."""
     informed: set[str] = set()
     found: set[int] = set()
     for entry in entries:
-        if isinstance(entry, Revealed):
+        if isinstance(entry, ResultsRevealed):
             informed.add(entry.rater)
         elif isinstance(entry, Verdict) and entry.rater in informed:
             found.add(entry.number)
     return frozenset(found)
+
+
+Decision = VerdictChoice | Literal["split"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFaults:
+    model: str
+    bad: Interval | None
+    """Share of the judged items; None if none is judged. With two models: items with a reason marked by at least half
+    of the raters."""
+    reasons: dict[Reason, int]
+    """Number of items by reason; an item may have several reasons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaterSummary:
+    rater: str
+    judged: int
+    skipped: int
+    undone: int
+    not_blind: int
+    """Verdicts given after this rater had seen the results."""
+    choices: dict[str, int]
+    shown_first: int
+    """How often the preferred answer of two was the one shown first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaterAgreement:
+    """How far two raters agree on the items that both judged."""
+
+    raters: tuple[str, str]
+    agreement: Agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReviewResults:
+    task: str
+    models: tuple[str, ...]
+    items: int
+    judged: int
+    """Items that at least one rater judged."""
+    skipped: int
+    """Items that were only skipped."""
+    split: int
+    """Items without a majority."""
+    faults: tuple[ModelFaults, ...]
+    preference: Preference | None
+    """Of the first model over the second; None for one model, or if nothing is judged."""
+    raters: tuple[RaterSummary, ...]
+    agreement: tuple[RaterAgreement, ...]
+    unpaired: int
+    other_texts: int
+    """Verdicts on other answers than these, given before an evaluation was repeated."""
+
+
+def results_of(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> ReviewResults:
+    kept = entries_about(entries, review_set)
+    verdicts = valid_verdicts(kept)
+    judged = [verdict for verdict in verdicts if verdict.choice != "skip"]
+    choices = majority_choices(review_set, entries)
+    counts = Counter(choices.values())
+    return ReviewResults(
+        task=review_set.task,
+        models=review_set.models,
+        items=len(review_set.items),
+        judged=len(choices) - counts["skip"],
+        skipped=counts["skip"],
+        split=counts["split"],
+        faults=tuple(_faults(at, review_set, _by_key(judged), choices) for at in range(len(review_set.models))),
+        preference=_preference(counts) if len(review_set.models) == 2 else None,
+        raters=tuple(_summary_of(rater, kept, verdicts) for rater in sorted({verdict.rater for verdict in verdicts})),
+        agreement=tuple(_agreements(judged)),
+        unpaired=review_set.unpaired,
+        other_texts=len(valid_verdicts(entries)) - len(verdicts),
+    )
+
+
+def majority_choices(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> dict[str, Decision]:
+    """Item key -> the choice of most raters; a skip counts only if nobody judged the item."""
+    by_key = _by_key(valid_verdicts(entries_about(entries, review_set)))
+    return {
+        key: _most(verdict.choice for verdict in verdicts if verdict.choice != "skip")
+        for key, verdicts in by_key.items()
+    }
+
+
+def _most(choices: Iterable[VerdictChoice]) -> Decision:
+    ranked = Counter(choices).most_common(2)
+    if not ranked:
+        return "skip"
+    return "split" if len(ranked) == 2 and ranked[0][1] == ranked[1][1] else ranked[0][0]
+
+
+def _by_key(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
+    found: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        found.setdefault(verdict.key, []).append(verdict)
+    return found
+
+
+def _faults(
+    at: int, review_set: ReviewSet, judged: dict[str, list[Verdict]], choices: dict[str, Decision]
+) -> ModelFaults:
+    if len(review_set.models) == 1:  # half of the raters are enough to call an answer bad
+        bad = sum(choices[key] in ("bad", "split") for key in judged)
+    else:
+        bad = sum(_half([bool(verdict.reasons[at]) for verdict in verdicts]) for verdicts in judged.values())
+    reasons = {
+        reason: sum(_half([reason in v.reasons[at] for v in verdicts]) for verdicts in judged.values())
+        for reason in REASONS
+    }
+    return ModelFaults(model=review_set.models[at], bad=wilson(bad, len(judged)) if judged else None, reasons=reasons)
+
+
+def _half(marks: Sequence[bool]) -> bool:
+    """Whether at least half of the raters marked it."""
+    return any(marks) and 2 * sum(marks) >= len(marks)
+
+
+def _preference(counts: Counter[Decision]) -> Preference | None:
+    """An item without a majority is a tie."""
+    wins, losses, ties = counts["first"], counts["second"], counts["tie"] + counts["split"]
+    return preference(wins, losses, ties) if wins + losses + ties else None
+
+
+def _summary_of(rater: str, entries: Sequence[JournalEntry], verdicts: Sequence[Verdict]) -> RaterSummary:
+    own = [verdict for verdict in verdicts if verdict.rater == rater]
+    unblinded = unblinded_verdicts(entries)
+    choices = Counter(verdict.choice for verdict in own)
+    places: dict[VerdictChoice, int] = {"first": 0, "second": 1}
+    return RaterSummary(
+        rater=rater,
+        judged=len(own) - choices["skip"],
+        skipped=choices["skip"],
+        undone=sum(isinstance(entry, VerdictUndone) and entry.rater == rater for entry in entries),
+        not_blind=sum(verdict.number in unblinded for verdict in own),
+        choices={choice: count for choice, count in sorted(choices.items()) if choice != "skip"},
+        shown_first=sum(v.shown[0] == places[v.choice] for v in own if v.choice in places),
+    )
+
+
+def _agreements(judged: Sequence[Verdict]) -> list[RaterAgreement]:
+    by_rater: dict[str, dict[str, VerdictChoice]] = {}
+    for verdict in judged:
+        by_rater.setdefault(verdict.rater, {})[verdict.key] = verdict.choice
+    found = []
+    for one, other in combinations(sorted(by_rater), 2):
+        shared = [(by_rater[one][key], by_rater[other][key]) for key in by_rater[one] if key in by_rater[other]]
+        if shared:
+            found.append(RaterAgreement(raters=(one, other), agreement=kappa(shared)))
+    return found

@@ -1,22 +1,35 @@
-"""A spec file, its `base` and `--set` overrides -> Spec, or Pipeline where it has stages; all that is wrong is told at once, with its line, its
-value and what is accepted."""
+"""A spec file, its `base` and `--set` overrides -> Spec, or Pipeline if it has stages. All problems are reported at
+once, with line, value and what is accepted. And the way back: changes written into the user's text, values as YAML."""
 
+import io
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
 
 from finefit.errors import SpecError
-from finefit.spec.edit import dumped
-from finefit.spec.kinds import class_of
-from finefit.spec.reader import Fault, KeyPath, Place, Reader
+from finefit.spec.pipeline import Pipeline
+from finefit.spec.reader import (
+    NAMED,
+    KeyPath,
+    Place,
+    Reader,
+    SpecProblem,
+    listed,
+    nearest,
+    scalar,
+    schema_problems,
+    shown,
+)
 from finefit.spec.schema import Spec
-from finefit.spec.stages import Pipeline, TrainStage
-from finefit.spec.wording import NAMED, listed, nearest, schema_faults, shown
+from finefit.spec.stages import TrainStage
 
 _LINES_OF_A_FILE = 10_000_000
 _AFTER_ALL_FILES = 1_000_000_000
@@ -25,7 +38,7 @@ _OVERRIDE = re.compile(r"([\w-]{1,64}(?:\.[\w-]{1,64})*)=(.*)", re.ASCII | re.DO
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
-    """Of one training; several are refused with a word."""
+    """Of one training; a spec with stages is refused."""
     return parse_spec(_text(path), where=str(path), overrides=overrides)
 
 
@@ -33,48 +46,49 @@ def load_any(path: Path, overrides: Sequence[str] = ()) -> Spec | Pipeline:
     return parse_any(_text(path), where=str(path), overrides=overrides)
 
 
+def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> Pipeline:
+    """A spec with stages as it is, and a flat one as a pipeline with one stage."""
+    return Pipeline.of(load_any(path, overrides))
+
+
 def parse_spec(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec:
     found = parse_any(text, where=where, overrides=overrides)
     if isinstance(found, Pipeline):
-        raise SpecError(
-            f"{where} has stages ({', '.join(found.stages)}), and one training is meant here",
-            "name a spec without `stages`",
-        )
+        problem = f"{where} has stages ({', '.join(found.stages)}), and one training is meant here"
+        raise SpecError(problem, "name a spec without `stages`")
     return found
 
 
 def parse_any(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec | Pipeline:
-    """`where` names the text in messages, usually its path; a `base` is looked for beside it."""
+    """`where` names the text in messages, usually its path; a `base` is relative to it."""
     draft = _read(text, Path(where))
     for number, override in enumerate(overrides):
         draft.set(override, (_AFTER_ALL_FILES + number, f"--set {override}"))
     if not isinstance(draft.values, dict):
-        raise _spec_error(draft.faults)
+        raise _spec_error(draft.problems)
     if "stages" not in draft.values:
-        return _validated(json.dumps(draft.values), draft.places, draft.faults, Spec)
+        return _validated(json.dumps(draft.values), draft.places, draft.problems, Spec)
     draft.spread_defaults()
-    return _validated(json.dumps(draft.values), draft.places, draft.faults, Pipeline)
+    return _validated(json.dumps(draft.values), draft.places, draft.problems, Pipeline)
 
 
 def whole_text(path: Path) -> str:
-    """The spec file as it is written; with a `base`, what it amounts to, so that the text stands alone, below what is written."""
+    """The spec file as it is written. With a `base`, the merged values follow it, so that the text is complete."""
     text = _text(path)
     draft = _read(text, path)
     if not draft.bases:
         return text
     names = ", ".join(str(base) for base in draft.bases)
     lines = "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
-    return f"# This file and {names} together. As it was written:\n#\n{lines}\n{dumped(draft.values)}"
+    return f"# This file merged with {names}. As it was written:\n#\n{lines}\n{dumped(draft.values)}"
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise SpecError(
-            f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text; save the file as UTF-8"
-        ) from error
+        line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
+        raise SpecError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8 text; save the file as UTF-8") from error
     except FileNotFoundError as error:
         raise SpecError(f"{path}: there is no such file; {_names_beside(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -82,43 +96,44 @@ def _text(path: Path) -> str:
 
 
 def _read(text: str, path: Path, above: tuple[Path, ...] = ()) -> "_Draft":
-    """`above`: the files that name this one as their base, resolved."""
+    """`above`: the resolved files that name this one as their base."""
     first = len(above) * _LINES_OF_A_FILE
     reader = Reader(text, lambda line: (first + line, f"{path}:{line}"))
     values = reader.read()
-    if not isinstance(values, dict) and not reader.faults:
+    if not isinstance(values, dict) and not reader.problems:
         problem = "the spec is empty" if values is None else f"{shown(values)} is {NAMED[type(values)]}"
         needed = listed(key for key, field in Spec.model_fields.items() if field.is_required())
         reader.tell(1, problem, f"a spec is a mapping with at least the keys {needed}")
-    draft = _Draft(values, {(): reader.place(1)} | reader.places, reader.faults)
+    draft = _Draft(values, {(): reader.place(1)} | reader.places, reader.problems)
     return _with_base(draft, path, above) if isinstance(values, dict) and "base" in values else draft
 
 
 def _with_base(draft: "_Draft", path: Path, above: tuple[Path, ...]) -> "_Draft":
-    """Without its key `base`, above what that file says. One that cannot be read is told alone: all that it would have said is missing."""
+    """The values without `base`, merged over those of that file. A base that cannot be read is reported alone, since
+    its values are missing."""
     named, place = draft.values["base"], draft.places["base",]
 
     def refused(problem: str, remedy: str) -> SpecError:
-        return _spec_error([*draft.faults, Fault(place=place, path=("base",), problem=problem, remedy=remedy)])
+        return _spec_error([*draft.problems, SpecProblem(place=place, path=("base",), problem=problem, remedy=remedy)])
 
     if not isinstance(named, str) or not named:
-        raise refused(f"{shown(named)} is no path", "give the path of a spec file, relative to this one")
+        raise refused(f"{shown(named)} is not a path", "give the path of a spec file, relative to this one")
     below, chain = path.parent / named, (*above, _resolved(path))
     if _resolved(below) in chain:
         circle = " -> ".join(found.name for found in (*chain[chain.index(_resolved(below)) :], below))
-        raise refused(f"{circle} is a circle", "let one of these files stand alone")
+        raise refused(f"{circle} is a circle", "remove `base` from one of these files")
     try:
         text = _text(below)
     except SpecError as error:
-        raise refused(error.problem, "a base is named relative to the file that names it") from error
+        raise refused(error.problem, "the path of a base is relative to the file that names it") from error
     rest = {key: value for key, value in draft.values.items() if key != "base"}
-    return _read(text, below, chain).under(_Draft(rest, draft.places, draft.faults), below)
+    return _read(text, below, chain).under(_Draft(rest, draft.places, draft.problems), below)
 
 
 def _resolved(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, ValueError):  # no path at all; reading it says so
+    except (OSError, ValueError):  # not a valid path, which reading it reports
         return path
 
 
@@ -132,7 +147,7 @@ def pipeline_from_json(document: str) -> Pipeline:
 
 
 def spec_to_json(spec: Spec | Pipeline) -> str:
-    """Keys stand in the order of the schema and defaults are written out: equal specs give equal text."""
+    """Keys in the order of the schema, with defaults: equal specs give equal text."""
     return spec.model_dump_json(by_alias=True, indent=2)
 
 
@@ -144,47 +159,39 @@ def _names_beside(path: Path) -> str:
     return nearest(path.name, names) or f"the folder holds {', '.join(names[:10]) or 'no .yaml file'}"
 
 
-def _spec_error(faults: Iterable[Fault]) -> SpecError:
-    return SpecError("\n".join(str(fault) for fault in sorted(faults, key=lambda fault: fault.place)))
+def _spec_error(problems: Iterable[SpecProblem]) -> SpecError:
+    return SpecError("\n".join(str(problem) for problem in sorted(problems, key=lambda problem: problem.place)))
 
 
 @dataclass(slots=True)
 class _Draft:
-    """What a spec will be made of, while overrides come in; a later one wins."""
+    """The values of a spec while files and overrides are merged; a later one wins."""
 
     values: Any
     places: dict[KeyPath, Place]
-    faults: list[Fault]
+    problems: list[SpecProblem]
     bases: tuple[Path, ...] = ()
-    """Files whose values stand below."""
+    """Files whose values were merged below."""
 
     def under(self, upper: "_Draft", name: Path) -> "_Draft":
-        """What `upper` says stands above what this one says, mapping by mapping."""
+        """Merges `upper` over this one, mapping by mapping."""
         if not isinstance(self.values, dict):
-            return _Draft(upper.values, upper.places, [*upper.faults, *self.faults], (name, *self.bases))
+            return _Draft(upper.values, upper.places, [*upper.problems, *self.problems], (name, *self.bases))
         places = dict(self.places)
-        values = _merged(
-            self.values,
-            upper.values,
-            (),
-            places,
-            Pipeline if "stages" in upper.values or "stages" in self.values else Spec,
-        )
-        return _Draft(values, places | upper.places, [*upper.faults, *self.faults], (name, *self.bases))
+        root = Pipeline if "stages" in upper.values or "stages" in self.values else Spec
+        values = _merged(self.values, upper.values, (), places, root)
+        return _Draft(values, places | upper.places, [*upper.problems, *self.problems], (name, *self.bases))
 
     def spread_defaults(self) -> None:
-        """Under every stage that trains, and then gone."""
+        """Merges `defaults` under every stage that trains, and removes the key."""
         below, stages = self.values.get("defaults"), self.values["stages"]
         if not isinstance(below, dict) or not isinstance(stages, dict):
             return
         for name, stage in stages.items():
             if isinstance(stage, dict) and stage.get("kind") == "train":
                 here: KeyPath = ("stages", name)
-                places = {
-                    (*here, *path[1:]): at
-                    for path, at in self.places.items()
-                    if path[:1] == ("defaults",) and len(path) > 1
-                }
+                defaults = {path[1:]: at for path, at in self.places.items() if path[:1] == ("defaults",)}
+                places = {(*here, *path): at for path, at in defaults.items() if path}
                 self.values["stages"] = stages = stages | {name: _merged(below, stage, here, places, TrainStage)}
                 self.places = places | self.places
         self.values = {key: value for key, value in self.values.items() if key != "defaults"}
@@ -192,8 +199,8 @@ class _Draft:
     def set(self, override: str, place: Place) -> None:
         match = _OVERRIDE.fullmatch(override)
         if match is None or not match[2].strip():
-            remedy = "write key.path=value, for instance schedule.epochs=2; `null` stands for no value"
-            self.faults.append(Fault(place=place, problem="this is no override", remedy=remedy))
+            remedy = "write key.path=value, for instance schedule.epochs=2; `null` means no value"
+            self.problems.append(SpecProblem(place=place, problem="this is not an override", remedy=remedy))
             return
         path = tuple(int(key) if key.isdigit() else key for key in match[1].split("."))
         reader = Reader(match[2], lambda _: place)
@@ -202,8 +209,8 @@ class _Draft:
             values = _replaced(self.values, path, new)
         except LookupError as error:
             reader.tell(1, str(error), "override the whole list, or an item that it has", path)
-        if reader.faults:
-            self.faults += reader.faults
+        if reader.problems:
+            self.problems += reader.problems
             return
         self.values = values
         self.places = {known: at for known, at in self.places.items() if known[: len(path)] != path}
@@ -211,18 +218,18 @@ class _Draft:
             self.places.setdefault(path[:depth], place)
 
 
+Values = dict[str, Any]
+
+
 def _merged(
-    below: dict[str, Any],
-    above: dict[str, Any],
-    path: KeyPath,
-    places: dict[KeyPath, Place],
-    part: type[BaseModel] | None,
-) -> dict[str, Any]:
-    """Mappings are merged key by key, one whose kind has other keys and everything else is replaced; its places go with it."""
+    below: Values, above: Values, path: KeyPath, places: dict[KeyPath, Place], part: type[BaseModel] | None
+) -> Values:
+    """Mappings are merged key by key. Everything else, and a mapping whose kind has other keys, is replaced, and its
+    places are removed."""
     merged = dict(below)
     for key, new in above.items():
         old, here, inner = below.get(key), (*path, key), class_of(part, key)
-        if isinstance(old, dict) and isinstance(new, dict) and (inner is not None or _are_of_a_kind(old, new)):
+        if isinstance(old, dict) and isinstance(new, dict) and (inner is not None or _have_one_kind(old, new)):
             merged[key] = _merged(old, new, here, places, inner)
         else:
             merged[key] = new
@@ -231,29 +238,128 @@ def _merged(
     return merged
 
 
-def _are_of_a_kind(old: dict[str, Any], new: dict[str, Any]) -> bool:
+def _have_one_kind(old: Values, new: Values) -> bool:
     return old.get("kind", new.get("kind")) == new.get("kind", old.get("kind"))
 
 
 def _replaced(old: Any, path: KeyPath, new: Any) -> Any:
-    """A copy with `new` at `path`. What is neither mapping nor list gives way: `levers: auto` under `levers.micro_batch=4`."""
+    """A copy with `new` at `path`. A value that is neither mapping nor list is replaced by a mapping: `levers: auto`
+    under `levers.micro_batch=4`."""
     if not path:
         return new
     key, rest = path[0], path[1:]
     if isinstance(old, list):
         if not isinstance(key, int) or key >= len(old):
-            raise LookupError(f"`{key}` is no item of a list of {len(old)} (the first is 0)")
+            raise LookupError(f"`{key}` is not an item of a list of {len(old)} (the first is 0)")
         return [*old[:key], _replaced(old[key], rest, new), *old[key + 1 :]]
     base = old if isinstance(old, dict) else {}
     return base | {str(key): _replaced(base.get(str(key)), rest, new)}
 
 
-def _validated(document: str, places: Mapping[KeyPath, Place], faults: Sequence[Fault], root: type[S]) -> S:
-    """Through JSON, because strict models take a list for a tuple only there."""
+def _validated(document: str, places: Mapping[KeyPath, Place], problems: Sequence[SpecProblem], root: type[S]) -> S:
+    """Through JSON, because only there strict models accept a list for a tuple."""
     try:
         spec = root.model_validate_json(document)
     except ValidationError as error:
-        raise _spec_error([*faults, *schema_faults(error.errors(include_url=False), places, root)]) from error
-    if faults:
-        raise _spec_error(faults)
+        raise _spec_error([*problems, *schema_problems(error.errors(include_url=False), places, root)]) from error
+    if problems:
+        raise _spec_error(problems)
     return spec
+
+
+def class_of(part: type[BaseModel] | None, key: str) -> type[BaseModel] | None:
+    """Of the mapping under `key` of `part`; None if its `kind` chooses the class, or no class knows its keys."""
+    if part is None:
+        return None
+    fields = {field.alias or name: field.annotation for name, field in part.model_fields.items()}
+    found = _classes(fields.get(key))
+    return found[0] if len(found) == 1 else None
+
+
+def _classes(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of a mapping; empty for a list of mappings."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return _classes(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [found for member in get_args(annotation) for found in _classes(member)]
+    return []
+
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_ODD = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+
+def changed_text(text: str, changes: Sequence[str]) -> str:
+    """Writes `changes`, in the form of `--set`, into the text; comments, order and quotes stay. An item of a list that
+    only the base has cannot be changed here, since a list is replaced as a whole."""
+    yaml = YAML(typ="rt")
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    yaml.brace_single_entry_mapping_in_flow_sequence = True
+    document = yaml.load(text)
+    for change in changes:
+        key, value = change.split("=", 1)
+        path = key.split(".")
+        if (elsewhere := _list_elsewhere(document, path)) is not None:
+            there = document.get("base", "another file")
+            raise SpecError(f"{elsewhere} is in {there}, so {change} cannot be written here", "change it there")
+        _set_value(document, path, YAML(typ="rt").load(value))
+    written = io.StringIO()
+    yaml.dump(document, written)
+    return written.getvalue()
+
+
+def dumped(values: dict[str, Any]) -> str:
+    """As YAML that the reader gives back unchanged, including odd characters, which ruamel's writer does not: mappings
+    in lines, lists within one."""
+    return "".join(_yaml_lines(values, ""))
+
+
+def _yaml_lines(values: dict[str, Any], indent: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{_inline(key)}:\n"
+            yield from _yaml_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{_inline(key)}: {_inline(value)}\n"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_inline(key)}: {_inline(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and scalar(value) == value else _quoted(value)
+    return json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """JSON, with the characters escaped that end a line in YAML alone."""
+    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def _list_elsewhere(values: Any, path: Sequence[str]) -> str | None:
+    """The key of a list that `path` reaches into and `values` lack."""
+    for depth, key in enumerate(path):
+        if key.isdigit() and not isinstance(values, list):
+            return ".".join(path[:depth])
+        values = values[int(key)] if isinstance(values, list) else values.get(key) if isinstance(values, dict) else None
+    return None
+
+
+def _set_value(values: Any, path: Sequence[str], new: Any) -> None:
+    """A value that is not a mapping is replaced: `levers: auto` under `levers.micro_batch=4`."""
+    *above, last = path
+    for key in above:
+        if isinstance(values, list):
+            values = values[int(key)]
+            continue
+        if not isinstance(values.get(key), dict | list):
+            values[key] = {}
+        values = values[key]
+    values[int(last) if isinstance(values, list) else last] = new

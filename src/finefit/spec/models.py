@@ -1,4 +1,4 @@
-"""Which model, and which of its weights learn."""
+"""The model, and which of its weights are trained."""
 
 from typing import Annotated, Any, Literal
 
@@ -24,34 +24,36 @@ class FolderModel(Part):
 class EmbeddedModel(Part):
     kind: Literal["embedded"]
     name: Literal["smollm2-135m"]
-    """A model that comes with an installed package: nothing is downloaded."""
+    """A model that an installed package contains: nothing is downloaded."""
 
 
 class ShapeModel(Part):
     kind: Literal["shape"]
     config: dict[str, Any]
-    """The contents of a `config.json`, with `model_type`: enough to plan, nothing to train."""
+    """The contents of a `config.json`, with `model_type`: enough to plan, but nothing to train."""
 
 
 Tower = Literal["language", "vision", "projector"]
-"""Of a model that sees: what reads, what looks at images, and what stands between them."""
+"""Of a vision-language model."""
 Layers = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class CustomModel(Part):
-    """A model of your own, built by a Python file: naming it here is the consent to run that file, which is shown and recorded."""
+    """A model of your own, built by a Python file. Naming the file here is the consent to run it; its digest is shown
+    and recorded."""
 
     kind: Literal["custom"]
     file: str
     """Python, relative to the spec file."""
     entry: str = "build"
-    """The function in it that builds the model from `config`."""
+    """The function that builds the model from `config`."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the function as it stands."""
+    """Passed to the function as it is."""
     tokenizer: Annotated[HubModel | FolderModel | EmbeddedModel, Field(discriminator="kind")]
-    """Whose tokenizer and chat template rows are written with."""
+    """The model whose tokenizer and chat template are used."""
     weights: str | None = None
-    """A safetensors file or a folder of them to start from, relative to the spec file; None: as the function leaves them, by the seed."""
+    """A safetensors file or a folder of them to start from, relative to the spec file; None: as the function
+    initialises them, by the seed."""
 
 
 Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel, Field(discriminator="kind")]
@@ -65,18 +67,20 @@ class Lora(Part):
     """Adapter outputs are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: Layers | dict[Tower, Layers] = "all-linear"
-    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]. Of a model that sees images these are of
-    its language tower; others are named by tower: {language: all-linear, vision: [qkv], projector: all-linear}."""
+    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]. In a
+    vision-language model these are of the language tower; others are named by tower: {language: all-linear, vision:
+    [qkv], projector: all-linear}."""
     base_bits: Literal[4, 8] | None = None
-    """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so only ever asked for."""
+    """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so never chosen automatically."""
     rank_stabilised: bool = False
     """Adapter outputs are scaled by alpha / sqrt(rank) instead of alpha / rank."""
     dora: bool = False
-    """Direction and length of every weight are learnt apart (DoRA): slower, often better at low rank."""
+    """Direction and length of every weight are trained separately (DoRA): slower, often better at low rank."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """What the adapter's own weights, gradients and moments are kept in. bf16 loses small updates, so it is only ever asked for."""
+    """Type of the adapter's weights, gradients and moments. bf16 loses small updates, so it is never chosen
+    automatically."""
     adapter: str | None = None
-    """A folder with an adapter to go on from, relative to the spec file; it is trained on, and no second one is laid over it."""
+    """A folder with an adapter to continue from, relative to the spec file; no second one is added to it."""
 
 
 class Full(Part):
@@ -86,8 +90,8 @@ class Full(Part):
 class Subset(Part):
     kind: Literal["subset"]
     trainable: tuple[str, ...] = Field(min_length=1)
-    """Modules whose own weights are trained, by name with `*` for a part of it: [layers.*.mlp]. All else stays as it is, and that is proved. Of a
-    model that sees images also its towers: [projector, language]."""
+    """Modules whose weights are trained, by name, with `*` for a part of it: [layers.*.mlp]. All else stays unchanged,
+    which is verified. In a vision-language model also towers: [projector, language]."""
 
 
 Tuning = Annotated[Lora | Full | Subset, Field(discriminator="kind")]

@@ -1,8 +1,9 @@
-"""What every part of a spec is: frozen, strict, an unknown key is an error."""
+"""The base of every part of a spec (frozen, strict, an unknown key is an error), and small shared types."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 
 class Part(BaseModel):
@@ -12,5 +13,32 @@ class Part(BaseModel):
 
 
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-"""It becomes the name of folders and files, and what follows a dot in these is not the user's."""
+"""It becomes the name of folders and files, whose suffixes are finefit's own."""
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+_PATTERN = re.compile(r"^(?:([1-9][0-9]{0,8})\s*(steps?|minutes?)|(epoch))$")
+
+
+class Period(Part):
+    """How often something happens, written `200 steps`, `epoch` or `15 minutes`."""
+
+    unit: Literal["steps", "epoch", "minutes"]
+    count: int = Field(1, ge=1)
+
+    def __str__(self) -> str:
+        return "epoch" if self.unit == "epoch" else f"{self.count} {self.unit}"
+
+
+def _parse(value: Any) -> Any:
+    if isinstance(value, Period):
+        return value
+    match = _PATTERN.match(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is not an interval; write for instance `200 steps`, `epoch` or `15 minutes`")
+    if match[3]:
+        return {"unit": "epoch"}
+    return {"unit": match[2].rstrip("s") + "s", "count": int(match[1])}
+
+
+Every = Annotated[Period, BeforeValidator(_parse), PlainSerializer(str, return_type=str)]

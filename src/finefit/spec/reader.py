@@ -1,14 +1,20 @@
-"""YAML 1.2 text -> plain values, with the line of every key and all that is wrong with the YAML itself.
+"""YAML 1.2 text -> plain values, with the line of every key and all problems of the YAML itself; and pydantic's errors
+in the user's words.
 
-ruamel's events are read directly: they carry the line of every key, and scalars stay under the plain rules of YAML 1.2 (`1_000` and `no` are text).
-"""
+ruamel's events are read directly: they carry the line of every key, and scalars follow the plain rules of YAML 1.2
+(`1_000` and `no` are text)."""
 
+import difflib
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import (
@@ -26,12 +32,7 @@ Place = tuple[int, str]  # its rank in the message, and the label that the user 
 _DEEPEST = 20
 _INT = re.compile(r"[-+]?[0-9]{1,100}|0o[0-7]{1,100}|0x[0-9a-fA-F]{1,100}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_WORDS = {
-    "": None,
-    "~": None,
-    "null": None,
-    "true": True,
-    "false": False,
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False} | {
     ".inf": math.inf,
     "-.inf": -math.inf,
     ".nan": math.nan,
@@ -39,7 +40,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class SpecProblem:
     place: Place
     path: KeyPath = ()
     problem: str
@@ -52,16 +53,16 @@ class Fault:
 
 
 class Reader:
-    """One YAML text to plain values, with the place of every key and the faults of the YAML itself."""
+    """One YAML text to plain values, with the place of every key and the problems of the YAML itself."""
 
     def __init__(self, text: str, place: Callable[[int], Place]) -> None:
         self.place = place
         self.places: dict[KeyPath, Place] = {}
-        self.faults: list[Fault] = []
+        self.problems: list[SpecProblem] = []
         self._text = text
 
     def tell(self, line: int, problem: str, remedy: str, path: KeyPath = ()) -> None:
-        self.faults.append(Fault(place=self.place(line), path=path, problem=problem, remedy=remedy))
+        self.problems.append(SpecProblem(place=self.place(line), path=path, problem=problem, remedy=remedy))
 
     def read(self) -> Any:
         values: list[Any] = []
@@ -76,17 +77,12 @@ class Reader:
             mark = error.problem_mark or error.context_mark
             is_tab = self._text[mark.index : mark.index + 1] == "\t"
             remedy = "use blanks" if is_tab else error.note or "check indentation, brackets and quotes"
-            self.tell(
-                mark.line + 1, f"column {mark.column + 1}: {'a tab stands here' if is_tab else error.problem}", remedy
-            )
-        except (
-            YAMLError,
-            AssertionError,
-            ArithmeticError,
-            ValueError,
-        ) as error:  # ruamel on a NUL, `%YAML 1.3`, "\UFFFFFFFF"
+            problem = "a tab stands here" if is_tab else error.problem
+            self.tell(mark.line + 1, f"column {mark.column + 1}: {problem}", remedy)
+        # ruamel on a NUL, `%YAML 1.3`, "\UFFFFFFFF"
+        except (YAMLError, AssertionError, ArithmeticError, ValueError) as error:
             line = self._text.count("\n", 0, getattr(error, "position", 0)) + 1
-            problem = f"this is no YAML 1.2 ({str(error).partition(chr(10))[0]})"
+            problem = f"this is not YAML 1.2 ({str(error).partition(chr(10))[0]})"
             self.tell(line, problem, "remove directives, control characters and odd escapes")
         else:
             return values[0] if values else None
@@ -124,7 +120,7 @@ class Reader:
 
 
 def _refused(event: Any, problem: str, remedy: str | None = None) -> MarkedYAMLError:
-    """Told like ruamel's own complaints, with line and column."""
+    """Reported like ruamel's own errors, with line and column."""
     return MarkedYAMLError(problem=problem, problem_mark=event.start_mark, note=remedy)
 
 
@@ -132,7 +128,7 @@ def _checked_text(event: Any) -> str:
     if not isinstance(event, ScalarEvent):
         raise _refused(event, "a key is a word")
     if any("\ud800" <= char <= "\udfff" for char in event.value):
-        raise _refused(event, "half a surrogate pair is no text")
+        raise _refused(event, "half a surrogate pair is not text")
     return str(event.value)
 
 
@@ -143,3 +139,182 @@ def scalar(text: str) -> str | int | float | None:
     if _INT.fullmatch(text):
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
     return float(text) if _FLOAT.fullmatch(text) else text
+
+
+_GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}([,' ][0-9]{3})+|[-+]?[0-9]+(_[0-9]+)+")
+_WANTED = {int: "a whole number", float: "a number", str: "text"} | {
+    bool: "`true` or `false`",
+    tuple: "a list",
+    dict: "a mapping",
+}
+NAMED = {bool: "a truth value", int: "a number", float: "a number", str: "text"} | {
+    list: "a list",
+    dict: "a mapping",
+    NoneType: "no value",
+}
+_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least"} | {
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
+_KEY = "[key]"
+"""What pydantic adds to the name of an entry if the name itself is wrong."""
+_GIVES_WAY = {"literal_error", "too_short"}
+"""A union reports an error for every member, and a list of bad items its length too."""
+
+
+def schema_problems(
+    errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place], root: type[BaseModel]
+) -> Iterable[SpecProblem]:
+    """One problem for each key of `root`, so a union none of whose members fits is reported once."""
+    found: dict[KeyPath, SpecProblem] = {}
+    for error in sorted(errors, key=lambda error: error["type"] in _GIVES_WAY):
+        path, problem, remedy = _worded(error, root)
+        is_told = path in found or (error["type"] in _GIVES_WAY and any(known[: len(path)] == path for known in found))
+        if not is_told:
+            known = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in places)
+            found[path] = SpecProblem(place=places[known], path=path, problem=problem, remedy=remedy)
+    return found.values()
+
+
+def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, str]:
+    """The key, what is wrong, what is accepted."""
+    path, declared = _declared(error["loc"], root)
+    value, context = error["input"], error.get("ctx", {})
+    said, wanted = shown(value), _wanted(declared)
+    match error["type"]:
+        case "missing":
+            return path, "missing", f"give {wanted}"
+        case "extra_forbidden":
+            keys = list(_fields(_declared(error["loc"][:-1], root, chosen=True)[1]))
+            if str(path[-1]).isdigit():  # `{max_tokens: 262,144}` is two entries to YAML
+                return path, "there is no such key", "was a number cut by its comma? write it without, as in 262144"
+            return path, "there is no such key", nearest(str(path[-1]), keys) or f"the keys here are {listed(keys)}"
+        case "union_tag_not_found":
+            return (*path, "kind"), "missing", f"give {listed(_choices(declared))}"
+        case "union_tag_invalid":
+            problem = f"{shown(value['kind'])} is not accepted"
+            return (*path, "kind"), problem, _one_of(value["kind"], _choices(declared))
+        case "literal_error":
+            return path, f"{said} is not accepted", _one_of(value, _choices(declared))
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal" as bound:
+            return path, f"{said} is out of range", f"give {_BOUNDS[bound]} {next(iter(context.values())):g}"
+        case "too_short" | "too_long":
+            is_short = "min_length" in context
+            needed = f"at least {context['min_length']}" if is_short else f"at most {context['max_length']}"
+            return path, f"{said} has {len(value)} items", f"give {needed}"
+        case "string_pattern_mismatch":  # names are the only ones
+            marks = "`.`, `_` and `-`" if "." in context["pattern"] else "`_` and `-`"
+            return path, f"{said} is not a name", f"use letters, digits, {marks}, 64 at most, a letter or digit first"
+        case "value_error":
+            problem, _, remedy = str(context["error"]).partition("; ")
+            return path, problem, remedy
+        case "json_invalid":
+            return path, f"this is not JSON ({context['error']})", "start again from the YAML spec"
+        case "finite_number":
+            return path, f"{said} is not finite", f"{wanted} is needed"
+        case kind if kind.endswith("_type"):
+            return path, f"{said} is {NAMED[type(value)]}", f"{wanted} is needed{_mended(value, kind)}"
+        case _:
+            return path, f"{said} is not accepted", error["msg"]
+
+
+def _mended(value: Any, kind: str) -> str:
+    """`262,144` was meant as a number, `name: 3` as text."""
+    if kind == "string_type" and type(value) in {int, float}:
+        return f': write "{value}"'
+    if kind not in {"int_type", "float_type"}:
+        return ""
+    if isinstance(value, str):
+        value = scalar(re.sub("[,_' ]", "", value) if _GROUPED.fullmatch(value) else value)
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    fits = type(value) is int or (kind == "float_type" and type(value) is float)
+    return f": write {value}" if fits else ""
+
+
+def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool = False) -> tuple[KeyPath, Any]:
+    """The key path of pydantic's `loc`, which also names members of unions, and the type declared there (or its member
+    `chosen`)."""
+    path: KeyPath = ()
+    declared: Any = root
+    at: Any = root
+    above: Any = None
+    for part in loc:
+        if part == _KEY and get_origin(above) is dict:
+            declared = at = get_args(above)[0]
+        elif members := _members(at):
+            is_literal = str(part).startswith("literal[")
+            by_kind = [member for member in members if part in _choices(member)]
+            of_one_form = [member for member in members if (get_origin(member) is Literal) == is_literal]
+            several = [member for member in of_one_form if get_origin(member) is tuple and part == "several"]
+            above, at = None, next(iter(by_kind or several or of_one_form), None)
+        else:
+            above, path = at, (*path, part)
+            declared = _fields(at).get(str(part)) if _fields(at) else _inner(at)
+            at = _bare(declared)
+    return path, at if chosen else declared
+
+
+def _inner(annotation: Any) -> Any:
+    """What a list holds, or a mapping under any name."""
+    arguments = get_args(annotation)
+    return (arguments[-1] if get_origin(annotation) is dict else arguments[0]) if arguments else None
+
+
+def _bare(annotation: Any) -> Any:
+    """Without `Annotated` and without `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    members = _members(annotation)
+    return members[0] if len(members) == 1 else annotation
+
+
+def _members(annotation: Any) -> list[Any]:
+    is_union = get_origin(annotation) in {Union, UnionType}
+    return [_bare(member) for member in get_args(annotation) if member is not NoneType] if is_union else []
+
+
+def _fields(annotation: Any) -> dict[str, Any]:
+    """Declared types by the key that users write."""
+    if not isinstance(annotation, type) or not issubclass(annotation, BaseModel):
+        return {}
+    return {field.alias or name: field.annotation for name, field in annotation.model_fields.items()}
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The words of a literal, the kinds of a model, all of those in a union."""
+    annotation = annotation if get_origin(annotation) is Literal else _bare(annotation)
+    if members := _members(annotation):
+        return [choice for member in members for choice in _choices(member)]
+    literal = _fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None)
+    return [str(choice) for choice in get_args(literal)]
+
+
+def _wanted(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _wanted(get_args(annotation)[0])
+    if (members := _members(annotation)) and all("kind" in _fields(member) for member in members):
+        return f"a mapping with {listed(f'kind: {choice}' for choice in _choices(annotation))}"
+    if members:
+        return " or ".join(_wanted(_bare(member)) for member in get_args(annotation))
+    if keys := _fields(_bare(annotation)):
+        return f"a mapping with the keys {listed(keys)}"
+    return listed(_choices(annotation)) or _WANTED.get(get_origin(annotation) or annotation, "`null`")
+
+
+def _one_of(value: Any, choices: Sequence[str]) -> str:
+    return "; ".join(filter(None, [f"accepted: {listed(choices)}", nearest(str(value), choices)]))
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.7)  # at 0.6 `gpu` would become `cpu`
+    return f"did you mean `{close[0]}`?" if close else ""
+
+
+def listed(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"

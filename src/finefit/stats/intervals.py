@@ -1,10 +1,31 @@
-"""An estimate with the ends of its interval, and two closed forms: Wilson's for a rate, Bonett and Price's for what two rates differ by."""
+"""Intervals of estimates: Wilson's for a rate, Bonett and Price's for the difference of two rates, and the studentised
+bootstrap for anything that is computed from sums over items.
+
+The bootstrap draws items with replacement and measures each draw's deviation in its own standard error, so a skewed
+sample gets a skewed interval. It works on a scale without ends (log-odds for values with two ends, logarithm for
+positive ones) and is nowhere narrower than Student's t. In simulations its 95 % intervals hold the truth in 93 to 97 of
+100 cases from 50 items on; the percentile bootstrap in 91 to 94 (`python -m bench.intervals`)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import NDArray
+
 CONFIDENCE = 0.95
+RESAMPLES = 1999
+"""One less than a round number: the ends of an interval are then draws, and nothing lies between two of them."""
+_BLOCK_VALUES = 1 << 20  # weights of items at once: 8 MiB
+_STEP = 1e-5  # of a sum, to find the slope at it
+_NO_SPREAD = 1e-12
+_LARGEST_EXPONENT = 700.0  # of a double
+_WIDEST = 3  # times Student's: beyond that, draws of a handful of items are accidents
+
+Numbers = NDArray[np.float64]
+Statistic = Callable[[Numbers, int], Numbers]
+"""The value of each row of sums (..., counts) over n items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +48,8 @@ def wilson(successes: int, n: int, confidence: float = CONFIDENCE) -> Interval:
 
 
 def wilson_ends(share: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Of any mean of n values from 0 to 1: none spreads wider than zeros and ones, so for others the interval is too wide and never too narrow."""
+    """Of the mean of n values from 0 to 1. Zeros and ones spread most, so for other values the interval is too wide and
+    never too narrow."""
     z = normal_quantile(confidence)
     scale = 1 + z * z / n
     centre = (share + z * z / (2 * n)) / scale
@@ -38,11 +60,10 @@ def wilson_ends(share: float, n: float, confidence: float = CONFIDENCE) -> tuple
 
 def difference_ends(gained: float, lost: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Bonett and Price's interval of (gained - lost) / n: of n items, `gained` went from 0 to 1 and `lost` from 1 to 0.
-
-    One is added to both, so that it keeps a width where few items changed."""
+    One is added to both, so that the interval keeps a width if few items changed."""
     up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
     half = normal_quantile(confidence) * math.sqrt(max(0.0, up + down - (up - down) ** 2) / (n + 2))
-    # All items changed alike: the shrunken centre must not leave out what was seen.
+    # If all items changed alike, the shrunken centre must not exclude the observed value.
     seen = (gained - lost) / n
     return max(-1.0, min(seen, up - down - half)), min(1.0, max(seen, up - down + half))
 
@@ -52,7 +73,8 @@ def normal_quantile(confidence: float) -> float:
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """Of Student's t: exact for 1 and 2 degrees of freedom, by Fisher's expansion above (within 1 % at 3, 0.1 % at 6)."""
+    """Of Student's t: exact for 1 and 2 degrees of freedom, by Fisher's expansion above (within 1 % at 3, 0.1 % at
+    6)."""
     if freedom == 1:
         return math.tan(math.pi * confidence / 2)
     if freedom == 2:
@@ -68,4 +90,109 @@ def require_sample(n: int, confidence: float) -> None:
     if n < 1:
         raise ValueError(f"{n} observations; an interval needs at least 1")
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence} is no share; give a number between 0 and 1, such as 0.95")
+        raise ValueError(f"confidence {confidence} is not a share; give a number between 0 and 1, such as 0.95")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A scale on which a value has no ends, its slope, and the way back."""
+
+    of: Callable[[Numbers], Numbers]
+    slope: Callable[[Numbers], Numbers]
+    back: Callable[[float], float]
+
+
+def _same(values: Numbers) -> Numbers:
+    return values
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+PLAIN = Scale(of=_same, slope=np.ones_like, back=lambda x: x)
+LOGARITHM = Scale(of=np.log, slope=np.reciprocal, back=lambda x: math.exp(min(x, _LARGEST_EXPONENT)))
+
+
+def log_odds(top: float) -> Scale:
+    """Of a value from 0 to `top`."""
+    return Scale(
+        of=lambda v: np.log(v / (top - v)), slope=lambda v: top / (v * (top - v)), back=lambda x: top * _sigmoid(x)
+    )
+
+
+def standard_error(statistic: Statistic, table: Numbers) -> float:
+    """By the jackknife; 0 if no item makes a difference."""
+    n = len(table)
+    with np.errstate(over="ignore", invalid="ignore"):  # a perplexity that depends on one item has no bound without it
+        without = statistic(table.sum(axis=0) - table, n - 1)
+        error = float(np.sqrt(((without - without.mean()) ** 2).sum() * (n - 1) / n))
+    if not math.isfinite(error):
+        return math.inf
+    return error if error > _NO_SPREAD * (1 + abs(float(without.mean()))) else 0.0
+
+
+def studentised(
+    statistic: Statistic, table: Numbers, *, scale: Scale, seed: int, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """The ends of the interval; the table must show some spread. A side on which the draws have no spread of their own
+    is Student's alone."""
+    n, error = len(table), standard_error(statistic, table)
+    value = statistic(table.sum(axis=0), n)
+    at, unit = float(scale.of(value)), error * float(scale.slope(value))
+    usual = student_quantile(confidence, n - 1)
+
+    def within(deviation: float) -> float:
+        return max(usual, min(deviation, _WIDEST * usual)) if math.isfinite(deviation) else usual
+
+    deviations = np.sort(_deviations(statistic, table, scale, seed))
+    outer = round((1 - confidence) / 2 * (len(deviations) + 1))
+    above, below = within(float(deviations[-outer])), within(float(-deviations[outer - 1]))
+    return scale.back(at - above * unit), scale.back(at + below * unit)
+
+
+def _deviations(statistic: Statistic, table: Numbers, scale: Scale, seed: int) -> Numbers:
+    """Of every draw from the value, in standard errors of that draw; infinite if it has none. In blocks: memory does
+    not grow with the draws."""
+    rng, n = np.random.default_rng(seed), len(table)
+    centred = table - table.mean(axis=0)
+    value = statistic(table.sum(axis=0), n)
+    block = max(1, _BLOCK_VALUES // n)
+    parts = []
+    for start in range(0, RESAMPLES, block):
+        weights = _draw(rng, min(block, RESAMPLES - start), n)
+        sums = weights @ table
+        with np.errstate(all="ignore"):  # a draw at an end of the scale, or of equal items, has no finite deviation
+            drawn, errors = statistic(sums, n), _errors(statistic, sums, weights, centred)
+            moved = (scale.of(drawn) - scale.of(value)) / (errors * scale.slope(drawn))
+        flat = (errors <= _NO_SPREAD * (1 + np.abs(drawn))) | ~np.isfinite(moved)
+        parts.append(np.where(flat, np.copysign(np.inf, drawn - value), moved))
+    return np.concatenate(parts)
+
+
+def _draw(rng: np.random.Generator, draws: int, n: int) -> Numbers:
+    """How often each draw holds each item."""
+    picks = rng.integers(n, size=(draws, n)) + np.arange(draws)[:, None] * n
+    weights: Numbers = np.bincount(picks.ravel(), minlength=draws * n).reshape(draws, n).astype(np.float64)
+    return weights
+
+
+def _errors(statistic: Statistic, sums: Numbers, weights: Numbers, centred: Numbers) -> Numbers:
+    """The standard error of each draw by the slope of the statistic at its sums."""
+    n = len(centred)
+    influence = slopes(statistic, sums, n) @ centred.T
+    mean = (weights * influence).sum(axis=1) / n
+    variance = (weights * (influence - mean[:, None]) ** 2).sum(axis=1) * n / (n - 1)
+    errors: Numbers = np.sqrt(variance)
+    return errors
+
+
+def slopes(statistic: Statistic, sums: Numbers, n: int) -> Numbers:
+    """How the value changes with each sum; 0 at a sum of 0, to which no drawn item adds."""
+    found = np.zeros_like(sums)
+    for at in range(sums.shape[-1]):
+        step = np.zeros_like(sums)
+        step[..., at] = _STEP * np.abs(sums[..., at])
+        change = statistic(sums + step, n) - statistic(sums - step, n)
+        np.divide(change, 2 * step[..., at], out=found[..., at], where=step[..., at] != 0)
+    return found

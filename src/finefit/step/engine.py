@@ -1,35 +1,44 @@
-"""How one process takes its part in a step: alone, or with others that each have a part of the rows, of the state or of the weights.
+"""How one process takes part in a step: alone, with whole copies (DDP), or with shards of weights and state (FSDP2).
 
-A worker makes its engine from its stage (`step.engines.make_engine`), binds the model's forward `around` it, and lets it `prepare` the model: what
-comes back is the optimizer. From then on all ranks run the same number of forwards and backwards, for each of them may exchange weights or gradients;
-a rank with fewer micro-batches than another runs idle ones, of weight zero (`optimizer_step(idle=...)`).
+A worker makes its engine from its stage (`step.engine_choice.make_engine`), binds the model's forward `around` it, and
+lets it `prepare` the model, which returns the optimizer. From then on all ranks run the same number of forwards and
+backwards, since each may exchange weights or gradients; a rank with fewer micro-batches runs idle ones, of weight zero
+(`optimizer_step(idle=...)`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import peft
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from finefit.objective.batch import Forward
+from finefit.errors import ModelError
+from finefit.objective.batch import Batch, Forward
+from finefit.step.levers import layers_of
 
 Bind = Callable[[], Forward]
-"""Puts the model into the state that levers ask for, and binds it."""
+"""Applies the levers to the model and binds it."""
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Slots = dict[str, Any]
-"""What an optimizer keeps of one parameter, by name: moments of its shape, a count of steps."""
+"""An optimizer's state of one parameter, by name: moments of its shape, a count of steps."""
 
 
 class Engine(Protocol):
-    """Gradients that `backward` leaves are sums over all ranks of d loss / d parameter, the loss being divided by the global count already."""
+    """Gradients after `backward` are sums over all ranks of d loss / d parameter; the loss is already divided by the
+    global count."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """`is_last`: of this rank's micro-batches; what is exchanged once is exchanged then."""
+        """`is_last`: of this rank's micro-batches; what is exchanged once per step is exchanged then."""
         ...
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Those that are there, or this rank's parts of them, to be read and scaled in place."""
+        """Those that exist, or this rank's shards of them, to be read and scaled in place."""
         ...
 
     def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -46,15 +55,16 @@ class Engine(Protocol):
 
 
 class Layout(Protocol):
-    """Where weights and optimizer state lie. Names are the bare model's, tensors come and go whole, so a checkpoint fits any layout. What is divided
-    is put together by all ranks: every rank has to ask, for the same parameters in the same order."""
+    """Where weights and optimizer state are. Names are the bare model's and tensors are whole, so a checkpoint fits any
+    layout. All ranks gather what is sharded: every rank has to ask, for the same parameters in the same order."""
 
     def around(self, bind: Bind) -> Forward:
-        """What `bind` makes, called so that weights are there when it needs them. To be made before `prepare`, and again when the levers change."""
+        """The forward that `bind` makes, called with the weights gathered. To be made before `prepare`, and again when
+        the levers change."""
         ...
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """Divides what is to be divided. The model stays the object that it is."""
+        """Shards the model in place."""
         ...
 
     def weight(self, parameter: nn.Parameter) -> Tensor: ...
@@ -69,7 +79,7 @@ class Layout(Protocol):
 
 
 class Peers(Protocol):
-    """As much of the other ranks as an engine asks for; `train.ranks` has the whole of it."""
+    """What an engine needs of the other ranks; `train.ranks` has the rest."""
 
     rank: int
     size: int
@@ -77,11 +87,11 @@ class Peers(Protocol):
     def gather(self, value: Any) -> Sequence[Any]: ...
 
 
-class LiveEngine(Engine, Layout, Protocol):
-    """Both: what a worker trains with."""
+class TrainEngine(Engine, Layout, Protocol):
+    """What a worker trains with."""
 
 
-class Alone:
+class SingleProcessEngine:
     def around(self, bind: Bind) -> Forward:
         return bind()
 
@@ -119,10 +129,220 @@ class Alone:
         optimizer.state[parameter] = slots
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcessEngine()
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Of a parameter that may be divided: DeepSpeed leaves an empty one in its place."""
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Of a parameter that may be sharded: DeepSpeed leaves an empty one in its place."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+_EPSILON = 1e-6
+"""As in torch's clip_grads_with_norm_."""
+
+
+class Root(nn.Module):
+    """A module around the model whose forward is the function that it is given: the hooks of a sharding engine run
+    around that function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Forward, batch: Batch) -> Tensor:
+        return function(batch)
+
+
+def outside_layers(model: nn.Module) -> list[nn.Parameter]:
+    """Embedding, last norm, head."""
+    inside = {id(p) for layer in layers_of(model) for p in layer.parameters()}
+    return [p for p in model.parameters() if id(p) not in inside]
+
+
+def around_backbone(model: nn.Module) -> list[nn.Module]:
+    """The causal model and its modules beside the backbone: a chunked loss calls them once per chunk."""
+    causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    backbone = getattr(causal, str(causal.base_model_prefix))
+    inside = {id(module) for module in backbone.modules()}
+    return [module for module in causal.modules() if id(module) not in inside]
+
+
+def summed(value: Tensor) -> Tensor:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+class ShardedEngine:
+    """What engines whose ranks hold shards of the gradients have in common."""
+
+    def __init__(self, peers: Peers, device: str) -> None:
+        self._peers, self._device = peers, device
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        raise NotImplementedError
+
+    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        own = get_total_norm(gradients, foreach=True) if gradients else torch.zeros((), device=self._device)
+        return summed(own.to(torch.float32).square()).sqrt()
+
+    def clip(self, parameters: Sequence[nn.Parameter], most: float, grad_norm: Tensor) -> None:
+        if gradients := self.gradients(parameters):
+            torch._foreach_mul_(gradients, torch.clamp(most / (grad_norm + _EPSILON), max=1.0))
+
+    def sum(self, value: Tensor) -> Tensor:
+        return summed(value)
+
+
+_BUCKET_BYTES = 25 << 20
+
+
+class DdpEngine(SingleProcessEngine):
+    """A whole copy of the model on each rank. Gradients are accumulated locally and summed in one exchange after the
+    last micro-batch, outside autograd: nothing depends on the order or number of hooks, so recomputation, tied weights
+    and ranks with unequal rows need no care, and ranks can agree before it that none has run out of memory."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._trained: list[nn.Parameter] = []
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """All ranks start with the weights of the first."""
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in self._trained:
+            dist.broadcast(parameter.detach(), src=0)
+        return make_optimizer(model)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        super().backward(loss, is_last=is_last)
+        if is_last:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """A tensor that no rank reached stays without gradient; where only some did not reach it (an expert without
+        rows), they contribute zero."""
+        missing = self._peers.gather([at for at, p in enumerate(self._trained) if p.grad is None])
+        nowhere = set.intersection(*map(set, missing))
+        reached = [p for at, p in enumerate(self._trained) if at not in nowhere]
+        for parameter in reached:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in _buckets([p.grad for p in reached if p.grad is not None]):
+            _sum_in_place(bucket)
+
+    def sum(self, value: Tensor) -> Tensor:
+        return summed(value)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, enough of them that a message is worth its latency; a larger tensor goes alone."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        is_full = sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET_BYTES
+        if bucket and (is_full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _sum_in_place(bucket: list[Tensor]) -> None:
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.all_reduce(bucket[0])
+        return
+    flat = torch.cat([gradient.flatten() for gradient in bucket])
+    dist.all_reduce(flat)
+    parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+    for gradient, part in zip(bucket, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+class FsdpEngine(ShardedEngine):
+    """Weights, gradients and optimizer state sharded by torch's `fully_shard`: a decoder layer is whole only while it
+    is used; what is outside the layers (embedding, last norm, head) stays whole for a micro-batch, since a chunked loss
+    may need it again and again."""
+
+    def __init__(self, peers: Peers, *, device: str, compute: torch.dtype | None = None) -> None:
+        """`compute`: the dtype that weights are gathered in; None: their own. Gradients are summed in their own."""
+        super().__init__(peers, device)
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False
+        )
+        self._root: Any = None
+
+    def around(self, bind: Bind) -> Forward:
+        forward = self._bound(bind)
+
+        def through(batch: Batch) -> Tensor:
+            found: Tensor = self._root(forward, batch)
+            if not torch.is_grad_enabled():  # no backward will free the gathered weights
+                self._root.reshard()
+            return found
+
+        return through
+
+    def _bound(self, bind: Bind) -> Forward:
+        """With the head gathered, which binding may probe."""
+        if self._root is None:
+            return bind()
+        self._root.unshard()
+        forward = bind()
+        self._root.reshard()
+        return forward
+
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        mesh = init_device_mesh(self._device, (self._peers.size,))
+        for layer in reversed(layers_of(model)):  # inner ones before those that hold them
+            fully_shard(layer, mesh=mesh, mp_policy=self._policy)
+        self._root = fully_shard(Root(model), mesh=mesh, mp_policy=self._policy)
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):  # sums, not means
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
+            raise ModelError(f"fully_shard left {', '.join(sorted(whole)[:3])} whole", "train with engine.kind ddp")
+        return make_optimizer(model)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:  # noqa: ARG002
+        """Every micro-batch is summed into the shards at once: whole gradients never wait for the last one."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        return [_local(p.grad) for p in parameters if p.grad is not None]
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        return _whole(parameter.detach()).cpu()
+
+    def put_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        _local(parameter.detach()).copy_(_local(_divided(value, parameter)))
+
+    def slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Slots:
+        state = optimizer.state.get(parameter, {})
+        return {name: _whole(torch.as_tensor(value)).cpu() for name, value in state.items()}
+
+    def put_slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slots: Slots) -> None:
+        def placed(value: Any) -> Any:
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
+            return _divided(value, parameter) if is_moment else value
+
+        optimizer.state[parameter] = {name: placed(value) for name, value in slots.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _divided(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Like the parameter; every rank has the whole value and takes its own shard without communication."""
+    assert isinstance(parameter, DTensor)
+    moved = value.to(device=parameter.device, dtype=value.dtype)
+    return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)

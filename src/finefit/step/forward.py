@@ -1,8 +1,10 @@
 """Binds a model into the `Forward` that objectives call: log-probabilities of the supervised tokens.
 
-The backbone runs once; of its output only the supervised positions meet the head. The model's own code after the backbone (head, scaling,
-soft-capping) makes the logits, all at once or chunk by chunk: it is called with a stand-in that answers what the backbone would have.
-N supervised positions of B x T, H hidden, V vocabulary.
+The backbone runs once; only the supervised positions of its output reach the head. The model's own code after the
+backbone (head, scaling, soft-capping) computes the logits, all at once or chunk by chunk: it is called with a stand-in
+that returns the backbone's output. N supervised positions of B x T, H hidden, V vocabulary.
+
+The objective is bound here too: training and rehearsal get it from `make_objective`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,24 +12,33 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import ModelOutput
 
 from finefit.artifacts.records import Levers
-from finefit.errors import ModelError
-from finefit.model.custom import own_of
-from finefit.model.sight import bare, read, sight_in
-from finefit.objective.batch import Batch, Forward
+from finefit.errors import ModelError, SpecError
+from finefit.model.adapter import as_reference, freeze_reference
+from finefit.model.attention import run_backbone
+from finefit.model.experts import is_normalised, record_routing, routers_of, top_k_of
+from finefit.model.family import Watch, family_of
+from finefit.objective.batch import Batch, Forward, Objective
+from finefit.objective.losses import (
+    DpoLoss,
+    Reference,
+    RouterLoss,
+    paired_of,
+    reference_from_batch,
+    sequence_sums,
+    sft_loss,
+)
+from finefit.spec import schema
 from finefit.spec.models import Lora, Tuning
-from finefit.step.custom import bind_own
-from finefit.step.fused import Kernels
-from finefit.step.head import head_logprobs
-
-Reading = Callable[[nn.Module, Batch], ModelOutput]
-"""A batch through all of a model but its head."""
+from finefit.step.fused import FusedKernels, product_dtype
+from finefit.vision import vision_forward_in, without_adapter
 
 
 def bind(
@@ -36,17 +47,17 @@ def bind(
     loss_chunk: int | None = None,
     autocast: AbstractContextManager[Any] | None = None,
     is_fused: bool = False,
-    kernels: Kernels | None = None,
-    reading: Reading = read,
+    kernels: FusedKernels | None = None,
+    watch: Watch = lambda call: call,
 ) -> Forward:
-    """`loss_chunk` supervised tokens have logits at a time; None: all of them at once. They are computed again in backward, or, where it is fused
-    and the head is frozen, their gradients are taken at once."""
-    if (own := own_of(model)) is not None:
-        return bind_own(own, autocast=autocast)
-    causal = bare(model)
+    """`loss_chunk`: supervised tokens that have logits at a time; None: all at once. They are recomputed in backward,
+    or, where it is fused and the head is frozen, their gradients are computed at once."""
+    if (own := family_of(model).own_forward(autocast, watch)) is not None:
+        return own
+    causal = without_adapter(model)
     _require_backbone(causal)
-    sees = sight_in(causal) is not None
-    context = autocast or nullcontext()
+    has_vision = vision_forward_in(causal) is not None
+    context, run = autocast or nullcontext(), watch(run_backbone)
     heads: list[nn.Linear | None] = [] if is_fused else [None]
 
     def logits(hidden_NH: Tensor, answer: Callable[..., Any]) -> Tensor:
@@ -59,17 +70,16 @@ def bind(
 
     def answered(batch: Batch) -> Tensor:
         with context:
-            output = reading(causal, batch)
+            output = run(causal, batch)
             hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, batch.positions_N)
-            kind: Callable[..., Any] = _Heard if sees else type(output)
+            kind: Callable[..., Any] = _LanguageOutput if has_vision else type(output)
             answer = partial(kind, **{name: value for name, value in output.items() if name != "last_hidden_state"})
             del output
             if not heads:
                 heads.append(_plain_head(causal, lambda hidden: logits(hidden, answer)))
             if (head := heads[0]) is not None:
-                return head_logprobs(
-                    hidden_NH, head, batch.targets_N, chunk=loss_chunk or batch.num_supervised, kernels=kernels
-                )
+                size = loss_chunk or batch.num_supervised
+                return head_logprobs(hidden_NH, head, batch.targets_N, chunk=size, kernels=kernels)
             if loss_chunk is None:
                 return logprobs(hidden_NH, batch.targets_N, answer)
             chunks = zip(torch.split(hidden_NH, loss_chunk), torch.split(batch.targets_N, loss_chunk), strict=True)
@@ -77,9 +87,8 @@ def bind(
 
     def forward(batch: Batch) -> Tensor:
         found = answered(batch)
-        if (
-            sees and torch.is_grad_enabled() and not found.requires_grad
-        ):  # rows that show nothing, where only what looks is trained
+        # rows without images, where only vision towers are trained
+        if has_vision and torch.is_grad_enabled() and not found.requires_grad:
             return found + torch.zeros((), device=found.device, requires_grad=True)
         return found
 
@@ -87,7 +96,8 @@ def bind(
 
 
 def _plain_head(causal: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Linear | None:
-    """The head, if it is frozen and logits are its product and nothing else: no scaling, no capping, no bias."""
+    """The head, if it is frozen and logits are its product alone, without scaling, capping or bias, as the autograd
+    graph of a probe shows."""
     head = causal.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None or head.weight.requires_grad:
         return None
@@ -99,20 +109,14 @@ def _plain_head(causal: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Lin
 
 _PRODUCTS = {"MmBackward0", "LinearBackward0"}
 _VIEWS = {
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "TBackward0",
-    "SliceBackward0",
-    "SqueezeBackward1",
-    "UnsqueezeBackward0",
-    "AliasBackward0",
-    "AccumulateGrad",
+    *("ViewBackward0", "UnsafeViewBackward0", "TBackward0", "SliceBackward0"),
+    *("SqueezeBackward1", "UnsqueezeBackward0", "AliasBackward0", "AccumulateGrad"),
 }
-"""What stands between hidden states and logits that changes no number."""
+"""Nodes between hidden states and logits that change no number."""
 
 
 def _nodes(last: Any) -> set[str]:
-    """Names of all autograd nodes that a tensor was made by."""
+    """Names of all autograd nodes that produced a tensor."""
     seen: dict[Any, None] = {}
     waiting = [last]
     while waiting:
@@ -123,9 +127,9 @@ def _nodes(last: Any) -> set[str]:
     return {node.name().rsplit("::", 1)[-1] for node in seen}
 
 
-class _Heard:
-    """What a language tower has answered, in place of the whole backbone: the code after that asks for what only the backbone would add, and makes
-    nothing of it."""
+class _LanguageOutput:
+    """The language tower's output in place of the whole backbone's: code after the backbone asks for fields that only
+    the backbone adds, and does not use them."""
 
     def __init__(self, **answered: Any) -> None:
         self._answered: Mapping[str, Any] = answered
@@ -137,7 +141,7 @@ class _Heard:
         return self._answered["last_hidden_state"]
 
 
-class _Answer(nn.Module):
+class _FixedOutput(nn.Module):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output
@@ -150,7 +154,7 @@ class _Answer(nn.Module):
 def _answering(causal: nn.Module, output: Any) -> Iterator[None]:
     name = str(causal.base_model_prefix)
     backbone = getattr(causal, name)
-    setattr(causal, name, _Answer(output))
+    setattr(causal, name, _FixedOutput(output))
     try:
         yield
     finally:
@@ -160,30 +164,167 @@ def _answering(causal: nn.Module, output: Any) -> Iterator[None]:
 def _require_backbone(causal: nn.Module) -> None:
     backbone = getattr(causal, str(getattr(causal, "base_model_prefix", "")), None)
     if not isinstance(backbone, nn.Module) or backbone is causal:
-        raise ModelError(
-            f"{type(causal).__name__} has no backbone below its head",
-            "finefit trains transformers' causal language models",
-        )
+        problem = f"{type(causal).__name__} has no backbone below its head"
+        raise ModelError(problem, "finefit trains transformers' causal language models")
 
 
 def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> AbstractContextManager[Any]:
-    """fp16 needs a loss scale beside it; fp32 needs no autocast. `with_cache`: a trained weight is cast once in a forward, and the cast is kept to
-    its end."""
-    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return (
-        torch.autocast(device, dtype=halves[precision], cache_enabled=with_cache)
-        if precision in halves
-        else nullcontext()
-    )
+    """fp16 also needs a loss scale; fp32 needs no autocast. `with_cache`: a trained weight is cast once in a forward,
+    and the cast is kept to its end."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=with_cache)
 
 
 def keeps_casts(tuning: Tuning, levers: Levers) -> bool:
-    """Not where whole weights are trained and their layers computed again: it would be a second copy of them all, which nothing else needs."""
+    """Not where full weights are trained and layers are recomputed: the casts would be a second copy of all weights."""
     return isinstance(tuning, Lora) or levers.recompute == 0
 
 
 def logits_after(causal: nn.Module, hidden_BTH: Tensor) -> Tensor:
-    """What the code behind the backbone of a model that sees makes of these, outside of training."""
-    with _answering(causal, _Heard(last_hidden_state=hidden_BTH)):
+    """What the code after the backbone of a vision-language model computes from these, outside training."""
+    with _answering(causal, _LanguageOutput(last_hidden_state=hidden_BTH)):
         found: Tensor = causal(inputs_embeds=hidden_BTH, use_cache=False).logits
     return found
+
+
+def head_logprobs(
+    hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor, *, chunk: int, kernels: FusedKernels | None
+) -> Tensor:
+    """Through a frozen head, with the gradient computed in the same pass: each chunk's logits exist once and are never
+    recomputed. A token's log-probability depends on its own hidden state alone, so its derivative is kept instead of
+    the logits and multiplied in backward by the weight that the objective gives the token.
+
+    Without gradients the numbers are the same, bit for bit: a reference is computed as the policy is."""
+    if torch.is_grad_enabled() and hidden_NH.requires_grad:
+        found: Tensor = _Head.apply(hidden_NH, head.weight, targets_N, chunk, kernels)  # type: ignore[no-untyped-call]
+        return found
+    with torch.no_grad():
+        return _losses(hidden_NH, head.weight, targets_N, chunk, kernels, None).neg_()
+
+
+def _losses(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    chunk: int,
+    kernels: FusedKernels | None,
+    derivatives_NH: Tensor | None,
+) -> Tensor:
+    """Chunk by chunk; fills the derivatives if they are given."""
+    dtype = product_dtype(hidden_NH)
+    weight = weight_VH.to(dtype)
+    cross_entropy_of = _cross_entropy_ if kernels is None else kernels.cross_entropy
+    losses = []
+    for at in range(0, len(targets_N), chunk):
+        part = slice(at, at + chunk)
+        logits_CV = hidden_NH[part].to(dtype) @ weight.t()
+        losses.append(cross_entropy_of(logits_CV, targets_N[part]))
+        if derivatives_NH is not None and derivatives_NH.dtype == dtype:
+            torch.mm(logits_CV, weight, out=derivatives_NH[part])
+        elif derivatives_NH is not None:
+            derivatives_NH[part] = logits_CV @ weight
+        del logits_CV
+    return torch.cat(losses)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int, kernels: FusedKernels | None
+    ) -> Tensor:
+        derivatives_NH = torch.empty_like(hidden_NH)
+        losses_N = _losses(hidden_NH, weight_VH, targets_N, chunk, kernels, derivatives_NH)
+        ctx.save_for_backward(derivatives_NH)
+        return losses_N.neg_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: Tensor) -> Any:
+        (derivatives_NH,) = ctx.saved_tensors
+        return derivatives_NH.mul_(-gradient_N.unsqueeze(1)), None, None, None, None
+
+
+def _cross_entropy_(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Losses in fp32; the logits become their derivatives."""
+    scores_CV = logits_CV.to(torch.float32)
+    scale_C1 = scores_CV.logsumexp(-1, keepdim=True)
+    at_C1 = targets_C.unsqueeze(1)
+    losses_C = (scale_C1 - scores_CV.gather(1, at_C1)).squeeze(1)
+    scores_CV.sub_(scale_C1).exp_().scatter_add_(1, at_C1, torch.full_like(scale_C1, -1.0))
+    if scores_CV is not logits_CV:
+        logits_CV.copy_(scores_CV)
+    return losses_C
+
+
+def make_objective(asked: schema.Objective, tuning: Tuning, model: nn.Module, forward: Forward) -> Objective:
+    if (own := family_of(model).own_objective()) is not None:
+        return own
+    match asked:
+        case schema.Sft():
+            return sft_loss
+        case schema.Dpo(beta=beta):
+            is_cached = is_reference_cached(asked, tuning)
+            return DpoLoss(
+                beta=beta, reference=reference_from_batch if is_cached else starting_reference(model, forward)
+            )
+        case schema.Router(balance=balance):
+            return RouterLoss(balance=balance, listen=partial(record_routing, trained_routers(model)))
+
+
+def trained_routers(model: nn.Module) -> list[nn.Module]:
+    """The routers of a mixture, or an error that says why they cannot be trained."""
+    routers = routers_of(model)
+    if not routers:
+        name = type(model.get_base_model() if isinstance(model, peft.PeftModel) else model).__name__
+        problem = f"objective.kind: router, and {name} has no routers: it is not a mixture of experts"
+        raise SpecError(problem, "build one with a stage of kind build_moe, or set objective: {kind: sft}")
+    if all(top_k_of(router) == 1 and is_normalised(router) for router in routers.values()):
+        problem = (
+            "objective.kind: router, and one expert answers each token with weight one, whatever the router says, so "
+            "the language-model loss gives the router no gradient"
+        )
+        raise SpecError(problem, "build the mixture with top_k: 2 or more, or with routing: weighted_sum")
+    if not any(router.weight.requires_grad for router in routers.values()):
+        name = ".".join(next(iter(routers)).rsplit(".", 2)[-2:])
+        raise SpecError(
+            f"objective.kind: router, and tuning trains none of the {len(routers)} routers",
+            f"set tuning: {{kind: subset, trainable: [{name}]}}, or train all weights with tuning: {{kind: full}}",
+        )
+    return list(routers.values())
+
+
+def keep_reference_copy(asked: schema.Objective, tuning: Tuning, model: nn.Module) -> None:
+    """Before a checkpoint is restored: where training continues an adapter, a frozen copy of it is the reference. A new
+    adapter is just disabled."""
+    continues = isinstance(tuning, Lora) and tuning.adapter is not None
+    if isinstance(asked, schema.Dpo) and continues and not is_reference_cached(asked, tuning):
+        assert isinstance(model, peft.PeftModel)
+        freeze_reference(model)
+
+
+def is_reference_cached(asked: schema.Objective, tuning: Tuning) -> bool:
+    """Whether the reference is computed before the first step: without an adapter the starting weights do not survive
+    it."""
+    return isinstance(asked, schema.Dpo) and (asked.reference == "cached" or not isinstance(tuning, Lora))
+
+
+def starting_reference(model: nn.Module, forward: Forward) -> Reference:
+    """The same weights without what training adds: never a second model."""
+
+    def reference(batch: Batch) -> Tensor:
+        with eval_without_grad(model), as_reference(model):
+            return sequence_sums(forward(batch), paired_of(batch))
+
+    return reference
+
+
+@contextmanager
+def eval_without_grad(model: nn.Module) -> Iterator[None]:
+    """No dropout and no gradients within the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

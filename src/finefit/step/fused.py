@@ -1,9 +1,11 @@
-"""Adapters, norms, rotary embedding and gated MLPs as single autograd nodes: the same numbers with fewer kernels and less kept.
+"""Adapters, norms, rotary embedding and gated MLPs as single autograd nodes: the same numbers with fewer kernels and
+less memory.
 
-What a module computes is known by its code: one whose `forward` is instruction for instruction that of transformers' Llama may be computed by a
-kernel that was written for Llama's. N tokens, I in, O out, r rank, H heads, W width of a head.
+A module is recognised by its code: one whose `forward` is instruction for instruction that of transformers' Llama can
+use a kernel written for Llama. N tokens, I in, O out, r rank, H heads, W width of a head.
 """
 
+import importlib.util
 from collections.abc import Callable, Collection
 from functools import partial
 from types import CodeType, FunctionType
@@ -17,22 +19,24 @@ from transformers.activations import SiLUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 
-
-class Lever(partial[Any]):
-    """A module's forward while a lever is pulled; found again by its type when the lever is let go."""
+from finefit.errors import SpecError
 
 
-class Kernels(Protocol):
-    """What is computed on a card without torch's own operations. `_backward` may write into what it is given."""
+class LeverForward(partial[Any]):
+    """A module's forward while a lever is pulled; recognised by its type when the lever is released."""
+
+
+class FusedKernels(Protocol):
+    """Kernels that replace torch's own operations on a card. Those of backward may write into their inputs."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:
-        """The answer and, in fp32, the reciprocal of each token's length."""
+        """The output and, in fp32, the reciprocal root mean square of each token."""
         ...
 
     def norm_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The weight's gradient only where it requires one."""
+        """With the weight's gradient only where it requires one."""
         ...
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor: ...
@@ -50,15 +54,41 @@ class Kernels(Protocol):
         ...
 
 
+def kernels_here(device: str) -> FusedKernels | None:
+    """None where there is no card."""
+    if device != "cuda":
+        return None
+    if importlib.util.find_spec("liger_kernel") is None:
+        problem = "levers.kernels fused needs liger-kernel on a card, which is not installed"
+        raise SpecError(problem, "pip install 'finefit[gpu]', or set it to torch")
+    from finefit.step.liger import LigerKernels
+
+    return LigerKernels()
+
+
+def dense_weight(layer: nn.Module) -> Tensor:
+    """As a matrix, quantised or not."""
+    weight: Any = layer.weight
+    if getattr(weight, "quant_state", None) is not None:
+        from bitsandbytes.functional import dequantize_4bit  # an extra: finefit[gpu]
+
+        weight = dequantize_4bit(weight.data, weight.quant_state)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def fuse(
-    model: nn.Module, kernels: Kernels | None, dense: Callable[[nn.Module], Tensor], again: Collection[nn.Module] = ()
+    model: nn.Module,
+    kernels: FusedKernels | None,
+    dense: Callable[[nn.Module], Tensor],
+    again: Collection[nn.Module] = (),
 ) -> None:
-    """`kernels` is None where torch's own operations are all there is; adapters are single nodes there too. `dense`: a frozen layer's weight as
-    a matrix, whatever it is kept in. `again`: what is computed again in backward."""
+    """`kernels` is None where only torch's own operations exist; adapters are single nodes there too. `dense` gives a
+    frozen layer's weight as a matrix, quantised or not. `again`: modules that are recomputed in backward."""
     recomputed = {id(module) for layer in again for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, LoraLayer) and type(module).__name__ in _DENSE:
-            module.forward = Lever(_lora, module, dense, id(module) in recomputed)
+            module.forward = LeverForward(_lora, module, dense, id(module) in recomputed)
         elif kernels is not None:
             forward = _known(module, kernels)
             if forward is not None:
@@ -66,34 +96,31 @@ def fuse(
 
 
 def release(model: nn.Module) -> None:
-    """Every module computes as its class does."""
+    """Gives every module the forward of its class again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), Lever):
+        if isinstance(vars(module).get("forward"), LeverForward):
             del module.forward
 
 
-def _known(module: nn.Module, kernels: Kernels) -> Lever | None:
+def _known(module: nn.Module, kernels: FusedKernels) -> LeverForward | None:
     code = getattr(type(module).forward, "__code__", None)
     if code is None:
         return None
     if _same(code, modeling_llama.LlamaRMSNorm.forward.__code__):
-        return Lever(_norm, kernels, module, "variance_epsilon", False)
+        return LeverForward(_norm, kernels, module, "variance_epsilon", False)
     if _same(code, GemmaRMSNorm.forward.__code__) and _same(type(module)._norm.__code__, GemmaRMSNorm._norm.__code__):  # type: ignore[attr-defined]
-        return Lever(_norm, kernels, module, "eps", True)
+        return LeverForward(_norm, kernels, module, "eps", True)
     if _same(code, modeling_llama.LlamaMLP.forward.__code__) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
-        return Lever(_gated, kernels, module)
-    rotate = (
-        type(module).forward.__globals__.get("apply_rotary_pos_emb")
-        if "apply_rotary_pos_emb" in code.co_names
-        else None
-    )
+        return LeverForward(_gated, kernels, module)
+    name = "apply_rotary_pos_emb"
+    rotate = type(module).forward.__globals__.get(name) if name in code.co_names else None
     if rotate is not None and _same(rotate.__code__, modeling_llama.apply_rotary_pos_emb.__code__):
-        return Lever(_with_rotation(type(module).forward, kernels), module)  # type: ignore[arg-type]
+        return LeverForward(_with_rotation(type(module).forward, kernels), module)  # type: ignore[arg-type]
     return None
 
 
 def _same(code: CodeType, other: CodeType) -> bool:
-    """Instruction for instruction; what is written beside them does not matter."""
+    """Instruction for instruction; docstrings do not matter."""
 
     def read(code: CodeType) -> tuple[Any, ...]:
         constants = tuple(value for value in code.co_consts if not isinstance(value, str))
@@ -102,13 +129,10 @@ def _same(code: CodeType, other: CodeType) -> bool:
     return read(code) == read(other)
 
 
-# adapters
-
-
 def _lora(
     layer: Any, dense: Callable[[nn.Module], Tensor], is_apart: bool, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """As peft computes it; what is more than one plain adapter goes its own way."""
+    """As peft computes it; anything but a single plain adapter is left to peft."""
     name = _plain_adapter(layer)
     if name is None or args or kwargs:
         found: Tensor = type(layer).forward(layer, x, *args, **kwargs)
@@ -126,26 +150,21 @@ def _lora(
 
 
 _DENSE = ("Linear", "Linear4bit", "Nf4Linear")
-"""Layers whose product is that of their weight: torch's own, and those kept in four bits."""
+"""Layers whose output is the product with their weight: torch's own, and those in four bits."""
 
 
 def _plain_adapter(layer: Any) -> str | None:
-    """The one adapter in force, if it is two products and nothing else."""
+    """The one active adapter, if it is two products and nothing else."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if (
-        len(names) != 1
-        or layer.disable_adapters
-        or layer.merged
-        or layer.lora_variant
-        or type(layer.base_layer).__name__ not in _DENSE
-    ):
+    is_off = layer.disable_adapters or layer.merged or layer.lora_variant
+    if len(names) != 1 or is_off or type(layer.base_layer).__name__ not in _DENSE:
         return None
     has_bias = any(part[names[0]].bias is not None for part in (layer.lora_A, layer.lora_B))
     return None if has_bias else str(names[0])
 
 
 def _halfway(x_NI: Tensor, down_rI: Tensor, scaling: float, share: float) -> tuple[Tensor, Tensor | None]:
-    """The adapter's inner product, scaled, and what dropout has left."""
+    """The adapter's inner product, scaled, and the dropout mask."""
     dtype = product_dtype(x_NI)
     given_NI = x_NI.to(dtype)
     dropped_NI, mask_NI = torch.native_dropout(given_NI, share, True) if share else (given_NI, None)
@@ -153,7 +172,7 @@ def _halfway(x_NI: Tensor, down_rI: Tensor, scaling: float, share: float) -> tup
 
 
 def _scaled(left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """A product and its factor in one kernel."""
+    """A product and its scale in one kernel."""
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scaling)
 
 
@@ -211,8 +230,9 @@ class _Whole(torch.autograd.Function):
 
 
 class _Adapter(torch.autograd.Function):
-    """All that backward needs, and an empty answer. The product itself is another node, after this one: where a layer is computed again in backward,
-    its last product is then never reached. The empty answer takes no memory; its gradient is that of the real one."""
+    """All that backward needs, and an empty output. The product is a separate node after this one: torch stops
+    recomputing a layer once all saved tensors are there, so the layer's last product is never computed again. The empty
+    output takes no memory; its gradient is that of the real one."""
 
     @staticmethod
     def forward(
@@ -229,7 +249,7 @@ class _Adapter(torch.autograd.Function):
         ctx.save_for_backward(x_NI, xa_Nr, down_rI, up_Or, mask_NI)
         ctx.weight, ctx.scaling, ctx.share = weight, scaling, share
         ctx.mark_non_differentiable(xa_Nr)
-        ctx.set_materialize_grads(False)  # else it would be given zeros for it
+        ctx.set_materialize_grads(False)  # else autograd would make zeros for it
         return x_NI.new_empty((), dtype=xa_Nr.dtype).expand(x_NI.shape[0], num_out), xa_Nr
 
     @staticmethod
@@ -262,11 +282,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-# what Llama's layers are made of
-
-
-def _norm(kernels: Kernels, module: Any, eps: str, is_gemma: bool, x: Tensor) -> Tensor:
-    if x.dtype != module.weight.dtype:  # the module would answer in the wider of the two
+def _norm(kernels: FusedKernels, module: Any, eps: str, is_gemma: bool, x: Tensor) -> Tensor:
+    if x.dtype != module.weight.dtype:  # the module's output would have the wider of the two
         found: Tensor = type(module).forward(module, x)
         return found
     out: Tensor = _Norm.apply(x, module.weight, getattr(module, eps), kernels, is_gemma)  # type: ignore[no-untyped-call]
@@ -275,7 +292,7 @@ def _norm(kernels: Kernels, module: Any, eps: str, is_gemma: bool, x: Tensor) ->
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: Kernels, is_gemma: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: FusedKernels, is_gemma: bool) -> Tensor:
         out, rstd = kernels.norm(x, weight, eps, is_gemma=is_gemma)
         ctx.save_for_backward(x, weight, rstd)
         ctx.kernels, ctx.is_gemma = kernels, is_gemma
@@ -289,16 +306,16 @@ class _Norm(torch.autograd.Function):
         return d_x, d_weight if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _gated(kernels: Kernels, mlp: Any, x: Tensor) -> Tensor:
+def _gated(kernels: FusedKernels, mlp: Any, x: Tensor) -> Tensor:
     out: Tensor = mlp.down_proj(_Gate.apply(mlp.gate_proj(x), mlp.up_proj(x), kernels))  # type: ignore[no-untyped-call]
     return out
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) * up. Nothing else holds the two, so their gradients take their place."""
+    """silu(gate) * up. Nothing else holds the two, so their gradients overwrite them."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: FusedKernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return kernels.gate(gate, up)
@@ -310,8 +327,8 @@ class _Gate(torch.autograd.Function):
         return *ctx.kernels.gate_backward(gradient.contiguous(), gate, up), None
 
 
-def _with_rotation(forward: FunctionType, kernels: Kernels) -> FunctionType:
-    """The same instructions; where they say `apply_rotary_pos_emb`, the kernel is meant."""
+def _with_rotation(forward: FunctionType, kernels: FusedKernels) -> FunctionType:
+    """The same code with the kernel as its global `apply_rotary_pos_emb`."""
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = _Rotation.apply(query, key, cos, sin, kernels)  # type: ignore[no-untyped-call]
@@ -324,11 +341,11 @@ def _with_rotation(forward: FunctionType, kernels: Kernels) -> FunctionType:
 
 
 class _Rotation(torch.autograd.Function):
-    """Of queries and keys as their projections leave them, which nobody else holds."""
+    """Of queries and keys as they come from their projections, which nothing else holds."""
 
     @staticmethod
     def forward(
-        ctx: Any, query_BHTW: Tensor, key_BHTW: Tensor, cos_BTW: Tensor, sin_BTW: Tensor, kernels: Kernels
+        ctx: Any, query_BHTW: Tensor, key_BHTW: Tensor, cos_BTW: Tensor, sin_BTW: Tensor, kernels: FusedKernels
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BTW, sin_BTW)
         ctx.kernels = kernels

@@ -1,10 +1,17 @@
-"""The exact levers carried out on a model: what is kept, what is computed again, what waits in host memory. The gradient stays as it is."""
+"""The exact levers applied to a model: what is kept, recomputed, or offloaded to host memory. The gradient does not
+change.
 
+Offloaded layer inputs wait in pinned host memory between forward and backward, with copies beside the computation: one
+tensor is on its way out while the next layer computes, one on its way back while the layer after it does. Both
+directions wait for events and never for the host. Layers come back in reverse order.
+"""
+
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -13,13 +20,124 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finefit.artifacts.records import Levers
-from finefit.errors import ModelError
-from finefit.model.custom import own_of
-from finefit.model.sight import bare, sight_in, tower_of
-from finefit.step.custom import pull_own
-from finefit.step.fused import Kernels, Lever, fuse, release
-from finefit.step.liger import dense_weight
-from finefit.step.offload import PinnedMemory, Store
+from finefit.errors import ModelError, SpecError
+from finefit.model.family import TransformersFamily, family_of
+from finefit.step.fused import FusedKernels, LeverForward, dense_weight, fuse, release
+from finefit.vision import tower_of, vision_forward_in, without_adapter
+
+
+class ActivationStore(Protocol):
+    """Where a layer's input waits between forward and backward."""
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+
+
+class _Waiting:
+    """One offloaded input. It belongs to the graph that will fetch it, and is freed with it."""
+
+    def __init__(self, held: Tensor, like: Tensor, give_back: Callable[[Tensor], None]) -> None:
+        self.held, self.shape, self.dtype, self.device = held, like.shape, like.dtype, like.device
+        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        weakref.finalize(self, give_back, held)
+
+
+class PinnedMemory:
+    """Buffers are kept for the next step: pinning costs more than copying."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._free: list[Tensor] = []
+        self._waiting: list[weakref.ref[_Waiting]] = []
+        self._leaving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        held = self._buffer(tensor)
+        self._copy_out(tensor, held)
+        waiting = _Waiting(held, tensor, self._free.append)
+        self._waiting.append(weakref.ref(waiting))
+        return lambda: self._fetch(waiting)
+
+    def _copy_out(self, tensor: Tensor, held: Tensor) -> None:
+        flat = tensor.flatten().view(torch.uint8)
+        if not tensor.is_cuda:
+            held[: len(flat)].copy_(flat)
+            return
+        stream, now = self._stream(tensor.device), torch.cuda.current_stream(tensor.device)
+        self._let_leave(now)
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            held[: len(flat)].copy_(flat, non_blocking=True)
+            left = stream.record_event()
+        self._leaving = (tensor, left)  # until then its memory must not be reused
+
+    def _let_leave(self, now: torch.cuda.Stream) -> None:
+        if self._leaving is not None:
+            now.wait_event(self._leaving[1])
+            self._leaving = None
+
+    def _fetch(self, waiting: _Waiting) -> Tensor:
+        if waiting.coming is None:
+            self._call_back(waiting)
+        assert waiting.coming is not None
+        tensor, arrived = waiting.coming
+        waiting.coming = None
+        if arrived is not None:
+            torch.cuda.current_stream(waiting.device).wait_event(arrived)
+        self._call_next()
+        return tensor
+
+    def _call_next(self) -> None:
+        """The next to be fetched is the last that was put."""
+        while self._waiting:
+            following = self._waiting.pop()()
+            if following is not None and following.coming is None:
+                self._call_back(following)
+                return
+
+    def _call_back(self, waiting: _Waiting) -> None:
+        if self._waiting and self._waiting[-1]() is waiting:
+            self._waiting.pop()
+        tensor = torch.empty(waiting.shape, dtype=waiting.dtype, device=waiting.device)
+        flat = tensor.view(-1).view(torch.uint8)
+        if not tensor.is_cuda:
+            flat.copy_(waiting.held[: len(flat)])
+            waiting.coming = (tensor, None)
+            return
+        stream, now = self._stream(waiting.device), torch.cuda.current_stream(waiting.device)
+        self._let_leave(now)
+        stream.wait_stream(now)  # the previous owner of this memory is done with it
+        with torch.cuda.stream(stream):
+            flat.copy_(waiting.held[: len(flat)], non_blocking=True)
+            waiting.coming = (tensor, stream.record_event())
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        """The smallest free one that is large enough; else a new one replaces the largest, so that no more are held
+        than a step needs."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        large = [at for at, held in enumerate(self._free) if held.numel() >= num_bytes]
+        if large:
+            return self._free.pop(min(large, key=lambda at: self._free[at].numel()))
+        if self._free:
+            self._free.pop(max(range(len(self._free)), key=lambda at: self._free[at].numel()))
+        return _pinned(num_bytes, is_pinned=tensor.is_cuda)
+
+
+def _pinned(num_bytes: int, *, is_pinned: bool) -> Tensor:
+    """Exactly this many bytes; torch's own pinned memory comes in powers of two."""
+    held = torch.empty(num_bytes, dtype=torch.uint8)
+    if is_pinned:
+        code = torch.cuda.cudart().cudaHostRegister(held.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
+        if int(code) != 0:
+            problem = f"{num_bytes:,} bytes of host memory could not be pinned (CUDA error {int(code)})"
+            raise torch.OutOfMemoryError(problem)
+        weakref.finalize(held, torch.cuda.cudart().cudaHostUnregister, held.data_ptr())  # type: ignore[no-untyped-call]
+    return held
+
 
 _ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -33,40 +151,45 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around a layer's forward, and around its recomputation."""
 
 
-def pull(
+def apply_levers(
     model: nn.Module,
     levers: Levers,
-    store: Store | None = None,
-    kernels: Kernels | None = None,
+    store: ActivationStore | None = None,
+    kernels: FusedKernels | None = None,
     dense: Callable[[nn.Module], Tensor] = dense_weight,
 ) -> None:
-    """On a model that is to be trained; again with other levers where those were not enough. `kernels` is what fused levers have on this device."""
-    if (own := own_of(model)) is not None:
-        pull_own(own, levers)
+    """To a model that is to be trained; may be called again with other levers. `kernels`: the fused ones of this
+    device."""
+    family = family_of(model)
+    layers: list[Any] = family.layers()
+    if levers.recompute > len(layers):
+        has = f"{family.name} has {len(layers)} layers that can be recomputed"
+        raise ModelError(f"levers.recompute is {levers.recompute}, but {has}", "lower it, or set it to `all`")
+    if refused := family.refused_levers(levers):
+        problem = f"{', '.join(refused)} cannot be applied to {family.name}"
+        raise SpecError(problem, "leave them at auto; micro_batch and recompute apply to every model")
+    if not isinstance(family, TransformersFamily):
+        release(model)
+        for layer in layers[: levers.recompute]:
+            layer.forward = LeverForward(_recomputed, layer.forward)
         _keep_inputs(model, levers)
         return
-    layers = _counted(model)
-    if levers.recompute > len(layers):
-        raise ModelError(
-            f"levers.recompute is {levers.recompute}, but {type(model).__name__} has {len(layers)} layers that can be computed again",
-            "lower it, or say `all`",
-        )
     recompute = _recomputation(levers, store or PinnedMemory())
-    looking = _recomputed_beside(model, levers)
+    others = _recomputed_others(model, levers)
     release(model)
     for layer in layers:
         layer._compiled_call_impl = None
         if levers.compile:
             layer.compile()
     if levers.kernels == "fused":
-        fuse(model, kernels, dense, [*layers[: levers.recompute], *looking])
+        fuse(model, kernels, dense, [*layers[: levers.recompute], *others])
     for at, layer in enumerate(layers):
         layer.gradient_checkpointing = at < levers.recompute
         layer._gradient_checkpointing_func = recompute
         if levers.mlp_tiles > 1:
             _tile(layer, levers.mlp_tiles)
-    for layer in layers_beside(model):
-        layer.gradient_checkpointing = any(layer is other for other in looking)
+    for layer in other_layers(model):
+        layer.gradient_checkpointing = any(layer is other for other in others)
         layer._gradient_checkpointing_func = _recomputation(replace(levers, offload=False), PinnedMemory())
     _keep_inputs(model, levers)
 
@@ -78,37 +201,36 @@ def _keep_inputs(model: nn.Module, levers: Levers) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Those that levers count; of a model that sees, its language tower's; of a model of the user's own, those that it names."""
-    own = own_of(model)
-    return [*_counted(model)] if own is None else own.layers
+    """Those that levers count: in a vision-language model its language tower's, in a custom model those that it
+    names."""
+    return family_of(model).layers()
 
 
-def _counted(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    return [layer for layer, is_counted in _layers(model) if is_counted]
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
 
 
-def layers_beside(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Of the other towers of a model that sees."""
-    return [layer for layer, is_counted in _layers(model) if not is_counted]
+def other_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Those of the other towers of a vision-language model."""
+    vision_forward = vision_forward_in(model)
+    return [
+        module
+        for name, module in without_adapter(model).named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        and vision_forward is not None
+        and tower_of(vision_forward, name) != "language"
+    ]
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, bool]]:
-    sight = sight_in(model)
-    for name, module in bare(model).named_modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            yield module, sight is None or tower_of(sight, name) == "language"
+def _recomputed_others(model: nn.Module, levers: Levers) -> list[GradientCheckpointingLayer]:
+    """All of them where any layer is recomputed, from the first with a trained tensor: those before it keep nothing
+    anyway."""
+    others = other_layers(model) if levers.recompute else []
+    trained = (at for at, layer in enumerate(others) if any(p.requires_grad for p in layer.parameters()))
+    return others[next(trained, len(others)) :]
 
 
-def _recomputed_beside(model: nn.Module, levers: Levers) -> list[GradientCheckpointingLayer]:
-    """All of them where any layer is recomputed at all, from the first that something is trained in: those before it keep nothing anyway."""
-    beside = layers_beside(model) if levers.recompute else []
-    first = next(
-        (at for at, layer in enumerate(beside) if any(p.requires_grad for p in layer.parameters())), len(beside)
-    )
-    return beside[first:]
-
-
-def _recomputation(levers: Levers, store: Store) -> Callable[..., Any]:
+def _recomputation(levers: Levers, store: ActivationStore) -> Callable[..., Any]:
     contexts = partial(create_selective_checkpoint_contexts, _ATTENTION) if levers.keep_attention else _no_contexts
     if levers.offload:
         return partial(_offloaded, contexts, store)
@@ -119,8 +241,10 @@ def _no_contexts() -> Contexts:
     return nullcontext(), nullcontext()
 
 
-def _offloaded(contexts: Callable[[], Contexts], store: Store, layer: Layer, hidden: Tensor, *rest: Any) -> Any:
-    """The first call takes the input itself, the call in backward takes what was stored."""
+def _offloaded(
+    contexts: Callable[[], Contexts], store: ActivationStore, layer: Layer, hidden: Tensor, *rest: Any
+) -> Any:
+    """The first call takes the input itself, the call in backward takes the stored one."""
     given, requires_grad = [hidden], hidden.requires_grad
     fetch = store.put(hidden.detach())
 
@@ -131,24 +255,24 @@ def _offloaded(contexts: Callable[[], Contexts], store: Store, layer: Layer, hid
     def run(_: Tensor, *others: Any) -> Any:
         return layer(given.pop(), *others)
 
-    here = hidden.new_empty(0)  # torch keeps the random numbers of the devices that it sees among the arguments
+    here = hidden.new_empty(0)  # torch saves the random state of the devices among the arguments
     del hidden
     return checkpoint(run, here, *rest, use_reentrant=False, context_fn=refilled)
 
 
 @contextmanager
 def _refilled(given: list[Tensor], fetch: Callable[[], Tensor], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Fetched before `inner` begins, which takes every operation for one of the layer's."""
+    """Fetched before `inner` begins, which would take the copy for an operation of the layer."""
     given.append(fetch())
     with inner:
         yield
 
 
 def _tile(layer: nn.Module, tiles: int) -> None:
-    """Of an MLP that works token by token; one that routes tokens to experts is left whole."""
+    """An MLP that works token by token; one that routes tokens to experts is left whole."""
     mlp = getattr(layer, "mlp", None)
     if isinstance(mlp, nn.Module) and not hasattr(mlp, "experts"):
-        mlp.forward = Lever(_tiled, mlp.forward, tiles)
+        mlp.forward = LeverForward(_tiled, mlp.forward, tiles)
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, hidden_BTH: Tensor) -> Tensor:

@@ -1,91 +1,85 @@
-"""Liger's Triton kernels for a card, and one of our own for the loss, whose counterpart there waits for the device."""
+"""Liger's Triton kernels for a card, and our own for the loss, since Liger's waits for the device.
 
-import importlib.util
-from typing import Any
+Both packages are optional (finefit[gpu]), so only `step.fused.kernels_here` imports this module.
+"""
 
 import torch
-from torch import Tensor, nn
+import triton
+import triton.language as tl
+from liger_kernel.ops import rms_norm, rope, swiglu
+from liger_kernel.ops.utils import calculate_settings
+from torch import Tensor
 
-from finefit.errors import SpecError
-from finefit.step.fused import Kernels
+_BLOCK = 32768
+_WARPS = 32
 
 
-def kernels_here(device: str) -> Kernels | None:
-    """None where there is no card."""
-    if device != "cuda":
-        return None
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise SpecError(
-            "levers.kernels fused needs liger-kernel on a card, which is not installed",
-            "pip install 'finefit[gpu]', or set it to torch",
+@triton.jit  # type: ignore[untyped-decorator]
+def _kernel(logits, targets, losses, stride, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    largest = float("-inf")
+    total = 0.0
+    for start in range(0, num_columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(largest, tl.max(values))
+        total = total * tl.exp(largest - above) + tl.sum(tl.exp(values - above))
+        largest = above
+    scale = largest + tl.log(total)
+    tl.store(losses + row, scale - tl.load(logits + target).to(tl.float32))
+    tl.debug_barrier()
+    for start in range(0, num_columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
+        gradient = tl.exp(values - scale) - tl.where(at == target, 1.0, 0.0)
+        tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < num_columns)
+
+
+def cross_entropy_(logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor) -> None:
+    """Cross entropy of every row and its gradient, in place: two passes over the logits, and nothing is read on the
+    host. Fills the losses; each logit becomes the derivative of its row's loss."""
+    num_rows, num_columns = logits_NV.shape
+    block = min(_BLOCK, triton.next_power_of_2(num_columns))
+    with torch.cuda.device(logits_NV.device):
+        _kernel[(num_rows,)](
+            logits_NV, targets_N, losses_N, logits_NV.stride(0), num_columns, BLOCK=block, num_warps=_WARPS
         )
-    return Liger()
 
 
-def dense_weight(layer: nn.Module) -> Tensor:
-    """As a matrix, whatever it is kept in."""
-    weight: Any = layer.weight
-    if getattr(weight, "quant_state", None) is not None:
-        from bitsandbytes.functional import dequantize_4bit  # an extra: finefit[gpu]
-
-        weight = dequantize_4bit(weight.data, weight.quant_state)
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-class Liger:
-    def __init__(self) -> None:
-        from liger_kernel.ops import rms_norm, rope, swiglu  # an extra: finefit[gpu]
-
-        from finefit.step.loss_kernel import cross_entropy_
-
-        self._norm, self._rope, self._swiglu, self._cross_entropy = rms_norm, rope, swiglu, cross_entropy_
-
+class LigerKernels:
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:
         mode, offset = ("gemma", 1.0) if is_gemma else ("llama", 0.0)
-        out, _, rstd, *_ = self._norm.rms_norm_forward(x.contiguous(), weight, eps, offset, mode, None)
+        out, _, rstd, *_ = rms_norm.rms_norm_forward(x.contiguous(), weight, eps, offset, mode, None)
         return out, rstd
 
     def norm_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool
     ) -> tuple[Tensor, Tensor | None]:
-        from liger_kernel.ops.utils import calculate_settings
-
-        width = x.shape[-1]
-        block, warps = calculate_settings(width)
-        mode, offset = self._norm._str_to_casting_mode["gemma" if is_gemma else "llama"], 1.0 if is_gemma else 0.0
-        found = self._norm.rms_norm_backward(
-            gradient,
-            x.contiguous().view(-1, width),
-            weight,
-            rstd,
-            offset,
-            mode,
-            block,
-            warps,
-            False,
-            None,
-            needs_dw=weight.requires_grad,
-        )
+        flat, needs = x.contiguous().view(-1, x.shape[-1]), weight.requires_grad
+        mode, offset = rms_norm._str_to_casting_mode["gemma" if is_gemma else "llama"], 1.0 if is_gemma else 0.0
+        settings = (offset, mode, *calculate_settings(x.shape[-1]), False, None)
+        found = rms_norm.rms_norm_backward(gradient, flat, weight, rstd, *settings, needs_dw=needs)
         return found[0], found[1]
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = self._swiglu.swiglu_forward(gate.contiguous(), up.contiguous())[2]
+        out: Tensor = swiglu.swiglu_forward(gate.contiguous(), up.contiguous())[2]
         return out
 
     def gate_backward(self, gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._swiglu.swiglu_backward(gate, up, gradient)
+        found = swiglu.swiglu_backward(gate, up, gradient)
         return found[0], found[1]
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._rope.rope_forward(query, key, cos, sin)
+        found = rope.rope_forward(query, key, cos, sin)
         return found[0], found[1]
 
     def rotate_backward(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        found = self._rope.rope_backward(query, key, cos, sin)
+        found = rope.rope_backward(query, key, cos, sin)
         return found[0], found[1]
 
     def cross_entropy(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         losses_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
-        self._cross_entropy(logits_NV, targets_N, losses_N)
+        cross_entropy_(logits_NV, targets_N, losses_N)
         return losses_N

@@ -1,17 +1,23 @@
-"""The one function that performs an optimizer step. Training calls it with real tensors, a rehearsal with fake ones, so it never reads a
-tensor on the host: counts come with the batch, and whether the update is applied comes from the injected `decide`."""
+"""The one function that performs an optimizer step, and what it depends on: the update inside backward, the learning
+rate, the loss scale of fp16.
 
-from collections.abc import Callable, Sequence
+Training calls it with real tensors, a rehearsal with fake ones, so it never reads a tensor on the host: counts come
+with the batch, and the injected `decide` says whether the update is applied.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from finefit.errors import FinefitError
+from finefit.artifacts.stage_records import LossScale
+from finefit.errors import FinefitError, SpecError
 from finefit.objective.batch import Batch, Forward, Objective
-from finefit.step.engine import ALONE, Engine
-from finefit.step.inside import updated_inside
+from finefit.step.engine import SINGLE_PROCESS, Engine
 
 Decide = Callable[[Tensor], bool]
 """Given whether loss and gradient are finite, says whether the update is applied."""
@@ -37,16 +43,18 @@ def optimizer_step(
     clip: float | None,
     decide: Decide,
     count: int | None = None,
-    engine: Engine = ALONE,
+    engine: Engine = SINGLE_PROCESS,
     loss_scale: float = 1.0,
     idle: Sequence[Batch] = (),
     update: Literal["after", "inside"] = "after",
 ) -> StepOutcome:
-    """loss = sum over what the objective counts / their number in the *global* batch, so any cut into micro-batches gives the same gradient.
+    """loss = sum over what the objective counts / their number in the *global* batch, so any split into micro-batches
+    gives the same gradient.
 
-    `count`: that number over all ranks; None where these batches are all. `loss_scale`: for fp16, taken out again before anything is read.
-    `idle`: run after the others with weight zero, so that every rank of a step runs as many micro-batches as the one with most.
-    `update`: of all tensors after backward, or of each inside it, where nothing is clipped or accumulated."""
+    `count`: that number over all ranks; None where these batches are all. `loss_scale`: for fp16, divided out again
+    before anything is read. `idle`: run after the others with weight zero, so that every rank runs as many
+    micro-batches as the one with most. `update`: of all tensors after backward, or of each inside it, where nothing is
+    clipped or accumulated."""
     whole = sum(objective.count(batch) for batch in batches) if count is None else count
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if update == "inside":
@@ -83,19 +91,17 @@ def _updated_inside(
     *,
     whole: int,
 ) -> StepOutcome:
-    """What is not finite has left its tensor alone; `decide` is told, and can only say so."""
+    """A gradient that is not finite leaves its tensor alone; `decide` only reports it."""
     if len(batches) != 1:
         raise FinefitError(f"an update inside backward needs the step in one micro-batch, not in {len(batches)}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with updated_inside(optimizer, parameters) as norms:
         parts = _accumulate(batches, (), forward, objective, engine, whole=whole, loss_scale=1.0)
     loss = parts.pop(_LOSS)
-    grad_norm = (
-        torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)
-    )  # rows that show nothing, of towers that look
-    return StepOutcome(
-        loss=loss, grad_norm=grad_norm, applied=decide(torch.isfinite(loss) & torch.isfinite(grad_norm)), measures=parts
-    )
+    # no norm at all where only vision towers are trained and no row has an image
+    grad_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)
+    applied = decide(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    return StepOutcome(loss=loss, grad_norm=grad_norm, applied=applied, measures=parts)
 
 
 def _accumulate(
@@ -111,10 +117,87 @@ def _accumulate(
     """This rank's part of the means, by name."""
     parts: dict[str, Tensor] = {}
     for at, batch in enumerate((*batches, *idle)):
-        found = objective(forward, batch)
-        part = found.total / whole if at < len(batches) else found.total * 0.0
+        found, is_idle = objective(forward, batch), at >= len(batches)
+        part = found.total * 0.0 if is_idle else found.total / whole
         engine.backward(part if loss_scale == 1.0 else part * loss_scale, is_last=at == len(batches) + len(idle) - 1)
-        measures = {name: value / whole if at < len(batches) else value * 0.0 for name, value in found.measures.items()}
+        measures = {name: value * 0.0 if is_idle else value / whole for name, value in found.measures.items()}
         for name, value in {_LOSS: part.detach(), **measures}.items():
             parts[name] = parts[name] + value if name in parts else value
     return parts
+
+
+@contextmanager
+def updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Each tensor is updated as soon as its gradient is complete, and the gradient is freed before the next one is
+    computed. Yields the list of the gradients' norms, one for each tensor.
+
+    A gradient that is not finite leaves its own tensor alone without being read on the host; other tensors may have
+    been updated by then."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        problem = "levers.update: inside needs optimizer.kind adamw, whose kernel skips gradients that are not finite"
+        raise SpecError(problem, "--set levers.update=after")
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    norms: list[Tensor] = []
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        norms.append(norm)
+        optimizer.found_inf = torch.isfinite(norm).logical_not().to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.step()
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield norms
+    finally:
+        for hook in hooks:
+            hook.remove()
+        optimizer.found_inf = None  # type: ignore[attr-defined]
+
+
+def learning_rate(
+    step: int, *, peak: float, kind: Literal["cosine", "linear", "constant"], total_steps: int, warmup_steps: int
+) -> float:
+    """Of optimizer step `step`, counted from 0: a pure function, so nothing needs saving. Warm-up rises to the peak;
+    cosine and linear fall towards 0 after the last step."""
+    if step < warmup_steps:
+        return peak * ((step + 1) / warmup_steps)
+    done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    match kind:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1 - done)
+        case "cosine":
+            return peak * (1 + math.cos(math.pi * done)) / 2
+
+
+# Loss scaling lifts small gradients out of what fp16 rounds to zero. A step whose gradients overflow is repeated at
+# half the scale; after many good steps the scale is doubled.
+
+_START = 2.0**16
+_LARGEST = 2.0**24
+"""Far above what any gradient allows; without it the scale would grow forever where gradients are exactly zero."""
+_GOOD_STEPS = 2000
+
+
+def initial_loss_scale(precision: str) -> LossScale | None:
+    """None for bf16 and fp32, which have the same smallest exponent."""
+    return LossScale(scale=_START, good_steps=0) if precision == "fp16" else None
+
+
+def scale_after_good_step(scale: LossScale) -> LossScale:
+    if scale.good_steps + 1 < _GOOD_STEPS:
+        return LossScale(scale=scale.scale, good_steps=scale.good_steps + 1)
+    return LossScale(scale=min(2 * scale.scale, _LARGEST), good_steps=0)
+
+
+def scale_after_overflow(scale: LossScale) -> LossScale:
+    return LossScale(scale=max(1.0, scale.scale / 2), good_steps=0)
+
+
+def can_lower_scale(scale: LossScale) -> bool:
+    """Whether the scale may have caused an overflow; at 1 the model did."""
+    return scale.scale > 1

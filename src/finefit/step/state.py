@@ -1,27 +1,31 @@
-"""The optimizer and the random numbers, gathered into named tensors and put back bit for bit."""
+"""The optimizer's state and the random numbers as named tensors, restored bit for bit; and the proof that frozen
+weights did not change."""
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from finefit.errors import RunError, SpecError
+from finefit.errors import FinefitError, RunError, SpecError
 from finefit.spec.schema import AdamW
-from finefit.step.engine import ALONE, Layout, whole_shape
+from finefit.step.engine import SINGLE_PROCESS, Layout, full_shape
 
 OPTIMIZER = "finefit_optimizer.safetensors"
 RNG = "finefit_rng.safetensors"
 _SHARED = ("qmap1", "qmap2")
-"""Tables of 8-bit AdamW that all parameters have in common; a file holds each tensor by itself."""
+"""Tables of 8-bit AdamW that all parameters share; a file stores each tensor separately."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 
 def make_optimizer(model: nn.Module, spec: AdamW, *, device: str = "cpu") -> torch.optim.Optimizer:
-    """Weight decay acts on matrices; biases and norms are left alone. On a card the update is one kernel without temporaries."""
+    """Weight decay applies to matrices, not to biases and norms. On a card the update is one kernel without
+    temporaries."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -29,12 +33,9 @@ def make_optimizer(model: nn.Module, spec: AdamW, *, device: str = "cpu") -> tor
     ]
     filled = [g for g in groups if g["params"]]
     if spec.kind == "adamw":
-        return torch.optim.AdamW(filled, lr=spec.lr, betas=spec.betas, eps=spec.eps, **_kernel(device))
+        kernel = {"fused": True} if device == "cuda" else {"foreach": True}
+        return torch.optim.AdamW(filled, lr=spec.lr, betas=spec.betas, eps=spec.eps, **kernel)
     return _of_bitsandbytes(filled, spec, device)
-
-
-def _kernel(device: str) -> dict[str, bool]:
-    return {"fused": True} if device == "cuda" else {"foreach": True}
 
 
 _BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
@@ -46,18 +47,18 @@ def _of_bitsandbytes(groups: list[dict[str, Any]], spec: AdamW, device: str) -> 
     try:
         import bitsandbytes  # an extra: finefit[gpu]
     except ImportError:
-        raise SpecError(
-            f"optimizer.kind {spec.kind} needs bitsandbytes, which is not installed", "pip install 'finefit[gpu]'"
-        ) from None
+        problem = f"optimizer.kind {spec.kind} needs bitsandbytes, which is not installed"
+        raise SpecError(problem, "pip install 'finefit[gpu]'") from None
     kind = getattr(bitsandbytes.optim, _BITSANDBYTES[spec.kind])
     optimizer: torch.optim.Optimizer = kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
     return optimizer
 
 
 def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = ALONE, *, keeps: bool = True
+    model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = SINGLE_PROCESS, *, keeps: bool = True
 ) -> dict[str, Tensor]:
-    """`<parameter>/<slot>` -> whole tensor, in the parameters' own order. All ranks ask; who `keeps` them gets them."""
+    """`<parameter>/<slot>` -> whole tensor, in the order of the parameters. All ranks gather; only those with `keeps`
+    keep them."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
         for slot, value in layout.slots(optimizer, parameter).items():
@@ -78,19 +79,22 @@ def save_state(
     gathered: dict[str, Tensor] | None = None,
     random_of_ranks: Sequence[dict[str, Tensor]] | None = None,
 ) -> None:
-    """`gathered` and `random_of_ranks`: the optimizer's tensors and the random numbers of every rank, where there are several."""
+    """`gathered` and `random_of_ranks`: the optimizer's tensors and the random numbers of several ranks."""
     tensors = optimizer_tensors(model, optimizer) if gathered is None else gathered
     shared = {name for name in tensors if name.rsplit("/", 1)[1] in _SHARED}
-    save_file(
-        {name: t.clone() if name in shared else t.contiguous() for name, t in tensors.items()}, folder / OPTIMIZER
-    )
-    save_file(random_state() if random_of_ranks is None else _by_rank(random_of_ranks), folder / RNG)
+    apart = {name: t.clone() if name in shared else t.contiguous() for name, t in tensors.items()}
+    save_file(apart, folder / OPTIMIZER)
+    if random_of_ranks is None:
+        numbers = random_state()
+    else:
+        numbers = {f"rank{at}/{kind}": t for at, one in enumerate(random_of_ranks) for kind, t in one.items()}
+    save_file(numbers, folder / RNG)
 
 
 def restore_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = ALONE, *, rank: int = 0
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = SINGLE_PROCESS, *, rank: int = 0
 ) -> None:
-    """Written by any number of ranks under any layout. A rank that was not there then goes on with the random numbers that it has."""
+    """Written by any number of ranks under any layout. A rank that did not exist then keeps its random numbers."""
     slots_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in load_file(folder / OPTIMIZER).items():
         name, slot = key.rsplit("/", 1)
@@ -106,22 +110,16 @@ def restore_state(
         restore_random(own)
 
 
-def _by_rank(random_of_ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        f"rank{rank}/{kind}": tensor for rank, tensors in enumerate(random_of_ranks) for kind, tensor in tensors.items()
-    }
-
-
 def _of_rank(stored: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """What a process wrote that was alone is the first rank's."""
+    """What a single process wrote belongs to the first rank."""
     prefix = f"rank{rank}/"
     own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
     return own or ({name: tensor for name, tensor in stored.items() if "/" not in name} if rank == 0 else {})
 
 
 def _in_place(slot: str, tensor: Tensor, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor | int:
-    """The moments live beside their parameter, or where they can be paged out; the count of steps lives on the host, unless the update is one kernel
-    on the device."""
+    """Moments are on the parameter's device, or where they can be paged out; the count of steps is on the host, unless
+    the update is one kernel on the device."""
     if slot in _MOMENTS and getattr(optimizer, "is_paged", False):
         buffer: Tensor = optimizer.get_state_buffer(parameter, dtype=tensor.dtype)  # type: ignore[attr-defined]
         return buffer.copy_(tensor)
@@ -134,14 +132,14 @@ def _in_place(slot: str, tensor: Tensor, parameter: nn.Parameter, optimizer: tor
 
 def _check_slots(slots_of: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter], folder: Path) -> None:
     if unknown := sorted(slots_of.keys() - parameters.keys()):
-        raise RunError(
-            f"{folder.name} holds optimizer state of tensors that are not trained here: {', '.join(unknown[:3])}"
-        )
-    if odd := sorted(
-        n
-        for n, slots in slots_of.items()
-        if any(t.shape != whole_shape(parameters[n]) for slot, t in slots.items() if slot in _MOMENTS)
-    ):
+        names = ", ".join(unknown[:3])
+        raise RunError(f"{folder.name} holds optimizer state of tensors that are not trained here: {names}")
+
+    def differs(name: str) -> bool:
+        shape = full_shape(parameters[name])
+        return any(t.shape != shape for slot, t in slots_of[name].items() if slot in _MOMENTS)
+
+    if odd := sorted(filter(differs, slots_of)):
         raise RunError(f"{folder.name} holds optimizer state of another shape for {', '.join(odd[:3])}")
 
 
@@ -159,5 +157,86 @@ def restore_random(tensors: dict[str, Tensor]) -> None:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """What AdamW's two moments take, before the first step as after it."""
-    return sum(2 * whole_shape(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    """Of AdamW's two moments, whether they exist yet or not."""
+    return sum(2 * full_shape(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+# Frozen weights are proved unchanged by an exact checksum of every frozen tensor's bytes, computed on its device. Eight
+# bytes at a time are mixed with their position and summed in 64-bit integers, which wrap and do not round: the order of
+# the sum does not matter, and any single word that changes, or two that change places, change the sum.
+
+_WORD = 8
+_PIECE_BYTES = 8 << 20
+"""Summed at once; temporaries take a few times that."""
+_ODD, _FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+_SHIFT = 29
+_WITHOUT_SIGN = (1 << (64 - _SHIFT)) - 1
+"""Of a word shifted right: torch fills with the sign, which would make a word and its complement equal."""
+
+FrozenSums = dict[str, str]
+"""Kind, shape and checksum of frozen tensors by name."""
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """Of all frozen tensors with their names; equal digests are equal bytes."""
+    return digest_of(frozen_checksums(model))
+
+
+def digest_of(sums: FrozenSums) -> str:
+    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
+
+
+def frozen_checksums(model: nn.Module) -> FrozenSums:
+    """One word is read from the device for each tensor, all at once."""
+    tensors = dict(_frozen(model))
+    if not tensors:
+        return {}
+    device = next(iter(tensors.values())).device  # metadata of quantised weights is on the host
+    words = torch.stack([_checksum(tensor).to(device) for tensor in tensors.values()]).tolist()
+    found = zip(tensors.items(), words, strict=True)
+    return {name: f"{tensor.dtype} {tuple(tensor.shape)} {word}" for (name, tensor), word in found}
+
+
+def require_frozen_unchanged(before: FrozenSums, model: nn.Module) -> bool | None:
+    """None where nothing is frozen. A frozen tensor that changed is a bug of finefit or of a library."""
+    after = frozen_checksums(model)
+    if moved := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+        names = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
+        raise FinefitError(f"{len(moved)} of {len(before)} frozen tensors changed during training: {names}")
+    return True if before else None
+
+
+def _frozen(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """With the scales of quantised weights. A tensor with two names comes once, of a sharded one this rank's shard."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, local_part(tensor).detach()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, as FSDP2 and ZeRO-3 divide; the tensor itself where it is whole."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
+    return part
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.reshape(-1).view(torch.uint8)
+    for at, piece in enumerate(torch.split(flat, _PIECE_BYTES)):
+        total += _mixed(_words(piece), first=at * (_PIECE_BYTES // _WORD)).sum()
+    return total
+
+
+def _words(piece: Tensor) -> Tensor:
+    """Padded with zeros; a copy, since a tensor need not be aligned to words."""
+    whole = torch.zeros(-(-piece.numel() // _WORD) * _WORD, dtype=torch.uint8, device=piece.device)
+    whole[: piece.numel()] = piece
+    return whole.view(torch.int64)
+
+
+def _mixed(words: Tensor, *, first: int) -> Tensor:
+    places = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64, device=words.device)
+    mixed = words.bitwise_xor_(places.mul_(_ODD)).mul_(_FACTOR)
+    return mixed.bitwise_xor_((mixed >> _SHIFT).bitwise_and_(_WITHOUT_SIGN)).mul_(_FACTOR)

@@ -1,52 +1,104 @@
-"""The loss on held-out rows and what belongs to it: perplexity, or how often and by how much the preferred answer wins. Nothing is generated."""
+"""What is measured on held-out rows: the validation loss with perplexity or rewards, and at the end where a mixture
+routes tokens. Nothing is generated."""
 
+import logging
 import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.records import write_record
+from finefit.artifacts.rundir import StageDir
 from finefit.data.collate import grouped, lengths_of
+from finefit.data.examples import Example, TrainRow
 from finefit.data.order import part_of_rank
-from finefit.objective.batch import LossSum
-from finefit.spec.schema import Sft
-from finefit.step.objective import still
-from finefit.train.batches import call_for, made, on_device
-from finefit.train.live import Live
+from finefit.moe.centroids import num_shared
+from finefit.moe.routing import measure_routing, routing_map
+from finefit.spec.schema import Router, Sft
+from finefit.step.engine_choice import divides_weights
+from finefit.step.forward import autocast_for, eval_without_grad
+from finefit.train.batches import batch_call, on_device, prefetched
+from finefit.train.context import TrainContext
 
 LOSS = "validation_loss"
 
 
-def validate(live: Live, micro_batch: int) -> dict[str, float]:
-    """Means over all validation rows and ranks, without dropout. Rows are cut by length and never packed; the sums are the same for any cut."""
-    names, sums = _sums(live, micro_batch)
-    total, count, *measures = live.engine.sum(sums).tolist()
+def validate(ctx: TrainContext, micro_batch: int) -> dict[str, float]:
+    """Means over all validation rows and ranks, without dropout. Rows are grouped by length and never packed; the sums
+    do not depend on the micro-batch."""
+    names, sums = _sums(ctx, micro_batch)
+    total, count, *measures = ctx.engine.sum(sums).tolist()
     means = {LOSS: total / count} | {name: value / count for name, value in zip(names, measures, strict=True)}
-    return means | (_perplexity(means[LOSS]) if isinstance(live.stage.objective, Sft) and live.compose is None else {})
+    if isinstance(ctx.stage.objective, Sft) and ctx.compose is None:
+        with suppress(OverflowError):  # a loss so large has no perplexity
+            means["perplexity"] = math.exp(means[LOSS])
+    return means
 
 
-def _sums(live: Live, micro_batch: int) -> tuple[list[str], Tensor]:
+def _sums(ctx: TrainContext, micro_batch: int) -> tuple[list[str], Tensor]:
     """Loss, count and measures of this rank's part, in fp64, and the names of the measures."""
-    groups = grouped(lengths_of(live.validation), micro_batch)
+    groups = grouped(lengths_of(ctx.validation), micro_batch)
     parts: list[Tensor] = []
     names: list[str] = []
-    with still(live.model):
-        own = list(part_of_rank(groups, rank=live.ranks.rank, num_ranks=live.ranks.size))
-        batches = made(live.workers, (call_for(live, live.validation, rows, "validation") for rows, _ in own))
+    with eval_without_grad(ctx.model):
+        own = list(part_of_rank(groups, rank=ctx.ranks.rank, num_ranks=ctx.ranks.size))
+        batches = prefetched(ctx.workers, (batch_call(ctx, ctx.validation, rows, "validation") for rows, _ in own))
         for batch, (_, counts) in zip(batches, own, strict=True):
-            found = live.objective(live.forward, on_device(batch, live.stage.device))
+            found = ctx.objective(ctx.forward, on_device(batch, ctx.stage.device))
             names = list(found.measures)
-            parts.append(_values(found) * counts)
+            count = torch.full_like(found.total, found.count, dtype=torch.float64)
+            values = [found.total.double(), count, *(value.double() for value in found.measures.values())]
+            parts.append(torch.stack(values) * counts)
     return names, torch.stack(parts).sum(dim=0)
 
 
-def _values(found: LossSum) -> Tensor:
-    count = torch.full_like(found.total, found.count, dtype=torch.float64)
-    return torch.stack([found.total.double(), count, *(value.double() for value in found.measures.values())])
+log = logging.getLogger("finefit")
+_ROWS = 32
+"""Measured of each source."""
 
 
-def _perplexity(loss: float) -> dict[str, float]:
-    """None where the loss is so large that it has no number."""
+def record_routing(ctx: TrainContext, where: StageDir, step: int) -> None:
+    """Where the tokens of each data set go once routers are trained: writes routing.json and routing.svg into the
+    stage's folder. Training is over and saved by then, so a failure here is only logged."""
+    if not isinstance(ctx.stage.objective, Router) or not ctx.ranks.is_first:
+        return
+    if ctx.ranks.size > 1 and divides_weights(ctx.stage.engine):
+        log.info("routing is not measured: the model is divided over %s ranks", ctx.ranks.size)
+        return
     try:
-        return {"perplexity": math.exp(loss)}
-    except OverflowError:
-        return {}
+        _note(ctx, where, step)
+    except Exception:  # a failed measurement must not fail the training
+        log.exception("routing is not measured; the training and its last checkpoint are intact")
+
+
+def _note(ctx: TrainContext, where: StageDir, step: int) -> None:
+    """On held-out rows, or without any on training rows. The tokens that every row starts with are skipped: words of
+    a template belong to no data set."""
+    held = bool(ctx.validation)
+    rows = _by_source(where, ctx.validation, "validation") if held else _by_source(where, ctx.examples, "train")
+    with autocast_for(ctx.stage.device, ctx.stage.precision):
+        found = measure_routing(
+            ctx.model, rows, skipped=num_shared([row for several in rows.values() for row in several])
+        )
+    write_record(where.routing, found)
+    where.routing_map.write_text(routing_map(found), encoding="utf-8")
+    first = {
+        name: [round(sum(column) / len(source.first), 4) for column in zip(*source.first, strict=True)]
+        for name, source in found.sources.items()
+    }
+    ctx.metrics.write(event="routed", step=step, held_out=held, first=first, experts=found.experts)
+
+
+def _by_source(where: StageDir, examples: Sequence[TrainRow], split: str) -> Mapping[str, list[tuple[int, ...]]]:
+    """The first rows of each, in the order of the ledger; rows that are repeated come as often."""
+    entries = [entry for entry in read_lines(where.ledger) if "read" in entry and entry["split"] == split]
+    ends = list(accumulate(int(entry["examples"]) + int(entry["repeated"]) for entry in entries))
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for entry, begin, end in zip(entries, [0, *ends], ends, strict=False):
+        rows = (examples[at] for at in range(begin, min(end, begin + _ROWS)))
+        found.setdefault(entry["source"], []).extend(row.tokens for row in rows if isinstance(row, Example))
+    return found

@@ -1,4 +1,5 @@
-"""`python -m finefit.train.worker STAGE_DIR`: trains one stage, from its newest verified checkpoint if there is one, and leaves a result."""
+"""`python -m finefit.train.worker STAGE_DIR`: trains one stage, from its newest verified checkpoint if there is one,
+and leaves a result."""
 
 import logging
 import os
@@ -16,70 +17,74 @@ import torch
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 
-from finefit.artifacts.checkpoint import list_checkpoints, step_of, sweep
-from finefit.artifacts.journal import Journal, read_steps
-from finefit.artifacts.launcher import Place, find_place, recorded_variables
+from finefit.artifacts.atomic import Journal, read_steps, sweep
+from finefit.artifacts.checkpoint import list_checkpoints, step_of
+from finefit.artifacts.processes import RankEnv, rank_env_of, recorded_variables
 from finefit.artifacts.records import Failure, Levers, read_record, write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.trainings import Stage, StageResult, TrainState
+from finefit.artifacts.stage_records import Stage, StageResult, TrainState
+from finefit.custom.inputs import CustomCollate
+from finefit.custom.model import load_custom
+from finefit.data.batch_workers import BatchWorkers, num_workers
 from finefit.data.collate import Collator
-from finefit.data.looking import OwnEye
+from finefit.data.examples import open_examples
+from finefit.data.image_check import ModelProcessor
 from finefit.data.render import open_renderer
-from finefit.data.store import open_examples
-from finefit.data.workers import Workers, num_workers
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
-from finefit.facts.usage import Read, Usage, open_card
+from finefit.facts.nvml import CardUsage, Read, open_card
 from finefit.model.attention import attention_here
-from finefit.model.custom_files import written
-from finefit.model.kept import kept_of
-from finefit.model.load import base_bits, counts, load_base, load_custom, make_trainable, quiet, weight_dtype
-from finefit.model.locate import locate_start
+from finefit.model.frozen_weights import frozen_weights_of
+from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
+from finefit.model.resolve_model import custom_source, resolve_start
 from finefit.objective.batch import Forward
 from finefit.spec.models import CustomModel, Full
-from finefit.step import scaling
-from finefit.step.custom import Compose
-from finefit.step.engines import loads_on, make_engine
-from finefit.step.forward import autocast_for, bind, keeps_casts
-from finefit.step.levers import pull
-from finefit.step.liger import kernels_here
-from finefit.step.objective import keep_start, make_objective
-from finefit.step.proof import frozen_sums, require_unmoved
-from finefit.step.state import make_optimizer
+from finefit.step import optimize
+from finefit.step.engine_choice import loads_on, make_engine
+from finefit.step.forward import autocast_for, bind, keep_reference_copy, keeps_casts, make_objective
+from finefit.step.fused import kernels_here
+from finefit.step.levers import apply_levers
+from finefit.step.state import frozen_checksums, make_optimizer, require_frozen_unchanged
 from finefit.train.audit import Audit
-from finefit.train.corrections import Corrections
-from finefit.train.live import Live, Rig
+from finefit.train.context import LeverChanges, SwitchableForward, TrainContext
+from finefit.train.custom import prove_sum
 from finefit.train.loop import train
-from finefit.train.meeting import PATIENCE, Visitor, introduce, meet, require_alike
-from finefit.train.own import prove_sum
-from finefit.train.ranks import ONE_RANK, Ranks, joined, lost_peers, open_store, peers_lost
-from finefit.train.reference import Start, with_reference
-from finefit.train.routing import note_routing
+from finefit.train.monitors import SpikeDetector, StopRequest, Watchdog
+from finefit.train.ranks import (
+    ONE_RANK,
+    RENDEZVOUS_TIMEOUT,
+    RankInfo,
+    Ranks,
+    describe_rank,
+    joined,
+    lost_peers,
+    open_store,
+    peers_lost,
+    rendezvous,
+    require_alike_ranks,
+)
+from finefit.train.reference import ReferenceInputs, with_reference
 from finefit.train.saver import Saver, agreed_checkpoint
-from finefit.train.spikes import Spikes
-from finefit.train.stopping import StopRequest
-from finefit.train.tracking import Tracking
-from finefit.train.watchdog import Watchdog
+from finefit.train.trackers import Tracking
+from finefit.train.validation import record_routing
 
 log = logging.getLogger("finefit")
 
 
 def run_stage(
-    where: StageDir, stop: StopRequest, place: Place | None = None, store: Store | None = None
+    where: StageDir, stop: StopRequest, place: RankEnv | None = None, store: Store | None = None
 ) -> StageResult:
-    """`place`: of this process among the ranks; `store`: where they leave word for each other, if it is open already."""
+    """`place`: this process among the ranks; `store`: where they exchange messages, if it is open already."""
     stage = read_record(where.stage, Stage)
     _set_up_torch(stage, place)
-    with _company(where, stage, place, store) as (ranks, visitors):
+    with _rank_group(where, stage, place, store) as (ranks, infos):
         where.checkpoints.mkdir(exist_ok=True)
         if ranks.is_first:
             sweep(where.checkpoints)
         with Journal(where.metrics_of(ranks.rank)) as metrics, Journal(where.memory_of(ranks.rank)) as memory:
-            metrics.write(
-                event="environment",
-                variables=recorded_variables(os.environ),
-                threads=torch.get_num_threads(),
-                ranks=_who(visitors),
-            )
+            about = {"variables": recorded_variables(os.environ), "threads": torch.get_num_threads()}
+            keys = ("rank", "host", "pid", "device", "threads", "free_bytes")
+            who = [{key: getattr(info, key) for key in keys} for info in infos]
+            metrics.write(event="environment", **about, ranks=who)
             return _trained(where, stage, stop, ranks, metrics, memory)
 
 
@@ -88,16 +93,16 @@ def _trained(
 ) -> StageResult:
     note_memory = _memory_notes(memory, stage.device)
     note_memory("start", 0)
-    with Workers(num_workers(ranks.size)) as workers:
-        live, state = _make_live(where, stage, stop, ranks, metrics, note_memory, workers)
+    with BatchWorkers(num_workers(ranks.size)) as workers:
+        ctx, state = _make_context(where, stage, stop, ranks, metrics, note_memory, workers)
         note_memory("loaded", state.step)
         began = time.perf_counter()
-        with live.watchdog, live.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
-            state = train(live, state)
-    note_routing(live, where, state.step)
-    unmoved = require_unmoved(live.frozen, live.model)
+        with ctx.watchdog, ctx.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
+            state = train(ctx, state)
+    record_routing(ctx, where, state.step)
+    unmoved = require_frozen_unchanged(ctx.frozen, ctx.model)
     note_memory("end", state.step)
-    size = counts(live.model)
+    size = counts(ctx.model)
     return StageResult(
         step=state.step,
         total_steps=stage.total_steps,
@@ -112,101 +117,73 @@ def _trained(
 
 
 @contextmanager
-def _company(
-    where: StageDir, stage: Stage, place: Place | None, store: Store | None
-) -> Iterator[tuple[Ranks, Sequence[Visitor]]]:
-    """The other ranks, met and found alike."""
+def _rank_group(
+    where: StageDir, stage: Stage, place: RankEnv | None, store: Store | None
+) -> Iterator[tuple[Ranks, Sequence[RankInfo]]]:
+    """The other ranks, after the rendezvous has found them alike."""
     if place is None or place.size == 1:
         yield ONE_RANK, ()
         return
-    store = store or open_store(place, patience=PATIENCE)
-    visitors = meet(introduce(where, stage, place), store, size=place.size)
-    for line in require_alike(visitors, stage):
+    store = store or open_store(place, patience=RENDEZVOUS_TIMEOUT)
+    infos = rendezvous(describe_rank(where, stage, place), store, size=place.size)
+    for line in require_alike_ranks(infos, stage):
         log.warning(line)
     with joined(place, store, device=stage.device) as ranks:
-        yield ranks, visitors
+        yield ranks, infos
 
 
-def _who(visitors: Sequence[Visitor]) -> list[dict[str, object]]:
-    return [
-        {
-            "rank": v.rank,
-            "host": v.host,
-            "pid": v.pid,
-            "device": v.device,
-            "threads": v.threads,
-            "free_bytes": v.free_bytes,
-        }
-        for v in visitors
-    ]
-
-
-def _set_up_torch(stage: Stage, place: Place | None) -> None:
+def _set_up_torch(stage: Stage, place: RankEnv | None) -> None:
     if stage.device == "cuda" and not torch.cuda.is_available():
-        raise RunError(
-            "this stage was planned for a CUDA device and torch sees none here",
-            "`finefit doctor` says why; start again with --new --set device=cpu",
-        )
+        problem = "this stage was planned for a CUDA device and torch sees none here"
+        raise RunError(problem, "`finefit doctor` says why; start again with --new --set device=cpu")
     threads, local_rank = (stage.threads, 0) if place is None else (place.share(stage.threads), place.local_rank)
     torch.set_num_threads(threads)
     if stage.device == "cuda":
-        _take_card(local_rank)
+        if local_rank >= (count := torch.cuda.device_count()):  # of those that CUDA_VISIBLE_DEVICES leaves
+            problem = f"local rank {local_rank} needs a card of its own, and torch sees {count} here"
+            raise RunError(problem, "lower engine.devices, or make more cards visible with CUDA_VISIBLE_DEVICES")
+        torch.cuda.set_device(local_rank)
     if stage.device == "cpu" or stage.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if stage.device == "cpu":
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # read when DeepSpeed is first imported, which transformers may do long before us
+        # read when DeepSpeed is first imported, which transformers may do before us
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.manual_seed(stage.seed)
 
 
-def _take_card(local_rank: int) -> None:
-    """The one of this rank, among those that CUDA_VISIBLE_DEVICES leaves."""
-    if local_rank >= torch.cuda.device_count():
-        raise RunError(
-            f"local rank {local_rank} needs a card of its own, and torch sees {torch.cuda.device_count()} here",
-            "lower engine.devices, or make more cards visible with CUDA_VISIBLE_DEVICES",
-        )
-    torch.cuda.set_device(local_rank)
-
-
-def _make_live(
+def _make_context(
     where: StageDir,
     stage: Stage,
     stop: StopRequest,
     ranks: Ranks,
     metrics: Journal,
     note_memory: Callable[[str, int], None],
-    workers: Workers,
-) -> tuple[Live, TrainState]:
+    workers: BatchWorkers,
+) -> tuple[TrainContext, TrainState]:
     checkpoint = _checkpoint(where, stage, ranks, metrics)  # verified before a weight is loaded
-    examples = {
-        name: open_examples(where.verified(name, stage.prepared))
-        for name in stage.prepared
-        if name.endswith(".safetensors")
-    }
+    names = [name for name in stage.prepared if name.endswith(".safetensors")]
+    examples = {name: open_examples(where.verified(name, stage.prepared)) for name in names}
     folder = _folder(where, stage)
-    model = make_trainable(
-        _base(folder, stage, where.run, num_ranks=ranks.size), stage.tuning, name=stage.model_name, base=where.run
-    )
-    kept = (
-        None if isinstance(stage.tuning, Full) else kept_of(model, folder)
-    )  # what little of a whole model is frozen is saved as the rest is
-    keep_start(stage.objective, stage.tuning, model)
+    base = _base(folder, stage, where.run, num_ranks=ranks.size)
+    model = make_trainable(base, stage.tuning, name=stage.model_name, base=where.run)
+    # with full tuning the few frozen tensors are saved like the rest
+    kept = None if isinstance(stage.tuning, Full) else frozen_weights_of(model, folder)
+    keep_reference_copy(stage.objective, stage.tuning, model)
     engine = make_engine(stage, ranks, folder=where.path, run=where.run)
     watchdog = Watchdog(metrics.write)
-    forward = Rig(
+    forward = SwitchableForward(
         lambda levers: engine.around(partial(_forward, model, stage, levers)), stage.levers, beat=watchdog.beat
     )
     optimizer = engine.prepare(model, partial(make_optimizer, spec=stage.optimizer, device=stage.device))
     saver = Saver(where=where, stage=stage, model=model, optimizer=optimizer, layout=engine, ranks=ranks, kept=kept)
-    frozen = frozen_sums(model)  # as loaded and divided, before a checkpoint is put back
-    if ranks.rank:  # weights were made alike; dropout is every rank's own
+    frozen = frozen_checksums(model)  # as loaded and sharded, before a checkpoint is restored
+    if ranks.rank:  # all ranks start with the same weights, but each has its own dropout
         torch.manual_seed(stage.seed + ranks.rank)
     pad = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options).pad
-    collator = Collator(pad=pad, see=OwnEye(where.tokenizer, folder / "config.json", stage.images))
-    start = Start(
+    processor = ModelProcessor(where.tokenizer, folder / "config.json", stage.images)
+    collator = Collator(pad=pad, processor_factory=processor)
+    start = ReferenceInputs(
         where=where,
         stage=stage,
         model=model,
@@ -217,8 +194,8 @@ def _make_live(
         stop=stop,
         metrics=metrics,
     )
-    rows = with_reference(start, examples)  # of the starting weights, so before a checkpoint is put back
-    state = _fresh_state(stage)
+    rows = with_reference(start, examples)  # of the starting weights, so before a checkpoint is restored
+    state = _initial_state(stage)
     if checkpoint is None:
         metrics.write(event="started", step=0)
     else:
@@ -226,8 +203,11 @@ def _make_live(
         log.info("resumed from %s", checkpoint.name)
         metrics.write(event="resumed", step=state.step, checkpoint=checkpoint.name)
     forward.change(state.levers)
-    compose = Compose(found=written(stage.model, where.run), pad=pad) if isinstance(stage.model, CustomModel) else None
-    live = Live(
+    compose = None
+    if isinstance(stage.model, CustomModel):
+        compose = CustomCollate(source=custom_source(stage.model, where.run), pad=pad)
+    unfused = replace(state.levers, kernels="torch")
+    ctx = TrainContext(
         stage=stage,
         model=model,
         frozen=frozen,
@@ -245,34 +225,30 @@ def _make_live(
         metrics=metrics,
         stop=stop,
         note_memory=note_memory,
-        corrections=Corrections(where.path),
-        audit=Audit(
-            model, engine, ranks, metrics.write, unfuse=partial(forward.change, replace(state.levers, kernels="torch"))
-        ),
-        spikes=Spikes(line["loss"] for line in read_steps(where.metrics)),
+        lever_changes=LeverChanges(where.path),
+        audit=Audit(model, engine, ranks, metrics.write, unfuse=partial(forward.change, unfused)),
+        spikes=SpikeDetector(line["loss"] for line in read_steps(where.metrics)),
         watchdog=watchdog,
-        usage=Usage(_card(stage.device)),
+        usage=CardUsage(_card(stage.device)),
     )
     if compose is not None and state.step == 0:
-        prove_sum(live)
-    return live, state
+        prove_sum(ctx)
+    return ctx, state
 
 
 def _forward(model: nn.Module, stage: Stage, levers: Levers) -> Forward:
-    """The model put into the state that the levers ask for, and bound."""
+    """Applies the levers and binds the model."""
     is_fused = levers.kernels == "fused"
     kernels = kernels_here(stage.device) if is_fused else None
-    pull(model, levers, kernels=kernels)
+    apply_levers(model, levers, kernels=kernels)
     autocast = autocast_for(stage.device, stage.precision, with_cache=keeps_casts(stage.tuning, levers))
     return bind(model, loss_chunk=levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
 
 
 def _card(device: str) -> Read | None:
-    return (
-        open_card(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
-        if device == "cuda"
-        else None
-    )
+    if device != "cuda":
+        return None
+    return open_card(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
 
 
 def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -> Path | None:
@@ -284,12 +260,10 @@ def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -
 
 
 def _folder(where: StageDir, stage: Stage) -> Path:
-    located = locate_start(stage.model, stage.tuning, where.run)
+    located = resolve_start(stage.model, stage.tuning, where.run)
     if located.fingerprint != stage.model_fingerprint:
-        raise RunError(
-            f"the model {stage.model_name} has changed since this run began",
-            "put the old one back, or start again with --new",
-        )
+        problem = f"the model {stage.model_name} has changed since this run began"
+        raise RunError(problem, "restore the old one, or start again with --new")
     return located.folder
 
 
@@ -307,13 +281,13 @@ def _base(folder: Path, stage: Stage, run: Path, *, num_ranks: int) -> nn.Module
     return base
 
 
-def _fresh_state(stage: Stage) -> TrainState:
+def _initial_state(stage: Stage) -> TrainState:
     return TrainState(
         step=0,
         tokens=0,
         supervised_tokens=0,
         levers=stage.levers,
-        loss_scale=scaling.start(stage.precision),
+        loss_scale=optimize.initial_loss_scale(stage.precision),
         model_name=stage.model_name,
         model_fingerprint=stage.model_fingerprint,
         template_sha256=stage.template_sha256,
@@ -341,9 +315,10 @@ def _peak_bytes(device: str) -> int:
 
 
 def work(
-    where: StageDir, place: Place | None = None, store: Store | None = None, *, is_child_of_ours: bool = True
+    where: StageDir, place: RankEnv | None = None, store: Store | None = None, *, is_child_of_ours: bool = True
 ) -> int:
-    """The exit code; the reason of a failure is in this rank's result. Of a success only the first rank writes one."""
+    """Returns the exit code; a failure's reason is in this rank's result. After a success only the first rank writes
+    one."""
     stop = StopRequest()
     stop.listen(is_child_of_ours=is_child_of_ours)
     rank = 0 if place is None else place.rank
@@ -352,22 +327,16 @@ def work(
         result = run_stage(where, stop, place, store)
     except torch.OutOfMemoryError as error:
         log.error("%s", error)
-        words = FindingError(
-            f"out of memory: {error}", "lower levers.micro_batch: start again with --new --set levers.micro_batch=1"
-        )
-        result = _failed(where, Failure.of(words))
+        remedy = "lower levers.micro_batch: start again with --new --set levers.micro_batch=1"
+        result = _failed(where, Failure.of(FindingError(f"out of memory: {error}", remedy)))
     except FinefitError as error:
         log.error("%s", error)
         result = _failed(where, Failure.of(error))
-    except RuntimeError as error:  # a collective of an engine or of torch; our own are named where they are
+    except RuntimeError as error:  # from a collective of an engine or of torch; our own name the cause themselves
         if place is None or not lost_peers(error):
             raise
         log.exception("rank %s", rank)
         result = _failed(where, Failure.of(peers_lost(rank, "training", error)))
-    return _left(where, rank, result)
-
-
-def _left(where: StageDir, rank: int, result: StageResult) -> int:
     try:
         if rank == 0 or result.failure:
             write_record(where.result_of(rank), result)
@@ -396,7 +365,7 @@ def _failed(where: StageDir, failure: Failure) -> StageResult:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     quiet()
-    sys.exit(work(StageDir(Path(sys.argv[1]).resolve()), find_place(os.environ)))
+    sys.exit(work(StageDir(Path(sys.argv[1]).resolve()), rank_env_of(os.environ)))
 
 
 if __name__ == "__main__":

@@ -1,54 +1,54 @@
-"""The page of a review: what a rater sees and decides, as JSON between `pages/review.js` and a session. No address and no answer names a model
-until the rater asks for the results, which is kept."""
+"""The review page: JSON between `pages/review.js` and a session. No URL and no response names a model until the rater
+asks for the results, which is recorded."""
 
+import io
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from finefit.data.columns import RecordError
+from finefit.data.images import decode
+from finefit.data.rows import Image
 from finefit.errors import FinefitError
 from finefit.report.review import results_document
-from finefit.review.exhibits import Gone
-from finefit.review.results import results_of
+from finefit.review.items import ImageUnavailable, ReviewImage, read_image
 from finefit.review.session import NAME_LENGTH, NOTE_LENGTH, Press, Refused, Session, Stale, Turn
-from finefit.review.verdicts import REASONS
-from finefit.web.guard import LOGIN, Token
-from finefit.web.pictures import picture_of
+from finefit.review.verdicts import REASONS, results_of
+from finefit.spec.part import Part
+from finefit.web.server import LOGIN, Token
 
 _PAGES = {
     "/": ("review.html", "text/html"),
     "/review.js": ("review.js", "text/javascript"),
     "/review.css": ("review.css", "text/css"),
 }
-_NO_ROOM = 507
+_INSUFFICIENT_STORAGE = 507
+_FAST_COMPRESSION = 1
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-class _Misread(Exception):
-    """The body is none that our page sends."""
+class _BadRequest(Exception):
+    """The body is not one that our page sends."""
 
 
-class _Asked(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+A = TypeVar("A", bound=Part)
 
 
-A = TypeVar("A", bound=_Asked)
-
-
-class _Rater(_Asked):
+class _Rater(Part):
     rater: str = Field(max_length=4 * NAME_LENGTH)
 
 
 class _Decision(_Rater):
-    sheet: str
+    item: str
     press: Press
     reasons: list[list[str]] = Field(max_length=2)
     note: str = Field(default="", max_length=NOTE_LENGTH)
@@ -56,19 +56,19 @@ class _Decision(_Rater):
 
 class _Results(_Rater):
     is_sure: Literal[True]
-    """The page has asked: results name the models."""
+    """The page has asked for confirmation, because results name the models."""
 
 
-class _Login(_Asked):
+class _Login(Part):
     token: str
 
 
 def review_app(session: Session, *, rater: str | None = None, token: Token | None = None) -> Starlette:
-    """`rater`: who judges, where the command says so; else the page asks."""
+    """`rater`: who judges, if the command names them; otherwise the page asks."""
 
     async def begin(_: Request) -> Response:
         settings = {
-            "models": len(session.stack.models),
+            "models": len(session.review_set.models),
             "reasons": list(REASONS),
             "rater": rater,
             "name_length": NAME_LENGTH,
@@ -82,7 +82,7 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
     async def verdict(request: Request) -> Response:
         asked = await _body(request, _Decision)
         try:
-            return _shown(session.judge(asked.rater, asked.sheet, asked.press, reasons=asked.reasons, note=asked.note))
+            return _shown(session.judge(asked.rater, asked.item, asked.press, reasons=asked.reasons, note=asked.note))
         except Stale:
             return _shown(session.turn(asked.rater), 409)
 
@@ -92,7 +92,7 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
     async def results(request: Request) -> Response:
         asked = await _body(request, _Results)
         session.reveal(asked.rater)
-        return JSONResponse(results_document(results_of(session.stack, session.entries)))
+        return JSONResponse(results_document(results_of(session.review_set, session.entries)))
 
     async def login(request: Request) -> Response:
         given = (await _body(request, _Login)).token
@@ -100,16 +100,16 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
             return JSONResponse({"error": "this is not the token"}, 401)
         return Response(status_code=204, headers={"Set-Cookie": token.cookie})
 
-    exhibits = {exhibit.sha256: exhibit for sheet in session.stack.sheets for exhibit in sheet.images}
+    images = {image.sha256: image for item in session.review_set.items for image in item.images}
 
     async def image(request: Request) -> Response:
-        """By its digest alone: no path comes from outside, and none goes there."""
-        exhibit = exhibits.get(request.path_params["sha256"])
-        if exhibit is None:
-            return JSONResponse({"error": "no sheet of this review shows such an image"}, 404)
+        """By digest: no path is accepted from outside, and none is revealed."""
+        image = images.get(request.path_params["sha256"])
+        if image is None:
+            return JSONResponse({"error": "no item of this review shows this image"}, 404)
         try:
-            return Response(await run_in_threadpool(picture_of, exhibit), media_type="image/png")
-        except Gone as gone:
+            return Response(await run_in_threadpool(png_of, image), media_type="image/png")
+        except ImageUnavailable as gone:
             return JSONResponse({"error": str(gone)}, 410)
 
     asked: dict[str, Answer] = {
@@ -124,7 +124,9 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
     routes.append(Route("/favicon.ico", _no_icon))
     routes += [Route(path, answer, methods=["POST"]) for path, answer in asked.items()]
     routes.append(Route("/api/image/{sha256}", image))
-    return Starlette(routes=routes, exception_handlers={Refused: _refused, _Misread: _misread, FinefitError: _failed})
+    return Starlette(
+        routes=routes, exception_handlers={Refused: _refused, _BadRequest: _bad_request, FinefitError: _failed}
+    )
 
 
 def _page(name: str, kind: str) -> Answer:
@@ -143,8 +145,8 @@ async def _no_icon(_: Request) -> Response:
 async def _body(request: Request, kind: type[A]) -> A:
     try:
         return kind.model_validate(json.loads(await request.body()))
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, nested too deep, or other fields; it is not repeated
-        raise _Misread from None
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, nested too deep, or other fields
+        raise _BadRequest from None
 
 
 def _shown(turn: Turn, status: int = 200) -> Response:
@@ -155,10 +157,22 @@ async def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 422)
 
 
-async def _misread(_: Request, __: Exception) -> Response:
-    return JSONResponse({"error": "this is no request of the page; load it again"}, 400)
+async def _bad_request(_: Request, __: Exception) -> Response:
+    return JSONResponse({"error": "this request does not come from the page; reload it"}, 400)
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """The disk is full, most likely: the verdict was not kept, and the rater must know."""
-    return JSONResponse({"error": f"not kept: {error}"}, _NO_ROOM)
+    """Most likely the disk is full. The verdict was not saved, and the rater must know."""
+    return JSONResponse({"error": f"not saved: {error}"}, _INSUFFICIENT_STORAGE)
+
+
+def png_of(image: ReviewImage) -> bytes:
+    """Decoded as for the model and encoded again, so that a rater sees what the model saw and a browser gets nothing
+    else."""
+    try:
+        shown = decode(Image(path=image.name), content=read_image(image))
+    except RecordError as fault:
+        raise ImageUnavailable(str(fault)) from None
+    written = io.BytesIO()
+    shown.save(written, "PNG", compress_level=_FAST_COMPRESSION)
+    return written.getvalue()

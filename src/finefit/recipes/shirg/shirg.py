@@ -1,12 +1,16 @@
-"""SHIRG on a masked-diffusion language model, after LaViDa: an image is seen twice, the second view keeps its best patches, an answer is unmasked.
+"""SHIRG on a masked-diffusion language model, after LaViDa: an image is seen twice, the second view keeps its best
+patches, an answer is unmasked.
 
-The whole image is the global view: its patches are pooled 2 x 2. The foveal view keeps single patches, those that score best, in raster order. Both
-together are as many tokens for every image, so image and question are read once and all steps of an answer use what was read.
+The whole image is the global view: its patches are pooled 2 x 2. The foveal view keeps single patches, those that score
+best, in raster order. Both together are as many tokens for every image, so image and question are read once and all
+steps of an answer use what was read.
 
-Image and question see one another; the answer sees them and itself, in both directions. In training it stands behind them twice, under a random mask
-and under the inverse of it, and neither copy sees the other: that is a batch of twice the rows, with image and question computed once.
+Image and question see one another; the answer sees them and itself, in both directions. In training it stands behind
+them twice, under a random mask and under the inverse of it, and neither copy sees the other: that is a batch of twice
+the rows, with image and question computed once.
 
-B rows, P patches of a view, C channels of the tower, H hidden, S image tokens, T text tokens, L = S + T, A answer tokens of both copies, D of a head.
+B rows, P patches of a view, C channels of the tower, H hidden, S image tokens, T text tokens, L = S + T, A answer
+tokens of both copies, D of a head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +28,8 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from finefit.objective.custom import CustomRow
 
 READ, FIRST, SECOND, UNSEEN = range(4)
-"""Parts of a row: what is read (image and question), the two copies of the answer, and what nobody sees: padding and dropped image tokens."""
+"""Parts of a row: what is read (image and question), the two copies of the answer, and what nobody sees: padding and
+dropped image tokens."""
 _LEAST = 1e-3
 """LLaDA's smallest probability to be masked."""
 
@@ -65,7 +70,8 @@ class Settings:
     lead: int = 0
     """Text tokens before the image: those that open the chat template."""
     answer_tokens: int = 32
-    """Shorter answers are filled up with the end token, so that an answer does not tell its length by the number of its masks."""
+    """Shorter answers are filled up with the end token, so that an answer does not tell its length by the number of its
+    masks."""
     mask_token: int = 126336
     end_token: int = 126081
     unmask: int = 1
@@ -79,7 +85,8 @@ class Settings:
             raise ValueError(f"token_dropout {self.token_dropout} is no share below 1")
         if self.side % (2 * self.patch):
             raise ValueError(
-                f"side {self.side} is no multiple of two patches of {self.patch} pixels, so patches cannot be pooled 2 x 2"
+                f"side {self.side} is no multiple of two patches of {self.patch} pixels, so patches cannot be "
+                "pooled 2 x 2"
             )
         if not 0 < self.keep <= self.num_patches:
             raise ValueError(
@@ -169,7 +176,8 @@ class Look:
 
 
 def scaled(scores_BP: Tensor) -> Tensor:
-    """From 0 to 1 within each row, so that weights weigh what they say. Where all are equal, their rounding is not blown up."""
+    """From 0 to 1 within each row, so that weights weigh what they say. Where all are equal, their rounding is not
+    blown up."""
     lowest, highest = scores_BP.amin(dim=1, keepdim=True), scores_BP.amax(dim=1, keepdim=True)
     return (scores_BP - lowest) / torch.maximum(highest - lowest, 1e-3 * highest.abs()).clamp_min(1e-12)
 
@@ -219,7 +227,8 @@ def taken(features_BPC: Tensor, kept_BK: Tensor) -> Tensor:
 
 
 def merged(features_BPC: Tensor, kept_BK: Tensor, least: float) -> Tensor:
-    """The kept patches, each the mean of itself and of those left out that are most like it, where they are enough so."""
+    """The kept patches, each the mean of itself and of those left out that are most like it, where they are enough
+    so."""
     kept_BKC = taken(features_BPC, kept_BK)
     with torch.no_grad():
         direction_BPC, kept_direction_BKC = (
@@ -313,7 +322,8 @@ class Transformer(nn.Module):
 
 
 def sees(looking_BL: Tensor, seen_BL: Tensor) -> Tensor:
-    """Everybody sees what is read, and the part that he belongs to. So no token sees nothing, and what is unseen sees but is not."""
+    """Everybody sees what is read, and the part that he belongs to. So no token sees nothing, and what is unseen sees
+    but is not."""
     looking_BL1, seen_B1L = looking_BL[:, :, None], seen_BL[:, None, :]
     return ((seen_B1L == READ) | (seen_B1L == looking_BL1))[:, None]
 
@@ -373,8 +383,8 @@ def drawn(num: int, chance: np.random.Generator) -> tuple[NDArray[np.bool_], flo
 
 
 def _twice(question: NDArray[np.int64], answer_A: NDArray[np.int64], copies: Copies, made: Settings) -> Laid:
-    """A token weighs one over its probability to be masked, as in LLaDA's loss, and rows weigh alike however long their answers; a row is the mean of
-    its copies, as far as they are masked."""
+    """A token weighs one over its probability to be masked, as in LLaDA's loss, and rows weigh alike however long their
+    answers; a row is the mean of its copies, as far as they are masked."""
     lengths = (len(question), len(answer_A), len(answer_A))
     whole = sum(is_masked.sum() for is_masked, _ in copies) * sum(bool(is_masked.any()) for is_masked, _ in copies)
     return Laid(
@@ -390,8 +400,8 @@ def _twice(question: NDArray[np.int64], answer_A: NDArray[np.int64], copies: Cop
 
 
 def _positions(question: int, *copies: int, made: Settings) -> NDArray[np.int64]:
-    """The image comes first in memory and stands behind `lead` tokens: attention knows the order by positions alone. Both copies of an answer stand
-    in the same place."""
+    """The image comes first in memory and stands behind `lead` tokens: attention knows the order by positions alone.
+    Both copies of an answer stand in the same place."""
     lead, num_seen = min(made.lead, question), made.num_seen
     text = [
         np.arange(lead),
@@ -492,7 +502,8 @@ class Shirg(nn.Module):
         return found
 
     def _looked_at(self, pixels_BVCXY: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last layer of the tower is given, and what it gives, of both views. SigLIP's positions are stretched to the grid."""
+        """What the last layer of the tower is given, and what it gives, of both views. SigLIP's positions are stretched
+        to the grid."""
         num_rows = len(pixels_BVCXY)
         values = pixels_BVCXY.flatten(0, 1).float() / 127.5 - 1
         hidden = self.vision.embeddings(values, interpolate_pos_encoding=True)
@@ -536,7 +547,8 @@ class Shirg(nn.Module):
     # answers
 
     def generate(self, inputs: Mapping[str, Tensor], *, max_new_tokens: int, stops: frozenset[int]) -> list[list[int]]:
-        """All tokens of an answer start masked; at every step the surest are settled. Image and question are read once."""
+        """All tokens of an answer start masked; at every step the surest are settled. Image and question are read
+        once."""
         hidden_BLH, positions_BL, parts_BL = self._read(inputs)
         past = self._remembered(hidden_BLH, positions_BL, parts_BL)
         num_rows, made = len(hidden_BLH), self.made

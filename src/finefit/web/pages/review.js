@@ -23,7 +23,7 @@ function say(text) {
 }
 
 function show(...ids) {
-  for (const id of ["name", "sheet", "end", "results", "sure"]) at(id).hidden = !ids.includes(id);
+  for (const id of ["name", "item", "end", "results", "sure"]) at(id).hidden = !ids.includes(id);
 }
 
 // null where nothing came of it; what went wrong stands on the page
@@ -32,13 +32,13 @@ async function ask(path, body) {
   try {
     response = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), redirect: "error" });
   } catch {
-    say("The server does not answer: nothing was kept. Start it again with the same command, then go on here or at its new address.");
+    say("The server does not answer, and nothing was saved. Start it again with the same command, then continue here or at its new address.");
     return null;
   }
   if (response.status === 204) return {};
   const text = await response.text();
   if (response.status === 409) {
-    say("That one was judged already; this is the next.");
+    say("That item was already judged; this is the next one.");
     return JSON.parse(text);
   }
   if (!response.ok) {
@@ -68,33 +68,33 @@ function draw(next) {
   marked = turn.draft.reasons.map((names) => new Set(names));
   at("note").value = turn.draft.note;
   at("note-part").hidden = !turn.draft.note;
-  if (turn.face) drawSheet(turn.face);
-  show(turn.face ? "sheet" : "end");
+  if (turn.item) drawItem(turn.item);
+  show(turn.item ? "item" : "end");
   drawLegend();
 }
 
-function drawSheet(face) {
-  at("place").textContent = face.place;
-  drawImages(face);
-  at("prompt").replaceChildren(...face.prompt.map(said));
-  at("reference-part").hidden = face.reference === null;
-  at("reference").textContent = face.reference ?? "";
-  at("answers").className = face.answers.length === 2 ? "two" : "";
-  at("answers").replaceChildren(...face.answers.map((text, side) => answer(face, text, side)));
+function drawItem(item) {
+  at("place").textContent = item.place;
+  drawImages(item);
+  at("prompt").replaceChildren(...item.prompt.map(said));
+  at("reference-part").hidden = item.reference === null;
+  at("reference").textContent = item.reference ?? "";
+  at("answers").className = item.answers.length === 2 ? "two" : "";
+  at("answers").replaceChildren(...item.answers.map((text, side) => answer(item, text, side)));
   for (const box of document.querySelectorAll(".text")) box.scrollTop = 0;
   window.scrollTo(0, 0);
 }
 
-// drawn anew only for another sheet: marking words must not load images again
-function drawImages(face) {
+// redrawn only for another item: marking words must not load images again
+function drawImages(item) {
   const part = at("images");
-  if (part.dataset.sheet === face.handle) return;
-  part.dataset.sheet = face.handle;
-  part.hidden = !face.images.length;
-  part.replaceChildren(...face.images.map((image, number) => exhibit(image, face.images.length > 1 ? `Image ${number + 1}: ${image.name}` : image.name)));
+  if (part.dataset.item === item.handle) return;
+  part.dataset.item = item.handle;
+  part.hidden = !item.images.length;
+  part.replaceChildren(...item.images.map((image, number) => imageFigure(image, item.images.length > 1 ? `Image ${number + 1}: ${image.name}` : image.name)));
 }
 
-function exhibit(image, name) {
+function imageFigure(image, name) {
   const figure = made("figure");
   const shown = made("img");
   const address = `/api/image/${image.sha256}`;
@@ -123,13 +123,13 @@ function said(message) {
   return part;
 }
 
-function answer(face, text, side) {
+function answer(item, text, side) {
   const part = made("section", undefined, "answer");
-  part.append(made("h2", face.answers.length === 2 ? `Answer ${side + 1}` : "Answer"));
+  part.append(made("h2", item.answers.length === 2 ? `Answer ${side + 1}` : "Answer"));
   const box = made("div", undefined, "text");
   box.tabIndex = 0;
   if (!text.trim()) box.append(made("span", "The answer is empty.", "empty"));
-  else if (showsChanges && face.answers.length === 2) box.append(...changed(text, face.answers[1 - side]));
+  else if (showsChanges && item.answers.length === 2) box.append(...changed(text, item.answers[1 - side]));
   else box.textContent = text;
   part.append(box, marks(side));
   return part;
@@ -185,7 +185,7 @@ function marking(run) {
 }
 
 const judge = (press) => alone(async () => {
-  const body = { rater, sheet: turn.face.handle, press, reasons: marked.map((names) => [...names]), note: at("note").value };
+  const body = { rater, item: turn.item.handle, press, reasons: marked.map((names) => [...names]), note: at("note").value };
   const next = await ask("/api/verdict", body);
   if (next) draw(next);
 });
@@ -202,15 +202,15 @@ function writeNote() {
 
 function changes() {
   showsChanges = !showsChanges;
-  drawSheet(turn.face);
+  drawItem(turn.item);
 }
 
 function askForResults() {
   if (turn.has_seen_results) return reveal();
   const open = turn.total - turn.judged - turn.skipped;
   at("sure-text").textContent = open
-    ? `Results name the models. You have ${open} still to judge: what you judge afterwards is not blind, and is counted as such.`
-    : "Results name the models. That you have seen them is kept.";
+    ? `Results name the models. You have ${open} items still to judge, and verdicts given afterwards count as not blind.`
+    : "Results name the models. It is recorded that you have seen them.";
   at("sure").hidden = false;
   drawLegend();
   at("sure-no").focus();
@@ -268,8 +268,8 @@ function resultTables(found) {
 }
 
 function preferred({ model, over, wins, losses, ties, share: found, p }) {
-  const words = `${model} over ${over}: ${share(found)}, a tie counted as half; one half is no preference.`;
-  const test = `Sign test on the ${wins + losses} that are no ties: p = ${p.toPrecision(3)}`;
+  const words = `${model} over ${over}: ${share(found)}, where a tie counts as half and 50 % means no preference.`;
+  const test = `Sign test on the ${wins + losses} items without a tie: p = ${p.toPrecision(3)}`;
   return [table("Preference", ["preferred", "items"], [[model, wins], [over, losses], ["neither", ties]]), made("p", `${words} ${test}`)];
 }
 
@@ -281,8 +281,8 @@ function faults(found) {
 }
 
 function raters(found) {
-  const rows = found.map((one) => [one.rater, one.judged, one.skipped, one.undone, one.informed]);
-  return table("Raters", ["rater", "judged", "skipped", "taken back", "not blind"], rows);
+  const rows = found.map((one) => [one.rater, one.judged, one.skipped, one.undone, one.not_blind]);
+  return table("Raters", ["rater", "judged", "skipped", "undone", "not blind"], rows);
 }
 
 function agreement(found) {
@@ -298,7 +298,7 @@ function actions() {
     { key: "u", name: "undo", act: undo, isOff: !turn.can_undo },
     { key: "r", name: "results", act: askForResults },
   ];
-  return turn.face ? [...verdicts(), null, ...always] : always;
+  return turn.item ? [...verdicts(), null, ...always] : always;
 }
 
 function verdicts() {
@@ -337,7 +337,7 @@ function onKey(event) {
   if (event.target.matches("input, textarea") || !at("sure").hidden) return;
   const key = event.key.toLowerCase();
   const reason = settings.reasons.find((name) => REASON_KEYS[name] === key);
-  if (reason && turn && turn.face && !at("sheet").hidden) {
+  if (reason && turn && turn.item && !at("item").hidden) {
     toggle(event.shiftKey && settings.models === 2 ? 1 : 0, reason);
     event.preventDefault();
     return;

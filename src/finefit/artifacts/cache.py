@@ -1,0 +1,162 @@
+"""The user's cache: records and folders keyed by all that they were made from, and the measured errors of earlier
+predictions. A cache that cannot be written costs time and nothing else, except for folders that the caller needs."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import finefit
+from finefit.artifacts.atomic import Journal, publish, read_lines, staged_folder
+from finefit.artifacts.records import Record, read_record, write_record
+from finefit.errors import DiskFull, RunError
+from finefit.facts.files import finefit_cache
+
+R = TypeVar("R", bound=Record)
+
+WORTH_A_WARNING = 0.03
+_PACKAGES = ("torch", "transformers", "peft")
+_ABANDONED_SECONDS = 86400
+
+
+def content_key(content: object) -> str:
+    """Of plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest(*packages: str) -> str:
+    """Of the source text of these packages of finefit: results may change with it."""
+    text = hashlib.sha256()
+    for package in packages:
+        for file in sorted((Path(finefit.__file__).parent / package).rglob("*.py")):
+            text.update(file.read_bytes())
+    return text.hexdigest()
+
+
+def cached_record(
+    name: str,
+    content: object,
+    kind: type[R],
+    make: Callable[[], R],
+    *,
+    is_worth_keeping: Callable[[R], bool] = lambda _: True,
+    max_entries: int | None = None,
+) -> R:
+    """The record that was made from the same content before, or a new one. `name`: its folder in the cache."""
+    path = finefit_cache() / name / f"{content_key(content)}.json"
+    with suppress(RunError, OSError):  # absent, of another version, or unreadable
+        return read_record(path, kind)
+    record = make()
+    if is_worth_keeping(record):
+        with suppress(OSError, DiskFull):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_record(path, record)
+            forget_old(path.parent, max_entries=max_entries)
+    return record
+
+
+def cached_folder(
+    folder: Path,
+    fill: Callable[[Path], None],
+    *,
+    is_complete: Callable[[Path], bool] = Path.is_dir,
+    max_entries: int | None = None,
+    max_bytes: int | None = None,
+) -> Path:
+    """`folder`, which `fill` fills under a hidden name on first use. Its name must hold the key of its content: if two
+    processes fill it at once, either result will do."""
+    if is_complete(folder):
+        with suppress(OSError):
+            folder.touch()  # used entries are forgotten last
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"{folder.parent} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder that can be"
+        ) from None
+    with staged_folder(folder.parent) as staging:
+        fill(staging)
+        if not is_complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            publish(staging, folder)
+        except OSError:
+            if not is_complete(folder):  # otherwise another process was faster
+                raise
+    forget_old(folder.parent, max_entries=max_entries, max_bytes=max_bytes)
+    return folder
+
+
+def forget_old(root: Path, *, max_entries: int | None = None, max_bytes: int | None = None) -> None:
+    """Keeps the entries that were used last, and at least one. Hidden ones are left by killed processes and go after a
+    day."""
+    if max_entries is None and max_bytes is None:
+        return
+    kept, kept_bytes = 0, 0
+    for used, size_bytes, path in sorted((_last_use(path) for path in root.iterdir()), reverse=True):
+        if path.name.startswith("."):
+            is_old = used < time.time() - _ABANDONED_SECONDS
+        else:
+            kept, kept_bytes = kept + 1, kept_bytes + size_bytes
+            is_old = kept > (max_entries or kept) or (kept > 1 and kept_bytes > (max_bytes or kept_bytes))
+        if is_old and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif is_old:
+            path.unlink(missing_ok=True)
+
+
+def _last_use(path: Path) -> tuple[float, int, Path]:
+    """With the size in bytes. Another process may remove the entry meanwhile."""
+    try:
+        files = path.iterdir() if path.is_dir() else (path,)
+        return path.stat().st_mtime, sum(file.stat().st_size for file in files), path
+    except OSError:
+        return 0.0, 0, path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    card: str
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Relative; positive if the prediction was too high."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def keep_measurement(found: Measurement) -> None:
+    with Journal(_measurements()) as journal:
+        journal.write(
+            card=found.card,
+            predicted_bytes=found.predicted_bytes,
+            measured_bytes=found.measured_bytes,
+            versions=_versions(),
+        )
+
+
+def uncertainty(card: str) -> float | None:
+    """The largest relative error of this card's predictions with the installed versions; None without a measurement."""
+    lines = (line for line in read_lines(_measurements()) if line.get("card") == card)
+    errors = (
+        abs(line["predicted_bytes"] / line["measured_bytes"] - 1)
+        for line in lines
+        if line.get("versions") == _versions() and "predicted_bytes" in line
+    )
+    return max(errors, default=None)
+
+
+def _measurements() -> Path:
+    return finefit_cache() / "measurements.jsonl"
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _PACKAGES}

@@ -1,0 +1,460 @@
+"""Custom models: one Python file of the user's with a function that builds a module from a config.
+
+`OwnModel` says what that module has. It is built on the meta device, where tensors have shapes and no values, for plans
+and for making inputs, and on the CPU with the run's seed for training and answers. Errors in the file are reported with
+its name and line.
+"""
+
+import hashlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from finefit.artifacts.records import Levers
+from finefit.errors import FinefitError, ModelError, SpecError, is_out_of_memory
+from finefit.facts.files import WEIGHTS
+from finefit.model.adapter import load_adapter
+from finefit.model.family import FAMILY, Watch, family_of, match_targets
+from finefit.model.frozen_weights import FrozenWeights
+from finefit.model.load import adapter_to_load, device_here
+from finefit.model.resolve_model import CustomSource, custom_source, weight_files
+from finefit.objective.batch import Batch, Forward, Objective
+from finefit.objective.custom import CustomRow, custom_loss
+from finefit.spec.models import CustomModel, Lora, Tower
+from finefit.vision import is_inside
+
+Inputs = dict[str, Tensor]
+"""What the model is given of a batch, by names of its own."""
+T = TypeVar("T")
+_FIX = "fix the file; docs/custom.md describes what it must hold"
+_NO_VALUES = (
+    "a rehearsal has shapes but no values: in build, and in loss while the model trains, read no tensor on the host "
+    "(`.item()`, `if tensor`, boolean masks, `nonzero`); compute such values in inputs"
+)
+_NO_GPU = "build and inputs run without a GPU: leave the device to torch, and finefit moves what has to be moved"
+_LANGUAGE_MODEL_LEVERS = ("keep_attention", "loss_chunk", "offload", "mlp_tiles", "packing", "kernels", "compile")
+"""Which act on parts of a language model that another model need not have."""
+
+
+class OwnModel(Protocol):
+    """What `build(config)` returns: an nn.Module that has these.
+
+    Optional: `towers`, a mapping of `language`, `vision`, `projector` to names of modules; `layers`, names of modules
+    that may be recomputed in backward, the first ones first; `image_text`, what replaces an image in a prompt; `views`,
+    the number of images that every row must have; `generate(inputs, *, max_new_tokens, stops) -> list[list[int]]`, new
+    tokens for every row."""
+
+    adaptable: tuple[str, ...]
+    """Dotted names of linear layers that may carry adapters; `tuning.targets` chooses among them, `all-linear` means
+    all."""
+
+    def inputs(self, rows: Sequence[CustomRow]) -> Inputs:
+        """On the CPU, by a twin of the model without weights, in a process without a GPU."""
+        ...
+
+    def count(self, inputs: Inputs) -> int:
+        """What the loss is a sum over, at least one; called with what `inputs` made, before it goes to the device. The
+        step divides by the sum of it over the global batch."""
+        ...
+
+    def loss(self, inputs: Inputs) -> Any:
+        """A sum over what `count` counts, as a scalar: of several rows the sum of what each has alone. Of a tuple the
+        first entry is the loss, of a mapping or an object its `loss`; the rest is ignored. Never read on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CustomFamily:
+    """A `ModelFamily`: a module that a user's file built, with what it says of itself."""
+
+    module: nn.Module
+    source: CustomSource
+    peft_task: ClassVar[None] = None
+
+    @property
+    def name(self) -> str:
+        return self.source.file.name
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        return tuple(self.module.adaptable)  # type: ignore[arg-type]
+
+    @property
+    def towers(self) -> Mapping[Tower, tuple[str, ...]]:
+        return getattr(self.module, "towers", None) or {}
+
+    @property
+    def image_text(self) -> str:
+        return getattr(self.module, "image_text", None) or ""
+
+    @property
+    def views(self) -> int | None:
+        return getattr(self.module, "views", None)
+
+    @property
+    def has_vision(self) -> bool:
+        return self.views is not None or getattr(self.module, "image_text", None) is not None
+
+    @property
+    def generates(self) -> bool:
+        return callable(getattr(self.module, "generate", None))
+
+    def layers(self) -> list[nn.Module]:
+        return [self.module.get_submodule(name) for name in getattr(self.module, "layers", None) or ()]
+
+    def refused_levers(self, levers: Levers) -> list[str]:
+        default = Levers(micro_batch=levers.micro_batch)
+        values = {name: getattr(levers, name) for name in _LANGUAGE_MODEL_LEVERS}
+        return [f"levers.{name} {value}" for name, value in values.items() if value != getattr(default, name)]
+
+    def adapter_layers(self, tuning: Lora) -> set[str]:
+        if not self.adaptable:
+            raise ModelError(
+                f"{self.name} names no layer as adaptable, so none can carry an adapter",
+                "train it in full: `tuning: {kind: full}`",
+            )
+        nothing, known = f"none of the layers that {self.name} calls adaptable", "their names end in"
+        if not isinstance(tuning.targets, dict):
+            return match_targets(set(self.adaptable), tuning.targets, "tuning.targets", nothing, known)
+        chosen: set[str] = set()
+        for tower, targets in tuning.targets.items():
+            prefixes = self.towers.get(tower)
+            if prefixes is None:
+                there = ", ".join(self.towers) or "no towers"
+                raise ModelError(
+                    f"tuning.targets names the tower {tower}; {self.name} has {there}",
+                    "name layers instead of towers, or `towers` in it",
+                )
+            inside = {name for name in self.adaptable if is_inside(name, tuple(prefixes))}
+            chosen |= match_targets(inside, targets, f"tuning.targets.{tower}", nothing, known)
+        return chosen
+
+    def inputs(self, rows: Sequence[CustomRow]) -> Inputs:
+        found: Inputs = self._called("inputs", rows)
+        if (
+            not isinstance(found, dict)
+            or not found
+            or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items())
+        ):
+            raise self.fault(f"has an inputs that gave {_brief(found)}; give a dict of tensors by name")
+        for name, value in found.items():
+            if value.device.type != "cpu":
+                raise self.fault(
+                    f"has an inputs whose {name} is on {value.device}: make it on the CPU, without a GPU; "
+                    "finefit moves it"
+                )
+            if value.requires_grad:
+                raise self.fault(
+                    f"has an inputs whose {name} requires a gradient: a twin without weights makes it, so it "
+                    "is not trained"
+                )
+        return found
+
+    def count(self, inputs: Inputs) -> int:
+        count = self._called("count", inputs)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise self.fault(
+                f"has a count that gave {_brief(count)} for a batch of rows; give a whole number of at least "
+                "1, not a tensor"
+            )
+        return count
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The sum alone. Errors are not translated: the caller knows which of them are a lack of memory."""
+        given = self.module.loss(inputs)  # type: ignore[operator]
+        if isinstance(given, Mapping):
+            total = given.get("loss")
+        elif isinstance(given, tuple | list):
+            total = given[0] if given else None
+        else:
+            total = given if isinstance(given, Tensor) else getattr(given, "loss", None)
+        if not isinstance(total, Tensor):
+            raise self.fault(
+                f"has a loss that gave {_brief(given)}; give a tensor, a tuple that begins with it, or a "
+                "mapping with `loss`"
+            )
+        if total.ndim or not total.is_floating_point():
+            raise self.fault(
+                f"has a loss of shape {tuple(total.shape)} in {total.dtype}; give a scalar: the sum over what "
+                "count counts"
+            )
+        return total
+
+    def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward:
+        """Gives the sum of the model's loss, a scalar, and nothing else that the model returns."""
+        context, loss = autocast or nullcontext(), watch(self.loss)
+
+        def forward(batch: Batch) -> Tensor:
+            if batch.extra is None:
+                raise FinefitError("a batch for a custom model lacks the inputs that the model makes")
+            try:
+                with context:
+                    total: Tensor = loss(dict(batch.extra.tensors))
+                    return total
+            except FinefitError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise _error_in_file(self.source.file, "loss", error) from None
+
+        return forward
+
+    def own_objective(self) -> Objective:
+        return custom_loss
+
+    def generate(self, inputs: Inputs, *, rows: int, max_new_tokens: int, stops: frozenset[int]) -> list[list[int]]:
+        found = self._called("generate", inputs, max_new_tokens=max_new_tokens, stops=stops)
+        is_plain = isinstance(found, list | tuple) and all(
+            isinstance(row, list | tuple) and all(type(t) is int for t in row) for row in found
+        )
+        if not is_plain or len(found) != rows:
+            raise self.fault(
+                f"has a generate that gave {_brief(found)} for {rows} rows; give a list of token numbers for "
+                "each of them"
+            )
+        return [list(row)[:max_new_tokens] for row in found]
+
+    def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:  # noqa: ARG002
+        """model.safetensors, which `load_custom_weights` reads."""
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in (self.module.state_dict(keep_vars=True) if whole is None else whole).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensors[name] = tensor.detach().cpu().contiguous()
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def fault(self, problem: str) -> ModelError:
+        return _fault(self.source.file, problem)
+
+    def _called(self, name: str, *arguments: Any, **settings: Any) -> Any:
+        return _guarded(self.source.file, name, lambda: getattr(self.module, name)(*arguments, **settings))
+
+
+def custom_family_of(model: nn.Module) -> CustomFamily | None:
+    """None for a transformers model."""
+    family = family_of(model)
+    return family if isinstance(family, CustomFamily) else None
+
+
+# building
+
+
+def build_custom(source: CustomSource, *, device: Literal["meta", "cpu"], seed: int = 0) -> nn.Module:
+    """On the CPU from `seed`; on the meta device nothing is drawn."""
+    entry = _entry(source)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        module = _guarded(source.file, f"{source.entry}(config)", lambda: entry(dict(source.config)))
+    if not isinstance(module, nn.Module):
+        raise _fault(source.file, f"has a {source.entry} that gave {_brief(module)}; give an nn.Module")
+    if problems := _problems(module):
+        what = f"builds a {type(module).__name__} that cannot be trained: "
+        raise _fault(source.file, what + "; ".join(problems))
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if away := [name for name, tensor in tensors if tensor.device.type not in (device, "meta", "cpu")]:
+        raise _fault(
+            source.file,
+            f"builds {away[0]} on a GPU; build on the device that torch is set to, and finefit moves the model",
+        )
+    if device == "cpu" and (empty := [name for name, p in module.named_parameters() if p.is_meta]):
+        raise _fault(source.file, f"builds {empty[0]} without values, on the meta device; leave the device to torch")
+    setattr(module, FAMILY, partial(CustomFamily, source=source))
+    return module
+
+
+def _entry(source: CustomSource) -> Callable[[dict[str, Any]], Any]:
+    text = source.file.read_bytes()
+    if hashlib.sha256(text).hexdigest() != source.sha256:
+        problem = f"model.file: {source.file.name} has changed while it was being used"
+        raise ModelError(problem, "give the command again when nothing writes to it")
+    module = ModuleType(f"finefit_model_{source.sha256[:16]}")
+    module.__file__ = str(source.file)
+    sys.modules[module.__name__] = module  # a dataclass in it looks itself up
+    _guarded(source.file, "import", lambda: exec(compile(text, str(source.file), "exec"), module.__dict__))
+    entry: Callable[[dict[str, Any]], Any] | None = getattr(module, source.entry, None)
+    if not callable(entry):
+        own = (n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
+        raise SpecError(
+            f"model.entry: {source.file.name} has no function {source.entry}; it has {', '.join(own) or 'none'}",
+            "name the one that builds the model",
+        )
+    try:
+        inspect.signature(entry).bind({})
+    except TypeError as error:
+        what = f"has {source.entry}{inspect.signature(entry)}, which is called with one argument, the config: {error}"
+        raise _fault(source.file, what) from None
+    return entry
+
+
+def _problems(module: nn.Module) -> list[str]:
+    """All that is missing or wrong, at once."""
+    found = [
+        *_call_problems(module),
+        *_name_problems(module, "adaptable", needed=True),
+        *_name_problems(module, "layers", needed=False),
+    ]
+    if not found:
+        kinds = {name: module.get_submodule(name) for name in module.adaptable}  # type: ignore[union-attr]
+        odd = {name: type(kind).__name__ for name, kind in kinds.items() if not isinstance(kind, nn.Linear | Conv1D)}
+        found = [f"adaptable names {name}, a {kind}, which is not a linear layer" for name, kind in odd.items()][:3]
+        found += _tower_problems(module)
+    views, text = getattr(module, "views", None), getattr(module, "image_text", None)
+    if views is not None and (type(views) is not int or views < 0):
+        found.append(f"views is {_brief(views)}: a number of images, or nothing")
+    if text is not None and not isinstance(text, str):
+        found.append(f"image_text is {_brief(text)}: a text, or nothing")
+    return found
+
+
+def _call_problems(module: nn.Module) -> list[str]:
+    found = []
+    for name in ("inputs", "count", "loss"):
+        call = getattr(module, name, None)
+        if not callable(call):
+            found.append(f"it has no {name}")
+            continue
+        try:
+            inspect.signature(call).bind(None)
+        except TypeError as error:
+            found.append(f"{name}{inspect.signature(call)} is called with one argument: {error}")
+    return found
+
+
+def _name_problems(module: nn.Module, member: str, *, needed: bool) -> list[str]:
+    names = getattr(module, member, None)
+    if names is None:
+        return [f"it has no {member}"] if needed else []
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        return [f"{member} is {_brief(names)}: a tuple of names of modules"]
+    return _unknown_names(module, member, names)
+
+
+def _tower_problems(module: nn.Module) -> list[str]:
+    towers = getattr(module, "towers", None) or {}
+    if not isinstance(towers, Mapping) or not all(isinstance(names, tuple | list) for names in towers.values()):
+        return [f"towers is {_brief(towers)}: a mapping of towers to names of modules"]
+    return _unknown_names(module, "towers", [name for names in towers.values() for name in names])
+
+
+def _unknown_names(module: nn.Module, member: str, names: Sequence[Any]) -> list[str]:
+    known = {name for name, _ in module.named_modules()}
+    unknown = [str(name) for name in names if name not in known]
+    return [f"{member} names {', '.join(unknown[:3])}, and there is no such module"] if unknown else []
+
+
+# weights
+
+
+def load_custom(
+    model: CustomModel, base: Path, *, device: str, dtype: torch.dtype, seed: int, checkpoint: Path | None = None
+) -> nn.Module:
+    """With the weights of a checkpoint in place of those that the model starts from. Parameters in `dtype`; buffers
+    stay as the file makes them. `base`: the folder that the model's paths are relative to."""
+    weights = checkpoint if checkpoint is not None else None if model.weights is None else base / model.weights
+    module = build_custom(custom_source(model, base), device="cpu", seed=seed)
+    if weights is not None:
+        load_custom_weights(module, weights)
+    return cast_parameters(module, dtype).to(device_here(device))
+
+
+def load_custom_for_answers(
+    model: CustomModel,
+    base: Path,
+    checkpoint: Path | None,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+    start: Path | None = None,
+) -> nn.Module:
+    """As `model.load.load_for_answers`. `seed`: of the run that trained the model."""
+    adapter = adapter_to_load(checkpoint, start)
+    whole = checkpoint if adapter is None else None
+    module = load_custom(model, base, device=device, dtype=dtype, seed=seed, checkpoint=whole)
+    return (module if adapter is None else load_adapter(module, adapter)).eval()
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def load_custom_weights(module: nn.Module, weights: Path) -> None:
+    """Every tensor by its name and in its shape; a tied one is stored under one of its names."""
+    stored: dict[str, Tensor] = {}
+    for path in weight_files(weights):
+        try:
+            stored |= load_file(path)
+        except (SafetensorError, OSError) as error:
+            problem = f"model.weights: {path} cannot be read: {error}"
+            raise ModelError(problem, "name a safetensors file or a folder of them") from None
+    wanted = module.state_dict(keep_vars=True)
+    if unknown := sorted(name for name in stored if name not in wanted):
+        problem = f"model.weights: {weights.name} holds {', '.join(unknown[:3])}, which the model does not have"
+        raise ModelError(problem, _FIX)
+    taken: set[int] = set()
+    for name, value in stored.items():
+        if value.shape != wanted[name].shape:
+            shapes = f"{tuple(value.shape)} there and {tuple(wanted[name].shape)} in the model"
+            raise ModelError(f"model.weights: {name} is {shapes}", _FIX)
+        wanted[name].detach().copy_(value)
+        taken.add(id(wanted[name]))
+    if missing := sorted(name for name, tensor in wanted.items() if id(tensor) not in taken):
+        problem = f"model.weights: {weights.name} lacks {', '.join(missing[:3])}"
+        raise ModelError(problem, "name weights that this model was saved with")
+
+
+# errors in the file
+
+
+def _guarded(file: Path, doing: str, act: Callable[[], T]) -> T:
+    try:
+        return act()
+    except FinefitError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        raise _error_in_file(file, doing, error) from None
+
+
+def _error_in_file(file: Path, doing: str, error: BaseException) -> ModelError:
+    words = " ".join(str(error).split()) or "no reason given"
+    words = words if len(words) <= 300 else words[:300] + " ..."
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        lines = [error.lineno]
+    place = file.name if not lines or lines[-1] is None else f"{file.name}:{lines[-1]}"
+    kind, text = type(error), str(error)
+    # what torch raises for a tensor without values has no common type
+    if kind.__module__.startswith(("torch._subclasses", "torch.fx")) or "meta tensor" in text.lower():
+        remedy = _NO_VALUES
+    else:
+        remedy = _NO_GPU if any(word in text for word in ("CUDA", "cuda", "NVIDIA")) else _FIX
+    return ModelError(f"the model file {place} failed in {doing}: {kind.__name__}: {words}", remedy)
+
+
+def _fault(file: Path, problem: str) -> ModelError:
+    return ModelError(f"the model file {file.name} {problem}", _FIX)
+
+
+def _brief(value: Any) -> str:
+    text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,248 @@
+"""A model's tokenizer: text to tokens and back, piece by piece, so that no token straddles two pieces; and long prompts
+made to fit by cutting the middle out of their longest text, at the borders of tokens. Images are never cut."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from finefit.data.rows import Message
+from finefit.errors import DataError, ModelError
+
+Span = tuple[int, int]
+"""The characters of a token: from, to."""
+
+_JOINTS = (("assistant\n", "Paris is"), ("[/INST]", " Paris is"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long a row may be, what happens to a longer one, and which of its turns are trained on."""
+
+    max_tokens: int
+    too_long: Literal["error", "drop", "cut_prompt"]
+    turns: Literal["all", "last"]
+
+
+def open_tokenizer(folder: Path | str, *, revision: str = "main", has_vision: bool = False) -> PreTrainedTokenizerBase:
+    """`has_vision`: the chat template may lie with the processor alone."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = f"{folder} has no tokenizer that can be loaded: {reason}"
+        raise ModelError(problem, "put all of the model's tokenizer files there") from None
+    if has_vision:
+        tokenizer.chat_template = _processor_template(Path(folder)) or tokenizer.chat_template
+    if tokenizer.eos_token_id is None:
+        problem = f"the tokenizer of {folder} has no eos_token, so the model could not learn to stop"
+        raise ModelError(problem, "set eos_token in tokenizer_config.json")
+    return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    found = folder / "chat_template.json"
+    if not found.is_file() or (folder / "chat_template.jinja").is_file():
+        return None
+    template = json.loads(found.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{folder} has no chat template",
+            "choose: `data.template: plain` trains on prompt + completion + end token as they are; or take an instruct "
+            "model, which has one",
+        )
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        problem = f"{folder} has the chat templates {names}, and none is called default"
+        raise ModelError(problem, "name the one to use `default`")
+
+
+def model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
+    """The tokens that the model's generation settings stop at."""
+    try:
+        stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
+    except OSError:  # it has none
+        return ()
+    return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    tokenizer: PreTrainedTokenizerBase
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of each text by itself, without what the tokenizer would add around it."""
+        if not texts:
+            return []
+        if not self.tokenizer.is_fast:
+            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()  # a tokenizer's file may ask for both
+        backend.no_padding()
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def pieces(self, pieces: Sequence[tuple[bool, str]]) -> Iterator[list[int]]:
+        """The tokens of each text; the flag before a text says that it is the middle of one."""
+        guard, num_guard = self._guard
+        ids = self.ids([guard + text if is_inner else text for is_inner, text in pieces])
+        if not num_guard:
+            return iter(ids)
+        return (piece[num_guard:] if is_inner else piece for (is_inner, _), piece in zip(pieces, ids, strict=True))
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """As the middle of a text."""
+        guard, size = self._guard
+        before = self.ids([guard])[0] if size else []
+        guarded, alone = (
+            str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            for ids in ([*before, *tokens], before)
+        )
+        return guarded.removeprefix(alone)
+
+    @cached_property
+    def _guard(self) -> tuple[str, int]:
+        """Some tokenizers write a blank before the first word of a text, but not after this text; and its number of
+        tokens."""
+        for guard in ("", str(self.tokenizer.eos_token), "\n"):
+            size = len(self.ids([guard])[0])
+            pieces = [self.ids([left + right, left, guard + right]) for left, right in _JOINTS]
+            if all(whole == left + right[size:] for whole, left, right in pieces):
+                return guard, size
+        return "", 0
+
+    def spans(self, text: str) -> Sequence[Span]:
+        """Of its tokens; of its characters where the tokenizer does not tell."""
+        if not self.tokenizer.is_fast:
+            return [(at, at + 1) for at in range(len(text))]
+        spans: list[Span] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
+        return spans
+
+    @cached_property
+    def start(self) -> tuple[int, ...]:
+        """The first token of a plain text, where the tokenizer adds one."""
+        first = tuple(self.tokenizer("")["input_ids"][:1])
+        return first if first == (self.tokenizer.bos_token_id,) else ()
+
+    @cached_property
+    def added(self) -> re.Pattern[str]:
+        """Tokens that were added to the vocabulary."""
+        return _any_of(map(str, self.tokenizer.added_tokens_decoder.values()))
+
+    @cached_property
+    def special(self) -> re.Pattern[str]:
+        """Those added tokens that are not text."""
+        return _any_of(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+
+    def unknown_in(self, text: str, ids: list[int]) -> str:
+        """A character that the tokenizer cannot write, so that the model would learn the unknown token in its place;
+        empty where there is none."""
+        token, spelled = self._unknown_token
+        if token not in ids or spelled in text:
+            return ""
+        return next((character for character in text if token in self.ids([character])[0]), text)
+
+    @cached_property
+    def _unknown_token(self) -> tuple[int | None, str]:
+        return self.tokenizer.unk_token_id, str(self.tokenizer.unk_token)
+
+
+def require_characters(texts: Iterable[str]) -> None:
+    """Tokenizers take no half of a surrogate pair, and would refuse the whole batch because of it."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        problem = "the text holds half of a surrogate pair, which is not a character"
+        raise DataError(problem, "write the file again in UTF-8") from None
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches the longest that fits. Blanks are text, even where a vocabulary counts them as added."""
+    return re.compile(_choice(sorted({text for text in tokens if text.strip()})) or r"(?!)")
+
+
+def _choice(texts: Sequence[str]) -> str:
+    """Shared beginnings are written once: Gemma adds 6,000 tokens, which would otherwise all be tried at every `<`."""
+    longer = groupby((text for text in texts if text), key=lambda text: text[0])
+    choices: list[str] = [re.escape(first) + _choice([text[1:] for text in group]) for first, group in longer]
+    if len(choices) == 1 and "" not in texts:
+        return choices[0]
+    return f"(?:{'|'.join(choices)}){'?' if '' in texts else ''}" if choices else ""
+
+
+def fit_messages(
+    messages: Sequence[Message],
+    *,
+    length: Callable[[Sequence[Message]], int],
+    spans: Callable[[str], Sequence[Span]],
+    max_tokens: int,
+    placeholder: str | None = None,
+) -> tuple[Message, ...] | None:
+    """The messages, cut until `length` is at most `max_tokens`; None where even one token of each text is too much. A
+    message is one text, or where it has placeholders for images, the texts between them.
+
+    The length is measured again after every cut, because the tokens beside a cut may join differently. Each cut removes
+    characters, so this ends.
+    """
+    kept = list(messages)
+    texts = [message.content.split(placeholder) if placeholder else [message.content] for message in messages]
+    while (excess := length(kept) - max_tokens) > 0:
+        found = _longest(kept, texts, spans)
+        if found is None:
+            return None
+        at, part = found
+        texts[at][part] = without_middle(texts[at][part], spans(texts[at][part]), excess)
+        kept[at] = replace(kept[at], content=(placeholder or "").join(texts[at]))
+    return tuple(kept)
+
+
+def _longest(
+    messages: Sequence[Message], texts: Sequence[Sequence[str]], spans: Callable[[str], Sequence[Span]]
+) -> tuple[int, int] | None:
+    """Message and part of the longest text by a user or a tool; a system message is cut only where those are used up,
+    an answer never."""
+    for roles in (("user", "tool"), ("system",)):
+        parts = [
+            (at, part, text)
+            for at, m in enumerate(messages)
+            if m.role in roles
+            for part, text in enumerate(texts[at])
+            if len(text) > 1
+        ]
+        sizes = [(len(spans(text)), -at, -part) for at, part, text in parts]
+        sizes = [size for size in sizes if size[0] > 1]
+        if sizes:
+            _, at, part = max(sizes)
+            return -at, -part
+    return None
+
+
+def without_middle(text: str, spans: Sequence[Span], excess: int) -> str:
+    """`excess` tokens shorter, but never without any token. `spans` are those of `text`."""
+    num_kept = max(len(spans) - excess, 1)
+    num_head = (num_kept + 1) // 2
+    tail_at = len(spans) - (num_kept - num_head)
+    head_end = _border(spans, num_head, inner=0)
+    tail_start = _border(spans, tail_at, inner=1) if tail_at < len(spans) else len(text)
+    shorter = text[:head_end] + text[tail_start:] or text[:1]
+    middle = len(text) // 2
+    return shorter if len(shorter) < len(text) else text[:middle] + text[middle + 1 :]
+
+
+def _border(spans: Sequence[Span], at: int, *, inner: int) -> int:
+    """The character between token at - 1 and token at. One that both share is removed as a whole, so the border moves
+    to its outer side."""
+    left, right = spans[at - 1], spans[at]
+    if left[1] <= right[0]:
+        return left[1] if inner == 0 else right[0]
+    return left[0] if inner == 0 else right[1]

@@ -1,0 +1,338 @@
+"""The rows of a source of the spec, streamed: the files it names, the records that `where` selects, their shape and
+what is joined to them; and which rows take part, which are held out, and how often each is seen. Selection is seeded
+and decided before anything is rendered."""
+
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finefit.data.columns import RecordError, Value, is_given, plain, scalar, shown
+from finefit.data.files import DataFile, find_files
+from finefit.data.fingerprint import held_share, prompt_key
+from finefit.data.records import Record, Unit, read_records
+from finefit.data.rows import BadRow, Row
+from finefit.data.shapes import Shape, find_shape, numbered_split
+from finefit.errors import DataError
+from finefit.spec.data import Data, Fields, Source
+
+Wanted = Mapping[str, tuple[str, ...]]
+"""By column, the values that a record may have, as `scalar` writes them. Other records are not rows of the source, like
+files of another split."""
+Keys = NDArray[np.uint64]
+Mask = NDArray[np.bool_]
+
+_SAMPLE = 100
+"""Records at the start of a file that its shape is recognised by."""
+_UNITS: tuple[Unit, ...] = get_args(Unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """The records of another file, by the id that they share with these."""
+
+    path: str
+    column: str
+    partners: dict[str | int, Value | None]
+    """None for an id that occurs more than once."""
+
+    def joined(self, record: Record) -> Record | BadRow:
+        found = self._partner(record)
+        if isinstance(found, str):
+            return BadRow(record.source, record.number, found)
+        return replace(record, value=record.value | found)
+
+    def _partner(self, record: Record) -> Value | str:
+        """The record's partner, or why it has none."""
+        at = record.value.get(self.column)
+        if not isinstance(at, str | int):
+            return f"has no {self.column} to join {self.path} by"
+        if at not in self.partners:
+            return f"has the {self.column} {shown(at)}, which {self.path} lacks"
+        partner = self.partners[at]
+        if partner is None:
+            return f"has the {self.column} {shown(at)}, which occurs more than once in {self.path}"
+        for name in partner.keys() & record.value.keys():
+            if partner[name] != record.value[name]:
+                return f"has another {name} than its partner in {self.path}: {shown(partner[name])}"
+        return partner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReader:
+    source: str
+    """The path as the spec has it."""
+    files: tuple[DataFile, ...]
+    shapes: tuple[Shape, ...]
+    """One per file, all of one kind."""
+    unit: Unit | None = None
+    """What a record of a text file is, where the user says so."""
+    join: Join | None = None
+    wanted: Wanted = field(default_factory=dict)
+    images_root: tuple[str, Path] | None = None
+    """Where paths of images start, as the user names it and resolved; None: in the folder of their file."""
+    build: Callable[[Row], Row | BadRow] | None = None
+    """What `data.task` makes of a row."""
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        """Every record of every file yields at least one."""
+        for file, shape in zip(self.files, self.shapes, strict=True):
+            name, root = self.images_root or ("", file.path.parent)
+            for record in _selected(_records(file, self.unit, self.join), self.wanted):
+                for row in [record] if isinstance(record, BadRow) else shape.rows(record):
+                    row = _rooted(row, name, str(root))
+                    yield row if self.build is None or isinstance(row, BadRow) else self.build(row)
+
+
+def _rooted(row: Row | BadRow, name: str, root: str) -> Row | BadRow:
+    if isinstance(row, BadRow) or not row.images:
+        return row
+    rooted = (replace(image, root=root, root_name=name) if image.path else image for image in row.images)
+    return replace(row, images=tuple(rooted))
+
+
+def open_source(source: Source, base: Path, *, split: str) -> SourceReader:
+    path, fields = source.path, source.fields
+    files = find_files(path, base, split=split)
+    unit = next((unit for unit in _UNITS if unit == fields.text), None) if files[0].format == "text" else None
+    if unit:
+        fields = fields.model_copy(update={"text": None})
+    join = _join(fields.join, files, base, split) if fields.join else None
+    wanted: Wanted = {
+        name: tuple(scalar(value, name) for value in (values if isinstance(values, tuple) else (values,)))
+        for name, values in source.where.items()
+    }
+    samples = [list(islice(_selected(_records(file, unit, join), wanted), _SAMPLE)) for file in files]
+    if wanted and not any(samples):
+        raise _none_selected(path, wanted)
+    shapes = _shapes(path, files, samples, fields)
+    root = None if source.images_root is None else (source.images_root, _root(path, source.images_root, base))
+    reader = SourceReader(source=path, files=files, shapes=shapes, unit=unit, join=join, images_root=root)
+    if not wanted:  # one file may hold all splits of a published dataset
+        columns = [shape.columns or frozenset() for shape in shapes]
+        wanted = numbered_split(frozenset.intersection(*columns), split)
+        records = (record for file in files for record in _records(file, unit, join))
+        if wanted and next(_selected(records, wanted), None) is None:
+            raise _none_selected(path, wanted)
+    if not wanted:
+        return reader
+    mapping = {"only": _described(wanted)}
+    return replace(reader, wanted=wanted, shapes=tuple(replace(s, mapping=mapping | s.mapping) for s in shapes))
+
+
+def _shapes(
+    path: str, files: Sequence[DataFile], samples: Sequence[Sequence[Record | BadRow]], fields: Fields
+) -> tuple[Shape, ...]:
+    """A file of which nothing can be read has the shape of the first that can."""
+    found: list[Shape | None] = []
+    for file, sample in zip(files, samples, strict=True):
+        records = [record for record in sample if isinstance(record, Record)]
+        found.append(find_shape(records, fields, source=file.name) if records else None)
+    first = next((shape for shape in found if shape), None)
+    if first is None:
+        bad = [record for sample in samples for record in sample if isinstance(record, BadRow)]
+        if not bad:
+            raise DataError(f"{path} holds no records", "check the path, or leave the source out")
+        problem = f"{path} holds no record that can be read; the first: {bad[0].place} {bad[0].reason}"
+        raise DataError(problem, "fix the file")
+    shapes = tuple(shape or first for shape in found)
+    for file, shape in zip(files, shapes, strict=True):
+        if shape.kind != first.kind:
+            one = files[found.index(first)].name
+            problem = f"{path} mixes kinds of rows: {one} holds {first.name}, {file.name} {shape.name}"
+            raise DataError(problem, "make them two sources")
+    return shapes
+
+
+def _selected(records: Iterable[Record | BadRow], wanted: Wanted) -> Iterator[Record | BadRow]:
+    """The records that have what `where` names. A record without such a column is a bad one."""
+    for record in records:
+        if isinstance(record, BadRow):
+            yield record
+            continue
+        try:
+            if all(_value(record, name) in values for name, values in wanted.items()):
+                yield record
+        except RecordError as error:
+            yield BadRow(record.source, record.number, str(error))
+
+
+def _value(record: Record, name: str) -> str:
+    value = record.value.get(name)
+    if not is_given(value):
+        raise RecordError(f"has no {name}, by which rows are chosen")
+    return scalar(value, name)
+
+
+def _described(wanted: Wanted) -> str:
+    return " and ".join(f"{name} = {' or '.join(values)}" for name, values in wanted.items())
+
+
+def _none_selected(path: str, wanted: Wanted) -> DataError:
+    remedy = "say by `where` which records are meant, such as where: {split: 1}"
+    return DataError(f"{path} has no record with {_described(wanted)}", remedy)
+
+
+def _root(path: str, images_root: str, base: Path) -> Path:
+    root = base / images_root
+    if not (root.is_dir() or zipfile.is_zipfile(root)):
+        problem = f"{path}: images_root {images_root} is neither a folder nor a zip (looked for {root})"
+        raise DataError(problem, "its path is relative to the spec file")
+    return root
+
+
+def _records(file: DataFile, unit: Unit | None, join: Join | None) -> Iterator[Record | BadRow]:
+    records = read_records(file, unit=unit)
+    if join is None:
+        return records
+    return (join.joined(record) if isinstance(record, Record) else record for record in records)
+
+
+def _join(path: str, files: tuple[DataFile, ...], base: Path, split: str) -> Join:
+    others = find_files(path, base, split=split)
+    column = _shared_id(path, files, others)
+    partners: dict[str | int, Value | None] = {}
+    for file in others:
+        for record in read_records(file):
+            at = record.value.get(column) if isinstance(record, Record) else None
+            if isinstance(record, BadRow) or not isinstance(at, str | int):
+                reason = record.reason if isinstance(record, BadRow) else f"has no {column}"
+                problem = f"{file.name}:{record.number} {reason}, so it cannot be joined"
+                raise DataError(problem, "fix or remove this record")
+            partners[at] = None if at in partners else record.value
+    return Join(path=path, column=column, partners=partners)
+
+
+def _shared_id(path: str, files: tuple[DataFile, ...], others: tuple[DataFile, ...]) -> str:
+    """The id column that both have. All questions about an image share its id, so that does not identify a record."""
+    ours, theirs = _first_columns(files), _first_columns(others)
+    shared = [name for name in ours if name in theirs and plain(name).endswith("id") and plain(name) != "imageid"]
+    if len(shared) == 1:
+        return shared[0]
+    what = f"no id column is in both: {', '.join(ours)}; {', '.join(theirs)}"
+    if shared:
+        what = f"{', '.join(shared)} are all ids that both have"
+    remedy = "keep exactly one id column that both files have, such as question_id"
+    raise DataError(f"{path} cannot be joined: {what}", remedy)
+
+
+def _first_columns(files: tuple[DataFile, ...]) -> list[str]:
+    first = islice((record for file in files for record in read_records(file)), _SAMPLE)
+    values = [record.value for record in first if isinstance(record, Record)]
+    return list(dict.fromkeys(name for value in values for name in value if is_given(value[name])))
+
+
+LEFT_OUT = ("left out by limit", "left out by weight")
+"""Reasons for rows that the spec itself leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Which rows of a source take part, by their place among its usable rows."""
+
+    taken: Mask | None = None
+    """None for all."""
+    elsewhere: Mask | None = None
+    """Rows of another split, which are not counted in this one."""
+    reason: str = ""
+    """Why the other rows are left out."""
+
+    def require(self, ordinal: int, source: str) -> None:
+        """A file that grows while it is read has rows that nothing was decided about."""
+        if any(mask is not None and ordinal >= len(mask) for mask in (self.taken, self.elsewhere)):
+            remedy = "give the command again when nothing writes to it"
+            raise DataError(f"{source} has changed while it was read", remedy)
+
+
+def select_rows(
+    data: Data, readers: Sequence[SourceReader], seed: int, *, with_system: bool
+) -> list[tuple[RowSelection | None, RowSelection]]:
+    """For every training source the rows that are held out for validation, and those that are trained on."""
+    chosen = [sampled(reader, s.weight, s.limit, seed) for s, reader in zip(data.train, readers, strict=True)]
+    share = data.validation.share if data.validation else None
+    if share is None:
+        return [(None, selection) for selection in chosen]
+    keys = [_keys(reader, with_system=with_system) for reader in readers]
+    sizes = [len(prompts) for prompts, _ in keys]
+    masks = (np.ones(n, bool) if s.taken is None else s.taken for s, n in zip(chosen, sizes, strict=True))
+    taken = np.concatenate(list(masks))
+    # records of different sources are different
+    offsets = np.cumsum([0, *(int(records.max(initial=0)) + 1 for _, records in keys)])
+    records = np.concatenate([records + np.uint64(offset) for (_, records), offset in zip(keys, offsets, strict=False)])
+    prompts = np.concatenate([prompts for prompts, _ in keys])
+    held = np.zeros(len(taken), bool)
+    held[taken] = held_share(group_keys(prompts[taken], records[taken]), share, seed)
+    parts = np.split(held, np.cumsum(sizes)[:-1])
+    return [
+        (RowSelection(taken=part, elsewhere=~part), RowSelection(taken=s.taken, elsewhere=part, reason=s.reason))
+        for part, s in zip(parts, chosen, strict=True)
+    ]
+
+
+def sampled(reader: SourceReader, weight: float, limit: int | None, seed: int) -> RowSelection:
+    if weight >= 1 and limit is None:
+        return RowSelection()
+    total = sum(isinstance(row, Row) for row in reader.rows())
+    by_weight = max(1, round(total * weight)) if weight < 1 else total
+    count = min(by_weight, limit or total, total)
+    taken = np.zeros(total, bool)
+    taken[np.random.RandomState(seed).permutation(total)[:count]] = True
+    is_limited = limit is not None and limit <= by_weight
+    return RowSelection(taken=taken, reason=LEFT_OUT[0] if is_limited else LEFT_OUT[1])
+
+
+def sampled_rows(reader: SourceReader, source: Source, seed: int) -> Iterator[Row | BadRow]:
+    """All rows of a source; those that its limit or weight leaves out come as bad rows with a reason of `LEFT_OUT`."""
+    selection = sampled(reader, source.weight, source.limit, seed)
+    ordinal = 0
+    for row in reader.rows():
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        selection.require(ordinal, source.path)
+        is_taken = selection.taken is None or bool(selection.taken[ordinal])
+        yield row if is_taken else BadRow(row.source, row.number, selection.reason, row.part)
+        ordinal += 1
+
+
+def _keys(reader: SourceReader, *, with_system: bool) -> tuple[Keys, Keys]:
+    """For every row the key of its prompt, and its record's place among the records."""
+    prompts: list[int] = []
+    records: list[int] = []
+    last, number = None, 0
+    for row in reader.rows():
+        if isinstance(row, Row):
+            number += (row.source, row.number) != last
+            last = (row.source, row.number)
+            prompts.append(prompt_key(row, with_system=with_system))
+            records.append(number)
+    return np.array(prompts, np.uint64), np.array(records, np.uint64)
+
+
+def group_keys(prompts: Keys, records: Keys) -> Keys:
+    """A key for each group of rows that share a prompt or a record, directly or through others: the least of the keys
+    of their prompts."""
+    groups = [np.unique(keys, return_inverse=True)[1] for keys in (records, prompts)]
+    keys, before = prompts, None
+    while before is None or (keys != before).any():
+        before = keys
+        for group in groups:
+            least = np.full(group.max(initial=0) + 1, np.iinfo(np.uint64).max, np.uint64)
+            np.minimum.at(least, group, keys)
+            keys = least[group]
+    return keys
+
+
+def weighted(begin: int, end: int, weight: float, seed: int) -> NDArray[np.int64]:
+    """Each example as often as it is seen in an epoch; a fractional weight repeats a seeded part once more."""
+    numbers = np.arange(begin, end)
+    if weight <= 1:
+        return numbers
+    times, rest = divmod(weight, 1)
+    more = np.random.RandomState(seed).permutation(numbers)[: round(rest * len(numbers))]
+    return np.concatenate([np.tile(numbers, int(times)), np.sort(more)])

@@ -1,0 +1,270 @@
+"""Rows to arrays of tokens, chunk by chunk: in this process, or for much data in several."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from finefit.artifacts.processes import end_with_parent
+from finefit.data.columns import RecordError
+from finefit.data.conversations import IMAGE_PLACEHOLDER
+from finefit.data.encode import Budget
+from finefit.data.examples import RenderedRow
+from finefit.data.fingerprint import Fingerprint, fingerprint
+from finefit.data.image_check import ImageChecker, ProcessorFactory, image_processor_of
+from finefit.data.render import Renderer, open_renderer
+from finefit.data.rows import ImageRef, Row
+from finefit.data.sources import SourceReader
+from finefit.errors import WorkerDied
+from finefit.facts.machine import count_cores
+from finefit.spec.data import Data
+
+Made = TypeVar("Made")
+CheckedImages = tuple[ImageRef, ...] | str
+"""The images of a row, or what is wrong with them."""
+
+FIX_IMAGES = "fix or replace these images"
+_CHUNK_ROWS = 256
+_CHUNK_CHARACTERS = 4 << 20
+"""A row may be a whole book."""
+_BYTES_PER_PROCESS = 32 << 20
+"""A process takes some seconds to start."""
+_IMAGES_FOR_ALL = 1000
+"""From this number of images to decode, every core is worth its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChunk:
+    """What a chunk of rows became; arrays, because they travel between processes."""
+
+    tokens: NDArray[np.int32]
+    supervised: NDArray[np.uint8]
+    lengths: NDArray[np.int32]
+    """Of the sequences, one after the other; the sides of a pair are two of them."""
+    examples: list[int]
+    """The number of examples of each row; 0 where it cannot be used."""
+    sides: int
+    """Sequences of an example."""
+    cut: list[int]
+    problems: dict[int, tuple[str, str]]
+    too_long: dict[int, str]
+    """Rows that do not fit, and by how much."""
+    special: dict[int, tuple[str, ...]]
+    fingerprints: list[Fingerprint]
+    image_refs: list[tuple[ImageRef, ...]]
+    """Of each row."""
+    num_images: list[list[int]]
+    """For each example of each row, how many of the row's images it has: the first ones."""
+
+
+class ChunkRenderer:
+    """Checks the images of rows, and renders them."""
+
+    def __init__(self, renderer: Renderer, budget: Budget, *, with_system: bool = False, pairs: bool = False) -> None:
+        """`pairs`: rows are preference pairs, and both their sides are kept."""
+        self._renderer, self._budget, self._with_system, self._pairs = renderer, budget, with_system, pairs
+        self._checker = None if renderer.image_processor is None else ImageChecker(renderer.image_processor)
+
+    @property
+    def has_vision(self) -> bool:
+        return self._checker is not None
+
+    def check_images(self, rows: Sequence[Row]) -> list[CheckedImages]:
+        return [self._checked(row) for row in rows]
+
+    def _checked(self, row: Row) -> CheckedImages:
+        if self._checker is None:
+            return ()  # a renderer without an image processor refuses rows with images
+        try:
+            return self._checker(row)
+        except RecordError as error:
+            return str(error)
+
+    def render(self, rows: Sequence[Row]) -> RenderedChunk:
+        checked = self.check_images(rows)
+        both = zip(rows, checked, strict=True)
+        seen = [row if isinstance(found, str) else replace(row, image_refs=found) for row, found in both]
+        usable = [row for row, found in zip(seen, checked, strict=True) if not isinstance(found, str)]
+        made = iter(self._renderer.render(usable, self._budget))
+        rendered = [
+            RenderedRow(problem=found, remedy=FIX_IMAGES)
+            if isinstance(found, str)
+            else _of_kind(next(made), pairs=self._pairs)
+            for found in checked
+        ]
+        examples = [example for found in rendered for example in (*found.examples, *found.rejected)]
+        numbered = list(enumerate(rendered))
+        problems = {at: (r.problem, r.remedy) for at, r in numbered if r.problem and not r.is_too_long}
+        return RenderedChunk(
+            tokens=_flat([e.tokens for e in examples], np.int32),
+            supervised=_flat([e.supervised for e in examples], np.uint8),
+            lengths=np.array([len(e.tokens) for e in examples], np.int32),
+            examples=[len(found.examples) for found in rendered],
+            sides=2 if self._pairs else 1,
+            cut=[found.cut_tokens for found in rendered],
+            problems=problems,
+            too_long={at: found.problem for at, found in numbered if found.is_too_long},
+            special={at: found for at, row in enumerate(rows) if (found := self._special_tokens(row))},
+            fingerprints=[fingerprint(row, with_system=self._with_system, turns=self._budget.turns) for row in seen],
+            image_refs=[row.image_refs for row in seen],
+            num_images=[[len(example.images) for example in found.examples] for found in rendered],
+        )
+
+    def _special_tokens(self, row: Row) -> tuple[str, ...]:
+        texts = [row.text, *(m.content for m in (*row.messages, *row.rejected))]
+        texts = [text.replace(IMAGE_PLACEHOLDER, "") for text in texts] if row.images else texts
+        return tuple(dict.fromkeys(token for text in texts for token in self._renderer.special_tokens_in(text)))
+
+
+def _of_kind(found: RenderedRow, *, pairs: bool) -> RenderedRow:
+    """The row, or why it is not of the kind that is trained on."""
+    if found.problem:
+        return found
+    if bool(found.rejected) is not pairs:
+        problem = "is not a preference pair: it has no rejected answer"
+        problem = problem if pairs else "is a preference pair among single answers"
+        return RenderedRow(problem=problem, remedy="put pairs and single answers into two files")
+    if not pairs:
+        return found
+    (chosen,), (rejected,) = found.examples, found.rejected
+    if chosen.tokens == rejected.tokens:
+        problem = "has two sides that are the same tokens, so there is nothing to prefer"
+        return RenderedRow(problem=problem, remedy="remove the pair, or fix one side")
+    if not any(chosen.supervised[1:]) or not any(rejected.supervised[1:]):
+        remedy = "give the pair a prompt, and both sides an answer"
+        return RenderedRow(problem="has a side without a token to learn from", remedy=remedy)
+    return found
+
+
+def _flat(parts: Sequence[Sequence[int]], kind: Any) -> NDArray[Any]:
+    return np.concatenate([np.asarray(part, kind) for part in parts]) if parts else np.zeros(0, kind)
+
+
+def chunked(rows: Iterable[Row], *, max_rows: int, max_characters: int) -> Iterator[list[Row]]:
+    """A chunk ends with the row that fills it."""
+    chunk: list[Row] = []
+    characters = 0
+    for row in rows:
+        chunk.append(row)
+        characters += len(row.text) + sum(len(message.content) for message in (*row.messages, *row.rejected))
+        characters += sum(len(image.data) for image in row.images)
+        if len(chunk) == max_rows or characters >= max_characters:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def num_processes(
+    readers: Sequence[SourceReader], checked: Sequence[SourceReader] = (), *, has_vision: bool = False
+) -> int:
+    """The rows of `readers` are rendered; of those of `checked` only the images are checked."""
+    if has_vision:  # images lie in files of their own, so the size of the data says little
+        rows = islice((row for reader in (*readers, *checked) for row in reader.rows()), _IMAGES_FOR_ALL)
+        if sum(len(row.images) for row in rows if isinstance(row, Row)) >= _IMAGES_FOR_ALL:
+            return count_cores()
+    size = sum(file.path.stat().st_size for reader in readers for file in reader.files)
+    return min(count_cores(), 1 + size // _BYTES_PER_PROCESS)
+
+
+_worker: ChunkRenderer | None = None
+
+
+def _start_worker(
+    parent: int, tokenizer: Path, data: Data, processor_factory: ProcessorFactory, with_system: bool, pairs: bool
+) -> None:
+    end_with_parent(parent)  # it would wait for more rows for ever: each of them holds both ends of the queue
+    global _worker  # a process of the pool has one renderer
+    processor, options = image_processor_of(processor_factory), data.template_options
+    renderer = open_renderer(tokenizer, data.template, template_options=options, image_processor=processor)
+    _worker = ChunkRenderer(renderer, _budget(data), with_system=with_system, pairs=pairs)
+
+
+def _render(rows: Sequence[Row]) -> RenderedChunk:
+    assert _worker is not None
+    return _worker.render(rows)
+
+
+def _check_images(rows: Sequence[Row]) -> list[CheckedImages]:
+    assert _worker is not None
+    return _worker.check_images(rows)
+
+
+def _budget(data: Data) -> Budget:
+    return Budget(max_tokens=data.max_tokens, too_long=data.too_long, turns=data.turns)
+
+
+class TokenizerPool:
+    """Rows to rendered chunks, in their order. Of several processes each works a little ahead and no more."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        data: Data,
+        tokenizer: Path,
+        processor_factory: ProcessorFactory,
+        *,
+        processes: int,
+        with_system: bool,
+        pairs: bool = False,
+    ) -> None:
+        self.with_system = with_system
+        self._here = ChunkRenderer(renderer, _budget(data), with_system=with_system, pairs=pairs)
+        self._pool: ProcessPoolExecutor | None = None
+        self._ahead = 3 * processes
+        self.largest_token = 0
+        if processes > 1:
+            arguments = (os.getpid(), tokenizer, data, processor_factory, with_system, pairs)
+            self._pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, arguments)
+
+    def render(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], RenderedChunk]]:
+        for rows_, chunk in self._in_chunks(iter(rows), self._here.render, _render):
+            self.largest_token = max(self.largest_token, int(chunk.tokens.max(initial=0)))
+            yield rows_, chunk
+
+    def check_images(self, rows: Iterable[Row]) -> Iterator[tuple[Row, CheckedImages]]:
+        if not self._here.has_vision:
+            yield from ((row, ()) for row in rows)
+            return
+        for chunk, found in self._in_chunks(iter(rows), self._here.check_images, _check_images):
+            yield from zip(chunk, found, strict=True)
+
+    def _in_chunks(
+        self, rows: Iterator[Row], here: Callable[[Sequence[Row]], Made], there: Callable[[Sequence[Row]], Made]
+    ) -> Iterator[tuple[list[Row], Made]]:
+        chunks = chunked(rows, max_rows=_CHUNK_ROWS, max_characters=_CHUNK_CHARACTERS)
+        if self._pool is None:
+            yield from ((chunk, here(chunk)) for chunk in chunks)
+            return
+        waiting: deque[tuple[list[Row], Future[Made]]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append((chunk, self._pool.submit(there, chunk)))
+                if len(waiting) > self._ahead:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for first, future in waiting:
+                yield first, future.result()
+        except BrokenProcessPool:
+            free = psutil.virtual_memory().available / 2**30
+            raise WorkerDied(
+                f"a process that prepares rows was killed; {free:.1f} GiB of host memory are free now",
+                "look for a lack of host memory (dmesg), close other programs, and give the same command again",
+            ) from None
+
+    def __enter__(self) -> "TokenizerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

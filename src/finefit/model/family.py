@@ -1,0 +1,206 @@
+"""What training and evaluation ask of a model, whoever wrote its code: which layers may carry adapters, which may be
+recomputed, how it is saved, whether it computes its own loss. A transformers model answers through
+`TransformersFamily`, a module that a user's file built through `custom.model.CustomFamily`."""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import peft
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from finefit.artifacts.records import Levers
+from finefit.errors import ModelError
+from finefit.model.experts import experts_of, placeholder_experts
+from finefit.model.frozen_weights import FrozenWeights, save_with_frozen
+from finefit.model.resolve_model import ADAPTER_CONFIG
+from finefit.model.saved_weights import TRAINED, whole_weights
+from finefit.objective.batch import Forward, Objective
+from finefit.spec.models import Layers, Lora, Tower
+from finefit.vision import is_inside, tower_of, unused_modules, vision_forward_in, without_adapter
+
+Watch = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Wraps the call that runs the model; a rehearsal watches it."""
+FAMILY = "finefit_family"
+"""Attribute of a module that is not a transformers model: makes its family."""
+
+
+class ModelFamily(Protocol):
+    @property
+    def module(self) -> nn.Module:
+        """Without adapters."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For messages: a class, or the user's file."""
+        ...
+
+    @property
+    def peft_task(self) -> str | None:
+        """None for a model that need not be one of transformers'."""
+        ...
+
+    def adapter_layers(self, tuning: Lora) -> set[str]:
+        """Names of exactly the modules that get an adapter."""
+        ...
+
+    def layers(self) -> list[nn.Module]:
+        """Those that `levers.recompute` counts, the first ones first."""
+        ...
+
+    def refused_levers(self, levers: Levers) -> list[str]:
+        """Levers that cannot be applied to this model, with their values."""
+        ...
+
+    def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward | None:
+        """Of a model that computes its own loss; None where log-probabilities are computed from its logits."""
+        ...
+
+    def own_objective(self) -> Objective | None:
+        """Of a model that computes its own loss; None where the spec's objective applies."""
+        ...
+
+    def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:
+        """The whole model. `whole`: the weights by name, where the model's own are sharded; `frozen`: files with the
+        frozen weights as they were before anything was rounded."""
+        ...
+
+
+def family_of(model: nn.Module) -> ModelFamily:
+    module = without_adapter(model)
+    make: Callable[[Any], ModelFamily] = vars(module).get(FAMILY, TransformersFamily)
+    return make(module)
+
+
+def save_weights(
+    model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None, frozen: FrozenWeights | None = None
+) -> None:
+    """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as
+    it is. `whole` and `frozen` as in `ModelFamily.save`."""
+    if not isinstance(model, peft.PeftModel):
+        family_of(model).save(folder, whole, frozen)
+        return
+    model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[TRAINED], state_dict=whole)
+    config = folder / ADAPTER_CONFIG
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values["target_modules"] = sorted(
+        values["target_modules"]
+    )  # peft writes a set in any order; equal files are wanted
+    config.write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersFamily:
+    module: PreTrainedModel
+    peft_task: ClassVar[str] = "CAUSAL_LM"
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def adapter_layers(self, tuning: Lora) -> set[str]:
+        model = self.module
+        head, excluded = model.get_output_embeddings(), placeholder_experts(model)
+        linear = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and module is not head and not is_inside(name, excluded)
+        }
+        if not linear:
+            raise ModelError(
+                f"{type(model).__name__} has no linear layer that could carry an adapter",
+                "train it in full: `tuning: {kind: full}`",
+            )
+        place = "the tower {tower}" if vision_forward_in(model) is not None else "the model"
+        return {
+            name
+            for tower, targets in targets_by_tower(tuning).items()
+            for name in match_targets(
+                self._of_tower(linear, tower),
+                targets,
+                "tuning.targets",
+                f"no linear layer of {place.format(tower=tower)}",
+                "its linear layers are",
+            )
+        }
+
+    def _of_tower(self, linear: set[str], tower: Tower) -> set[str]:
+        vision_forward = vision_forward_in(self.module)
+        if vision_forward is not None:
+            unused = unused_modules(self.module)
+            found = {name for name in linear if tower_of(vision_forward, name) == tower and not is_inside(name, unused)}
+        elif tower == "language":
+            found = linear
+        else:
+            raise ModelError(
+                f"tuning.targets names layers of the tower {tower}, and {self.name} has none: it takes no images",
+                "write the layers without a tower, or name a vision-language model",
+            )
+        if not found:
+            raise ModelError(
+                f"tuning.targets: the tower {tower} of {self.name} has no linear layer that could carry an adapter",
+                f"leave it out, or train it as a whole: `tuning: {{kind: subset, trainable: [{tower}]}}`",
+            )
+        return found
+
+    def layers(self) -> list[nn.Module]:
+        """Of a vision-language model those of its language tower."""
+        vision_forward = vision_forward_in(self.module)
+        return [
+            module
+            for name, module in self.module.named_modules()
+            if isinstance(module, GradientCheckpointingLayer)
+            and (vision_forward is None or tower_of(vision_forward, name) == "language")
+        ]
+
+    def refused_levers(self, levers: Levers) -> list[str]:  # noqa: ARG002
+        return []
+
+    def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward | None:  # noqa: ARG002
+        return None
+
+    def own_objective(self) -> Objective | None:
+        return None
+
+    def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:
+        model = self.module
+        if frozen is not None:
+            found = whole_weights(model, _to_host, keeps=True, only_trained=True) if whole is None else whole
+            save_with_frozen(model, folder, frozen, found)
+            return
+        if whole is None and model.device.type != "cpu" and experts_of(model):
+            # experts are stored one by one; taking them apart copies them, and the GPU's memory was planned without
+            # that
+            whole = whole_weights(model, _to_host, keeps=True)
+        model.save_pretrained(folder, state_dict=whole)
+
+
+def _to_host(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().cpu()
+
+
+def targets_by_tower(tuning: Lora) -> dict[Tower, Layers]:
+    """Names without a tower belong to the language tower, which is all of a model that takes no images."""
+    return tuning.targets if isinstance(tuning.targets, dict) else {"language": tuning.targets}
+
+
+def match_targets(allowed: set[str], targets: Layers, key: str, nothing: str, known: str) -> set[str]:
+    """Names of `allowed` that end with one of the targets. `key`, `nothing` and `known` word the error for a target
+    that matches none: where it was given, what it failed to match, and what introduces the choices."""
+    if targets == "all-linear":
+        return allowed
+    chosen: set[str] = set()
+    for target in targets:
+        matched = {name for name in allowed if name == target or name.endswith(f".{target}")}
+        if not matched:
+            ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in allowed})) or "none"
+            raise ModelError(f"{key}: {target} matches {nothing}", f"{known} {ends}")
+        chosen |= matched
+    return chosen

@@ -1,0 +1,313 @@
+"""What the rules know: word lists (ours, or a user's file in their place), the sentences and terms of a text, and those
+of all rows."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import ConfigDict, Field, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from finefit.data.fingerprint import normalise
+from finefit.errors import DataError
+from finefit.spec.part import Part
+
+
+class _LexiconPart(Part):
+    model_config = ConfigDict(strict=False)  # YAML has lists, which a strict tuple would refuse
+
+
+class KindOfTerm(_LexiconPart):
+    words: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+
+
+class Negation(_LexiconPart):
+    auxiliaries: tuple[str, ...] = ()
+    perfect: tuple[str, ...] = ()
+    participles: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
+    finite: tuple[str, ...] = ()
+    past: Mapping[str, str] = Field(default_factory=dict)
+    existing: tuple[str, ...] = ()
+    uncountable: tuple[str, ...] = ()
+    opposites: tuple[tuple[str, str], ...] = ()
+    bound: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
+
+
+class Sentences(_LexiconPart):
+    abbreviations: tuple[str, ...] = ()
+
+
+class Numbers(_LexiconPart):
+    units: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+
+class Words(_LexiconPart):
+    """words.yaml explains each list. Compared and hashed by identity, so that what is derived from it can be cached."""
+
+    kinds: Mapping[str, KindOfTerm] = Field(default_factory=dict)
+    no_terms: tuple[str, ...] = ()
+    negation: Negation = Negation()
+    sentences: Sentences = Sentences()
+    numbers: Numbers = Numbers()
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@cache
+def shipped_words() -> Words:
+    return _parse(files("finefit.negatives").joinpath("words.yaml").read_text("utf-8"), "words.yaml")
+
+
+def read_words(path: Path) -> Words:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "name a YAML file in UTF-8, or leave it out for the shipped lists"
+        raise DataError(f"the word lists {path} cannot be read: {error}", remedy) from None
+    return _parse(text, str(path))
+
+
+def _parse(text: str, name: str) -> Words:
+    remedy = "fix it; the shipped words.yaml shows the form"
+    try:
+        return Words.model_validate(YAML(typ="safe", pure=True).load(text))
+    except YAMLError as error:
+        raise DataError(f"{name} is not YAML: {' '.join(str(error).split())}", remedy) from None
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
+        raise DataError(f"{name} holds other than lists of words: {'; '.join(faults)}", remedy) from None
+
+
+# Sentences and words, found by full stops and capitals alone
+
+_WORD = re.compile(r"[^\W_]+(?:['’.,/-][^\W_]+)*%?")
+_BOUNDARY = re.compile(r"""(?P<stop>[.!?]["')\]”’]*)\s+(?=["'(\[“‘]?[^\Wa-z_])|\s*\n\s*""")
+_LAST_WORD = re.compile(r"[\w.]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    start: int
+    end: int
+    text: str
+
+
+def words_of(text: str) -> list[str]:
+    """In lower case; numbers with their decimals and percent signs."""
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+@lru_cache(maxsize=64)
+def sentences_of(text: str, words: Words) -> tuple[Span, ...]:
+    """In order, without the white space between them."""
+    cuts = [
+        (found.start() + len(found["stop"] or ""), found.end())
+        for found in _BOUNDARY.finditer(text)
+        if _ends(text, found, words)
+    ]
+    starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
+    spans = (_trimmed(text, start, end) for start, end in zip(starts, ends, strict=True))
+    return tuple(span for span in spans if span.text)
+
+
+def gap_before(text: str, spans: tuple[Span, ...]) -> str:
+    """What separates the sentences of a text; a space where it has only one."""
+    return next((text[one.end : other.start] for one, other in pairwise(spans)), " ")
+
+
+def _ends(text: str, found: re.Match[str], words: Words) -> bool:
+    if not found["stop"] or found["stop"][0] != ".":
+        return True
+    last = _LAST_WORD.search(text[max(0, found.start() - 20) : found.start()])
+    # a single capital is an initial
+    return last is None or not (
+        last[0].lower() in words.sentences.abbreviations or (len(last[0]) == 1 and last[0].isupper())
+    )
+
+
+def _trimmed(text: str, start: int, end: int) -> Span:
+    piece = text[start:end]
+    start += len(piece) - len(piece.lstrip())
+    return Span(start, start + len(piece.strip()), piece.strip())
+
+
+# Terms by kind: words of the lists, words with the ending of a kind, acronyms and names. Terms of a kind can replace
+# each other.
+
+_ACRONYM = re.compile(r"(?<![\w-])(?=[\w-]*[A-Z][\w-]*[A-Z])[A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)*(?![\w-])")
+_NAME = re.compile(r"(?<=[a-z,;)] )[A-Z][a-z]{2,}(?: [A-Z][a-z]{2,})*(?![\w-])")
+_ADJECTIVE = re.compile(r"(?:ese|ian|ish|can|ean)$")
+_VOWEL = re.compile(r"[aeio]|u(?!n[aeiou]|s[aeiou]|r[aeiou]|t[aeiou])|hour|honest|heir", re.IGNORECASE)
+_ARTICLE = re.compile(r"\b([Aa])(n?)( )$")
+_SPELT_WITH_A_VOWEL = frozenset("AEFHILMNORSX")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    kind: str
+    text: str
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.at + len(self.text)
+
+
+@lru_cache(maxsize=4096)  # also of the sentences that are drawn again and again
+def terms_of(text: str, words: Words) -> tuple[Term, ...]:
+    """In order and without overlap; of overlapping ones the first, and of those the longest."""
+    kept: list[Term] = []
+    for term in sorted([*_listed(text, words), *_unlisted(text)], key=lambda term: (term.at, -term.end, term.kind)):
+        if not kept or term.at >= kept[-1].end:
+            kept.append(term)
+    return tuple(kept)
+
+
+def with_article(text: str, at: int, end: int, instead: str) -> tuple[int, str, str]:
+    """(at, before, after) of a replacement, with a fitting article in front of it."""
+    article = _ARTICLE.search(text, max(0, at - 4), at)
+    if article is None:
+        return at, text[at:end], instead
+    fitting = article[1] + ("n" if sounds_like_a_vowel(instead) else "") + article[3]
+    if fitting == article[0]:
+        return at, text[at:end], instead
+    return article.start(), text[article.start() : end], fitting + instead
+
+
+def sounds_like_a_vowel(word: str) -> bool:
+    is_spelt = len(word) > 1 and word[:2].isupper()
+    return word[0] in _SPELT_WITH_A_VOWEL if is_spelt else _VOWEL.match(word) is not None
+
+
+def cased_like(word: str, model: str) -> str:
+    """With a capital where `model` is a plain word with one."""
+    return word[:1].upper() + word[1:] if model[:1].isupper() and model[1:].islower() else word
+
+
+def _listed(text: str, words: Words) -> Iterator[Term]:
+    pattern, kinds = _pattern(words)
+    for found in pattern.finditer(text):
+        kind = kinds.get(found[0].lower()) or next((kind for kind, name in _groups(words) if found[name]), None)
+        if kind and found[0].lower() not in words.no_terms:
+            yield Term(kind, found[0], found.start())
+
+
+def _unlisted(text: str) -> Iterator[Term]:
+    for found in _ACRONYM.finditer(text):
+        stem = found[0].removesuffix("s")
+        yield Term("acronyms" if stem != found[0] and stem[-1:].isupper() else "acronym", found[0], found.start())
+    for found in _NAME.finditer(text):
+        yield Term("adjective of a name" if _ADJECTIVE.search(found[0]) else "name", found[0], found.start())
+
+
+@lru_cache(maxsize=8)
+def _pattern(words: Words) -> tuple[re.Pattern[str], dict[str, str]]:
+    kinds = {word.lower(): kind for kind, known in reversed(list(words.kinds.items())) for word in known.words}
+    listed = sorted(kinds, key=len, reverse=True)
+    ended = [
+        f"(?P<{name}>[a-z]{{2,}}(?:{'|'.join(map(re.escape, words.kinds[kind].endings))}))"
+        for kind, name in _groups(words)
+    ]
+    either = [*map(re.escape, listed), *ended] or ["(?!)"]
+    return re.compile(rf"(?<![\w-])(?:{'|'.join(either)})(?![\w-])", re.IGNORECASE), kinds
+
+
+def _groups(words: Words) -> list[tuple[str, str]]:
+    """Kinds with endings, and the names of their groups in the pattern."""
+    return [(kind, f"kind{at}") for at, (kind, known) in enumerate(words.kinds.items()) if known.endings]
+
+
+# The text of a row, and the terms and sentences of all rows
+
+_CONTENT_LETTERS = 5
+"""Shorter words say little about a text's subject."""
+_SHORTEST, _LONGEST = 5, 45
+"""Words of a sentence that another answer can use."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowText:
+    """Everything that a row says, its answer included: none of it is false for this row."""
+
+    text: str
+    words: frozenset[str]
+
+    @staticmethod
+    def of(*texts: str) -> "RowText":
+        words = [word for text in texts for word in words_of(text)]
+        return RowText(f" {' '.join(words)} ", frozenset(words))
+
+    def holds(self, term: str) -> bool:
+        """Or its singular or plural."""
+        wanted = " ".join(words_of(term))
+        forms = {wanted, f"{wanted}s", wanted.removesuffix("s")}
+        return bool(forms & self.words) or any(f" {form} " in self.text for form in forms if " " in form)
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    text: str
+    content: frozenset[str]
+    """Its longer words."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lexicon:
+    """Of all rows, sorted, so that their order does not matter."""
+
+    terms: Mapping[str, tuple[str, ...]]
+    """By kind, each as often as answers have it: drawn terms are as frequent as replaced ones."""
+    sentences: tuple[Sentence, ...]
+    right: frozenset[str]
+    """Every answer and reference, normalised: none of them may become a wrong answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleContext:
+    source: RowText
+    lexicon: Lexicon
+    words: Words
+
+
+def make_lexicon(answers: Iterable[str], references: Iterable[str], words: Words) -> Lexicon:
+    terms: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    sentences: set[str] = set()
+    right = {normalise(text) for text in references}
+    for answer in answers:
+        right.add(normalise(answer))
+        # a listed term has a capital only at the start of a sentence
+        found = {
+            (term.kind, term.text.lower() if term.kind in words.kinds else term.text)
+            for term in terms_of(answer, words)
+        }
+        for kind, term in found:
+            terms[kind][term] += 1
+        sentences |= {span.text for span in sentences_of(answer, words) if _stands_alone(span.text)}
+    return Lexicon(
+        {kind: tuple(sorted(found.elements())) for kind, found in sorted(terms.items())},
+        tuple(Sentence(text, content_of(text)) for text in sorted(sentences)),
+        frozenset(right),
+    )
+
+
+def content_of(text: str) -> frozenset[str]:
+    return frozenset(word for word in words_of(text) if len(word) >= _CONTENT_LETTERS and word[0].isalpha())
+
+
+def _stands_alone(sentence: str) -> bool:
+    num_words = len(words_of(sentence))
+    return _SHORTEST <= num_words <= _LONGEST and sentence[-1] in ".!?" and re.match(r"[A-Z]", sentence) is not None

@@ -1,1 +1,0 @@
-"""Stages as processes: prepared once, launched, resumed, evaluated."""

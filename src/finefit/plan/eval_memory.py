@@ -1,0 +1,220 @@
+"""How much an evaluation may hold at once: the most rows of the longest prompts whose rehearsal fits, and more rows of
+shorter prompts within as many tokens.
+
+An evaluation has its own process and batching is exact, so it may take all of the card.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from finefit.artifacts.forecasts import EvalBatchLimit, Lengths
+from finefit.artifacts.records import Levers
+from finefit.model.resolve_model import custom_source_in
+from finefit.plan.custom import custom_eval_limits
+from finefit.plan.target import Target
+from finefit.rehearse.fake_images import fitting, num_tokens, num_values
+from finefit.rehearse.generation import GenerationRehearsal, extrapolated_bytes, rehearse_answers, rehearse_likelihood
+from finefit.rehearse.step_config import StepConfig
+from finefit.spec.models import Tuning
+from finefit.spec.schema import AdamW, Evaluation
+from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
+
+_MOST_ROWS = {"cuda": 64, "cpu": 16}
+"""Of the longest prompts: more gain little, and a long batch waits for its slowest row."""
+_MORE = 4
+"""Times as many rows where prompts are shorter."""
+_MOST_VALUES = 1 << 29
+"""Pixel values of a batch, which lie in host memory before they reach the card: 2 GiB."""
+_LONG_PROMPT = 16384
+"""Longer prompts may pass an MLP in tiles."""
+_TILES = (1, 4, 16)
+_CPU_SHARE = 0.5
+"""Of a machine's memory, which other programs use too."""
+_HARNESS_ROWS, _HARNESS_TOKENS = 8, 2048
+_SPREAD = 1.15
+"""Of an even share of a model, what the fullest of several cards may get: layers are not divided."""
+
+
+def held_bytes(target: Target, reserved: int) -> int:
+    """What a card must hold for a process that reserves this much; 0 where no process starts."""
+    return reserved + int(reserved * target.margin) + target.margin_bytes + target.context_bytes if reserved else 0
+
+
+def eval_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepConfig:
+    """Where nothing is trained."""
+    return StepConfig(
+        config=config,
+        tuning=tuning,
+        optimizer=AdamW(lr=1.0),
+        device=target.device,
+        capability=target.capability,
+        precision=target.precision,
+        levers=Levers(micro_batch=1),
+        tokens=1,
+        supervised=1,
+        accumulates=False,
+    )
+
+
+def largest_prompt_grids(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
+    """Of the prompt with the most image tokens; where prompts are unknown, of any row."""
+    return lengths.grids if lengths.prompt is None else lengths.prompt_grids
+
+
+def make_eval_limits(
+    cfg: StepConfig,
+    target: Target,
+    evaluations: Iterable[Evaluation],
+    *,
+    prompt_tokens: int,
+    devices: int,
+    grids: tuple[tuple[int, ...], ...] = (),
+) -> dict[str, EvalBatchLimit]:
+    """By label. `devices`: cards that the items may be shared over. `grids`: the images of the prompt with the most
+    image tokens; every prompt is assumed to have as many of them as fit into it."""
+    if custom_source_in(cfg.config) is not None:
+        return custom_eval_limits(evaluations, prompt_tokens=prompt_tokens, devices=devices)
+    prompt_tokens = max(prompt_tokens, num_tokens(cfg.config, grids)) if grids else prompt_tokens
+    cfg = replace(cfg, levers=Levers(micro_batch=1), grids=grids)
+    known: dict[tuple[Any, ...], EvalBatchLimit] = {}
+    limits = {}
+    for one in evaluations:
+        kind = _reads(one), _window(one), _generates(one), isinstance(one.task, LmEval)
+        key = (one.batch, one.max_new_tokens, *kind)
+        if key not in known:
+            limit = _limit_of(cfg, target, one, prompt_tokens, devices)
+            if limit.reserved_bytes is not None:
+                held = held_bytes(target, limit.reserved_bytes)
+                limit = replace(limit, held_bytes=held, budget_bytes=target.budget_bytes)
+            known[key] = limit
+        limits[one.label] = known[key]
+    return limits
+
+
+def _generates(evaluation: Evaluation) -> bool:
+    match evaluation.task:
+        case Hallucination() | Perplexity():
+            return False
+        case TruthfulQa():
+            return evaluation.task.generate
+    return True
+
+
+def _reads(evaluation: Evaluation) -> bool:
+    """Whether likelihoods of given answers are asked for."""
+    return isinstance(evaluation.task, Hallucination | Perplexity | TruthfulQa)
+
+
+def _window(evaluation: Evaluation) -> int:
+    """Tokens of plain text that are read together, if the items are plain text; a prompt may be shorter."""
+    return evaluation.task.window if isinstance(evaluation.task, Perplexity) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EvalRehearsals:
+    """What an evaluation does with a batch, rehearsed for as many rows as asked."""
+
+    cfg: StepConfig
+    target: Target
+    evaluation: Evaluation
+    new_tokens: int
+    known: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def full(self, rows: int, prompt: int, tiles: int) -> tuple[int, float | None]:
+        """Reserved bytes and seconds."""
+        found, rates = [run(self.cfg) for run in self._runs(rows, prompt, tiles)], self.target.rates
+        seconds = None if rates is None else sum(one.seconds(rates) for one in found)
+        return max(one.reserved_bytes for one in found), seconds
+
+    def quick(self, rows: int, prompt: int, tiles: int) -> int:
+        """Allocated bytes."""
+        key = (rows, prompt, tiles)
+        if key not in self.known:
+            self.known[key] = max(extrapolated_bytes(self.cfg, run) for run in self._runs(*key))
+        return self.known[key]
+
+    def _runs(self, rows: int, prompt: int, tiles: int) -> Sequence[Callable[[StepConfig], GenerationRehearsal]]:
+        def generate(cfg: StepConfig) -> GenerationRehearsal:
+            shape = {"rows": rows, "prompt_tokens": prompt, "new_tokens": self.new_tokens, "mlp_tiles": tiles}
+            return rehearse_answers(cfg, **shape, expandable=self.target.expandable)
+
+        def read(cfg: StepConfig) -> GenerationRehearsal:
+            return self._read(cfg, rows, prompt, tiles)
+
+        return [generate] * _generates(self.evaluation) + [read] * _reads(self.evaluation)
+
+    def _read(self, cfg: StepConfig, rows: int, prompt: int, tiles: int) -> GenerationRehearsal:
+        """A given answer may be as long as a generated one. Of longer windows of plain text, in which every token
+        counts, as many are read at once as there are tokens for, and at least one."""
+        tokens, window = prompt + self.new_tokens, _window(self.evaluation)
+        shapes = [(rows, tokens, self.new_tokens)]
+        if window > tokens:
+            shapes.append((max(1, rows * tokens // window), window, window - 1))
+        grow = self.target.expandable
+        found = [
+            rehearse_likelihood(cfg, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=grow)
+            for r, t, counted in shapes
+        ]
+        return max(found, key=lambda one: one.reserved_bytes)
+
+    def most_rows(self, prompt: int) -> int:
+        """Whose images fit into host memory."""
+        values = num_values(self.cfg.config, fitting(self.cfg.config, self.cfg.grids, prompt))
+        return _MOST_VALUES // values if values else _MOST_VALUES
+
+    def fits(self, reserved: int) -> bool:
+        share = _CPU_SHARE if self.target.device == "cpu" else 1.0
+        return held_bytes(self.target, reserved) <= self.target.budget_bytes * share
+
+
+def _limit_of(cfg: StepConfig, target: Target, evaluation: Evaluation, prompt: int, devices: int) -> EvalBatchLimit:
+    is_free = evaluation.batch == "auto"
+    if isinstance(evaluation.task, LmEval):  # its prompts are unknown before it runs
+        rows = _HARNESS_ROWS if evaluation.batch == "auto" else evaluation.batch
+        return EvalBatchLimit(rows=rows, tokens=rows * _HARNESS_TOKENS)
+    batches = _EvalRehearsals(cfg=cfg, target=target, evaluation=evaluation, new_tokens=evaluation.max_new_tokens)
+    tiles = _tiles(batches, prompt)
+    rows = _rows(batches, prompt, tiles) if evaluation.batch == "auto" else evaluation.batch
+    reserved, seconds = batches.full(rows, prompt, tiles)
+    while rows > 1 and is_free and not batches.fits(reserved):
+        rows //= 2
+        reserved, seconds = batches.full(rows, prompt, tiles)
+    tokens = rows * (prompt + evaluation.max_new_tokens)
+    limit = EvalBatchLimit(
+        rows=rows, tokens=tokens, mlp_tiles=tiles, reserved_bytes=reserved, batch_seconds=seconds, devices=devices
+    )
+    if not batches.fits(reserved) and devices > 1 and batches.fits(share := int(reserved / devices * _SPREAD)):
+        return replace(limit, is_spread=True, reserved_bytes=share)
+    return _with_shorter(batches, limit, prompt) if is_free else limit
+
+
+def _tiles(batches: _EvalRehearsals, prompt: int) -> int:
+    """An MLP is tiled only where one long prompt would not fit otherwise, and into no more tiles than that takes."""
+    if max(prompt, _window(batches.evaluation)) <= _LONG_PROMPT or batches.fits(batches.quick(1, prompt, 1)):
+        return 1
+    return next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])
+
+
+def _rows(batches: _EvalRehearsals, prompt: int, tiles: int) -> int:
+    """The largest power of two by allocated memory, which is a little less than what is reserved."""
+    rows, most = 1, min(_MOST_ROWS[batches.target.device], batches.most_rows(prompt))
+    while 2 * rows <= most and batches.fits(batches.quick(2 * rows, prompt, tiles)):
+        rows *= 2
+    return rows
+
+
+def _with_shorter(batches: _EvalRehearsals, limit: EvalBatchLimit, longest: int) -> EvalBatchLimit:
+    """More rows of shorter prompts, in as many tokens: their cache is as large, and what each row takes of its own is
+    rehearsed. The allocator is assumed to hold as much beyond what is allocated as for the longest."""
+    most = _MOST_ROWS["cuda"] * _MORE if batches.target.device == "cuda" else _MOST_ROWS["cpu"]
+    rows = min(most, _MORE * limit.rows)
+    prompt = limit.tokens // rows - batches.new_tokens
+    while rows > limit.rows and (prompt < 2 or rows > batches.most_rows(prompt)):
+        rows, prompt = rows // 2, limit.tokens // (rows // 2) - batches.new_tokens
+    if rows <= limit.rows or limit.reserved_bytes is None:
+        return limit
+    beyond = limit.reserved_bytes / batches.quick(limit.rows, longest, limit.mlp_tiles)
+    reserved = int(batches.quick(rows, prompt, limit.mlp_tiles) * beyond)
+    more = replace(limit, rows=rows, reserved_bytes=max(limit.reserved_bytes, reserved))
+    return more if batches.fits(reserved) else limit

@@ -1,0 +1,53 @@
+"""The specs that come with finefit."""
+
+import difflib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from finefit.errors import UserError
+
+_FOLDER = Path(__file__).resolve().parent
+_BASE = "base.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A folder with a spec.yaml, whose first comment says what it is for, and its rows. A folder may hold several specs
+    that share a base.yaml; each is a recipe by the names of folder and file, amr/mtup2."""
+
+    name: str
+    purpose: str
+    spec: Path
+
+
+def all_recipes() -> list[Recipe]:
+    return [
+        Recipe(name=_name(path), purpose=_purpose(path), spec=path)
+        for path in sorted(_FOLDER.glob("*/*.yaml"))
+        if path.name != _BASE
+    ]
+
+
+def _name(spec: Path) -> str:
+    return spec.parent.name if spec.name == "spec.yaml" else f"{spec.parent.name}/{spec.stem}"
+
+
+def _purpose(spec: Path) -> str:
+    return spec.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+
+
+def find_recipe(name: str) -> Recipe:
+    known = {recipe.name: recipe for recipe in all_recipes()}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        raise UserError(
+            f"there is no recipe {name}", f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        )
+    return known[name]
+
+
+def copy_recipe(recipe: Recipe, to: Path) -> None:
+    if to.exists():
+        raise UserError(f"{to} exists already", "name a folder that does not")
+    shutil.copytree(recipe.spec.parent, to)

@@ -1,0 +1,493 @@
+"""How the kernels of a device differ from what fake CPU tensors show, and stand-ins, in the rehearsed model only, for
+modules that fake tensors cannot pass through. Each allocates what the real one does.
+
+Sizes were measured on an H200 (bench/kernel_probe.py); tests/gpu/test_fake_kernels.py checks all of them there, and
+bench/memory.py the layer norms of vision-language models under autocast (`widen_norms`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Literal
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import layer_norm, linear
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+
+from finefit.model.attention import flash_packed, row_by_row
+from finefit.objective.batch import Packed
+from finefit.step.fused import dense_weight
+from finefit.vision.attention import autocast, has_varlen, widest_head
+
+_BLOCK = 64  # weights that share a scale in NF4
+_NESTED_BLOCK = 256  # scales that share a scale of their own
+_OUTLIER = 6.0  # activations as large as this are not quantised to 8 bits
+_STATE_BLOCK = 256  # moments that share a scale in 8-bit AdamW
+_SMALLEST_8BIT = 4096  # smaller tensors keep their moments in fp32
+_SMALLEST_PAGED = 100_000  # smaller tensors keep their moments on the card
+
+
+class FusedDropout(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.p = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, self.p, True)[0] if self.p and self.training else x
+
+
+class Nf4Linear(nn.Linear):
+    """bitsandbytes' Linear4bit: quantised weights with their scales; the dense weight exists during a product and again
+    during its backward."""
+
+    absmax: Tensor
+
+    def __init__(self, dense: nn.Linear) -> None:
+        super().__init__(1, 1, bias=False, device="meta")
+        self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
+        self.product_dtype = dense.weight.dtype
+        num_scales = -(-dense.weight.numel() // _BLOCK)
+        self.weight = nn.Parameter(
+            torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta"), requires_grad=False
+        )
+        self.register_buffer("absmax", torch.empty(num_scales, dtype=torch.uint8, device="meta"), persistent=False)
+        self.register_buffer(
+            "nested_absmax", torch.empty(-(-num_scales // _NESTED_BLOCK), device="meta"), persistent=False
+        )
+        for name, count in (("code", 16), ("nested_code", 256), ("offset", 1)):
+            self.register_buffer(name, torch.empty(count, device="meta"), persistent=False)
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """The name by which peft recognises a layer that dequantises itself, as DoRA needs it."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x).clone()  # peft copies the result
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Taken in the weights' precision and returned in the input's. A function of its own, since its tensors are
+        freed before the copy is made."""
+        narrow, shape = x.to(self.product_dtype), (self.out_features, self.in_features)
+        out: Tensor = _Nf4Product.apply(narrow, self.weight, self.absmax, self.bias, shape)  # type: ignore[no-untyped-call]
+        return out.to(x.dtype)
+
+    def dequantize(self) -> Tensor:
+        shape, device = (self.out_features, self.in_features), self.weight.device
+        return _dequantised(self.absmax.numel(), shape, self.product_dtype, device)
+
+
+def _dequantised(num_scales: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    scales = [torch.zeros(num_scales, dtype=torch.float32, device=device) for _ in range(2)]
+    dense = torch.zeros(shape, dtype=dtype, device=device)
+    del scales
+    return dense
+
+
+class _Nf4Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, _packed: Tensor, absmax: Tensor, bias: Tensor | None, shape: tuple[int, int]
+    ) -> Tensor:
+        ctx.shape, ctx.num_scales = shape, absmax.numel()
+        scales = [torch.zeros(absmax.numel(), dtype=torch.float32) for _ in range(2)]
+        dense = torch.zeros(shape, dtype=x.dtype)
+        out = linear(x, dense, None if bias is None else bias.to(x.dtype))
+        del scales
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient @ _dequantised(ctx.num_scales, ctx.shape, gradient.dtype, None), None, None, None, None
+
+
+class Int8Linear(nn.Linear):
+    """bitsandbytes' Linear8bitLt: a scale for each row of weights. Activations are quantised for the product, whose
+    result has 32 bits."""
+
+    scales: Tensor
+
+    def __init__(self, dense: nn.Linear) -> None:
+        super().__init__(1, 1, bias=False, device="meta")
+        self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
+        self.weight = nn.Parameter(
+            torch.empty(dense.weight.shape, dtype=torch.int8, device="meta"), requires_grad=False
+        )
+        self.register_buffer("scales", torch.empty(dense.out_features, device="meta"), persistent=False)
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Int8Product.apply(x, self.weight, self.scales, self.bias)  # type: ignore[no-untyped-call]
+        return out
+
+    def dequantize(self) -> Tensor:
+        scaled = self.weight * self.scales.view(-1, 1)
+        return scaled * (1 / 127)
+
+
+class _Int8Product(torch.autograd.Function):
+    """Without outliers: only values tell how many columns have them, and each takes about as much as two columns of the
+    input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        half = rows.to(torch.float16)
+        row_scales = torch.zeros(rows.shape[0], dtype=torch.float32)
+        quantised = torch.zeros_like(half, dtype=torch.int8)
+        outliers = half.abs() >= _OUTLIER
+        del half, outliers
+        whole = torch._int_mm(quantised, packed.t())
+        out = torch.zeros_like(whole, dtype=torch.float16)
+        if bias is not None:
+            out.add_(bias)
+        out = out.to(x.dtype)
+        del whole, quantised, row_scales
+        ctx.shape, ctx.packed, ctx.scales = x.shape, packed, scales
+        # an attribute, as in bitsandbytes: recomputation drops what is saved for backward, but not this
+        ctx.kept = rows if ctx.needs_input_grad[0] else None
+        return out.reshape(*x.shape[:-1], packed.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        dense = ctx.packed.to(gradient.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1 / 127))
+        return (rows @ dense).view(ctx.shape), None, None, None
+
+
+class BitsAndBytesAdamW(torch.optim.Optimizer):
+    """State and no temporaries: the update is one kernel for each tensor. Paged moments are outside the allocator, and
+    so outside a trace."""
+
+    def __init__(self, groups: Iterable[Any], *, is_eight_bit: bool, is_paged: bool) -> None:
+        super().__init__(groups, {})
+        self.is_eight_bit, self.is_paged = is_eight_bit, is_paged
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if not self.state[parameter]:
+                self.state[parameter] = self._made(parameter)
+            parameter.add_(parameter.grad, alpha=0.0)
+
+    def _made(self, parameter: Tensor) -> dict[str, Any]:
+        dtype = _moment_dtype(parameter, is_eight_bit=self.is_eight_bit)
+        names = () if self.is_paged and parameter.numel() >= _SMALLEST_PAGED else ("state1", "state2")
+        made = {"step": 0} | {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+        if dtype is torch.float32:
+            return made
+        # made from the parameter, so that the recorder assigns them to its layer
+        scales = {
+            name: parameter.new_zeros(-(-parameter.numel() // _STATE_BLOCK), dtype=torch.float32)
+            for name in ("absmax1", "absmax2")
+        }
+        return made | scales | {name: parameter.new_zeros(256, dtype=torch.float32) for name in ("qmap1", "qmap2")}
+
+
+def _moment_dtype(parameter: Tensor, *, is_eight_bit: bool) -> torch.dtype:
+    return torch.uint8 if is_eight_bit and parameter.numel() >= _SMALLEST_8BIT else torch.float32
+
+
+def paged_bytes(parameters: Iterable[Tensor], *, is_eight_bit: bool) -> int:
+    """Of moments that the driver moves between card and host."""
+    large = (p for p in parameters if p.numel() >= _SMALLEST_PAGED)
+    return sum(2 * p.numel() * _moment_dtype(p, is_eight_bit=is_eight_bit).itemsize for p in large)
+
+
+_QUANTISED: dict[int, type[Nf4Linear] | type[Int8Linear]] = {4: Nf4Linear, 8: Int8Linear}
+
+
+def quantise(model: nn.Module, bits: int, is_packed: Callable[[str, nn.Module], bool]) -> None:
+    linear = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+    packed = {id(module) for name, module in linear if is_packed(name, module)}
+    # the type again: a stand-in that takes a freed layer's place may get its id
+    _replace(model, lambda m: _QUANTISED[bits](m) if type(m) is nn.Linear and id(m) in packed else None)
+
+
+def leave_uncast(model: nn.Module) -> None:
+    """Under autocast peft casts neither the input nor the output of an adapter on a quantised layer, whatever
+    `adapter_inputs` says. DoRA's scale is fp32, so all hidden states after its first layer are."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), Nf4Linear | Int8Linear):
+            module.cast_input_dtype_enabled = False
+            if module.lora_variant:
+                module.forward = partial(_varied, module)
+
+
+def _varied(layer: LoraLayer, x: Tensor) -> Tensor:
+    result: Tensor = layer.base_layer(x)
+    for name in () if layer.disable_adapters else layer.active_adapters:
+        result = layer.lora_variant[name].forward(layer, active_adapter=name, x=x, result=result)
+    return result
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Under autocast a card computes layer norms in fp32: it keeps their input once more, and what follows gets fp32. A
+    CPU does not."""
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.forward = partial(_widened, module)  # type: ignore[method-assign]
+
+
+def _widened(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    weight, bias = (None if part is None else part.to(torch.float32) for part in (norm.weight, norm.bias))
+    return layer_norm(x.to(torch.float32), norm.normalized_shape, weight, bias, norm.eps)
+
+
+def fuse_dropout(model: nn.Module) -> None:
+    _replace(model, lambda module: FusedDropout(module.p) if type(module) is nn.Dropout else None)
+
+
+def _replace(model: nn.Module, fake_of: Callable[[nn.Module], nn.Module | None]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fake = fake_of(child)
+            if fake is not None:
+                setattr(parent, name, fake)
+
+
+class FakeFusedKernels:
+    """`step.fused.FusedKernels` that allocate, read and write what Liger's kernels do."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return x.clone(), torch.empty(x.numel() // x.shape[-1], dtype=torch.float32)
+
+    def norm_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        del rstd, is_gemma
+        return gradient * x, torch.zeros_like(weight) if weight.requires_grad else None
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gate * up
+
+    def gate_backward(self, gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return gate.mul_(gradient), up.mul_(gradient)
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return query.mul_(1.0).view_as(query), key.mul_(1.0).view_as(key)
+
+    def rotate_backward(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return _laid_out(query).mul_(1.0), _laid_out(key).mul_(1.0)
+
+    def cross_entropy(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:  # noqa: ARG002
+        logits_NV.mul_(1.0)
+        return torch.empty(logits_NV.shape[0], dtype=torch.float32)
+
+
+def _laid_out(x_BHTW: Tensor) -> Tensor:
+    """Token by token, as the kernel needs it."""
+    return x_BHTW.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def fake_dense_weight(layer: nn.Module) -> Tensor:
+    if not isinstance(layer, Nf4Linear):
+        return dense_weight(layer)
+    return _dequantised(layer.absmax.numel(), (layer.out_features, layer.in_features), torch.bfloat16, None)
+
+
+_MIB = 1 << 20
+_ATEN = torch.ops.aten
+GROUPED_MM = _ATEN._grouped_mm.default
+_TILE = 128  # flash attention pads rows to this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKernels:
+    device: Literal["cpu", "cuda"]
+    attention_kernel: Literal["cudnn", "flash", "efficient", "cpu"]
+    workspace_bytes: int
+    """Of cuBLAS, for each thread that computes a product."""
+    widest_head: int = 256
+    """That flash attention over rows of any length supports."""
+    has_grouped: bool = True
+    """Whether a grouped product is one kernel; else torch launches one for each group, and waits for the card to learn
+    their sizes."""
+
+    def launches(self, func: Any, args: tuple[Any, ...]) -> int:
+        """Operations that the host dispatches for one of the rehearsal."""
+        if func is not GROUPED_MM or self.has_grouped:
+            return 1
+        left, right = args[0], args[1]
+        return int(min(right.shape[0], left.shape[0]) if right.ndim == 3 else args[2].numel())
+
+    def hidden_bytes(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Blocks that live only inside the kernel."""
+        if self.device == "cpu":
+            return ()
+        hidden = _HIDDEN.get(func)
+        return hidden(args) if hidden is not None else ()
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        packed: Packed | None = None,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """What transformers' SDPA path calls on the device; plain SDPA would choose the CPU's kernel for these
+        tensors."""
+        if packed is not None:
+            return self._by_row(module, query, key, value, packed, dropout, scaling), None
+        query, key, value = autocast(query, key, value)
+        groups = getattr(module, "num_key_value_groups", 1)
+        if groups > 1 and (attention_mask is not None or self.attention_kernel == "efficient"):
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        bias = None if attention_mask is None else _as_bias(attention_mask, query)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and attention_mask is None and query.shape[2] > 1
+        out = self._attend(query, key, value, bias, dropout, causal, scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    def has_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether rows of any length are one kernel."""
+        return self.attention_kernel != "efficient" and has_varlen(query, key, value, self.widest_head)
+
+    def answering(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        """What `model.attention.for_answers` does: with one token a row, heads that share a key are queries of it; no
+        key is repeated."""
+        rows, heads, tokens, _ = query.shape
+        if attention_mask is None or tokens != 1 or heads == key.shape[1]:
+            return self.attention(module, query, key, value, attention_mask, **more)
+        query, key, value = autocast(query, key, value)
+        side_by_side = query.reshape(rows, key.shape[1], -1, query.shape[3])
+        out = self._attend(side_by_side, key, value, _as_bias(attention_mask, query), 0.0, False, more.get("scaling"))
+        return out.reshape(rows, 1, heads, value.shape[3]), None
+
+    def _by_row(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None
+    ) -> Tensor:
+        if self.has_varlen(q, k, v):
+            return flash_packed(q, k, v, packed, dropout=dropout, scaling=scale)
+        attend = partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scale)
+        return row_by_row(attend, q, k, v, packed.lengths)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None
+    ) -> Tensor:
+        kernel, rest = self.attention_kernel, (dropout, is_causal)
+        if kernel == "flash" and bias is not None:
+            kernel = "efficient"  # flash attention takes no mask
+        match kernel:
+            case "cudnn":
+                found = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, bias, True, *rest, False, scale=scale)
+            case "flash":
+                found = _ATEN._scaled_dot_product_flash_attention(q, k, v, *rest, False, scale=scale)
+            case _:
+                found = _ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, *rest, scale=scale)
+        out: Tensor = found[0]
+        return out
+
+
+def rehearsed_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers makes for SDPA when it can read the positions: no mask where attention is just causal."""
+    is_local = local_size is not None and kv_length >= local_size
+    if attention_mask is None and not is_local and q_length in (1, kv_length):
+        return None
+    function = causal_mask_function
+    if is_local and local_size is not None:
+        function = sliding_window_causal_mask_function(local_size)
+    given = kwargs | {"mask_function": function, "allow_is_causal_skip": False, "attention_mask": attention_mask}
+    mask: Tensor | None = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **given)
+    return mask
+
+
+def device_kernels(device: Literal["cpu", "cuda"], capability: tuple[int, int], precision: str) -> DeviceKernels:
+    if device == "cpu":
+        return DeviceKernels(device="cpu", attention_kernel="cpu", workspace_bytes=0)
+    is_hopper = (9, 0) <= capability < (12, 0)
+    is_efficient = capability < (8, 0) or precision == "fp32"
+    return DeviceKernels(
+        device="cuda",
+        attention_kernel="efficient" if is_efficient else "cudnn" if is_hopper else "flash",
+        workspace_bytes=32 * _MIB if capability >= (9, 0) else 2 * 4 * _MIB + 8 * (16 << 10),
+        widest_head=widest_head(capability),
+        has_grouped=precision == "bf16" and is_hopper,
+    )
+
+
+def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As it is, except grouped products: on fake tensors torch supports only those of bf16."""
+    if func is not GROUPED_MM or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
+        return func(*args, **kwargs)
+    left, right = args[0], args[1]
+    if right.ndim == 3:  # tokens by expert times the experts' weights
+        return torch.empty(left.shape[0], right.shape[2], dtype=left.dtype)
+    return torch.empty(args[2].numel(), left.shape[0], right.shape[1], dtype=left.dtype)  # the weights' gradients
+
+
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """Torch turns a boolean mask into an additive one, and keeps it for backward."""
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """One workspace: the query's gradient in fp32, those of keys and values for every query head where heads share
+    them, a sum for each row."""
+    query, key = args[1], args[2]
+    shared = query.numel() * 4 if query.shape[1] != key.shape[1] else 0
+    return (query.numel() * 4 + shared + prod(query.shape[:3]) * 4 + 512,)
+
+
+def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    query, key = args[1], args[2]
+    batch, heads, tokens, width = query.shape
+    padded = -(-tokens // _TILE) * _TILE
+    shared = (query.numel() * 2,) * 2 if heads != key.shape[1] else ()
+    return (batch * heads * padded * 4, batch * heads * padded * width * 4, *shared)
+
+
+def _varlen_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Every row takes one tile more; the width of a head is rounded up to a multiple of 32, of 64 if it is wide."""
+    query, key, num_rows = args[1], args[2], args[6].numel() - 1
+    tokens, heads, width = query.shape
+    padded, step = tokens + _TILE * num_rows, 32 if width <= 128 else 64
+    shared = (query.numel() * 2,) * 2 if heads != key.shape[1] else ()
+    return (heads * padded * 4, heads * padded * -(-width // step) * step * 4, *shared)
+
+
+def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    query = args[1]
+    rows = prod(query.shape[:3]) * 4
+    return (query.numel() * 4 + rows + (rows if query.element_size() == 4 else 32 << 10),)
+
+
+def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Partial sums of the rows of one token, by groups of ten."""
+    gradient, indices = args[0], args[1]
+    num_ids, width = indices.numel(), gradient.shape[-1]
+    return (num_ids * width * 4 + num_ids // 10 * width * 4, 8 * num_ids * 8)
+
+
+_HIDDEN = {
+    _ATEN._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    _ATEN._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _ATEN._flash_attention_backward.default: _varlen_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _ATEN.embedding_dense_backward.default: _embedding_backward,
+}

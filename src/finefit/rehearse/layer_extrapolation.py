@@ -1,0 +1,314 @@
+"""A rehearsal of a few layers, extrapolated to the whole depth.
+
+Equal layers repeat the same events. Of four of them in a row the second is repeated for the missing layers; where a
+layer frees what its neighbour allocated, each copy frees what *its* neighbour allocated. Where layers of two kinds do
+the same with different sizes, the second is of one kind and the third of the other, and each layer between the first
+and the last is a copy of the one that it is like. Layers whose events do not repeat are an error, never an estimate.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Cost, Trace
+
+REHEARSED_PERIODS = 4
+"""Periods of a run that are rehearsed: the first, two that must be equal, the last."""
+_NO_UNIT = -(10**6)
+_MIDDLE = (1, 2)
+_NORM, _SIDE_BY_SIDE = "aten::_foreach_norm.Scalar", "aten::stack"
+_Place = tuple[int, int, int]
+"""(span of one instant, visit of the unit in it, place in the visit) of an allocation: the same in equal units."""
+_Name = tuple[int, _Place]
+"""(unit, where in it)"""
+
+
+class LayersDiffer(Exception):
+    """The rehearsed layers do not repeat, so they cannot stand for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers that are treated alike; `period` is more than one where kinds of layers alternate."""
+
+    num_layers: int
+    period: int = 1
+    like: tuple[int, ...] = ()
+    """Where two kinds of layers differ only in sizes: which of the two middle layers, 0 or 1, each layer between the
+    first and the last is like."""
+
+    @property
+    def missing(self) -> int:
+        """Periods that need not be rehearsed."""
+        return max(0, self.num_layers // self.period - REHEARSED_PERIODS)
+
+    @property
+    def rehearsed(self) -> int:
+        return self.num_layers - self.missing * self.period
+
+
+def extrapolate(trace: Trace, *stacks: Sequence[LayerRun]) -> Trace:
+    """`trace` has the `rehearsed` layers of each run, in order. The layers of a stack follow one another."""
+    low = sum(run.rehearsed for runs in stacks for run in runs)
+    for runs in reversed(stacks):  # from the end, so that earlier layers keep their numbers
+        end = high = low
+        low -= sum(run.rehearsed for run in runs)
+        for run in reversed(runs):
+            end -= run.rehearsed
+            if run.missing:
+                trace = _repeat(
+                    trace, range(low, high), end + run.rehearsed - (REHEARSED_PERIODS - 1) * run.period, run
+                )
+                high += run.missing * run.period
+    return _gathered(_warmed_up(trace))
+
+
+def _warmed_up(trace: Trace) -> Trace:
+    """The first piece that loading allocates has the size of all weights."""
+    loaded = [(ident, block) for ident, block in enumerate(trace.blocks) if block.operation == LOADED]
+    total = sum(block.num_bytes for ident, block in loaded if trace.category(ident) == "weights")
+    trace.blocks = [replace(block, num_bytes=total) if block.operation == WARM_UP else block for block in trace.blocks]
+    return trace
+
+
+def _gathered(trace: Trace) -> Trace:
+    """The norms of all gradients are stacked, so the stack is as long as there are trained tensors."""
+    sizes: dict[int, int] = {}
+    norms = 0
+    for block, ident in ((trace.blocks[ident], ident) for ident, is_new in trace.events if is_new):
+        if block.operation == _NORM:
+            norms += block.num_bytes
+        elif block.operation == _SIDE_BY_SIDE and block.instant == "update":
+            sizes[ident], norms = norms or block.num_bytes, 0
+    trace.blocks = [
+        replace(block, num_bytes=sizes[ident]) if ident in sizes else block for ident, block in enumerate(trace.blocks)
+    ]
+    return trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """Consecutive events that belong to one period of layers."""
+
+    unit: int
+    instant: str
+    events: range
+
+
+def _repeat(trace: Trace, stack: range, start: int, run: LayerRun) -> Trace:
+    """Repeats the layers [start, start + period) for the missing periods. Here a unit is a period, and the repeated one
+    has number 1."""
+
+    def unit_of(layer: int) -> int:
+        return (layer - start) // run.period + 1 if layer in stack else _NO_UNIT
+
+    visits = _visits(trace, [unit_of(layer) for layer in trace.units])
+    copies = _Copies(trace, visits, stack, start, run)
+    out = Trace(blocks=copies.blocks, categories=copies.categories, host_bytes=trace.host_bytes)
+    for at, visit in enumerate(visits):
+        for name, event in trace.marks.items():
+            if event in visit.events:
+                out.marks[name] = len(out.events) + event - visit.events.start
+        if visit.unit not in _MIDDLE:
+            copies.write_elsewhere(out, visit)
+            continue
+        places = range(run.missing + 1) if visit.unit == 1 else (run.missing + 1,)
+        for place in reversed(places) if visit.unit == 1 and _goes_down(visits, at) else places:
+            copies.write(out, visit, place)
+    times = {1: copies.like.count(0), 2: copies.like.count(1)}
+    out.costs, out.operations = _totals(
+        trace, {layer: times[unit_of(layer)] for layer in range(start, start + 2 * run.period)}
+    )
+    return out
+
+
+def _visits(trace: Trace, units: list[int]) -> list[_Visit]:
+    found: list[_Visit] = []
+    begin = 0
+    for at in range(1, len(units) + 1):
+        if at == len(units) or (units[at], trace.instants[at]) != (units[begin], trace.instants[begin]):
+            found.append(_Visit(units[begin], trace.instants[begin], range(begin, at)))
+            begin = at
+    return _joined(found)
+
+
+def _joined(visits: list[_Visit]) -> list[_Visit]:
+    """What happens outside any layer, between two visits of the same or of neighbouring layers, belongs to the first of
+    them."""
+    found: list[_Visit] = []
+    for at, visit in enumerate(visits):
+        before = found[-1] if found else None
+        after = visits[at + 1] if at + 1 < len(visits) else None
+        if before and before.instant == visit.instant and _continues(before, visit, after):
+            found[-1] = replace(before, events=range(before.events.start, visit.events.stop))
+        else:
+            found.append(visit)
+    return found
+
+
+def _continues(before: _Visit, visit: _Visit, after: _Visit | None) -> bool:
+    if visit.unit == before.unit:
+        return True
+    if visit.unit != _NO_UNIT or before.unit == _NO_UNIT or after is None or after.unit == _NO_UNIT:
+        return False
+    return after.instant == visit.instant and abs(after.unit - before.unit) <= 1
+
+
+def _goes_down(visits: list[_Visit], at: int) -> bool:
+    """Whether this visit's pass over the layers starts at the last of them."""
+    for other, down in ((at - 1, 2), (at + 1, 0)):
+        if 0 <= other < len(visits) and visits[other].instant == visits[at].instant and visits[other].unit in (0, 2):
+            return visits[other].unit == down
+    raise LayersDiffer(f"during {visits[at].instant} layers are not visited in a row")
+
+
+def _keys(visits: list[_Visit]) -> list[tuple[int, int]]:
+    """(span of one instant, visit of the unit in it): equal units have visits with equal keys."""
+    found: list[tuple[int, int]] = []
+    count: Counter[tuple[int, int]] = Counter()
+    span = 0
+    for at, visit in enumerate(visits):
+        span += at > 0 and visits[at - 1].instant != visit.instant
+        found.append((span, count[visit.unit, span]))
+        count[visit.unit, span] += 1
+    return found
+
+
+class _Copies:
+    """Blocks of the extrapolated trace: the old ones under their old idents, then those of each copy. The middle has a
+    place for each period between the first and the last; `like` says which rehearsed one, 0 or 1, a place copies."""
+
+    def __init__(self, trace: Trace, visits: list[_Visit], stack: range, start: int, run: LayerRun) -> None:
+        self.trace, self.start, self.run = trace, start, run
+        self.like = run.like or (0,) * (run.missing + 1) + (1,)
+        keys = _keys(visits)
+        self.names: dict[int, _Name] = {}
+        self.visits = {
+            (visit.unit, key): visit for visit, key in zip(visits, keys, strict=True) if visit.unit in _MIDDLE
+        }
+        self.keys = {visit.events.start: key for visit, key in zip(visits, keys, strict=True)}
+        for visit, key in zip(visits, keys, strict=True):
+            fresh = [ident for ident, is_new in (trace.events[event] for event in visit.events) if is_new]
+            self.names |= {ident: (visit.unit, (*key, place)) for place, ident in enumerate(fresh)}
+        self.idents = {name: ident for ident, name in self.names.items()}
+        self.made: dict[tuple[_Place, int], int] = {}
+        self._require_equal()
+        self.blocks = [self._behind(block, stack) for block in trace.blocks]
+        self.categories = dict(trace.categories)
+
+    def _require_equal(self) -> None:
+        """The two in the middle allocate the same, block by block; those of two kinds do the same in the same order,
+        with other sizes."""
+        found: list[set[object]] = [set(), set()]
+        for (unit, key), visit in self.visits.items():
+            found[unit - 1] |= {(key, *event) for event in self._described(visit)}
+        if not found[0]:
+            raise LayersDiffer("a layer has no events")
+        if found[0] != found[1]:
+            raise LayersDiffer(f"{len(found[0] ^ found[1])} allocations of two equal layers differ")
+
+    def _described(self, visit: _Visit) -> Iterator[tuple[object, ...]]:
+        for at, event in enumerate(visit.events):
+            ident, is_new = self.trace.events[event]
+            unit, name = self.names[ident]
+            if self.run.like:
+                yield at, is_new, unit if unit == _NO_UNIT else unit - visit.unit, name
+            elif is_new:
+                yield name, self.trace.blocks[ident].num_bytes
+
+    def _behind(self, block: Block, stack: range) -> Block:
+        """Layers after the repeated one are moved; in the same stack their modules are renumbered."""
+        if block.unit < self.start + self.run.period:
+            return block
+        shift = self.run.missing * self.run.period
+        return _moved(block, shift) if block.unit in stack else replace(block, unit=block.unit + shift)
+
+    def write(self, out: Trace, visit: _Visit, place: int) -> None:
+        """The events of a place in the middle, copied from the rehearsed unit that it is like."""
+        unit = self.like[place] + 1
+        visit = self.visits[unit, self.keys[visit.events.start]]
+        for at in visit.events:
+            ident, is_new = self.trace.events[at]
+            layer = self.trace.units[at]
+            out.events.append((self._seen_from(ident, unit, place), is_new))
+            out.units.append(layer if layer == OUTSIDE else layer + (place + 1 - unit) * self.run.period)
+            out.instants.append(self.trace.instants[at])
+
+    def write_elsewhere(self, out: Trace, visit: _Visit) -> None:
+        for at in visit.events:
+            ident, is_new = self.trace.events[at]
+            layer = self.trace.units[at]
+            layer += self.run.missing * self.run.period if layer >= self.start + self.run.period else 0
+            for found in self._from_elsewhere(ident, visit):
+                out.events.append((found, is_new))
+                out.units.append(layer)
+                out.instants.append(self.trace.instants[at])
+
+    def _from_elsewhere(self, ident: int, visit: _Visit) -> Iterator[int]:
+        """The neighbour of a later layer is the last of the middle, that of an earlier one the first; events outside
+        all layers refer to all of them."""
+        unit, name = self.names[ident]
+        if unit not in _MIDDLE:
+            yield ident
+        elif visit.unit == _NO_UNIT:
+            places = range(self.run.missing + 1) if unit == 1 else (self.run.missing + 1,)
+            yield from (self._copy(name, place) for place in places)
+        else:
+            yield self._copy(name, unit - 1 if visit.unit < 1 else self.run.missing + unit - 1)
+
+    def _seen_from(self, ident: int, own: int, place: int) -> int:
+        """What `ident` is to the rehearsed unit `own`, for a unit in this place."""
+        unit, name = self.names[ident]
+        if unit == _NO_UNIT:
+            if self.run.like or place != (own - 1) * (self.run.missing + 1):
+                raise LayersDiffer(f"a repeated layer frees {self.trace.blocks[ident].operation}, which is of no layer")
+            return ident
+        wanted, last = place + unit - own, self.run.missing + 1
+        beside = wanted + 1 if wanted < 0 else wanted - last + 2
+        found = self._copy(name, wanted) if 0 <= wanted <= last else self.idents.get((beside, name))
+        if found is None or self.blocks[found].num_bytes != self.trace.blocks[ident].num_bytes:
+            raise LayersDiffer(f"two equal layers differ at {self.trace.blocks[ident].operation}")
+        return found
+
+    def _copy(self, name: _Place, place: int) -> int:
+        original = self.idents.get((self.like[place] + 1, name))
+        if original is None:
+            raise LayersDiffer("a layer frees what its neighbour does not allocate")
+        if place == self.like[place] * (self.run.missing + 1):
+            return original
+        key = (name, place)
+        if key not in self.made:
+            self.made[key] = len(self.blocks)
+            self.blocks.append(_moved(self.trace.blocks[original], (place - self.like[place]) * self.run.period))
+            if original in self.categories:
+                self.categories[self.made[key]] = self.categories[original]
+        return self.made[key]
+
+
+def _moved(block: Block, shift: int) -> Block:
+    """To another layer, with that layer's number in the module's name."""
+    if block.unit == OUTSIDE:
+        return block
+    module = re.sub(r"(?<=\.)\d+\b", lambda number: str(int(number[0]) + shift), block.module, count=1)
+    return replace(block, unit=block.unit + shift, module=module)
+
+
+def _totals(
+    trace: Trace, times: Mapping[int, int]
+) -> tuple[dict[tuple[str, int], Counter[Cost]], dict[tuple[str, int], int]]:
+    """`times`: how many layers each stands for."""
+    costs = {
+        key: Counter({cost: count * times.get(key[1], 1) for cost, count in found.items()})
+        for key, found in trace.costs.items()
+    }
+    return costs, {key: count * times.get(key[1], 1) for key, count in trace.operations.items()}
+
+
+def find_inconsistencies(trace: Trace) -> Iterator[str]:
+    """What cannot happen in a stream of events: a block that is freed twice or before it is allocated."""
+    alive: set[int] = set()
+    for ident, is_new in trace.events:
+        if is_new == (ident in alive):
+            yield f"block {ident} ({trace.blocks[ident].operation}) is {'made' if is_new else 'freed'} twice"
+        (alive.add if is_new else alive.discard)(ident)

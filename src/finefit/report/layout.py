@@ -1,0 +1,175 @@
+"""Numbers, texts, lines and tables as people read them. Units such as GiB appear only in `report`.
+
+Lines are laid out by hand so that a file gets plain lines without trailing spaces."""
+
+import math
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Generic, TypeVar
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+C = TypeVar("C")
+GUTTER, GAP = 12, 2
+MIN_ROOM = 24
+"""Minimum width of a column whose text is wrapped."""
+
+
+def print_lines(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        console.print(line)
+
+
+def section(label: str, lines: Iterable[Text]) -> Iterator[Text]:
+    """Lines with a label in the gutter, which may have several lines itself."""
+    for name, line in zip_longest(label.splitlines(), lines, fillvalue=None):
+        yield trimmed(Text.assemble((f"{name or '':<{GUTTER}}", "cyan"), line or Text()))
+
+
+def hanging(console: Console, lead: Text, body: Text, *, indent: int, width: int) -> Iterator[Text]:
+    """`body` wrapped at `indent`, its first line after `lead`; spaces at its beginning indent all lines further."""
+    deeper = len(body.plain) - len(body.plain.lstrip())
+    words = body[deeper:] if body.plain.strip() else body
+    for at, line in enumerate(words.wrap(console, max(width - indent - deeper, 16))):
+        left = Text() if at else lead
+        yield trimmed(Text.assemble(left, " " * (indent + deeper - len(left)), line))
+
+
+def table(
+    console: Console, rows: Sequence[Mapping[str, Text]], *, right: Collection[str], below: Sequence[str]
+) -> Iterator[Text]:
+    """Empty columns are left out. If a line is too wide, the columns of `below` move under their row, and the last
+    column is wrapped."""
+    *columns, last = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = {
+        name: max(len(name), *(len(line) for row in rows for line in row[name].plain.split("\n")))
+        for name in (*columns, last)
+    }
+    width_left = console.width - sum(widths[name] + GAP for name in columns)
+    moved = [name for name in below if name in columns and widths[last] > width_left]
+    columns = [name for name in columns if name not in moved]
+    width_left += sum(widths[name] + GAP for name in moved)
+    beside = [len(row[last]) <= width_left or width_left >= MIN_ROOM for row in rows]
+    header = [Text(name, style="dim") for name in columns] + [Text(last if any(beside) else "", style="dim")]
+    yield from _table_lines(header, [*columns, last], widths, right)
+    for row, is_beside in zip(rows, beside, strict=True):
+        words = _unpadded(row[last].wrap(console, max(width_left, 1))) if is_beside else Text()
+        yield from _table_lines([*(row[name] for name in columns), words], [*columns, last], widths, right)
+        for under in filter(None, [row[name] for name in moved] + ([] if is_beside else [row[last]])):
+            yield from hanging(console, Text(), under, indent=widths[columns[0]] + GAP, width=console.width)
+
+
+def _unpadded(lines: Iterable[Text]) -> Text:
+    return Text("\n").join(trimmed(line) for line in lines)
+
+
+def _table_lines(
+    row: Iterable[Text], columns: Sequence[str], widths: Mapping[str, int], right: Collection[str]
+) -> Iterator[Text]:
+    for cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=Text()):
+        line = [_padded(cell, widths[name], name in right) for name, cell in zip(columns, cells, strict=True)]
+        yield trimmed(Text(" " * GAP).join(line))
+
+
+def _padded(cell: Text, width: int, is_right: bool) -> Text:
+    padding = Text(" " * (width - len(cell)))
+    return padding + cell if is_right else cell + padding
+
+
+def trimmed(line: Text) -> Text:
+    line.rstrip()
+    return line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitTable(Generic[C]):
+    """A table too wide for the terminal becomes several tables below one another, so that no figure is cut off."""
+
+    columns: Sequence[C]
+    """The columns to distribute; other columns are in every table."""
+    table: Callable[[Sequence[C], bool], Table]
+    """Makes a table of some of the columns; True for the first one, which has the title."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left, is_first = list(self.columns), True
+        while left or is_first:
+            count = next((n for n in range(len(left), 1, -1) if self._width(console, left[:n]) <= options.max_width), 1)
+            yield self.table(left[:count], is_first)
+            left, is_first = left[count:], False
+
+    def _width(self, console: Console, columns: Sequence[C]) -> int:
+        return console.measure(self.table(columns, False), options=console.options.update(max_width=10_000)).maximum
+
+
+_DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """At most two units: 43 ms, 0.43 s, 8 min 37 s, 3 h 12 min, 2 d 4 h."""
+    if seconds < 59.95:
+        if seconds < 0.0995:
+            return f"{seconds * 1000:.0f} ms"
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def three_digits(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,g}"
+
+
+def finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def apportion(weights: Sequence[int], total: int) -> list[int]:
+    """Integers in proportion to the weights that sum to `total`, so that rounded figures still add up."""
+    whole = max(sum(weights), 1)
+    shares = [total * weight // whole for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda at: total * weights[at] % whole, reverse=True)
+    for at in by_remainder[: total - sum(shares)]:
+        shares[at] += 1
+    return shares
+
+
+def visible(text: str) -> str:
+    """Control characters and marks that change the writing direction are spelled out, so that an answer can neither
+    steer a terminal nor break a page. Joiners, which scripts and emoji need, stay."""
+    return "".join(f"\\u{ord(c):04x}" if _is_unprintable(c) else c for c in text)
+
+
+def _is_unprintable(character: str) -> bool:
+    if character in _DIRECTION_MARKS:
+        return True
+    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs", "Co", "Cn")
+
+
+def shortened(text: str, max_characters: int) -> str:
+    """Keeps the beginning and the end: a question is often at the end of a prompt."""
+    if len(text) <= max_characters:
+        return text
+    head = max_characters // 2
+    cut = len(text) - max_characters
+    return f"{text[:head]} [... {cut:,} characters ...] {text[head + cut :]}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

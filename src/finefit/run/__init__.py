@@ -1,0 +1,1 @@
+"""The life of a run directory: created, launched, run stage by stage, resumed."""

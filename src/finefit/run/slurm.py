@@ -1,0 +1,163 @@
+"""A run as a SLURM job, through submitit: its tasks are the ranks, and each does what `finefit run` does under
+torchrun. So the run directory is created where the cards are. Before the time limit, and when the job is preempted,
+SLURM sends a warning: the ranks save together, and the job is queued again."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finefit.errors import Interrupted, RunError, SpecError
+from finefit.facts.cards import parse_card
+from finefit.model.resolve_model import model_outline, resolve_start
+from finefit.plan.prepared_data import find_sources
+from finefit.plan.target import devices_of, require_same_count
+from finefit.run.create import engine_sha256
+from finefit.spec.models import HubModel
+from finefit.spec.schema import SlurmLauncher, Spec
+
+if TYPE_CHECKING:
+    from submitit import Executor
+    from submitit.core.utils import DelayedSubmission
+
+WARNING = signal.SIGUSR2
+"""The signal that submitit asks SLURM for, since NCCL may use SIGUSR1."""
+_NOTICE_SECONDS = 300
+"""Between warning and end: enough for a long step and its checkpoint."""
+_MAX_REQUEUES = 1000
+"""A job that saves something each time may be queued again as often as it needs to."""
+_OURS = {
+    "nodes": "launcher.nodes",
+    "ntasks-per-node": "engine.devices",
+    "gpus-per-node": "engine.devices",
+    "time": "launcher.minutes",
+    "partition": "launcher.partition",
+    "account": "launcher.account",
+    "job-name": "name",
+    "signal": "finefit itself",
+    "requeue": "finefit itself",
+    "output": "finefit itself",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    job: str
+    log: Path
+    """Of the first rank."""
+    script: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What each task of the job calls: a call returns the exit code of a rank that follows, and raises the error of the
+    first."""
+
+    call: Callable[[], int]
+    again: Callable[[], int]
+    """When the job has been queued again: the same, but it never starts another run."""
+
+    def __call__(self) -> int:
+        from submitit.helpers import TorchDistributedEnvironment
+
+        queue_again: Any = signal.getsignal(WARNING)  # submitit's own handler, which has the job started once more
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        has_returned = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0  # also after the failure of a node
+        try:
+            return (self.again if has_returned else self.call)()
+        except Interrupted as stop:
+            if WARNING.name not in stop.problem:
+                raise
+            print(stop, flush=True)
+            queue_again(WARNING, None)
+            return Interrupted.exit_code
+
+    def checkpoint(self) -> "DelayedSubmission":
+        """What submitit starts when the job runs again: the same command, which goes on where it stopped."""
+        from submitit.core.utils import DelayedSubmission
+
+        return DelayedSubmission(RankTask(self.again, self.again))
+
+
+def submit(spec: Spec, task: RankTask, *, folder: Path) -> Submitted:
+    """`folder`: on a file system that all nodes see."""
+    executor = open_executor(folder)
+    executor.update_parameters(**parameters(spec))
+    job = executor.submit(task)
+    return Submitted(job=job.job_id, log=job.paths.stdout, script=job.paths.submission_file)
+
+
+def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
+    if cluster == "slurm":
+        require_scheduler()
+    try:
+        import submitit
+    except ImportError:
+        raise RunError(
+            "launcher.kind is slurm, which needs the package submitit", "install it: pip install 'finefit[slurm]'"
+        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = {f"{cluster}_max_num_timeout": _MAX_REQUEUES}
+    return submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
+
+
+def require_scheduler() -> None:
+    absent = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
+    if absent:
+        raise RunError(
+            f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine",
+            "give the command on a login node of the cluster, or --set 'launcher={kind: local}' to run here",
+        )
+
+
+def parameters(spec: Spec) -> dict[str, Any]:
+    """As submitit takes them."""
+    launcher, devices = spec.launcher, ranks_per_node(spec)
+    assert isinstance(launcher, SlurmLauncher)
+    _require_own(launcher)
+    named = {"slurm_partition": launcher.partition, "slurm_account": launcher.account}
+    on_cpu = spec.device == "cpu" or parse_card(spec.card).is_cpu
+    return {
+        "name": spec.name,
+        "nodes": launcher.nodes,
+        "tasks_per_node": devices,
+        "timeout_min": launcher.minutes,
+        "stderr_to_stdout": True,
+        "slurm_signal_delay_s": min(_NOTICE_SECONDS, launcher.minutes * 30),
+        "slurm_additional_parameters": {"requeue": True, **launcher.options},
+        **({} if on_cpu else {"gpus_per_node": devices}),
+        **{name: value for name, value in named.items() if value is not None},
+    }
+
+
+def ranks_per_node(spec: Spec) -> int:
+    """As the engine names them, else one for each of the cards."""
+    named, card = devices_of(spec.engine), parse_card(spec.card)
+    require_same_count(card, spec.engine)
+    return named or card.count
+
+
+def require_inputs(spec: Spec, base: Path) -> None:
+    """Mistakes that show without a card are reported before a job waits for one. `base` is where the spec's relative
+    paths start."""
+    parameters(spec)
+    find_sources(spec.data, base)
+    engine_sha256(spec.engine, base)
+    if isinstance(spec.model, HubModel):
+        model_outline(spec.model, base)  # its weights are fetched where they are needed
+    else:
+        resolve_start(spec.model, spec.tuning, base)
+
+
+def _require_own(launcher: SlurmLauncher) -> None:
+    """Options that are set by other keys of the spec are refused."""
+    twice = [
+        f"launcher.options.{name} is set by {_OURS[plain]}"
+        for name in launcher.options
+        if (plain := name.replace("_", "-")) in _OURS
+    ]
+    if twice:
+        raise SpecError("\n".join(twice), "remove it from launcher.options")

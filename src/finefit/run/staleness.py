@@ -1,0 +1,319 @@
+"""Which stages of a run have to run, and why.
+
+A stage of a pipeline is done where its folder says so with the key that its inputs give now: in this run, or in another
+one of the same name. A flat spec has one stage, which lies in the run directory itself and is never stale: another
+spec, or other inputs, are another run."""
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from finefit.artifacts.forecasts import Forecast
+from finefit.artifacts.records import CacheInputs, FinishedStage, PipelineState, Run, read_record
+from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, is_run, other_version, runs_named
+from finefit.artifacts.wiring import output_of
+from finefit.errors import RunError
+from finefit.plan.stage_forecasts import forecast_trainings
+from finefit.preflight import StageFinding
+from finefit.preflight.training import forecaster_here
+from finefit.run.cache_inputs import differences, is_same_work, key_of, sizes_in, stage_inputs
+from finefit.run.check_stages import require_sound_stages
+from finefit.spec.load import pipeline_from_json, spec_from_json
+from finefit.spec.pipeline import Pipeline, needs
+from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage
+
+_MOST_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDecision:
+    """Whether a stage runs, and why."""
+
+    name: str
+    kind: str
+    action: Literal["done", "reused", "run"]
+    reason: str
+    place: Path | None = None
+    """The folder of what is there already."""
+    inputs: CacheInputs | None = None
+    """None where a stage that it depends on has yet to run, and for a flat spec."""
+    is_forced: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Stages:
+    """The stages of a run, with those that are settled: finished, and up to date with their inputs."""
+
+    pipeline: Pipeline
+    base: Path
+    """Where relative paths start."""
+    runs: Path
+    run: RunDir | None
+    """None where there is none yet."""
+    command: str = ""
+    """The id of the command that forces stages to run again."""
+    settled: dict[str, tuple[Path, FinishedStage]] = field(default_factory=dict)
+
+    def own(self, name: str) -> StageDir | None:
+        """The stage's folder in this run, whether it exists or not."""
+        if self.run is None:
+            return None
+        return StageDir(self.run.path) if self.pipeline.is_flat else self.run.stage(self.number(name), name)
+
+    def number(self, name: str) -> int:
+        return self.pipeline.order().index(name) + 1
+
+    def at(self, name: str) -> Path:
+        return output_of(self.settled[name][0].resolve(), self.pipeline.stages[name])
+
+    def output(self, name: str) -> Path | None:
+        """None for what has yet to be made."""
+        return self.at(name) if name in self.settled else None
+
+    def digest_of(self, name: str) -> str:
+        return self.settled[name][1].output_digest
+
+    def settle(self, name: str, place: Path) -> FinishedStage:
+        done = read_record(StageDir(place).done, FinishedStage)
+        self.settled[name] = place, done
+        return done
+
+    def others(self, name: str) -> Iterator[StageDir]:
+        """Folders of a stage of this name in other runs, newest first."""
+        own, folder = None if self.run is None else self.run.path.resolve(), re.compile(rf"\d+-{re.escape(name)}")
+        for run in reversed(runs_named(self.runs, self.pipeline.name)):
+            if run.path.resolve() != own and is_pipeline(run.path) and other_version(run.path) is None:
+                yield from (where for where in run.stages() if folder.fullmatch(where.path.name))
+
+
+def open_stages(run: RunDir) -> Stages:
+    text, here = run.spec_json.read_text(encoding="utf-8"), run.path.resolve()
+    if not is_pipeline(run.path):
+        return Stages(pipeline=Pipeline.of(spec_from_json(text)), base=here, runs=here.parent, run=run)
+    command = read_record(run.state, PipelineState).command
+    return Stages(pipeline=pipeline_from_json(text), base=here, runs=here.parent, run=run, command=command)
+
+
+def command_id(state: PipelineState, forced: Collection[str]) -> str:
+    """The id of a command that forces stages to run again; empty where none does. One that was killed and is given
+    again keeps its id."""
+    return "" if not forced else state.command if set(state.forced) == set(forced) else uuid4().hex
+
+
+def for_command(stages: Stages, forced: Collection[str]) -> Stages:
+    """As the command that forces these stages would find them."""
+    if stages.run is None or stages.pipeline.is_flat:
+        return stages
+    return replace(stages, command=command_id(read_record(stages.run.state, PipelineState), forced))
+
+
+def is_finished(run: RunDir) -> bool:
+    """Recorded so, and nothing would run: every output is still there and up to date with its inputs."""
+    if read_record(run.run, Run).status != "finished":
+        return False
+    return all(decision.action != "run" for decision in decide_all(open_stages(run)))
+
+
+# decisions
+
+
+def decide(stages: Stages, name: str, *, forced: Collection[str] = ()) -> StageDecision:
+    stage, own = stages.pipeline.stages[name], stages.own(name)
+    decision = partial(StageDecision, name=name, kind=stage.kind)
+    if stages.pipeline.is_flat:
+        if own is None:
+            return decision(action="run", reason="not made yet")
+        if read_record(RunDir(own.path).run, Run).status == "finished":
+            return decision(action="done", reason="nothing has changed", place=own.path)
+        return decision(action="run", reason="begun and not finished: it goes on")
+    if pending := [needed for needed in needs(stage) if needed not in stages.settled]:
+        return decision(action="run", reason=f"because {', '.join(pending)} {'runs' if len(pending) == 1 else 'run'}")
+    now = stage_inputs(stages.pipeline, name, stages.base, stages.at, stages.digest_of)
+    key = key_of(now)
+    if name in forced:
+        again = replace(now, command=stages.command)
+        if own is None or not stages.command or not (_is_made(own, stage, key) and is_whole(own, again)):
+            return decision(action="run", reason="asked for", inputs=again, is_forced=True)
+    if own is not None and _is_made(own, stage, key):
+        return decision(action="done", reason="nothing has changed", place=own.path, inputs=now)
+    for other in stages.others(name):
+        if _is_made(other, stage, key):
+            reason = f"{other.run.name} has made it"
+            return decision(action="reused", reason=reason, place=other.path, inputs=now)
+    return decision(action="run", reason=_why(stages, name, now), inputs=now)
+
+
+def decide_all(stages: Stages, *, forced: Collection[str] = (), only: str | None = None) -> list[StageDecision]:
+    """For all stages, or for one and those that it depends on, as far as it can be known before any has run."""
+    names = stages.pipeline.order() if only is None else [*below(stages.pipeline, only), only]
+    found = []
+    for name in names:
+        decision = decide(stages, name, forced=forced)
+        if decision.place is not None and not stages.pipeline.is_flat:
+            stages.settle(name, decision.place)
+        else:
+            stages.settled.pop(name, None)
+        found.append(decision)
+    return found
+
+
+def forecast_pending(
+    stages: Stages, *, only: str | None, forced: Collection[str]
+) -> tuple[dict[str, Forecast], tuple[StageFinding, ...]]:
+    """Forecasts of the trainings that have yet to begin, and findings, none of which is an error: what does not fit, or
+    cannot work, is refused. A stage that goes on where it was stopped was checked when it began."""
+    if only is not None:
+        require_below(stages, only)
+    names = {
+        decision.name
+        for decision in decide_all(stages, forced=forced, only=only)
+        if decision.action == "run" and not _goes_on(stages, decision)
+    }
+    if not names or stages.pipeline.is_flat:  # a flat spec is checked when its directory is filled
+        return {}, ()
+    found = forecast_trainings(stages.pipeline, stages.base, forecaster_here, done=stages.output, names=names)
+    findings = require_sound_stages(
+        stages.pipeline, stages.base, found, runs=stages.runs, done=stages.output, names=names
+    )
+    return {name: cards[0] for name, cards in found.items()}, findings
+
+
+def _goes_on(stages: Stages, decision: StageDecision) -> bool:
+    own, inputs = stages.own(decision.name), decision.inputs
+    return own is not None and inputs is not None and not decision.is_forced and is_half_done(own, inputs)
+
+
+def above(pipeline: Pipeline, name: str) -> set[str]:
+    """A stage and all that depend on it."""
+    found = {name}
+    for other in pipeline.order():
+        if found & set(needs(pipeline.stages[other])):
+            found.add(other)
+    return found
+
+
+def below(pipeline: Pipeline, name: str) -> list[str]:
+    """What a stage depends on, in order."""
+    wanted = {name}
+    for other in reversed(pipeline.order()):
+        if other in wanted:
+            wanted |= set(needs(pipeline.stages[other]))
+    return [other for other in pipeline.order() if other in wanted and other != name]
+
+
+def require_stages(pipeline: Pipeline, names: Collection[str]) -> None:
+    if unknown := [name for name in names if name not in pipeline.stages]:
+        raise RunError(
+            f"{pipeline.name} has no stage {', '.join(unknown)}", f"its stages are {', '.join(pipeline.order())}"
+        )
+
+
+def require_below(stages: Stages, name: str) -> None:
+    """That one stage can run alone; what it depends on is settled then."""
+    *under, _ = decide_all(stages, only=name)
+    if waiting := [decision.name for decision in under if decision.action == "run"]:
+        raise RunError(
+            f"stage {name} depends on {', '.join(waiting)}, and what the spec asks of it now is not there",
+            f"run {', '.join(waiting)} first, or leave --only out",
+        )
+
+
+def begun_in(where: StageDir) -> CacheInputs | None:
+    """None also where another version of finefit wrote it: that is other work then."""
+    try:
+        return read_record(where.begun, CacheInputs) if where.begun.exists() else None
+    except RunError:
+        return None
+
+
+def is_half_done(where: StageDir, now: CacheInputs) -> bool:
+    before = begun_in(where)
+    return before is not None and not where.done.exists() and is_same_work(before, now) and _is_for(before, now)
+
+
+def is_whole(where: StageDir, now: CacheInputs) -> bool:
+    """Finished, by this very command where it forces the stage; its files may be gone since."""
+    before, done = begun_in(where), _done_in(where)
+    return before is not None and done is not None and done.key == key_of(now) and _is_for(before, now)
+
+
+def _is_for(before: CacheInputs, now: CacheInputs) -> bool:
+    return not now.command or before.command == now.command
+
+
+def can_go_on(where: StageDir, stage: AnyStage, now: CacheInputs) -> bool:
+    """Half done, or an evaluation that lost some of its answers: only these are asked for again."""
+    return is_half_done(where, now) or (isinstance(stage, EvaluateStage) and is_whole(where, now))
+
+
+def is_worth_keeping(where: StageDir, stage: AnyStage) -> bool:
+    """Whether the folder holds reviews by people, or a finished training."""
+    if any(path.is_file() for path in where.path.rglob("reviews/*.jsonl")):
+        return True
+    return isinstance(stage, TrainStage) and _is_trained(where, stage, {})
+
+
+def _done_in(where: StageDir) -> FinishedStage | None:
+    """None also where another version of finefit wrote it."""
+    try:
+        return read_record(where.done, FinishedStage) if where.done.exists() else None
+    except RunError:
+        return None
+
+
+def _is_made(where: StageDir, stage: AnyStage, key: str) -> bool:
+    done = _done_in(where)
+    return done is not None and done.key == key and _is_there(where, stage, done)
+
+
+def _is_there(where: StageDir, stage: AnyStage, done: FinishedStage) -> bool:
+    """Whether the output is complete; users may have deleted some of it."""
+    match stage:
+        case TrainStage():
+            return _is_trained(where, stage, done.files)
+        case EvaluateStage():
+            return all(_is_scored(where.path / model, stage) for model in stage.models)
+    return _holds(where.output, done.files)
+
+
+def _is_trained(where: StageDir, stage: AnyStage, files: dict[str, int]) -> bool:
+    return is_run(where.path) and _holds(output_of(where.path, stage), files)
+
+
+def _holds(folder: Path, files: dict[str, int]) -> bool:
+    return folder.is_dir() and files.items() <= sizes_in(folder).items()
+
+
+def _is_scored(run: Path, stage: EvaluateStage) -> bool:
+    answers = RunDir(run).stages() if is_run(run) else []
+    return any(
+        all(where.evaluation(one.label, run.name, one.limit).result.exists() for one in stage.evaluate)
+        for where in answers
+    )
+
+
+def _why(stages: Stages, name: str, now: CacheInputs) -> str:
+    own = stages.own(name)
+    if own is not None and is_half_done(own, now):
+        return "begun and not finished: it goes on"
+    staging = None if own is None or stages.run is None else stages.run.unfinished(stages.number(name), name)
+    if staging is not None and staging.path.exists():
+        goes_on = is_whole(staging, now) or (staging.answers.exists() and is_half_done(staging, now))
+        return f"begun and not finished: it {'goes on' if goes_on else 'is made again'}"
+    for where in (*([] if own is None else [own]), *stages.others(name)):
+        before = begun_in(where)
+        if before is not None:
+            return _changes(differences(before, now), os.path.relpath(where.path, stages.runs))
+    return "not made yet"
+
+
+def _changes(found: list[str], place: str) -> str:
+    if not found:
+        return f"what {place} held is gone, or some of it"
+    more = f" and {len(found) - _MOST_REASONS} more" if len(found) > _MOST_REASONS else ""
+    return "; ".join(found[:_MOST_REASONS]) + more

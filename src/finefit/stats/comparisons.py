@@ -1,0 +1,251 @@
+"""Two models, or two raters, on the same items: how much they differ, and how far that can be trusted."""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from finefit.stats.intervals import (
+    CONFIDENCE,
+    PLAIN,
+    Interval,
+    Numbers,
+    difference_ends,
+    require_sample,
+    standard_error,
+    studentised,
+    wilson,
+    wilson_ends,
+)
+from finefit.stats.metrics import Metric, combined, effective, is_binary, require_finite, top_of
+
+EXACT_AT_MOST = 13
+"""With at most so many differing items, every exchange is tried: 8,192 of them."""
+EXCHANGES = 9999
+"""Drawn beyond that; with the observed one a round number."""
+_BLOCK_VALUES = 1 << 20
+_TIE = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The second model's value minus the first's, over `n` items that both have answered."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+    """How often the difference is at least as large if chance decides for every item which model gave which answer."""
+    n: int
+
+
+def paired(
+    metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0, confidence: float = CONFIDENCE
+) -> Difference:
+    """Rows of both tables belong to the same items."""
+    if first.shape != second.shape:
+        sizes = f"{len(first)} and {len(second)}"
+        raise ValueError(f"{sizes} items cannot be paired; give the same items in the same order")
+    n = len(first)
+    require_sample(n, confidence)
+    values = require_finite(metric, first), require_finite(metric, second)
+    value = values[1] - values[0]
+    low, high = _ends(metric, first, second, values, seed, confidence)
+    p = permutation_p(metric, first, second, seed=seed)
+    return Difference(value=value, low=min(low, value), high=max(high, value), p=p, n=n)
+
+
+def _ends(
+    metric: Metric, first: Numbers, second: Numbers, values: tuple[float, float], seed: int, confidence: float
+) -> tuple[float, float]:
+    n, both = len(first), np.concatenate([first, second], axis=1)
+    tops = [top_of(metric, table, value) for table, value in zip((first, second), values, strict=True)]
+    top = tops[0] if None not in tops else None
+    if metric.aggregate == "rate" and is_binary(both):
+        return difference_ends(float((second > first).sum()), float((second < first).sum()), n, confidence)
+    if n == 1:
+        return (-np.inf, np.inf) if top is None else (-top, top)
+
+    def statistic(sums: Numbers, n: int) -> Numbers:
+        half = sums.shape[-1] // 2
+        return combined(metric, sums[..., half:], n) - combined(metric, sums[..., :half], n)
+
+    widest = (-np.inf, np.inf)
+    if metric.aggregate in ("rate", "mean", "ratio", "f1") and top is not None:
+        widest = _widest(metric, first, second, top, confidence)
+    if standard_error(statistic, both) == 0:
+        return widest if math.isfinite(widest[0]) else (values[1] - values[0],) * 2
+    low, high = studentised(statistic, both, scale=PLAIN, seed=seed, confidence=confidence)
+    return max(low, widest[0]), min(high, widest[1])
+
+
+def _widest(metric: Metric, first: Numbers, second: Numbers, top: float, confidence: float) -> tuple[float, float]:
+    """As if every item's change were a share of items that go from 0 to the top, or back: nothing spreads wider."""
+    n = min(effective(metric, first), effective(metric, second))
+    weights = _weights(metric, first, second)
+    changes = (combined(metric, second, 1) - combined(metric, first, 1)) / top
+    gained, lost = (float((weights * np.maximum(sign * changes, 0)).sum()) * n for sign in (1, -1))
+    low, high = difference_ends(gained, lost, n, confidence)
+    return top * low, top * high
+
+
+def _weights(metric: Metric, first: Numbers, second: Numbers) -> Numbers:
+    """The weight of each item; they sum to 1."""
+    match metric.aggregate:
+        case "ratio":
+            weights = first[:, 1] + second[:, 1]
+        case "f1":
+            weights = first[:, 1:3].sum(axis=1) + second[:, 1:3].sum(axis=1)
+        case _:
+            weights = np.ones(len(first))
+    whole = float(weights.sum())
+    shares: Numbers = weights / whole if whole else np.full(len(first), 1 / len(first))
+    return shares
+
+
+def permutation_p(metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0) -> float:
+    """Two-sided. Exact if few items differ, else by seeded exchanges, the observed one among them."""
+    change = second - first
+    change = change[(change != 0).any(axis=1)]
+    n, one, other = len(first), first.sum(axis=0), second.sum(axis=0)
+
+    def difference(exchanged: Numbers) -> Numbers:
+        """Between models that have exchanged these items."""
+        moved = exchanged @ change
+        return combined(metric, other - moved, n) - combined(metric, one + moved, n)
+
+    seen = abs(float(difference(np.zeros((1, len(change))))[0]))
+    is_exact = len(change) <= EXACT_AT_MOST
+    blocks = _every_exchange(len(change)) if is_exact else _some_exchanges(len(change), seed)
+    counted = [(int((np.abs(difference(block)) >= seen - _TIE * (1 + seen)).sum()), len(block)) for block in blocks]
+    extreme, tried = sum(found for found, _ in counted), sum(size for _, size in counted)
+    return extreme / tried if is_exact else (extreme + 1) / (tried + 1)
+
+
+def _every_exchange(n: int) -> Iterator[Numbers]:
+    yield ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(np.float64)
+
+
+def _some_exchanges(n: int, seed: int) -> Iterator[Numbers]:
+    rng, block = np.random.default_rng(seed), max(1, _BLOCK_VALUES // n)
+    for start in range(0, EXCHANGES, block):
+        yield rng.integers(2, size=(min(block, EXCHANGES - start), n), dtype=np.uint8).astype(np.float64)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Corrected for their number: if nothing differs, any of them is as small with at most this chance (Holm)."""
+    corrected, floor = [0.0] * len(ps), 0.0
+    for rank, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        floor = max(floor, min(1.0, (len(ps) - rank) * ps[at]))
+        corrected[at] = floor
+    return corrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The values of runs that differ only in their seed."""
+
+    mean: float | None
+    deviation: float | None
+    """Of a sample (n - 1); None for fewer than two."""
+    n: int
+    missing: int
+    """Runs without a value."""
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    found = [value for value in values if value is not None]
+    return Spread(
+        mean=float(np.mean(found)) if found else None,
+        deviation=float(np.std(found, ddof=1)) if len(found) > 1 else None,
+        n=len(found),
+        missing=len(values) - len(found),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Of two raters on the same items."""
+
+    observed: Interval
+    """Share of the items on which both agree."""
+    kappa: Interval | None
+    """Cohen's: 1 is full agreement, 0 what chance would give. None if both give all items one and the same label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """How often the first of two models is preferred."""
+
+    wins: int
+    losses: int
+    ties: int
+    share: Interval
+    """Of all items, a tie counted as half a win for each: one half means no preference."""
+    p: float
+    """Sign test without ties: how likely so uneven a count is if both are liked equally."""
+
+
+def kappa(pairs: Sequence[tuple[Hashable, Hashable]], *, seed: int = 0, confidence: float = CONFIDENCE) -> Agreement:
+    """`pairs`: the two raters' labels of each item."""
+    n = len(pairs)
+    require_sample(n, confidence)
+    labels = {label: at for at, label in enumerate(dict.fromkeys(label for pair in pairs for label in pair))}
+    cells = np.zeros((n, len(labels), len(labels)))
+    for at, (one, other) in enumerate(pairs):
+        cells[at, labels[one], labels[other]] = 1
+    observed = wilson(sum(one == other for one, other in pairs), n, confidence)
+    found = _kappa(cells.reshape(n, -1), observed, seed, confidence) if len(labels) > 1 else None
+    return Agreement(observed=observed, kappa=found)
+
+
+def _kappa(cells: Numbers, observed: Interval, seed: int, confidence: float) -> Interval:
+    n, sums = len(cells), cells.sum(axis=0)
+    value = float(_kappas(sums, n))
+    if n == 1:
+        low, high = -1.0, 1.0
+    elif standard_error(_kappas, cells) == 0:
+        by_chance = float(_chance(sums, n))
+        low, high = ((share - by_chance) / (1 - by_chance) for share in wilson_ends(observed.value, n, confidence))
+    else:
+        low, high = studentised(_kappas, cells, scale=PLAIN, seed=seed, confidence=confidence)
+    return Interval(value=value, low=max(-1.0, min(low, value)), high=min(1.0, max(high, value)), n=n)
+
+
+def _kappas(sums: Numbers, n: int) -> Numbers:
+    """1 if both raters give one and the same label to all."""
+    expected = _chance(sums, n)
+    agreed: Numbers = np.trace(_square(sums), axis1=-2, axis2=-1) / n
+    found: Numbers = np.divide(agreed - expected, 1 - expected, out=np.ones_like(agreed), where=expected < 1 - 1e-9)
+    return found
+
+
+def _chance(sums: Numbers, n: int) -> Numbers:
+    """How often two independent raters with these frequencies of labels would agree."""
+    square = _square(sums)
+    expected: Numbers = (square.sum(axis=-1) * square.sum(axis=-2)).sum(axis=-1) / n**2
+    return expected
+
+
+def _square(sums: Numbers) -> Numbers:
+    side = math.isqrt(sums.shape[-1])
+    return sums.reshape(*sums.shape[:-1], side, side)
+
+
+def preference(wins: int, losses: int, ties: int, *, confidence: float = CONFIDENCE) -> Preference:
+    n = wins + losses + ties
+    require_sample(n, confidence)
+    low, high = ((1 + end) / 2 for end in difference_ends(wins, losses, n, confidence))
+    share = Interval(value=(wins + ties / 2) / n, low=low, high=high, n=n)
+    return Preference(wins=wins, losses=losses, ties=ties, share=share, p=sign_test(wins, losses))
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Exact and two-sided: the chance that a fair coin falls as unevenly."""
+    n, fewer = wins + losses, min(wins, losses)
+    if n == 0:
+        return 1.0
+    faces = np.arange(fewer)
+    steps = np.concatenate([[-n * math.log(2)], np.log((n - faces) / (faces + 1))])
+    return min(1.0, 2 * float(np.exp(np.cumsum(steps)).sum()))

@@ -1,0 +1,145 @@
+"""A task reads the result from a reply and counts what was found against what was to be found."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finefit.data.rows import Row
+from finefit.stats.metrics import Metric, value
+
+
+class NoResult(Exception):
+    """The reply holds no result, for this reason; the item counts as nothing found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """Of a given answer after the prompt of an item."""
+
+    text: str
+    logprob: float
+    """Natural logarithm, summed over its tokens."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a model gave for one item, as far as the task needs it."""
+
+    text: str = ""
+    right: tuple[Likelihood, ...] = ()
+    wrong: tuple[Likelihood, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredReply:
+    """What was found in a reply."""
+
+    extracted: Any
+    """Plain data that a JSON record can hold."""
+    counts: Mapping[str, float]
+    """Everything that the task's metrics are computed from."""
+    reference: str | None = None
+    """The one that the reply was compared with, where an item has several."""
+    failure: str | None = None
+    """Why a part of it holds no result, where the rest still counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    name: str
+    metrics: tuple[Metric, ...]
+    """The first one is the task's main score."""
+    read: Callable[[Reply, Row], ScoredReply]
+    """Raises NoResult; the item then has the counts of `nothing`."""
+    nothing: Callable[[Row], Mapping[str, float]]
+    """The counts of an item in which nothing was found: everything that was to be found still counts."""
+    require: Callable[[Row], None]
+    """Raises NoResult where a row cannot be an item: its reference cannot be read, or something to compare is
+    missing."""
+    generates: bool = True
+    """Whether an answer is generated."""
+    candidates: Callable[[Row], tuple[Sequence[str], Sequence[str]]] = lambda _: ((), ())
+    """Right and wrong answers whose likelihoods the task needs."""
+    window: int = 2048
+    """Tokens of plain text whose likelihood is computed together; a longer text is cut into windows."""
+    finish: Callable[[Sequence[tuple[Row, Reply]]], Sequence[Mapping[str, float]]] | None = None
+    """Further counts of every item, once all are answered: those that a model of the task's own computes."""
+    signature: Mapping[str, str] = field(default_factory=dict)
+    """Settings and versions that the numbers depend on."""
+
+    def scores(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Of one item, as far as it is counted: the counts of `finish` come last."""
+        return {metric.name: value(metric, [counts]) for metric in self.metrics if counts.keys() >= set(metric.counts)}
+
+
+def against_references(
+    name: str,
+    *,
+    metrics: tuple[Metric, ...],
+    extract: Callable[[str], Any],
+    compare: Callable[[Any, Any], Mapping[str, float]],
+    nothing: Callable[[Any], Mapping[str, float]] | None = None,
+    best_of_each: bool = False,
+    **more: Any,
+) -> Task:
+    """Extracts the same from answer and references, and counts what the nearest reference gives; of equally near ones
+    the one trained on.
+
+    `nothing`: the counts of a reference for which nothing was found; by default all zero. `best_of_each`: every count
+    is the highest that any reference gives, instead of all being those of the nearest."""
+    names = tuple(dict.fromkeys(count for metric in metrics for count in metric.counts))
+
+    def references(row: Row) -> dict[str, Any]:
+        readable: dict[str, Any] = {}
+        reasons: list[NoResult] = []
+        for text in (row.answer, *row.references):
+            try:
+                readable[text] = extract(text)
+            except NoResult as reason:
+                reasons.append(reason)
+        if not readable:
+            raise reasons[0]
+        return readable
+
+    def read(reply: Reply, row: Row) -> ScoredReply:
+        found, wanted = extract(reply.text), references(row)
+        counted = {text: compare(found, reference) for text, reference in wanted.items()}
+        nearest = max(counted, key=lambda text: [value(metric, [counted[text]]) for metric in metrics])
+        best = {count: max(given[count] for given in counted.values()) for count in names} if best_of_each else None
+        return ScoredReply(extracted=found, counts=counted[nearest] if best is None else best, reference=nearest)
+
+    def counts_of_nothing(row: Row) -> Mapping[str, float]:
+        return dict.fromkeys(names, 0.0) if nothing is None else nothing(next(iter(references(row).values())))
+
+    def require(row: Row) -> None:
+        references(row)
+
+    return Task(name=name, metrics=metrics, read=read, nothing=counts_of_nothing, require=require, **more)
+
+
+# Right and wrong answers of a row
+
+
+def right_answers(row: Row) -> tuple[str, ...]:
+    """The one trained on first."""
+    return _distinct((row.answer, *row.references))
+
+
+def wrong_answers(row: Row) -> tuple[str, ...]:
+    return _distinct(row.wrong)
+
+
+def _distinct(texts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
+
+
+def require_right(row: Row) -> None:
+    if not right_answers(row):
+        raise NoResult("the reference is empty")
+
+
+def require_wrong(row: Row) -> None:
+    require_right(row)
+    if not wrong_answers(row):
+        raise NoResult("it has no wrong answers to compare with; preference pairs and TruthfulQA's rows have them")

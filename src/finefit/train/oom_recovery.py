@@ -1,0 +1,303 @@
+"""Recovery from running out of memory in a step: the same rows again, fewer of them at once.
+
+What the step held is freed, the random numbers are restored, and all ranks repeat the same rows with the next levers.
+The global batch, its count and its loss do not change. Only when every exact lever is pulled does the run stop,
+resumable. On a card the worst batch is measured once, after the first step.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from finefit.artifacts.cache import Measurement, keep_measurement
+from finefit.artifacts.forecasts import Plan
+from finefit.artifacts.records import Levers, read_record
+from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.stage_records import TrainState
+from finefit.data.collate import largest_row
+from finefit.errors import Resumable, is_out_of_memory
+from finefit.facts.cards import find_kind
+from finefit.spec.schema import DeepSpeed
+from finefit.spec.schema import Engine as EngineSpec
+from finefit.step.engine import Engine
+from finefit.step.levers import layers_of
+from finefit.step.optimize import optimizer_step
+from finefit.step.state import random_state, restore_random
+from finefit.train.batches import capacity_under, cut_batches, on_device
+from finefit.train.context import TrainContext
+from finefit.train.ranks import ONE_RANK, Ranks
+from finefit.train.saver import agreed_checkpoint
+from finefit.train.validation import validate
+
+T = TypeVar("T")
+_CHUNKS = (1024, 256)
+_TILES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """How an attempt ran out of memory."""
+
+    message: str
+    bytes_held: dict[str, int]
+    partially_updated: bool
+    """Whether weights may have changed already: it happened within the update."""
+
+
+def attempt(run: Callable[[Engine], T], ctx: TrainContext, levers: Levers) -> T | OutOfMemory:
+    """The result of `run`, or how it ran out of memory on any rank; all ranks get the same of the two.
+
+    Ranks that hold whole models ask one another before they exchange gradients. A rank that runs out later, or whose
+    engine exchanges weights all the time, cannot wait for the others: it records the next levers and ends, and the
+    others with it; the same command resumes."""
+    can_agree = ctx.stage.engine.kind in ("single", "ddp")
+    guarded = _GuardedEngine(ctx.engine, ctx.ranks if can_agree else ONE_RANK, updates_inside=levers.update == "inside")
+    held: dict[str, int] = {}
+    try:
+        return run(guarded)
+    except _OutOfMemoryElsewhere:
+        message, is_here = "another rank is out of memory", False
+    except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
+        message, is_here = (str(error) or type(error).__name__).splitlines()[0][:300], True
+        if ctx.stage.device == "cuda":
+            held = {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+    # after the `except`: the frames of an error hold every tensor of the step
+    ctx.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    if ctx.stage.device == "cuda":
+        torch.cuda.empty_cache()
+    oom = OutOfMemory(message=message, bytes_held=held, partially_updated=guarded.partially_updated)
+    if is_here and ctx.ranks.size > 1:
+        if not can_agree or guarded.has_agreed:
+            raise out_of_memory_on_rank(ctx, levers, oom)
+        ctx.ranks.any(True)
+    return oom
+
+
+def recover(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> TrainState:
+    """The same state with the next levers; the last checkpoint with them, where weights may be partially updated."""
+    levers = next_levers(state.levers, ctx)
+    if levers is None:
+        raise _nothing_left(ctx, state, oom)
+    earlier = _last_whole_state(ctx, state, levers, oom) if oom.partially_updated else state
+    ctx.lever_changes.add(earlier.step, levers, writes=ctx.ranks.is_first)
+    changed = {"before": asdict(state.levers), "after": asdict(levers)}
+    ctx.metrics.write(event="oom_recovered", step=state.step + 1, **changed, found=oom.message, **oom.bytes_held)
+    ctx.forward.change(levers)
+    return replace(earlier, levers=levers)
+
+
+def validate_with_recovery(ctx: TrainContext, state: TrainState) -> dict[str, float] | None:
+    """A validation that does not fit is repeated with smaller batches, and so are later ones; training keeps its
+    levers. None where no lever is left: training continues without it."""
+    levers = _no_larger(state.levers, ctx.lever_changes.validation)
+    while isinstance(found := _validated_under(ctx, levers, state), OutOfMemory):
+        event = {"step": state.step, "found": found.message, **found.bytes_held}
+        following = next_validation_levers(levers, ctx)
+        if following is None:
+            ctx.metrics.write(event="validation_left_out", **event)
+            return None
+        ctx.metrics.write(event="validation_oom_recovered", before=asdict(levers), after=asdict(following), **event)
+        levers = ctx.lever_changes.validation = following
+    return found
+
+
+def _validated_under(ctx: TrainContext, levers: Levers, state: TrainState) -> dict[str, float] | OutOfMemory:
+    """With the model under these levers; training gets its own back."""
+
+    def run(engine: Engine) -> dict[str, float]:
+        return validate(replace(ctx, engine=engine), levers.micro_batch)
+
+    is_other_model = replace(levers, micro_batch=state.levers.micro_batch) != state.levers
+    if is_other_model:
+        ctx.forward.change(levers)
+    found = attempt(run, ctx, state.levers)
+    if is_other_model:
+        ctx.forward.change(state.levers)
+    return found
+
+
+def next_validation_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
+    """Those exact levers that save memory where nothing is kept for backward."""
+    if (at_once := min(levers.micro_batch, len(ctx.validation))) > 1:
+        return replace(levers, micro_batch=at_once // 2)
+    if ctx.compose is not None:  # nothing else is known to save memory in a custom model
+        return None
+    num_layers = len(layers_of(ctx.model))
+    without_backward = replace(levers, recompute=num_layers, keep_attention=False, offload=True)
+    pulled = _next_model_lever(without_backward, ctx.stage.engine, num_layers=num_layers)
+    return pulled and replace(levers, loss_chunk=pulled.loss_chunk, mlp_tiles=pulled.mlp_tiles)
+
+
+def _no_larger(levers: Levers, known: Levers | None) -> Levers:
+    """Those of training, but no larger than what is known to fit a validation."""
+    if known is None:
+        return levers
+    chunks = [chunk for chunk in (levers.loss_chunk, known.loss_chunk) if chunk is not None]
+    return replace(
+        levers,
+        micro_batch=min(levers.micro_batch, known.micro_batch),
+        loss_chunk=min(chunks, default=None),
+        mlp_tiles=max(levers.mlp_tiles, known.mlp_tiles),
+    )
+
+
+def next_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
+    """The next exact lever in the order of its price; None when all are pulled."""
+    rows = -(-min(ctx.stage.global_batch, len(ctx.examples)) // ctx.ranks.size)
+    # an update inside backward needs all rows in one micro-batch
+    if levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1:
+        return replace(levers, micro_batch=at_once // 2)
+    num_layers = len(layers_of(ctx.model))
+    if ctx.compose is not None:
+        return replace(levers, recompute=num_layers) if levers.recompute < num_layers else None
+    return _next_model_lever(levers, ctx.stage.engine, num_layers=num_layers)
+
+
+def _next_model_lever(levers: Levers, engine: EngineSpec, *, num_layers: int) -> Levers | None:
+    if levers.recompute < num_layers:
+        return replace(levers, recompute=num_layers)
+    for chunk in _CHUNKS:
+        if levers.loss_chunk is None or levers.loss_chunk > chunk:
+            return replace(levers, loss_chunk=chunk)
+    if levers.keep_attention:
+        return replace(levers, keep_attention=False)
+    if not levers.offload:
+        return replace(levers, offload=True)
+    if isinstance(engine, DeepSpeed) and engine.stage == 3:  # gathers weights per tile; short rows have fewer tiles
+        return None
+    return replace(levers, mlp_tiles=_TILES) if levers.mlp_tiles < _TILES else None
+
+
+def _last_whole_state(ctx: TrainContext, state: TrainState, levers: Levers, oom: OutOfMemory) -> TrainState:
+    checkpoint, _ = agreed_checkpoint(ctx.saver.where, ctx.stage, ctx.ranks)
+    if checkpoint is None:
+        ctx.lever_changes.add(0, levers, writes=ctx.ranks.is_first)
+        problem = f"out of memory in the update of step {state.step + 1}, before the first checkpoint: {oom.message}"
+        changes = _changes(state.levers, levers)
+        raise Resumable(problem, f"give the same command again: it starts from step 0 with {changes}")
+    earlier = ctx.saver.restore(checkpoint)
+    ctx.metrics.write(event="rolled_back", step=earlier.step)
+    return earlier
+
+
+def out_of_memory_on_rank(ctx: TrainContext, levers: Levers, oom: OutOfMemory) -> Resumable:
+    """Records the levers of the next attempt, so that the same command resumes with them."""
+    step, rank = ctx.saver.last or 0, ctx.ranks.rank
+    if (following := next_levers(levers, ctx)) is None:
+        problem = f"rank {rank} is out of memory with every exact lever pulled: {oom.message}"
+        return Resumable(problem, _suggestions(ctx))
+    ctx.lever_changes.add(step, following)
+    return Resumable(
+        f"rank {rank} is out of memory while others wait for it: {oom.message}",
+        f"give the same command again: it resumes from step {step} with {_changes(levers, following)}",
+    )
+
+
+def _nothing_left(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> Resumable:
+    what = f"with every exact lever pulled, {state.levers.micro_batch} row(s) at a time"
+    if oom.partially_updated:
+        what = "in the update of its weights"
+    problem = f"step {state.step + 1} is out of memory {what}: {oom.message}. The last checkpoint is intact"
+    return Resumable(problem, _suggestions(ctx))
+
+
+def _suggestions(ctx: TrainContext) -> str:
+    """Those of this run's plan."""
+    plan = RunDir(ctx.saver.where.run).plan
+    forecast = read_record(plan, Plan).forecasts.get(ctx.stage.name) if plan.exists() else None
+    found = [
+        f"--set {' --set '.join(s.changes)} saves {s.saves_bytes / 2**30:.2f} GiB ({s.price})"
+        for s in (forecast.suggestions if forecast else ())
+    ]
+    return "; ".join(found) or (
+        "close what else uses the card and give the same command again, or ask `finefit plan` for a smaller spec and "
+        "start with --new"
+    )
+
+
+def _changes(before: Levers, after: Levers) -> str:
+    return ", ".join(f"{name} {value}" for name, value in asdict(after).items() if value != getattr(before, name))
+
+
+class _OutOfMemoryElsewhere(Exception):
+    pass
+
+
+class _GuardedEngine:
+    """The engine of one attempt: asks the other ranks before the first exchange, and knows whether weights may have
+    changed."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, *, updates_inside: bool) -> None:
+        self._engine, self._ranks, self._updates_inside = engine, ranks, updates_inside
+        self.gradients, self.grad_norm, self.clip = engine.gradients, engine.grad_norm, engine.clip
+        self.has_agreed = self.partially_updated = False
+
+    def _agree(self) -> None:
+        """Once in an attempt, before the first exchange: a rank that runs out earlier answers the same question in
+        `attempt`."""
+        if self._ranks.size > 1 and not self.has_agreed:
+            self.has_agreed = True
+            if self._ranks.any(False):
+                raise _OutOfMemoryElsewhere
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self.partially_updated = self._updates_inside
+        if not is_last or self._ranks.size == 1:
+            self._engine.backward(loss, is_last=is_last)
+            return
+        self._engine.backward(loss, is_last=False)
+        self._agree()
+        nothing = torch.zeros((), device=loss.device, requires_grad=True)
+        self._engine.backward(nothing, is_last=True)  # only the exchange is left
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.partially_updated = True
+        self._engine.update(optimizer)
+
+    def sum(self, value: Tensor) -> Tensor:
+        self._agree()
+        return self._engine.sum(value)
+
+
+def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
+    """The largest batch that is possible, once, when the optimizer's state exists: so a card that is too small shows at
+    step 1. Nothing is applied, and the random numbers are restored. Skipped on several ranks, where one that ran out
+    would leave the others waiting, and where backward itself updates."""
+    if ctx.ranks.size > 1 or levers.update == "inside":
+        return
+    rows = min(2 * levers.micro_batch, ctx.stage.global_batch, len(ctx.examples))
+    worst, capacity = [largest_row(ctx.examples)] * rows, capacity_under(ctx, levers)
+    batches = cut_batches(ctx, worst, range(rows), "measure", micro_batch=levers.micro_batch, capacity=capacity)
+    random_before = random_state()
+    try:
+        optimizer_step(
+            [on_device(batch, ctx.stage.device) for batch in batches],
+            forward=ctx.forward,
+            objective=ctx.objective,
+            optimizer=ctx.optimizer,
+            clip=None,
+            decide=lambda _: False,
+            engine=ctx.engine,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # real rows need not be both the longest and the most supervised, so training continues
+        ctx.metrics.write(event="worst_does_not_fit", step=1, predicted_bytes=ctx.stage.predicted_bytes)
+        ctx.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        return
+    finally:
+        restore_random(random_before)
+    kind = find_kind(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+    memory = {"predicted_bytes": ctx.stage.predicted_bytes, "measured_bytes": torch.cuda.max_memory_reserved()}
+    found = Measurement(card=kind.name if kind else torch.cuda.get_device_name(), **memory)
+    keep_measurement(found)
+    ctx.metrics.write(event="measured", step=1, **memory, error=round(found.error, 5))

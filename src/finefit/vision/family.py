@@ -1,0 +1,169 @@
+"""What a family of vision-language models provides: an `ImageGeometry`, known from the config alone and enough for
+shapes; an `ImageProcessor`, which adds the model's own scaling and cutting of pixels; a `VisionForward`, which runs the
+model on a batch.
+
+B rows, T tokens, I image tokens of a whole batch.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import PIL.Image
+from huggingface_hub.errors import StrictDataclassError
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import BaseImageProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.utils import ModelOutput
+
+from finefit.errors import ModelError
+from finefit.objective.batch import Extra
+from finefit.spec.data import ImageLimits
+from finefit.spec.models import Tower
+
+Config = Mapping[str, Any]
+"""The contents of a config.json."""
+Size = tuple[int, int]
+"""Width and height in pixels, as decoded."""
+Grid = tuple[int, ...]
+"""What the tower gets of an image, in the family's own units: patches (frames, height, width), or tiles."""
+Pixels = Mapping[str, NDArray[Any]]
+"""Of one image, as the tower takes them, by name."""
+
+
+class ImageInput(NamedTuple):
+    """An image of a row, ready for the tower."""
+
+    grid: Grid
+    pixels: Pixels
+
+
+TokenIds = NDArray[np.int64]
+Lengths = Sequence[int]
+ImageRows = Sequence[Sequence[ImageInput]]
+"""The images of each row of a batch, in the order of their placeholders."""
+
+
+class ImageGeometry(Protocol):
+    @property
+    def image_token(self) -> int:
+        """Its embeddings are replaced by the features of the images, in order."""
+        ...
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Image tokens of one image: as many as the tower gives features."""
+        ...
+
+    def square_grid(self, side: int) -> Grid:
+        """Of a square image with `side` pixels, where no processor says how it is scaled: unscaled, in whole units of
+        the family."""
+        ...
+
+    def blank_pixels(self, grid: Grid) -> Pixels:
+        """Zeros in the shapes and types of real pixels."""
+        ...
+
+    def extra(self, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows, prompts: Lengths | None = None) -> Extra:
+        """What a batch carries beside its tokens, which are padded on the right to more than their own `lengths`. The
+        tensor `places_I` holds the flat positions in B x T of the image tokens, in order; the rest is between a
+        family's geometry and its forward. Without images it holds only what rows of text need (positions, masks).
+        `prompts`: the number of tokens before each row's first supervised one, for families with bidirectional prompts;
+        None: the rows are prompts alone."""
+        ...
+
+
+class ImageProcessor(Protocol):
+    @property
+    def geometry(self) -> ImageGeometry: ...
+
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes where an image belongs; users may not write it."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Equal where equal images become equal pixels and tokens."""
+        ...
+
+    def grid(self, size: Size) -> Grid:
+        """Of an image of this size. Raises ValueError for one that the model's processor refuses."""
+        ...
+
+    def text(self, size: Size) -> str:
+        """What replaces the placeholder in the prompt, with as many image tokens as there will be features."""
+        ...
+
+    def plain_prompt(self, prompt: str, start: str) -> str:
+        """The text of a prompt without a chat template. `prompt` has placeholders where its images belong, `start` is
+        the tokenizer's start token."""
+        ...
+
+    def pixels(self, image: PIL.Image.Image) -> Pixels:
+        """Of an image in RGB. Called in processes without a GPU."""
+        ...
+
+
+class VisionForward(Protocol):
+    """Runs the vision tower, puts its features in the places of the image tokens and runs the language model. The
+    models' own forward would search for image tokens on the device and wait for it."""
+
+    @property
+    def towers(self) -> Mapping[Tower, tuple[str, ...]]:
+        """Dotted names of modules below the whole model; the longest matching prefix decides the tower of a module."""
+        ...
+
+    def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
+        """With `last_hidden_state`. `extra` comes from the family's geometry; None: text alone. `settings` go to the
+        language model (a cache, ...). Reads nothing on the host, so a rehearsal runs the same code."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    geometry: Callable[[Config], ImageGeometry]
+    processor: Callable[[Path, Config, ImageLimits], ImageProcessor]
+    """From a folder with the model's processor."""
+    forward: VisionForward
+
+
+def typed_config(config: Config) -> Any:
+    """The family's config class, with its defaults for what config.json leaves out."""
+    try:
+        return CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        problem = f"the config.json of a {config['model_type']} cannot be read: {reason}"
+        raise ModelError(problem, "take the config.json of the published model") from None
+
+
+def load_processor(folder: Path, pil: type[BaseImageProcessor] | None = None) -> Any:
+    """The model's own, always with PIL: torchvision gives slightly different pixels, and rows would depend on the
+    machine that prepared them. `pil`: its class where transformers does not find it by itself."""
+    try:
+        return AutoImageProcessor.from_pretrained(folder, backend="pil") if pil is None else pil.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = f"{folder} has no image processor that can be loaded: {reason}"
+        raise ModelError(problem, "put the model's preprocessor_config.json there") from None
+
+
+def special_token(folder: Path, name: str = "image_token", default: str = "<image>") -> str:
+    """As the tokenizer's settings spell it, or the family's default."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    extra = settings.get("extra_special_tokens")
+    found = settings.get(name) or (extra.get(name) if isinstance(extra, dict) else None) or default
+    return str(found["content"] if isinstance(found, dict) else found)
+
+
+def processor_identity(processor: Any, *others: object) -> str:
+    """A digest of all that turns an image into pixels and tokens: its processor, and what the family adds."""
+    content = json.dumps([type(processor).__name__, processor.to_dict(), others], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()

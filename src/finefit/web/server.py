@@ -1,0 +1,221 @@
+"""The local server: binding, serving, and the guard between the network and a page.
+
+Any web page that a user has open can send requests to this machine, even under a host name of its own that resolves
+here (DNS rebinding). So the Host must be one of ours, a request that changes something must be JSON and come from our
+own page, and no other site may frame, read or cache a response."""
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from finefit.errors import UserError
+
+MAX_BODY_BYTES = 64 << 10
+LOGIN = "/api/login"
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """Whoever knows `secret` gets a session cookie; the secret itself is never stored in a browser."""
+
+    secret: str = field(repr=False)
+    port: int
+    """Part of the cookie's name, since cookies ignore ports and two reviews on one machine would share theirs."""
+    session: str = field(repr=False, default_factory=lambda: secrets.token_urlsafe(32))
+
+    def opens(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.secret.encode())
+
+    def knows(self, cookies: str) -> bool:
+        """Parsed by hand: the standard library stops at a malformed cookie, which another program may have set."""
+        pairs = [pair.partition("=") for pair in cookies.split(";")]
+        given = [value.strip() for name, _, value in pairs if name.strip() == self._name]
+        return any(hmac.compare_digest(value.encode(), self.session.encode()) for value in given)
+
+    @property
+    def cookie(self) -> str:
+        return f"{self._name}={self.session}; HttpOnly; SameSite=Strict; Path=/"
+
+    @property
+    def _name(self) -> str:
+        return f"finefit-{self.port}"
+
+
+class Guard:
+    """An ASGI wrapper. `hosts`: every name with its port, as a browser writes it, that the server answers to."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: Token | None = None) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # neither lifespan nor websockets
+            return
+        sending = _with_headers(send)
+        refused = self._refusal(scope)
+        if refused is None and scope["method"] == "POST":
+            body = await _read(receive)
+            if body is None:
+                refused = PlainTextResponse(f"more than {MAX_BODY_BYTES:,} bytes", 413)
+            else:
+                receive = _replayed(body)
+        await (refused or self._app)(scope, receive, sending)
+
+    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
+            return PlainTextResponse("this server does not answer to that host name", 421)
+        if scope["method"] not in ("GET", "HEAD", "POST"):
+            return PlainTextResponse("only GET and POST are allowed", 405, headers={"Allow": "GET, HEAD, POST"})
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return PlainTextResponse("the request comes from another site", 403)
+        if scope["method"] == "POST":
+            if headers.getlist("origin") != [f"http://{hosts[0]}"]:
+                return PlainTextResponse("the request does not come from this page", 403)
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                return PlainTextResponse("the body must be application/json", 415)
+        return self._without_token(scope, headers)
+
+    def _without_token(self, scope: Scope, headers: Headers) -> PlainTextResponse | None:
+        """The page itself holds no data; its requests need the cookie."""
+        asks = scope["path"].startswith("/api/") and scope["path"] != LOGIN
+        if self._token is None or not asks or self._token.knows(headers.get("cookie", "")):
+            return None
+        return PlainTextResponse("open the address that was printed at the start: it contains the token", 401)
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """None if it is too long; a sender need not declare a length."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            return None
+        if not message.get("more_body", False):  # complete, or the sender disconnected
+            return bytes(body)
+
+
+def _replayed(body: bytes) -> Receive:
+    messages: list[Message] = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if len(messages) > 1 else messages[0]
+
+    return receive
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers[name] = value
+        await send(message)
+
+    return sending
+
+
+LOOPBACK = "127.0.0.1"
+_HTTP = 80
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Port 0 takes any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error.strerror}",
+                "name another --port, or leave it out to get a free one",
+            ) from None
+        yield listening
+
+
+def names_of(host: str, port: int) -> list[str]:
+    """The names a browser may use, the one to show first. If the server listens everywhere, these are all addresses of
+    this machine and its name."""
+    names = [_written(name) for name in _reached_by(host)]
+    bare = names if port == _HTTP else []  # a browser omits this port
+    return bare + [f"{name}:{port}" for name in names]
+
+
+def _reached_by(host: str) -> list[str]:
+    if host in ("0.0.0.0", "::"):
+        machine = socket.gethostname()
+        found = [
+            address.address.partition("%")[0]
+            for addresses in psutil.net_if_addrs().values()
+            for address in addresses
+            if _is_ip_address(address.address)
+        ]
+        return list(dict.fromkeys([machine, *found, "localhost"]))
+    return list(dict.fromkeys([host, *(["localhost"] if is_loopback(host) else [])]))
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _written(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def serve(app: Guard, listening: socket.socket, *, ready: Callable[[], None] = lambda: None) -> None:
+    """Runs until a signal. Nothing is logged, because an address may hold private data."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=32 << 10,
+    )
+    listening.listen(64)
+    ready()
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,158 @@
+import math
+from pathlib import Path
+
+import pytest
+
+from finefit.data.prepare import prepare
+from finefit.data.rows import Message, Row, as_item, item_line, read_items
+from finefit.errors import DataError, RunError
+from finefit.evaluate.score import score_item
+from finefit.spec.data import Data, Source
+from finefit.spec.schema import Evaluation
+from finefit.stats.metrics import value
+from finefit.tasks import NoResult, Reply, Task, make_task
+from tests.conftest import make_tokenizer, write_jsonl
+from tests.tasks.task_rows import counts_of, make_likelihood, make_row
+
+
+def _task(kind: str) -> Task:
+    return make_task(Evaluation.model_validate({"task": kind}))
+
+
+def test_the_wrong_answer_is_preferred_by_its_likelihood_per_token_not_as_a_whole() -> None:
+    row = make_row("right", wrong=("long wrong", "short wrong"))
+    reply = Reply(
+        right=(make_likelihood(-2.0, 2),),
+        wrong=(make_likelihood(-6.0, 10, "long wrong"), make_likelihood(-1.5, 1, "short wrong")),
+    )
+    reading = _task("hallucination").read(reply, row)
+    assert reading.counts == {"preferred_wrong": 1.0, "margin": pytest.approx(-0.4)}
+    assert reading.extracted["most_likely_wrong"] == "long wrong"
+
+
+def test_one_wrong_answer_that_is_as_likely_as_the_right_one_is_enough() -> None:
+    row = make_row("right", wrong=("a", "b"))
+    for wrong, preferred in ((-1.0, 1.0), (-1.01, 0.0)):
+        reply = Reply(right=(make_likelihood(-2.0, 2),), wrong=(make_likelihood(wrong, 1), make_likelihood(-9.0, 1)))
+        assert _task("hallucination").read(reply, row).counts["preferred_wrong"] == preferred
+
+
+def test_lower_is_better_and_an_item_that_was_not_weighed_counts_as_wrong() -> None:
+    task, row = _task("hallucination"), make_row("right", wrong=("a",))
+    assert [metric.better for metric in task.metrics] == ["lower", "higher"]
+    assert counts_of(task, row, Reply()) == {"preferred_wrong": 1.0, "margin": 0.0}
+    assert task.candidates(row) == (("right",), ("a",))
+    assert not task.generates
+
+
+@pytest.mark.parametrize("kind", ["hallucination", "truthfulqa"])
+def test_a_row_without_wrong_answers_is_refused(kind: str) -> None:
+    with pytest.raises(NoResult, match="no wrong answers"):
+        _task(kind).require(make_row("right", wrong=(" ",)))
+
+
+def test_perplexity_is_over_all_tokens_and_no_mean_of_items() -> None:
+    task = _task("perplexity")
+    rows = [make_row("a"), make_row("b")]
+    counts = [
+        counts_of(task, row, Reply(right=(found,)))
+        for row, found in zip(rows, (make_likelihood(-1.0, 1), make_likelihood(-3.0, 9)), strict=True)
+    ]
+    assert value(task.metrics[0], counts) == pytest.approx(math.exp(4 / 10))
+    assert task.candidates(make_row("trained on", "another")) == (("trained on",), ())
+    assert task.metrics[0].better == "lower"
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_probabilities_that_are_not_finite_are_the_worst_result(logprob: float, is_right: bool) -> None:
+    row, odd, even = make_row("right", wrong=("a",)), make_likelihood(logprob), make_likelihood(-1.0)
+    reply = Reply(text="right", right=(odd if is_right else even,), wrong=(even if is_right else odd,))
+    for kind, metric, worst in (("hallucination", "preferred_wrong", 1.0), ("truthfulqa", "mc1", 0.0)):
+        item = score_item(_task(kind), 0, row, prompt="", reply=reply)
+        assert (item.counts[metric], item.failure, item.candidates) == (
+            worst,
+            "the model's probabilities are not finite",
+            (),
+        )
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_perplexity_is_refused_where_a_probability_is_not_finite(logprob: float) -> None:
+    """An item that counts no tokens would be left out, and the worst model get the better score."""
+    with pytest.raises(
+        RunError, match=r"perplexity is not defined: the model's log-probability of t\.jsonl:1 is (nan|-inf)"
+    ):
+        score_item(_task("perplexity"), 0, make_row("a"), prompt="", reply=Reply(right=(make_likelihood(logprob),)))
+
+
+def test_only_perplexity_takes_plain_text() -> None:
+    text = as_item(Row(source="t.txt", number=1, text="some text"))
+    _task("perplexity").require(text)
+    assert _task("perplexity").candidates(text) == (("some text",), ())
+    for kind in ("exact_match", "rouge", "bleu", "hallucination"):
+        with pytest.raises(NoResult, match="evaluate perplexity"):
+            _task(kind).require(text)
+
+
+def test_the_rejected_answer_of_a_test_pair_is_a_wrong_one() -> None:
+    given = (Message("user", "q"), Message("assistant", "a"), Message("user", "q2"))
+    pair = Row(
+        source="p",
+        number=1,
+        messages=(*given, Message("assistant", "good")),
+        num_given=3,
+        rejected=(Message("assistant", "bad"),),
+    )
+    item = as_item(pair)
+    assert (item.answer, item.wrong, item.kind, item.prompt) == ("good", ("bad",), "chat", given)
+
+
+def test_a_pair_whose_sides_differ_earlier_is_no_item() -> None:
+    long, short = (
+        (Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")),
+        (Message("assistant", "d"),),
+    )
+    for chosen, rejected in ((long, short), (short, long)):
+        pair = Row(source="p", number=1, messages=(Message("user", "q"), *chosen), num_given=1, rejected=rejected)
+        with pytest.raises(DataError, match="more than their last answer"):
+            as_item(pair)
+
+
+def test_items_of_text_and_of_pairs_come_back_from_disk(tmp_path: Path) -> None:
+    rows = [
+        as_item(Row(source="t", number=1, text="plain\ntext")),
+        as_item(
+            Row(
+                source="t",
+                number=2,
+                messages=(Message("user", "q"), Message("assistant", "y")),
+                num_given=1,
+                rejected=(Message("assistant", "n"),),
+            )
+        ),
+    ]
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(map(item_line, rows)), encoding="utf-8")
+    assert [(row.kind, row.answer, row.wrong) for row in read_items(path)] == [
+        ("text", "plain\ntext", ()),
+        ("chat", "y", ("n",)),
+    ]
+
+
+def test_pairs_and_plain_text_are_prepared_as_test_rows(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "p", "completion": "c"}])
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "2+2", "chosen": "4", "rejected": "5"}])
+    write_jsonl(tmp_path / "text.jsonl", [{"text": "x" * 50}])
+    items, longest = {}, {}
+    for name in ("pairs", "text"):
+        out = tmp_path / f"out-{name}"
+        out.mkdir()
+        data = Data(train=(Source(path="train.jsonl"),), test=Source(path=f"{name}.jsonl"), max_tokens=20)
+        prepared = prepare(data, base=tmp_path, tokenizer=tmp_path / "model", seed=0, folder=out)
+        assert prepared.problems == ()
+        assert prepared.lengths is not None
+        (items[name],), longest[name] = read_items(out / "test.jsonl"), prepared.lengths.prompt
+    assert (items["pairs"].answer, items["pairs"].wrong) == ("4", ("5",))
+    assert (items["text"].text, longest["text"]) == ("x" * 50, 20)
