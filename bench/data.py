@@ -32,7 +32,7 @@ from finefit.data.examples import Examples
 from finefit.data.order import best_fit, rows_of_step
 from finefit.data.prepare import prepare
 from finefit.data.render import open_renderer
-from finefit.model.embedded import converted, find
+from finefit.model.resolve_model import embedded_model
 from finefit.spec.data import Data, Source
 
 REPEATS = 3
@@ -207,7 +207,7 @@ def prepare_million() -> dict[str, Any]:
         folder = Path(name)
         with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(million_rows())
-        seconds, examples = prepared(folder / "rows.jsonl", converted(find("smollm2-135m")), fresh(folder, "out"))
+        seconds, examples = prepared(folder / "rows.jsonl", embedded_model("smollm2-135m").folder, fresh(folder, "out"))
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         here = int(status["VmHWM"].split()[0])
@@ -224,7 +224,7 @@ def main() -> None:
     if sys.argv[1] == "--million":
         print(json.dumps(prepare_million()))
         return
-    tokenizer = converted(find("smollm2-135m"))
+    tokenizer = embedded_model("smollm2-135m").folder
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "own.jsonl"
         with own.open("w", encoding="utf-8") as file:

@@ -40,7 +40,7 @@ from finefit.evaluate.decoding import decode, decode_step, likeliest, prefill
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.model.attention import choose_attention, for_answers
-from finefit.plan.eval_memory import eval_config, make_eval_limits
+from finefit.plan.eval_memory import make_eval_limits, step_config
 from finefit.plan.target import Target, find_target
 from finefit.rehearse.fake_model import read_config
 from finefit.rehearse.generation import rehearse_answers
@@ -219,12 +219,12 @@ def _reserved() -> int | None:
 
 
 def predicted_bytes_of(config: dict[str, Any], target: Target, **shape: Any) -> int:
-    return rehearse_answers(eval_config(config, Full(kind="full"), target), **shape).reserved_bytes
+    return rehearse_answers(step_config(config, Full(kind="full"), target), **shape).reserved_bytes
 
 
 def planned_room(size: Size, target: Target) -> EvalBatchLimit:
     evaluation = Evaluation.model_validate({"task": "exact_match", "max_new_tokens": size.new_tokens})
-    cfg = eval_config(size.batched, Full(kind="full"), target)
+    cfg = step_config(size.batched, Full(kind="full"), target)
     (batch_limit,) = make_eval_limits(cfg, target, [evaluation], prompt_tokens=size.lengths[1], devices=1).values()
     return batch_limit
 
@@ -298,7 +298,7 @@ def long(size: Size, target: Target, *, mlp_tiles: int) -> dict[str, Any]:
 def seeing(size: Size, target: Target, grid: Grid, rows: int) -> dict[str, Any]:
     """Prompts of one image each; all but the first are a word shorter, so that the cache is masked, as it is
     rehearsed."""
-    geometry, cfg = geometry_of(size.seeing), eval_config(size.seeing, Full(kind="full"), target)
+    geometry, cfg = geometry_of(size.seeing), step_config(size.seeing, Full(kind="full"), target)
     assert geometry is not None
     shape: dict[str, Any] = {
         "rows": rows,

@@ -36,10 +36,8 @@ from finefit.plan.search import fragmentation_bytes
 from finefit.plan.target import CONTEXT_BYTES, MARGIN, MARGIN_BYTES, rates_of
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import step_seconds
-from finefit.rehearse.fake_images import image_tokens
-from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.fake_model import StepConfig, image_tokens, read_config
 from finefit.rehearse.layer_kinds import rehearse_extrapolated, with_layers
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.spec.schema import AdamW, Dpo, Objective, Sft
 from finefit.step.forward import is_reference_cached

@@ -27,9 +27,8 @@ from finefit.data.examples import Example
 from finefit.data.order import Capacity, capacity_of
 from finefit.objective.batch import Batch
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.fake_model import StepConfig, read_config
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW
 

@@ -28,8 +28,8 @@ from finefit.objective.batch import Batch, Paired
 from finefit.plan.target import CONTEXT_BYTES
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import step_seconds
+from finefit.rehearse.fake_model import StepConfig
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Tuning
 from finefit.spec.schema import AdamW, Objective
 

@@ -27,12 +27,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finefit.artifacts.atomic import read_steps
+from finefit.artifacts.atomic import read_lines, read_steps
 from finefit.artifacts.checkpoint import list_checkpoints, problems, step_of
+from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.stage_records import StageResult
 from finefit.run.create import create_run, read_request
 from finefit.spec.load import load_pipeline
-from finefit.train import loop
+from finefit.train import loop, worker
 from finefit.train.worker import work
 from tests.conftest import SPEC, make_model_folder, make_project
 from tests.forks import FORKS
@@ -167,9 +169,9 @@ def _be_worker(where: StageDir, prepare: bytes) -> NoReturn:
         os._exit(code)
 
 
-def finish(worker: Worker, *, kill_after: float | None = None) -> int:
+def finish(started: Worker, *, kill_after: float | None = None) -> int:
     """The exit code, negative for the signal that ended it. A worker that hangs fails the test, with its stacks."""
-    process = worker.process
+    process = started.process
     try:
         process.join(DEADLINE_SECONDS if kill_after is None else kill_after)
         hangs = kill_after is None and process.exitcode is None
@@ -177,9 +179,26 @@ def finish(worker: Worker, *, kill_after: float | None = None) -> int:
         process.kill()  # nothing to one that has ended
         process.join()
     if hangs:
-        pytest.fail(f"the worker did not end in {DEADLINE_SECONDS} seconds and said:\n{words(worker.where)}")
+        pytest.fail(f"the worker did not end in {DEADLINE_SECONDS} seconds and said:\n{words(started.where)}")
     assert process.exitcode is not None
     return process.exitcode
+
+
+def run_to_end(job: Job, prepare: Callable[[], None] = nothing) -> StageDir:
+    """A fresh attempt at the job, which succeeds."""
+    where = job.fresh()
+    assert finish(start(where, prepare)) == 0, words(where)
+    return where
+
+
+def events(where: StageDir, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(where.metrics) if line.get("event") == kind]
+
+
+def failure_of(where: StageDir) -> Failure:
+    failure = read_record(where.result, StageResult).failure
+    assert failure is not None
+    return failure
 
 
 def words(where: StageDir) -> str:
@@ -271,7 +290,7 @@ def at_operation(folder: Path, what: str, pattern: str, act: Callable[[], None])
     watch_operations(folder, see)
 
 
-def at_step(number: int, act: Callable[[], None]) -> None:
+def at_step(number: int, act: Callable[[], object]) -> None:
     """Acts when this process begins optimizer step `number`, counted from 1."""
     really: Callable[..., list[int]] = getattr(loop, "rows_of_step")  # noqa: B009 a name that the loop imports
 
@@ -281,6 +300,18 @@ def at_step(number: int, act: Callable[[], None]) -> None:
         return really(step, **rest)
 
     setattr(loop, "rows_of_step", rows_of_step)  # noqa: B010
+
+
+def change_model(change: Callable[[Any], None]) -> None:
+    """What the worker trains is changed once it is loaded."""
+    really: Callable[..., Any] = getattr(worker, "make_trainable")  # noqa: B009 a name that the worker imports
+
+    def changed(*args: Any, **rest: Any) -> Any:
+        model = really(*args, **rest)
+        change(model)
+        return model
+
+    setattr(worker, "make_trainable", changed)  # noqa: B010
 
 
 def send_self(number: signal.Signals) -> None:

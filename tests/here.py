@@ -1,22 +1,21 @@
-"""Rehearsals and counts in the test's own process: the same code as in a process of its own, without its start.
-`tests.plan.test_client` and the commands that tests start as processes ask the real one."""
+"""The jobs of the planning process in the test's own: the same code, without its start. `tests.plan.test_client` and
+commands that tests start as processes ask the real one."""
 
 import warnings
+from typing import Any
 
 import pytest
 
-from finefit.artifacts.forecasts import RehearsalRequest, RehearsalResult
-from finefit.plan import client, model_stubs
+from finefit.plan import client
 
 
-def ask_here(question: RehearsalRequest) -> RehearsalResult:
-    from finefit.plan.worker import reply  # with all of torch, which most tests do without
+def ask_here(job: client.Job, *arguments: object) -> Any:
+    from finefit.plan.worker import JOBS  # with all of torch, which most tests do without
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as the process does
-        return reply(question)
+        return JOBS[job](*arguments)
 
 
 def rehearse_here(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(client, "rehearse", ask_here)
-    patch.setattr(model_stubs, "_count_in_process", model_stubs.count_parameters)
+    patch.setattr(client, "ask", ask_here)

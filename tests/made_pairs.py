@@ -9,8 +9,8 @@ from finefit.data.rows import BadRow, Row
 from finefit.data.sources import open_source
 from finefit.run.create import between
 from finefit.spec.data import Source
-from finefit.spec.stages import MakePairs, moved
-from finefit.stages.worker import maker_of
+from finefit.spec.stages import MakePairs, Sampled, moved
+from finefit.stages import make_pairs, sampled_pairs
 from tests.negatives.corpus import make_rows
 
 
@@ -29,7 +29,9 @@ def made(folder: Path, stage: dict[str, Any], *, out: str = "out", **more: Any) 
     place = folder / out / "output"
     place.mkdir(parents=True)
     job = job_of(folder, stage, **more)
-    return maker_of(job.stage)(job, place), place
+    assert isinstance(job.stage, MakePairs)
+    kind = sampled_pairs if isinstance(job.stage.method, Sampled) else make_pairs
+    return kind.make(job, place), place
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from transformers import ProcessorMixin
 
 from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
-from finefit.vision.family import ImageInput
-from finefit.vision.qwen import QwenProcessor, qwen_processor
+from finefit.vision.family import ImageInput, ImageProcessor
+from finefit.vision.qwen import qwen_processor
 from tests.vision_models import ask, digit_image
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -28,7 +28,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return values
 
 
-def image_processor_of(folder: Path, **limits: int) -> QwenProcessor:
+def image_processor_of(folder: Path, **limits: int) -> ImageProcessor:
     return qwen_processor(folder, config_of(folder), ImageLimits(**limits))
 
 
@@ -37,7 +37,7 @@ def random_images(*sizes: tuple[int, int]) -> list[PIL.Image.Image]:
 
 
 def own_tokens(
-    image_processor: QwenProcessor, processor: ProcessorMixin, question: str, images: Sequence[PIL.Image.Image]
+    image_processor: ImageProcessor, processor: ProcessorMixin, question: str, images: Sequence[PIL.Image.Image]
 ) -> list[int]:
     """The prompt of the chat template with our text in the place of each mark."""
     pieces = ask(processor, question, images=len(images)).split(image_processor.placeholder)
@@ -51,7 +51,7 @@ def own_tokens(
     return tokens
 
 
-def image_inputs(image_processor: QwenProcessor, images: Sequence[PIL.Image.Image]) -> list[ImageInput]:
+def image_inputs(image_processor: ImageProcessor, images: Sequence[PIL.Image.Image]) -> list[ImageInput]:
     return [ImageInput(image_processor.grid(image.size), image_processor.pixels(image)) for image in images]
 
 
@@ -78,7 +78,7 @@ class Rows:
 
 
 def rows_of(
-    image_processor: QwenProcessor, processor: ProcessorMixin, *rows: tuple[str, Sequence[PIL.Image.Image]]
+    image_processor: ImageProcessor, processor: ProcessorMixin, *rows: tuple[str, Sequence[PIL.Image.Image]]
 ) -> Rows:
     tokens = [own_tokens(image_processor, processor, question, images) for question, images in rows]
     lengths = [len(row) for row in tokens]
@@ -96,7 +96,7 @@ def rows_of(
     return Rows(input_ids=ids, lengths=lengths, extra=extra, theirs=theirs)
 
 
-def mixed_rows(image_processor: QwenProcessor, processor: ProcessorMixin) -> Rows:
+def mixed_rows(image_processor: ImageProcessor, processor: ProcessorMixin) -> Rows:
     """Two images, one, none; of unequal length."""
     first, second, third = random_images(WIDE, TALL, SMALL)
     return rows_of(

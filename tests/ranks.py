@@ -28,8 +28,26 @@ class Ended:
     seconds: float = 0.0
 
 
+class Beside:
+    """One of two ranks; whatever is gathered, the other one has `other`."""
+
+    size = 2
+
+    def __init__(self, other: Any, *, rank: int = 0) -> None:
+        self.rank, self.is_first, self._other = rank, rank == 0, other
+
+    def any(self, claim: bool) -> bool:
+        return claim
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._other] if self.is_first else [self._other, value]
+
+    def barrier(self) -> None:
+        return
+
+
 def as_ranks(
-    size: int, act: Callable[[RankEnv], Any], *, absent: tuple[int, ...] = (), deadline_seconds: float = 60
+    size: int, act: Callable[[RankEnv], Any], *, absent: tuple[int, ...] = (), deadline_seconds: float = 180
 ) -> list[Ended]:
     """What each rank came to, by rank; `absent` ones never start. `act` is sent by value and shares nothing with this
     process."""

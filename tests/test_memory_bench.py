@@ -45,20 +45,15 @@ def _now() -> dict[str, Any]:
     return {"predicted": versions(), "measured": {"torch": "1"}}
 
 
-def _assert_as_committed(*parts: str) -> None:
-    committed = {row["config"]: row["predicted"] for row in json.loads(RESULTS.read_text())}
-    found = {row["config"]: row for row in predict(parts) if row["config"] in committed}
-    assert found
-    for config, row in found.items():
-        assert {key: row[key] for key in EXACT} == {key: committed[config][key] for key in EXACT}, config
+COMMITTED = {row["config"]: row["predicted"] for row in json.loads(RESULTS.read_text(encoding="utf-8"))}
+QUICK = ("r64-2x2048-re4-chunk1024-fused", "qwen2.5-0.5b-24L-full-2x512")
 
 
-@pytest.mark.parametrize("part", ["r64-2x2048-re4-chunk1024-fused", "qwen2.5-0.5b-24L-full-2x512"])
-def test_a_committed_prediction_is_predicted_again_to_the_byte(part: str) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(name, marks=() if any(part in name for part in QUICK) else pytest.mark.slow) for name in COMMITTED],
+)
+def test_a_committed_prediction_is_predicted_again_to_the_byte(config: str) -> None:
     """When a tensor is freed decides what is reserved: a local variable more or less in the step shows here."""
-    _assert_as_committed(part)
-
-
-@pytest.mark.slow
-def test_all_committed_predictions_are_predicted_again_to_the_byte() -> None:
-    _assert_as_committed()
+    (found,) = (row for row in predict([config]) if row["config"] == config)
+    assert {key: found[key] for key in EXACT} == {key: COMMITTED[config][key] for key in EXACT}

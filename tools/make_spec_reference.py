@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from finefit.spec.part import Period
+from finefit.spec import Period
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Common, Spec, Training
 from finefit.spec.stages import TrainStage

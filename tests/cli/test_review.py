@@ -27,9 +27,8 @@ from finefit.data.rows import Row
 from finefit.data.sources import open_source
 from finefit.report.layout import visible
 from finefit.report.review import show_item
-from finefit.review.items import ReviewSet
+from finefit.review.items import ReviewSet, RunTarget, review_set_of_runs
 from finefit.review.session import open_session
-from finefit.review.sources import RunTarget, review_set_of_runs
 from finefit.spec.data import Source
 from tests.cli.conftest import COMMAND, Finefit, environment, process, started
 from tests.reviews import in_memory, make_items, make_review_set, make_run, make_single

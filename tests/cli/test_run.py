@@ -72,19 +72,14 @@ def test_what_is_not_json_goes_to_stderr_as_plain_lines(first_run: Finished) -> 
     assert said.count("step 6: validation loss") == 1
 
 
-def test_the_same_command_again_says_that_it_is_finished_and_trains_nothing(finished: Path, finefit: Finefit) -> None:
+@pytest.mark.parametrize("target", ["spec.yaml", "runs/tiny-1"])
+def test_the_same_command_again_says_that_it_is_finished_and_trains_nothing(
+    finished: Path, finefit: Finefit, target: str
+) -> None:
     before = files_with_times(finished / "runs")
-    answer = finefit("run", "spec.yaml")
-    assert answer.code == 0
-    assert "runs/tiny-1 is finished already; --new starts another run" in answer.out
-    assert "model    runs/tiny-1/stages/1-sft/checkpoints/final" in answer.out
-    assert files_with_times(finished / "runs") == before
-
-
-def test_a_finished_run_directory_says_so_too(finished: Path, finefit: Finefit) -> None:
-    before = files_with_times(finished / "runs")
-    answer = finefit("run", "runs/tiny-1", "--json")
+    answer = finefit("run", target, "--json")
     assert (answer.code, answer.document["status"]) == (0, "finished")
+    assert "runs/tiny-1 is finished already" in answer.err
     assert files_with_times(finished / "runs") == before
 
 

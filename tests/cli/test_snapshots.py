@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from finefit.preflight.machine import check_machine
-from finefit.report.doctor import show
+from finefit.report.check import show_machine
+from finefit.review.items import RunTarget, review_set_of_runs
 from finefit.review.session import open_session
-from finefit.review.sources import RunTarget, review_set_of_runs
 from tests.cli.conftest import Finefit
 from tests.cli.test_doctor import HEALTHY, _with_versions
 from tests.cli.test_plan import SHAPE
@@ -61,7 +61,7 @@ def test_doctor(tmp_path: Path) -> None:
     for found in (HEALTHY, _with_versions(torch=None, deepspeed=None)):
         console = Console(width=100, force_terminal=False)
         with console.capture() as captured:
-            show(found, check_machine(found), console)
+            show_machine(found, check_machine(found), console)
         transcript.add(["doctor"], 0 if found is HEALTHY else 1, captured.get())
     transcript.check("doctor")
 

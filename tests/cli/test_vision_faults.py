@@ -139,14 +139,14 @@ def test_a_row_that_cannot_be_seen_is_refused_by_file_and_row_or_left_out_and_co
     assert problem in answer.err
     assert MEND in answer.err
     assert not list(folder.glob("runs/*"))
-    monkeypatch.setattr("finefit.preflight.training.forecast_here", _foreseen)
+    monkeypatch.setattr("finefit.preflight.training.forecast_here", _invented_forecast)
     rewrite(folder / "spec.yaml", ("data:\n", "data:\n  bad_rows: drop\n"))
     told = finefit("check", "spec.yaml", "--json")
     train = told.document["ledger"]["sources"][0]
     assert (train["read"], train["used"]) == (ROWS, ROWS - 1), told.err
 
 
-def _foreseen(_spec: object, _base: object, lengths: Any, _machine: object) -> Any:
+def _invented_forecast(_spec: object, _base: object, lengths: Any, _machine: object) -> Any:
     from tests.forecasts import make_forecast
 
     return make_forecast(lengths=lengths, total_steps=2, host_bytes=1, disk_bytes=1)
@@ -223,7 +223,7 @@ def test_what_could_never_learn_to_see_is_refused_by_name_before_the_first_step(
 def test_an_image_that_went_since_its_row_was_prepared_is_told(
     folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finefit.preflight.training.forecast_here", _foreseen)
+    monkeypatch.setattr("finefit.preflight.training.forecast_here", _invented_forecast)
     assert finefit("check", "spec.yaml").code == 0
     (folder / "1.png").unlink()
     answer = finefit("check", "spec.yaml", "--json")

@@ -18,15 +18,6 @@ def test_where_a_finished_run_stands_is_one_document(finefit: Finefit) -> None:
     assert Path(document["checkpoints"]).is_dir()
 
 
-@pytest.mark.usefixtures("finished")
-def test_a_finished_run_is_shown_once_and_left(finefit: Finefit) -> None:
-    answer = finefit("watch", "runs/tiny-1")
-    shown = answer.out.splitlines()
-    assert answer.code == 0
-    assert shown[0].startswith("step 12/12")
-    assert shown[1:] == ["runs/tiny-1 is finished"]
-
-
 def test_a_run_that_was_killed_is_stopped_and_says_how_to_go_on(finished: Path, finefit: Finefit) -> None:
     rewrite(finished / "runs/tiny-1/run.json", ('"finished"', '"running"'))
     assert finefit("watch", "runs/tiny-1").out.endswith("runs/tiny-1 is stopped\nnext     finefit run runs/tiny-1\n")

@@ -8,7 +8,7 @@ from finefit.artifacts.rundir import evaluation_of, models_of, shown_parts
 from finefit.compare.comparison import compare
 from finefit.compare.sides import expand_targets, stored_comparisons
 from finefit.errors import RunError
-from finefit.review.sources import RunTarget
+from finefit.review.items import RunTarget
 from tests.evaluations import make_evaluation, make_pipeline
 from tests.runs import make_bare, make_run
 

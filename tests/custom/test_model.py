@@ -30,7 +30,7 @@ from finefit.model.resolve_model import (
     weight_files,
 )
 from finefit.model.saved_weights import restore_weights
-from finefit.objective.custom import CustomRow
+from finefit.objective.batch import CustomRow
 from finefit.spec.models import CustomModel, FolderModel, Full, Lora, Subset
 from tests.conftest import make_tokenizer
 from tests.custom_models import CODE, CONFIG
@@ -150,97 +150,60 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 # what goes wrong in the file
 
+_LAYERS = "        self.layers = "
+_BUILD = "return Speaker(**config)"
 FAULTS = {
-    "syntax": ("def build(config:\n    pass", ModelError, r"my_model.py:1 failed in import: SyntaxError"),
-    "import": (
-        "import torch\nimport no_such_package\n",
-        ModelError,
-        r"my_model.py:2 failed in import: ModuleNotFoundError",
-    ),
-    "entry": (
-        CODE.replace("def build(", "def make("),
-        SpecError,
-        r"model.entry: my_model.py has no function build; it has make",
-    ),
+    "syntax": ("def build(config:\n    pass", r"my_model.py:1 failed in import: SyntaxError"),
+    "import": ("import torch\nimport no_such_package\n", r"my_model.py:2 failed in import: ModuleNotFoundError"),
+    "entry": (CODE.replace("def build(", "def make("), r"model.entry: my_model.py has no function build; it has make"),
     "signature": (
         CODE.replace("def build(config)", "def build(config, more)"),
-        ModelError,
-        r"my_model.py has build\(config, more\), .* one argument",
+        r"\(config, more\), .* one argument",
     ),
-    "no_module": (
-        "def build(config):\n    return 3",
-        ModelError,
-        r"my_model.py has a build that gave 3; give an nn.Module",
-    ),
+    "no_module": ("def build(config):\n    return 3", r"my_model.py has a build that gave 3; give an nn.Module"),
     "raises": (
         "def build(config):\n    return config['no']",
-        ModelError,
-        r"my_model.py:2 failed in build\(config\): KeyError: 'no'",
+        r"y:2 failed in build\(config\): KeyError: 'no'",
     ),
-    "card": (
-        CODE.replace("return Speaker(**config)", "return Speaker(**config).cuda()"),
-        ModelError,
-        r"my_model.py:\d+ failed in build",
-    ),
+    "card": (CODE.replace(_BUILD, f"{_BUILD}.cuda()"), r"my_model.py:\d+ failed in build"),
     "members": (
         "from torch import nn\ndef build(config):\n    return nn.Linear(2, 2)",
-        ModelError,
         r"no inputs; it has no count; it has no loss; it has no adaptable",
     ),
     "arguments": (
         CODE.replace("def loss(self, inputs)", "def loss(self, inputs, more)"),
-        ModelError,
-        r"loss\(inputs, more\) is called with one argument",
+        r"loss\(inputs, more\) is called",
     ),
-    "lost": (
-        CODE.replace('("qkv", "out")', '("qkv", "gone")'),
-        ModelError,
-        r"adaptable names blocks.0.gone, blocks.1.gone, and there is no such module",
-    ),
-    "no_linear": (
-        CODE.replace('("qkv", "out")', '("qkv", "norm")'),
-        ModelError,
-        r"adaptable names blocks.0.norm, a LayerNorm",
-    ),
-    "item": (
-        CODE.replace("return Speaker(**config)", "return Speaker(**config) if torch.ones(1).item() else 0"),
-        ModelError,
-        r"my_model.py:\d+ failed in build",
-    ),
+    "lost": (CODE.replace('("qkv", "out")', '("qkv", "gone")'), r"adaptable names blocks.0.gone, blocks.1.gone, and"),
+    "no_linear": (CODE.replace('("qkv", "out")', '("qkv", "norm")'), r"adaptable names blocks.0.norm, a LayerNorm"),
+    "item": (CODE.replace(_BUILD, f"{_BUILD} if torch.ones(1).item() else 0"), r"my_model.py:\d+ failed in build"),
     "towers": (
-        CODE.replace("self.layers = ", "self.towers = {'vision': ('gone',)}\n        self.layers = "),
-        ModelError,
-        r"towers names gone, and there is no such module",
+        CODE.replace(_LAYERS, f"        self.towers = {{'vision': ('gone',)}}\n{_LAYERS}"),
+        r"towers names gone, and",
     ),
-    "views": (
-        CODE.replace("self.layers = ", "self.views = 'two'\n        self.layers = "),
-        ModelError,
-        r"views is 'two': a number of images",
-    ),
+    "views": (CODE.replace(_LAYERS, f"        self.views = 'two'\n{_LAYERS}"), r"views is 'two': a number of images"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_file_is_told_by_name_and_line(fault: str, tmp_path: Path) -> None:
-    code, kind, words = FAULTS[fault]
+    code, words = FAULTS[fault]
     assert code != CODE
-    with pytest.raises(kind, match=words) as told:
+    with pytest.raises(SpecError if fault == "entry" else ModelError, match=words) as told:
         build_custom(custom_source(make_own(tmp_path, code), tmp_path), device="meta")
     assert told.value.remedy
 
 
-def test_what_asks_for_a_card_is_told_that_there_is_none(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [("card", "build and inputs run without a GPU"), ("item", "a rehearsal has shapes but no values")],
+)
+def test_what_asks_for_a_card_or_a_value_is_told_that_there_is_none(fault: str, remedy: str, tmp_path: Path) -> None:
+    if fault == "card" and torch.cuda.is_available():
         pytest.skip("a card is here")
     with pytest.raises(ModelError) as told:
-        build_custom(custom_source(make_own(tmp_path, str(FAULTS["card"][0])), tmp_path), device="meta")
-    assert told.value.remedy.startswith("build and inputs run without a GPU")
-
-
-def test_what_reads_a_value_without_values_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as told:
-        build_custom(custom_source(make_own(tmp_path, str(FAULTS["item"][0])), tmp_path), device="meta")
-    assert told.value.remedy.startswith("a rehearsal has shapes but no values")
+        build_custom(custom_source(make_own(tmp_path, FAULTS[fault][0]), tmp_path), device="meta")
+    assert told.value.remedy.startswith(remedy)
 
 
 INPUTS = {
@@ -256,28 +219,26 @@ INPUTS = {
 
 @pytest.mark.parametrize("statement", INPUTS)
 def test_inputs_that_cannot_be_taken_are_refused(statement: str, tmp_path: Path) -> None:
-    model = own(
-        loaded(
-            tmp_path,
-            CODE.replace("    def inputs(self, rows):\n", f"    def inputs(self, rows):\n        {statement}\n"),
-        )
-    )
+    begin = "    def inputs(self, rows):\n"
+    model = own(loaded(tmp_path, CODE.replace(begin, f"{begin}        {statement}\n")))
     with pytest.raises(ModelError, match=INPUTS[statement]):
         model.inputs(rows())
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "1.0", "True", "inputs['ids'].sum()"])
 def test_a_count_is_a_whole_number_of_at_least_one(given: str, tmp_path: Path) -> None:
-    model = own(
-        loaded(
-            tmp_path, CODE.replace("        return int((inputs", f"        return {given}\n        return int((inputs")
-        )
-    )
+    counted = "        return int((inputs"
+    model = own(loaded(tmp_path, CODE.replace(counted, f"        return {given}\n{counted}")))
     with pytest.raises(ModelError, match=r"my_model.py has a count that gave .*; give a whole number of at least 1"):
         model.count(model.inputs(rows()))
 
 
-_LOSS = "        return cross_entropy("
+def _returning(given: str) -> str:
+    """The code with this in place of its loss, `total`."""
+    code = CODE.replace("        return cross_entropy(", "        total = cross_entropy(")
+    return code.replace('reduction="sum")', f'reduction="sum")\n        return {given}')
+
+
 RETURNS = [
     "total, {'more': object()}",
     "{'loss': total, 'hidden': object()}",
@@ -288,15 +249,7 @@ RETURNS = [
 
 @pytest.mark.parametrize("given", RETURNS)
 def test_of_all_that_a_model_returns_the_sum_alone_is_taken(given: str, tmp_path: Path) -> None:
-    plain = own(loaded(tmp_path))
-    model = own(
-        loaded(
-            tmp_path,
-            CODE.replace(_LOSS, "        total = cross_entropy(").replace(
-                'reduction="sum")', f'reduction="sum")\n        return {given}'
-            ),
-        )
-    )
+    plain, model = own(loaded(tmp_path)), own(loaded(tmp_path, _returning(given)))
     inputs = model.inputs(rows(2))
     found = model.loss(inputs)
     assert isinstance(found, torch.Tensor)
@@ -314,23 +267,15 @@ def test_of_all_that_a_model_returns_the_sum_alone_is_taken(given: str, tmp_path
     ],
 )
 def test_a_loss_is_a_scalar(given: str, words: str, tmp_path: Path) -> None:
-    model = own(
-        loaded(
-            tmp_path,
-            CODE.replace(_LOSS, "        total = cross_entropy(").replace(
-                'reduction="sum")', f'reduction="sum")\n        return {given}'
-            ),
-        )
-    )
+    model = own(loaded(tmp_path, _returning(given)))
     with pytest.raises(ModelError, match=words):
         model.loss(model.inputs(rows()))
 
 
 @pytest.mark.parametrize("given", ["3", "[[1]]", "[[1], [2], [3]]", "[['a'], ['b']]", "[torch.ones(1), [2]]"])
 def test_answers_are_lists_of_tokens_one_for_each_row(given: str, tmp_path: Path) -> None:
-    model = own(
-        loaded(tmp_path, CODE.replace("        answers = []\n", f"        return {given}\n        answers = []\n"))
-    )
+    begin = "        answers = []\n"
+    model = own(loaded(tmp_path, CODE.replace(begin, f"        return {given}\n{begin}")))
     with pytest.raises(ModelError, match=r"has a generate that gave .* for 2 rows"):
         model.generate({}, rows=2, max_new_tokens=4, stops=frozenset())
 

@@ -1,11 +1,18 @@
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from finefit.artifacts.stage_records import Preparation
 from finefit.data.encode import Budget
 from finefit.data.examples import Example, RenderedRow
+from finefit.data.prepare import prepare
 from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row
+from finefit.spec.data import Data
+from tests.conftest import make_tokenizer
 
 WIDE = Budget(max_tokens=100_000, too_long="error", turns="all")
 
@@ -34,3 +41,19 @@ def render_one(renderer: Renderer, messages: Sequence[Message] = (), budget: Bud
 def only_example(renderer: Renderer, messages: Sequence[Message]) -> Example:
     (example,) = render_one(renderer, messages).examples
     return example
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def prepared(folder: Path, tokenizer: Path, data: dict[str, Any], **settings: Any) -> tuple[Preparation, Path]:
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    for old in out.iterdir():
+        old.unlink()
+    found = Data.model_validate(data, strict=False)
+    return prepare(found, base=folder, tokenizer=tokenizer, folder=out, **{"seed": 0} | settings), out

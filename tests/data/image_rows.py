@@ -12,7 +12,7 @@ from finefit.data.prepare import prepare
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Image, Message, Row
 from finefit.spec.data import Data, ImageLimits
-from finefit.tasks import row_builder
+from finefit.tasks.custom import row_builder
 from finefit.vision.family import ImageProcessor
 from tests.vision_models import digit_image
 

@@ -11,17 +11,15 @@ from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Preparation
 from finefit.data.collate import collate, largest_row, lengths_of, micro_batches, pack, supervised_counts_of
-from finefit.data.examples import Example, ExamplePairs, Examples, ExampleWriter, Pair, open_examples
+from finefit.data.examples import Example, ExamplePairs, ExampleWriter, Pair, open_examples
 from finefit.data.order import Capacity, capacity_of, efficiency
-from finefit.data.prepare import prepare
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message, Row
 from finefit.data.tokenizer_pool import ChunkRenderer
 from finefit.errors import DataError
 from finefit.objective.batch import Batch
-from finefit.spec.data import Data
 from tests.conftest import make_tokenizer, write_jsonl
-from tests.data.conftest import WIDE
+from tests.data.conftest import WIDE, prepared
 from tests.pairs import make_pairs
 
 PAD = 9
@@ -36,16 +34,11 @@ def _example(draw: st.DrawFn) -> Example:
     return Example(tuple(tokens), (False, *flags, True))
 
 
-def test_rows_are_padded_on_the_right_and_counted_without_padding() -> None:
+def test_rows_are_padded_on_the_right_and_a_position_stands_before_the_token_that_it_predicts() -> None:
     batch = collate([SHORT, LONG], pad=PAD)
     assert batch.input_ids_BT.tolist() == [[3, 4, 0, PAD, PAD], [5, 6, 7, 8, 0]]
     assert (batch.num_supervised, batch.num_tokens) == (4, 8)
-
-
-def test_a_position_stands_before_the_token_that_it_predicts() -> None:
-    batch = collate([SHORT, LONG], pad=PAD)
-    assert batch.positions_N.tolist() == [0, 1, 6, 8]
-    assert batch.targets_N.tolist() == [4, 0, 7, 0]
+    assert (batch.positions_N.tolist(), batch.targets_N.tolist()) == ([0, 1, 6, 8], [4, 0, 7, 0])
 
 
 def test_a_supervised_first_token_has_nothing_before_it_and_is_not_counted() -> None:
@@ -114,30 +107,14 @@ def test_lengths_that_a_store_knows_are_taken_from_it() -> None:
     assert supervised_counts_of([SHORT, Example((5, 0), (True, True))]).tolist() == [2, 1]
 
 
-def test_the_longest_rows_come_first_and_share_a_micro_batch() -> None:
-    batches = micro_batches([SHORT, LONG, SHORT, LONG], micro_batch=2, pad=PAD)
-    assert [b.input_ids_BT.shape[1] for b in batches] == [5, 3]
-
-
 # Preference pairs from file to batch: one row of the order, two sequences that never part.
 
 SMALL = Pair(Example((3, 4, 0), (False, True, True)), Example((3, 5, 6, 0), (False, True, True, True)))
 LARGE = Pair(Example((7, 7, 8, 8, 0), (False, False, True, False, True)), Example((7, 0), (False, True)))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def prepared(folder: Path, tokenizer: Path, data: dict[str, Any]) -> tuple[Preparation, Path]:
-    out = folder / "out"
-    out.mkdir()
-    return prepare(
-        Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=0, folder=out, pairs=True
-    ), out
+def _prepared(folder: Path, tokenizer: Path, data: dict[str, Any]) -> tuple[Preparation, Path]:
+    return prepared(folder, tokenizer, data, pairs=True)
 
 
 # on disk
@@ -175,13 +152,6 @@ def test_every_pair_of_the_table_comes_back_with_its_twin(
     rows, places = read.distinct()
     assert [read[int(row)] for row in rows] == [pairs[at] for at in sorted(set(table))]
     assert [read[int(rows[place])] for place in places] == list(read)
-
-
-def test_a_file_of_single_rows_is_opened_as_such(tmp_path: Path) -> None:
-    with ExampleWriter(tmp_path / "train.safetensors") as writer:
-        writer.add(np.array([1, 2], np.int32), np.array([0, 1], np.uint8), np.array([2], np.int32))
-        writer.close(np.zeros(1, np.int64))
-    assert isinstance(open_examples(tmp_path / "train.safetensors"), Examples)
 
 
 # in batches
@@ -258,9 +228,10 @@ def test_a_pack_of_pairs_has_no_more_sequences_than_one_of_single_rows() -> None
     assert (double.tokens, double.supervised, double.rows) == (128, 20, 32)
 
 
-def test_pairs_are_grouped_by_their_longer_side() -> None:
-    batches = micro_batches([SMALL, LARGE, SMALL, LARGE], micro_batch=2, pad=PAD)
-    assert [batch.input_ids_BT.shape for batch in batches] == [(4, 5), (4, 4)]
+def test_rows_are_grouped_by_length_the_longest_first_and_pairs_by_their_longer_side() -> None:
+    single = micro_batches([SHORT, LONG, SHORT, LONG], micro_batch=2, pad=PAD)
+    paired = micro_batches([SMALL, LARGE, SMALL, LARGE], micro_batch=2, pad=PAD)
+    assert [batch.input_ids_BT.shape for batch in (*single, *paired)] == [(2, 5), (2, 3), (4, 5), (4, 4)]
 
 
 def test_the_worst_row_is_as_long_as_any_and_as_much_supervised_as_any_on_both_sides() -> None:
@@ -290,7 +261,7 @@ def test_pairs_are_prepared_with_both_sides_and_counted_as_rows(tmp_path: Path, 
     write_jsonl(tmp_path / "a.jsonl", rows)
     write_jsonl(tmp_path / "held.jsonl", make_pairs(2, seed=9))
     data = {"train": [{"path": "a.jsonl", "weight": 2.0}], "validation": {"path": "held.jsonl"}, "overlap": "warn"}
-    found, out = prepared(tmp_path, tokenizer, data)
+    found, out = _prepared(tmp_path, tokenizer, data)
     pairs = open_examples(out / "train.safetensors")
     assert isinstance(pairs, ExamplePairs)
     renderer = open_renderer(tokenizer, "chat")
@@ -328,7 +299,7 @@ def test_rows_that_are_no_pairs_are_refused_with_the_fields_to_name(tmp_path: Pa
         DataError,
         match=r"chat.jsonl holds single answers, and objective dpo(.|\n)*judged.jsonl holds answers with a verdict",
     ) as caught:
-        prepared(tmp_path, tokenizer, {"train": [{"path": "chat.jsonl"}, {"path": "judged.jsonl"}]})
+        _prepared(tmp_path, tokenizer, {"train": [{"path": "chat.jsonl"}, {"path": "judged.jsonl"}]})
     assert "fields: {prompt: prompt, chosen: chosen, rejected: rejected}" in caught.value.remedy
     assert "objective: {kind: sft}" in caught.value.remedy
 
@@ -336,7 +307,7 @@ def test_rows_that_are_no_pairs_are_refused_with_the_fields_to_name(tmp_path: Pa
 def test_test_rows_are_answered_and_need_be_no_pairs(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", make_pairs(3))
     write_jsonl(tmp_path / "test.jsonl", [{"question": "something else?", "answer": "a"}])
-    found, _ = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "test": {"path": "test.jsonl"}})
+    found, _ = _prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "test": {"path": "test.jsonl"}})
     assert [(source.split, source.used) for source in found.sources] == [("train", 3), ("test", 1)]
 
 
@@ -345,7 +316,7 @@ def test_pairs_with_nothing_to_prefer_stand_in_the_ledger_with_their_place(tmp_p
     rows[1]["rejected"] = rows[1]["chosen"]
     rows[2] |= {"prompt": "x" * 200, "chosen": "y" * 200}
     write_jsonl(tmp_path / "a.jsonl", rows)
-    found, out = prepared(
+    found, out = _prepared(
         tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 100, "too_long": "cut_prompt"}
     )
     assert len(open_examples(out / "train.safetensors")) == 2
@@ -363,7 +334,7 @@ def test_several_pairs_of_one_prompt_are_no_repetition_and_the_same_pair_is(tmp_
     asked = {"prompt": "which number is it?", "chosen": "7"}
     rows = [asked | {"rejected": "2"}, asked | {"rejected": "3"}, asked | {"rejected": "2"}, *make_pairs(3)]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    found, _ = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
+    found, _ = _prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
     assert [(fault.kind, fault.count, fault.lines) for fault in found.problems] == [
         ("duplicate", 1, ("a.jsonl:3 is a.jsonl:1: the same row",))
     ]
@@ -371,7 +342,7 @@ def test_several_pairs_of_one_prompt_are_no_repetition_and_the_same_pair_is(tmp_
 
 def test_both_sides_keep_the_same_prompt_when_it_is_cut(tmp_path: Path, tokenizer: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p" * 150, "chosen": "7", "rejected": "2" * 30}])
-    found, out = prepared(
+    found, out = _prepared(
         tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "max_tokens": 80, "too_long": "cut_prompt"}
     )
     pair = open_examples(out / "train.safetensors")[0]

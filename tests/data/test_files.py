@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finefit.data.files import DataFile, find_files, pin_hub_path
-from finefit.data.records import Record, read_records
+from finefit.data.records import DataRecord, read_records
 from finefit.errors import DataError
 
 LINE = '{"prompt": "2+2", "completion": "4"}\n'
@@ -30,20 +30,11 @@ def _fault(path: str, base: Path, split: str = "train") -> DataError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("ending", "form"),
-    [
-        *(
-            *((".json", "json"), (".jsonl", "jsonl"), (".ndjson", "jsonl"), (".csv", "csv"), (".tsv", "csv")),
-            *((".parquet", "parquet"), (".arrow", "arrow")),
-        ),
-        *(
-            *((".txt", "text"), (".text", "text"), (".amr", "text"), (".json.gz", "json"), (".jsonl.gz", "jsonl")),
-            *((".csv.gz", "csv"), (".txt.gz", "text")),
-        ),
-        (".JSONL", "jsonl"),
-    ],
-)
+ENDINGS = {"json": ".json .json.gz", "jsonl": ".jsonl .ndjson .jsonl.gz .JSONL", "csv": ".csv .tsv .csv.gz"}
+ENDINGS |= {"parquet": ".parquet", "arrow": ".arrow", "text": ".txt .text .amr .txt.gz"}
+
+
+@pytest.mark.parametrize(("ending", "form"), [(end, form) for form, ends in ENDINGS.items() for end in ends.split()])
 def test_the_extension_tells_the_format_of_a_file(tmp_path: Path, ending: str, form: str) -> None:
     _make(tmp_path, f"data/my.rows{ending}")
     (file,) = find_files(f"./data/my.rows{ending}", tmp_path, split="test")
@@ -256,7 +247,7 @@ def test_what_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     found = [row for file in find_files("saved", tmp_path, split="train") for row in read_records(file)]
-    assert [row.value for row in found if isinstance(row, Record)] == [{"q": "a"}, {"q": "b"}]
+    assert [row.value for row in found if isinstance(row, DataRecord)] == [{"q": "a"}, {"q": "b"}]
 
 
 # The hub, from a cache on disk as huggingface_hub lays it out

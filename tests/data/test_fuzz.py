@@ -183,25 +183,12 @@ NAMES = sorted(
     {name for shape, _ in SHAPES for name in shape(1)}
     | {"solution", "document", "content", "images", "dialogue", "role", "from", "Answer", "A b"}
 )
-ODD: tuple[Any, ...] = (
-    *(
-        *(None, "", " ", "\n", 0, -1, 1.5, True, [], {}, [None], [[]], {"text": []}, [""], {"role": "user"}),
-        *([{"from": "gpt"}], [[["deep"]]]),
-    ),
-    *(
-        *(float("nan"), float("inf"), 10**30, "nan", "true", "null", "{", "[1", "]", '"', "a,b;c\td", "\r\n", "'"),
-        *("{question}", "{{", "%s\\"),
-    ),
-    *(
-        *("<|end|>", "<|user|>x<|end|>", "<image>", "<think>hm</think>so", "</think>", "{% raw %}", "{{ messages }}"),
-        *("x" * 3000, "word " * 200),
-    ),
-    *(
-        *("\x00", "\ufeff", "\u2028", "\x85", "\u200b", "e\u0301", "\U0001f600", "سلام", "\ud83d", "x\udc00"),
-        *("http://x/y.png", "data:image/png;base64,!!"),
-    ),
-    *("@40", "@300", "@950"),
-)
+ODD: list[Any] = [None, "", " ", "\n", 0, -1, 1.5, True, [], {}, [None], [[]], {"text": []}, [""], {"role": "user"}]
+ODD += [[{"from": "gpt"}], [[["deep"]]], float("nan"), float("inf"), 10**30, "nan", "true", "null", "{", "[1", "]", '"']
+ODD += ["a,b;c\td", "\r\n", "'", "{question}", "{{", "%s\\", "<|end|>", "<|user|>x<|end|>", "<image>", "</think>"]
+ODD += ["<think>hm</think>so", "{% raw %}", "{{ messages }}", "x" * 3000, "word " * 200, "\x00", "\ufeff", "\u2028"]
+ODD += ["\x85", "\u200b", "e\u0301", "\U0001f600", "سلام", "\ud83d", "x\udc00", "http://x/y.png"]
+ODD += ["data:image/png;base64,!!", "@40", "@300", "@950"]
 """Values that a column may hold; the last stand for objects of that depth."""
 
 

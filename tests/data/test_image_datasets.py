@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finefit.custom.inputs import RawImageProcessor
-from finefit.data.columns import RecordError
+from finefit.custom.inputs import raw_image_processor
 from finefit.data.fingerprint import fingerprint
 from finefit.data.image_check import ImageChecker
 from finefit.data.images import decode
@@ -23,9 +22,6 @@ from finefit.data.sources import SourceReader, open_source
 from finefit.errors import DataError, FinefitError
 from finefit.spec.data import Fields, Source, Where
 from finefit.spec.load import parse_spec
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real data is not beside the repository")
 
 
 def _picture(number: int) -> bytes:
@@ -258,53 +254,25 @@ def test_annotations_of_another_subset_do_not_fit(tmp_path: Path) -> None:
         _vqav2(tmp_path, subtype="train2014")
 
 
+CHARTQA = {"imgname": "1.png", "query": "q", "label": "a"}
+
+
 @pytest.mark.parametrize(
-    ("files", "path", "fields", "reason"),
+    ("good", "bad", "reason"),
     [
-        (
-            {"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"query": "q", "label": "a"}]},
-            "a.json",
-            {},
-            "has no imgname",
-        ),
-        (
-            {"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"imgname": "1.png", "label": "a"}]},
-            "a.json",
-            {},
-            "has no query",
-        ),
-        (
-            {"a.json": [{"imgname": "1.png", "query": "q", "label": "a"}, {"imgname": "1.png", "query": "q"}]},
-            "a.json",
-            {},
-            "has no label",
-        ),
-        ({"a.json": {"data": [TEXTVQA, TEXTVQA | {"image_id": None}]}}, "a.json", {}, "has no image_id"),
-        (
-            {"a.json": {"data": [TEXTVQA, TEXTVQA | {"answers": []}]}},
-            "a.json",
-            {},
-            "answers is an empty list, so there is no answer",
-        ),
-        ({"a.json": {"data": [TEXTVQA, TEXTVQA | {"question": ""}]}}, "a.json", {}, "question is empty"),
+        *((CHARTQA, {name: None}, f"has no {name}") for name in CHARTQA),
+        (TEXTVQA, {"image_id": None}, "has no image_id"),
+        (TEXTVQA, {"answers": []}, "answers is an empty list, so there is no answer"),
+        (TEXTVQA, {"question": ""}, "question is empty"),
     ],
 )
 def test_what_a_record_lacks_is_told_and_never_made_up(
-    tmp_path: Path, files: dict[str, Any], path: str, fields: dict[str, str], reason: str
+    tmp_path: Path, good: dict[str, Any], bad: dict[str, Any], reason: str
 ) -> None:
-    for name, content in files.items():
-        _write(tmp_path / name, content)
-    good, bad = _open(tmp_path, path, fields).rows()
-    assert isinstance(good, Row)
-    assert isinstance(bad, BadRow)
-    assert (bad.place, bad.reason) == (f"{path}:2", reason)
-
-
-def test_an_image_that_is_not_there_is_a_bad_row_and_no_grey_square(tmp_path: Path) -> None:
-    _write(tmp_path / "val.json", [{"imgname": "7.png", "query": "q", "label": "a"}])
-    (row,) = _rows(_open(tmp_path, "val.json"))
-    with pytest.raises(RecordError, match=r"^7\.png is not there:"):
-        decode(row.images[0])
+    _write(tmp_path / "a.json", [good, good | bad])
+    first, second = _open(tmp_path, "a.json").rows()
+    assert isinstance(first, Row)
+    assert second == BadRow("a.json", 2, reason)
 
 
 def test_the_root_of_images_may_be_named(tmp_path: Path) -> None:
@@ -387,7 +355,7 @@ def test_items_that_differ_by_their_image_alone_are_two_items(tmp_path: Path) ->
     )
     _draw(tmp_path, **{"1.png": 1, "2.png": 2, "3.png": 1})
     found = _rows(_open(tmp_path, "a.json"))
-    rows = [replace(row, image_refs=ImageChecker(RawImageProcessor("", None))(row)) for row in found]
+    rows = [replace(row, image_refs=ImageChecker(raw_image_processor())(row)) for row in found]
     (tmp_path / "test.jsonl").write_text("".join(map(item_line, rows)))
     first, second, third = keys = [key_of(row) for row in rows]
     assert first == third != second  # by content, whatever it is called
@@ -406,28 +374,3 @@ def test_a_spec_may_say_where_and_images_root() -> None:
     spec = parse_spec(text + data, where="spec.yaml")
     assert (dict(spec.data.train[0].where), spec.data.train[0].images_root) == ({"split": (1, 2)}, "pictures")
     assert dict(spec.data.sources()["validation"][0].where) == {"ok": True}
-
-
-@real_data
-def test_real_charts_are_read_and_seen() -> None:
-    rows = _rows(_open(SHARED, "chartqa/val", split="validation"))
-    assert len(rows) == 22
-    assert all(len(row.images) == 1 and min(decode(row.images[0]).size) > 100 for row in rows)
-
-
-@real_data
-@pytest.mark.parametrize(
-    ("path", "fields", "image"),
-    [
-        ("TextVQA_0.5.1_val.json", {}, "0000000000000001.jpg"),
-        ("docvqa_val_v1.0.json", {}, "documents/doc_1.png"),
-        ("infographicsVQA_val_v1.0_withQT.json", {}, "10001.jpeg"),
-        ("infovqa_vidore_train_row.json", {}, "10001.jpeg"),
-        ("ocrvqa_dataset.json", {}, "0000000001"),
-        ("vqav2_questions.json", {"join": "seed_shapes/vqav2_annotations.json"}, "COCO_val2014_000000000001.jpg"),
-        ("chartqa_val_human.json", {}, "chart_1.png"),
-    ],
-)
-def test_every_published_shape_names_its_image(path: str, fields: dict[str, str], image: str) -> None:
-    rows = _rows(_open(SHARED, f"seed_shapes/{path}", fields))
-    assert {found.path for found in rows[0].images} == {image}

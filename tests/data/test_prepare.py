@@ -20,37 +20,17 @@ from finefit.data.sources import RowSelection, group_keys
 from finefit.data.tokenizer_pool import chunked
 from finefit.errors import DataError
 from finefit.spec.data import Data
-from tests.conftest import make_tokenizer, write_jsonl
+from tests.conftest import write_jsonl
+from tests.data.conftest import prepared
 
-WORDS = (
-    *("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge"),
-    *("marsh", "nook", "oasis", "pond"),
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer().save_pretrained(folder)
-    return folder
+WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath"]
+WORDS += ["inlet", "jetty", "knoll", "ledge", "marsh", "nook", "oasis", "pond"]
 
 
 def qa(number: int, length: int = 4) -> dict[str, Any]:
     """A question that is like no other, and a short answer."""
-    return {
-        "question": f"{WORDS[number % 16]} {WORDS[number // 16 % 16]} {number} " + "z" * length,
-        "answer": f"a{number}",
-    }
-
-
-def prepared(folder: Path, tokenizer: Path, data: dict[str, Any], *, seed: int = 0) -> tuple[Preparation, Path]:
-    out = folder / "out"
-    out.mkdir(exist_ok=True)
-    for old in out.iterdir():
-        old.unlink()
-    return prepare(
-        Data.model_validate(data, strict=False), base=folder, tokenizer=tokenizer, seed=seed, folder=out
-    ), out
+    asked = f"{WORDS[number % 16]} {WORDS[number // 16 % 16]} {number} " + "z" * length
+    return {"question": asked, "answer": f"a{number}"}
 
 
 def source(found: Preparation, split: str = "train", at: int = 0) -> SourceLedger:

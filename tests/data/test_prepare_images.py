@@ -25,7 +25,7 @@ from finefit.errors import DataError
 from finefit.spec.data import ImageLimits
 from finefit.train.batches import batches_digest
 from finefit.vision.family import ImageInput
-from tests.conftest import make_tokenizer, write_jsonl
+from tests.conftest import write_jsonl
 from tests.data.image_rows import asked, draw, prepared, processor_in
 from tests.vision_models import digit_image, make_vlm, vlm_processor
 
@@ -144,20 +144,8 @@ def test_an_image_that_cannot_be_shown_is_a_fault_by_file_and_row_and_never_some
     found, out = prepared(folder, qwen, TRAIN)
     told = faults(found, "unusable")
     assert [line.split(" ")[0] for line in told] == [f"a.jsonl:{n}" for n in (2, 3, 4, 5, 6)]
-    assert [
-        next(
-            words
-            for words in ("gone.png is not there", "cannot be decoded", "not an image that can be read", "lies outside")
-            if words in line
-        )
-        for line in told
-    ] == [
-        "gone.png is not there",
-        "cannot be decoded",
-        "not an image that can be read",
-        "not an image that can be read",
-        "lies outside",
-    ]
+    reasons = ("gone.png is not there", "cannot be decoded", "not an image", "not an image", "lies outside")
+    assert all(reason in line for reason, line in zip(reasons, told, strict=True))
     ledger = source(found)
     assert (ledger.read, ledger.used, ledger.dropped, ledger.images) == (6, 1, {"unusable": 5}, 1)
     assert [len(example.images) for example in Examples(out / "train.safetensors")] == [1]
@@ -169,15 +157,6 @@ def test_a_shape_that_the_processor_does_not_take_is_a_fault_of_the_row(tmp_path
     found, _ = prepared(tmp_path, qwen, TRAIN)
     (line,) = faults(found, "unusable")
     assert line.startswith("a.jsonl:1 thin.png cannot be shown to the model: it has 1,000 x 2 pixels")
-
-
-def test_a_model_that_sees_nothing_refuses_rows_with_images(tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path / "text")
-    draw(tmp_path, "a.png")
-    write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png")])
-    with pytest.raises(DataError, match="holds images, which this model cannot see") as raised:
-        prepared(tmp_path, tmp_path / "text", TRAIN)
-    assert "qwen2_5_vl" in raised.value.remedy
 
 
 def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it_is_shown(
@@ -193,18 +172,10 @@ def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it
     draw(tmp_path, "a.png", 3)
     (tmp_path / "b.png").unlink()
     for example in (first, third):  # told of the first row that shows it
-        with pytest.raises(
-            DataError,
-            match=(
-                r"\Aa\.jsonl:1: its image .*a\.png has changed since its rows were prepared\nput it back as it "
-                r"was, or "
-            ),
-        ):
+        with pytest.raises(DataError, match=r"\Aa\.jsonl:1: its image .*a\.png has changed since .*\nput it back"):
             image_input(processor_in(qwen), example.images[0])
     for place, picture in (("a.jsonl:2", second.images[0]), ("t.jsonl:1", item.image_refs[0])):
-        with pytest.raises(
-            DataError, match=rf"\A{place}: its image .*b\.png cannot be read.*it was there when its rows were prepared"
-        ):
+        with pytest.raises(DataError, match=rf"\A{place}: its image .*b\.png cannot be read.*it was there when"):
             image_input(processor_in(qwen), picture)
     with pytest.raises(DataError, match=r"\Athe image .*a\.png has changed"):
         load_image(replace(first.images[0], row=""))
@@ -250,18 +221,10 @@ def test_what_all_rows_show_is_named_by_content_and_order_not_by_place(tmp_path:
     assert names["one"] == names["moved"] != names["swapped"]
 
 
-def test_the_same_question_about_another_image_is_another_row(tmp_path: Path, qwen: Path) -> None:
-    draw(tmp_path, "a.png", 1), draw(tmp_path, "b.png", 2)
-    write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png")])
-    write_jsonl(tmp_path / "t.jsonl", [asked(0, "b.png")])
-    found, _ = prepared(tmp_path, qwen, TRAIN | {"test": {"path": "t.jsonl"}})
-    assert faults(found, "overlap") == []
-
-
-def test_the_same_question_about_the_same_image_is_found_wherever_the_image_lies(tmp_path: Path, qwen: Path) -> None:
+def test_the_same_question_is_found_about_the_same_image_alone_wherever_it_lies(tmp_path: Path, qwen: Path) -> None:
     draw(tmp_path, "a.png", 1), draw(tmp_path, "b.png", 2)
     (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
-    write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png", question="<image>Which digit is it"), asked(1, "b.png")])
+    write_jsonl(tmp_path / "a.jsonl", [asked(0, "a.png", question="<image>Which digit is it"), asked(0, "b.png")])
     write_jsonl(tmp_path / "t.jsonl", [asked(0, "copy.png")])
     found, _ = prepared(tmp_path, qwen, TRAIN | {"test": {"path": "t.jsonl"}})
     assert faults(found, "overlap") == ["a.jsonl:1 (train) is t.jsonl:1 (test): the same but for case and punctuation"]

@@ -310,7 +310,6 @@ def test_a_thought_that_the_template_writes_before_an_answer_is_what_the_model_h
 def test_an_opening_that_answers_are_not_written_behind_is_left_out_of_every_prompt() -> None:
     renderer = _templated(TEMPLATE.replace("'<|assistant|>' }}", "'<|assistant|><think>' }}"))
     (example,) = render_one(renderer, _conversation("a", "<think>b")).examples
-    assert not renderer.uses_stock_prompt
     assert renderer.prompt_text([Message("user", "a")]) == "<|user|>a<|end|>\n<|assistant|>"
     assert supervised_texts(renderer, example) == ["<think>b<|end|>"]
 

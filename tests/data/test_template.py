@@ -21,7 +21,7 @@ from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message, Row, ToolCall
 from finefit.errors import DataError
 from finefit.facts.files import finefit_cache
-from finefit.model.embedded import converted, find
+from finefit.model.resolve_model import embedded_model
 from tests.conftest import make_tokenizer
 from tests.data.conftest import prompts_before_answers, render_one, supervised_runs, supervised_texts
 
@@ -166,7 +166,6 @@ def test_only_a_template_that_opens_generation_otherwise_is_not_taken_at_its_wor
         enable_thinking=False,
         strftime_now=date(2024, 7, 26).strftime,
     )
-    assert renderer.uses_stock_prompt == (name not in NOT_STOCK)
     assert (renderer.prompt_text(SINGLE[:1]) == stock) == (name not in NOT_STOCK)
     assert any("open the turn differently" in note for note in renderer.notes) == (name in NOT_STOCK)
     assert any("'<|endoftext|>' is added" in note for note in renderer.notes) == (name == "glm4moe")
@@ -388,7 +387,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderer]:
     with pytest.MonkeyPatch.context() as patch:
         if not any(finefit_cache().glob("smollm2-135m-*")):
             patch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield open_renderer(converted(find("smollm2-135m")), "chat")
+        yield open_renderer(embedded_model("smollm2-135m").folder, "chat")
 
 
 @pytest.mark.slow

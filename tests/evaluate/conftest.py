@@ -3,7 +3,7 @@ trained here."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -41,10 +41,8 @@ def never(words: str) -> None:
 def talker() -> nn.Module:
     """Knows how answers look and end, so that they differ in length."""
     trained = tuned(FULL)
-    optimizer, batches = (
-        make_optimizer(trained, ADAMW),
-        cut([render_one(RENDERER, messages).examples[0] for messages in MESSAGES], 7),
-    )
+    optimizer = make_optimizer(trained, ADAMW)
+    batches = cut([render_one(RENDERER, messages).examples[0] for messages in MESSAGES], 7)
     for _ in range(60):
         step(trained, optimizer, batches)
     return trained.eval()
@@ -66,18 +64,21 @@ def make_work(
     task: Any = "json_match",
     batch_limit: EvalBatchLimit = LIMIT,
     max_new_tokens: int = 24,
+    renderer: Renderer = RENDERER,
+    template: Literal["chat", "plain"] = SUBJECT.template,
     **more: Any,
 ) -> EvalJob:
     """`model` is put beside the run."""
     where = StageDir(folder / "run" / "stages" / "1-sft")
     where.prepared("x").parent.mkdir(parents=True)
-    make_tokenizer().save_pretrained(where.tokenizer)
+    renderer.tokenizer.save_pretrained(where.tokenizer)
     where.prepared("test.jsonl").write_text("".join(map(item_line, ROWS if rows is None else rows)), encoding="utf-8")
     (where.run / "model").symlink_to(model)
     subject = replace(
         SUBJECT,
         model_fingerprint=read_model_folder(model).fingerprint,
-        template_sha256=RENDERER.sha256(),
+        template=template,
+        template_sha256=renderer.sha256(),
         items_sha256=sha256_of(where.prepared("test.jsonl")),
     )
     evaluation = Evaluation.model_validate({"task": task, "max_new_tokens": max_new_tokens, **more})

@@ -188,7 +188,7 @@ def test_lm_eval_ends_with_the_process_that_started_it_when_that_is_killed(tmp_p
     (tmp_path / "lm_eval" / "__main__.py").write_text(
         "import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(300)\n"
     )
-    command = "[sys.executable, '-P', '-m', 'finefit.evaluate.harness_child', str(os.getpid()), '--tasks', 'x']"
+    command = "[sys.executable, '-P', '-m', 'finefit.artifacts.processes', str(os.getpid()), 'lm_eval', '--tasks', 'x']"
     code = (
         f"import os, sys\nfrom pathlib import Path\nfrom finefit.evaluate.harness import _run\n_run({command}, "
         "cwd=Path())\n"

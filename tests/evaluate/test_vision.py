@@ -2,42 +2,35 @@
 images, row by row, whatever rows stand beside each other."""
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import PIL.Image
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, ProcessorMixin
 
 from finefit.artifacts.forecasts import EvalBatchLimit
-from finefit.artifacts.records import write_record
-from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.stage_records import EvalRequest, ItemImage
+from finefit.artifacts.stage_records import ItemImage
 from finefit.data.encode import Budget
 from finefit.data.image_check import ModelProcessor
 from finefit.data.render import Renderer, open_renderer
-from finefit.data.rows import ImageRef, Message, Row, item_line
+from finefit.data.rows import ImageRef, Message, Row
 from finefit.errors import DataError
 from finefit.evaluate import decoding, worker
 from finefit.evaluate.batches import ImagePrefetch
 from finefit.evaluate.decoding import MakeImageInputs, decode, likeliest
-from finefit.evaluate.generate import AnswerModel, replies
-from finefit.evaluate.worker import EvalJob, evaluate, read_job
-from finefit.facts.files import read_model_folder, sha256_of
+from finefit.evaluate.generate import AnswerModel, generate
+from finefit.evaluate.worker import EvalJob, evaluate
 from finefit.model.attention import choose_attention, for_answers
 from finefit.spec.data import ImageLimits
 from finefit.spec.schema import Evaluation
-from finefit.tasks import make_task
-from finefit.vision import open_image_processor
+from finefit.tasks.make import make_task
 from finefit.vision.family import ImageInput, ImageProcessor
-from tests.evals import SUBJECT
-from tests.evaluate.conftest import never
+from tests.evaluate.conftest import make_work, never
 from tests.vision_models import FAMILIES, digit_image, make_vlm, vlm_inputs, vlm_processor
 
 torch.set_num_threads(1)
@@ -66,17 +59,19 @@ def _model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Weights so far from zero that every token and every patch makes a difference."""
     attention = for_answers(choose_attention("cpu", (0, 0), "fp32", AutoConfig.from_pretrained(folder)))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and "embed" not in name:
-            parameter.data.mul_(12)
+    _enlarge(model)
     model.generation_config = GenerationConfig()
     return model.eval()
 
 
+def _enlarge(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and "embed" not in name:
+            parameter.data.mul_(12)
+
+
 def _image_processor(folder: Path) -> ImageProcessor:
-    image_processor = open_image_processor(
-        folder, json.loads((folder / "config.json").read_text(encoding="utf-8")), ImageLimits()
-    )
+    image_processor = _see(folder)()
     assert image_processor is not None
     return image_processor
 
@@ -107,23 +102,24 @@ def _make_images(image_processor: ImageProcessor, questions: Sequence[Question])
     return lambda ids, lengths: image_processor.geometry.extra(ids, lengths, rows)
 
 
-def _greedy(
-    model: Any,
-    image_processor: ImageProcessor,
-    prompts: list[list[int]],
-    questions: Sequence[Question],
-    stops: Sequence[int] = (),
-) -> list[list[int]]:
-    return decode(
-        model,
-        prompts,
-        max_new_tokens=NEW,
-        stops=stops,
-        pad=0,
-        device="cpu",
-        choose=likeliest,
-        make_images=_make_images(image_processor, questions),
-    )
+def _asked(folder: Path, questions: Sequence[Question]) -> tuple[Any, list[dict[str, Tensor]], Callable[..., Any]]:
+    """The model, the inputs of transformers, and what we decode of so many of the questions, from the last."""
+    model, image_processor, processor = _model(folder), _image_processor(folder), vlm_processor(folder)
+    inputs = [_inputs(processor, question) for question in questions]
+
+    def greedy(stops: Sequence[int] = (), *, skip: int = 0) -> list[list[int]]:
+        return decode(
+            model,
+            [given["input_ids"][0].tolist() for given in inputs[skip:]],
+            max_new_tokens=NEW,
+            stops=stops,
+            pad=0,
+            device="cpu",
+            choose=likeliest,
+            make_images=_make_images(image_processor, questions[skip:]),
+        )
+
+    return model, inputs, greedy
 
 
 @pytest.fixture(scope="module")
@@ -140,91 +136,53 @@ def _made(folders: Path, family: str, **changes: Any) -> Path:
 def test_rows_with_images_get_the_tokens_that_transformers_gives_each_alone(
     family: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = _made(folders, family)
-    model, image_processor, processor, questions = (
-        _model(folder),
-        _image_processor(folder),
-        vlm_processor(folder),
-        _questions(family),
-    )
-    inputs = [_inputs(processor, question) for question in questions]
+    model, inputs, greedy = _asked(_made(folders, family), _questions(family))
     wanted = [_generated(model, given, ()) for given in inputs]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
     monkeypatch.setattr(decoding, "_by_transformers", None)  # it must not come to that
-    assert _greedy(model, image_processor, [given["input_ids"][0].tolist() for given in inputs], questions) == wanted
+    assert greedy() == wanted
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_rows_of_one_length_and_a_single_one_meet_no_mask_but_for_what_has_slid_away(
     family: str, folders: Path
 ) -> None:
-    folder = _made(folders, family)
-    model, image_processor, processor = _model(folder), _image_processor(folder), vlm_processor(folder)
     questions: list[Question] = [("Which?", _images((40, 40))), ("What?!", _images((40, 40))[::-1])]
-    inputs = [_inputs(processor, question) for question in questions]
-    prompts = [given["input_ids"][0].tolist() for given in inputs]
-    assert len({len(prompt) for prompt in prompts}) == 1
+    model, inputs, greedy = _asked(_made(folders, family), questions)
+    assert len({given["input_ids"].shape for given in inputs}) == 1
     wanted = [_generated(model, given, ()) for given in inputs]
-    assert _greedy(model, image_processor, prompts, questions) == wanted
-    assert _greedy(model, image_processor, prompts[1:], questions[1:]) == wanted[1:]
+    assert greedy() == wanted
+    assert greedy(skip=1) == wanted[1:]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "paligemma"])
 def test_rows_that_have_ended_leave_and_the_others_go_on(family: str, folders: Path) -> None:
-    folder = _made(folders, family)
-    model, image_processor, processor, questions = (
-        _model(folder),
-        _image_processor(folder),
-        vlm_processor(folder),
-        _questions(family),
-    )
-    inputs = [_inputs(processor, question) for question in questions]
+    model, inputs, greedy = _asked(_made(folders, family), _questions(family))
     whole = [_generated(model, given, ()) for given in inputs]
     stops = [whole[0][1], whole[1][3]]
     wanted = [_generated(model, given, stops) for given in inputs]
     assert len({len(tokens) for tokens in wanted}) > 1
-    assert (
-        _greedy(model, image_processor, [given["input_ids"][0].tolist() for given in inputs], questions, stops)
-        == wanted
-    )
+    assert greedy(stops) == wanted
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llava_next", {"text_config": {"sliding_window": 24}}),
-        (
-            "paligemma",
-            {
-                "text_config": {
-                    "model_type": "gemma2",
-                    "sliding_window": 24,
-                    "query_pre_attn_scalar": 16,
-                    "attn_logit_softcapping": 5.0,
-                }
-            },
-        ),
-    ],
-)
+GEMMA2 = {
+    "model_type": "gemma2",
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 5.0,
+}
+
+
+@pytest.mark.parametrize(("family", "text"), [("llava_next", {"sliding_window": 24}), ("paligemma", GEMMA2)])
 def test_windows_of_other_language_towers_and_capped_scores_are_kept(
-    family: str, changes: dict[str, Any], tmp_path: Path
+    family: str, text: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = make_vlm(family, tmp_path / family, **changes)
-    model, image_processor, processor, questions = (
-        _model(folder),
-        _image_processor(folder),
-        vlm_processor(folder),
-        _questions(family),
-    )
-    inputs = [_inputs(processor, question) for question in questions]
-    wanted = [_generated(model, given, ()) for given in inputs]
-    assert _greedy(model, image_processor, [given["input_ids"][0].tolist() for given in inputs], questions) == wanted
+    model, inputs, greedy = _asked(make_vlm(family, tmp_path / family, text_config=text), _questions(family))
+    assert greedy() == [_generated(model, given, ()) for given in inputs]
 
 
 # An evaluation of a model that sees, as its process does it: items with pictures, prompts and pixels as in training,
 # images decoded in processes of their own.
-
-torch.set_num_threads(1)
 
 SIZES = ((90, 45), (40, 96), (36, 34))
 WORKER_NEW = 5
@@ -235,21 +193,13 @@ def _folder(family: str, folder: Path) -> Path:
     """Weights so far from zero that every patch makes a difference."""
     path = make_vlm(family, folder / "model")
     model = AutoModelForImageTextToText.from_pretrained(path)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and "embed" not in name:
-            parameter.data.mul_(12)
+    _enlarge(model)
     model.save_pretrained(path)
     return path
 
 
 def _see(folder: Path) -> ModelProcessor:
     return ModelProcessor(folder, folder / "config.json", ImageLimits())
-
-
-def _worker_processor(folder: Path) -> ImageProcessor:
-    image_processor = _see(folder)()
-    assert image_processor is not None
-    return image_processor
 
 
 def _rows(folder: Path, image_processor: ImageProcessor) -> list[Row]:
@@ -266,48 +216,30 @@ def _rows(folder: Path, image_processor: ImageProcessor) -> list[Row]:
 
 
 def _renderer(folder: Path) -> Renderer:
-    return open_renderer(folder, _template(folder), image_processor=_worker_processor(folder))
+    return open_renderer(folder, _template(folder), image_processor=_image_processor(folder))
 
 
 def _template(folder: Path) -> Any:
     return "plain" if vlm_processor(folder).chat_template is None else "chat"
 
 
-def make_work(folder: Path, model: Path, *, task: Any = "exact_match") -> EvalJob:
-    where = StageDir(folder / "run" / "stages" / "1-sft")
-    where.prepared("x").parent.mkdir(parents=True)
-    renderer = _renderer(model)
-    renderer.tokenizer.save_pretrained(where.tokenizer)
-    where.prepared("test.jsonl").write_text(
-        "".join(map(item_line, _rows(folder, _worker_processor(model)))), encoding="utf-8"
-    )
-    (where.run / "model").symlink_to(model)
-    subject = replace(
-        SUBJECT,
-        model_fingerprint=read_model_folder(model).fingerprint,
+def work_of(folder: Path, model: Path) -> EvalJob:
+    return make_work(
+        folder,
+        model,
+        _rows(folder, _image_processor(model)),
+        task="exact_match",
+        batch_limit=EvalBatchLimit(rows=2, tokens=4096),
+        max_new_tokens=WORKER_NEW,
+        renderer=_renderer(model),
         template=_template(model),
-        template_sha256=renderer.sha256(),
-        items_sha256=sha256_of(where.prepared("test.jsonl")),
     )
-    evaluation = Evaluation.model_validate({"task": task, "max_new_tokens": WORKER_NEW})
-    paths = where.evaluation(evaluation.label, "base", evaluation.limit)
-    paths.folder.mkdir(parents=True)
-    write_record(
-        paths.request,
-        EvalRequest(
-            checkpoint="base", evaluation=evaluation, subject=subject, batch_limit=EvalBatchLimit(rows=2, tokens=4096)
-        ),
-    )
-    return read_job(paths.request)
 
 
 def _alone(folder: Path, rows: Sequence[Row]) -> list[str]:
     """What transformers' own generation says to each row."""
-    model, processor, renderer = (
-        AutoModelForImageTextToText.from_pretrained(folder).eval(),
-        vlm_processor(folder),
-        _renderer(folder),
-    )
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor, renderer = vlm_processor(folder), _renderer(folder)
     found = []
     for row, size in zip(rows, SIZES, strict=True):
         inputs = vlm_inputs(
@@ -326,9 +258,9 @@ def _alone(folder: Path, rows: Sequence[Row]) -> list[str]:
 
 def test_an_evaluation_answers_about_the_images_of_its_items(tmp_path: Path) -> None:
     model = _folder("qwen2_5_vl", tmp_path)
-    work = make_work(tmp_path, model)
+    work = work_of(tmp_path, model)
     result = evaluate(work)
-    rows = _rows(tmp_path, _worker_processor(model))
+    rows = _rows(tmp_path, _image_processor(model))
     wanted = _alone(model, rows)
     assert len(set(wanted)) == len(wanted)
     assert [item.answer for item in result.items] == wanted
@@ -342,7 +274,7 @@ def test_an_evaluation_answers_about_the_images_of_its_items(tmp_path: Path) -> 
 def test_a_missing_or_changed_image_is_told_by_row_before_a_model_is_loaded(
     tmp_path: Path, loses: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = make_work(tmp_path, make_vlm("llava", tmp_path / "model"))
+    work = work_of(tmp_path, make_vlm("llava", tmp_path / "model"))
     monkeypatch.setattr(worker, "load_for_answers", None)  # it must not come to that
     loses(tmp_path / "1.png")
     with pytest.raises(DataError, match=r"test.jsonl:2: its image"):
@@ -376,12 +308,9 @@ def _logprob(model: Any, inputs: dict[str, Any], answer: list[int]) -> float:
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3"])
 def test_the_likelihood_of_a_given_answer_is_that_of_the_models_own_forward(family: str, tmp_path: Path) -> None:
     folder = make_vlm(family, tmp_path / "model")
-    model, renderer, processor = (
-        AutoModelForImageTextToText.from_pretrained(folder).eval(),
-        _renderer(folder),
-        vlm_processor(folder),
-    )
-    rows = _rows(tmp_path, _worker_processor(folder))
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor, renderer = vlm_processor(folder), _renderer(folder)
+    rows = _rows(tmp_path, _image_processor(folder))
     voice = AnswerModel(
         model=model,
         renderer=renderer,
@@ -393,7 +322,7 @@ def test_the_likelihood_of_a_given_answer_is_that_of_the_models_own_forward(fami
         images=ImagePrefetch(_see(folder), _at_once),
     )
     task = make_task(Evaluation.model_validate({"task": "perplexity"}), form=None, base=tmp_path, run=tmp_path)
-    found = {told.at: told.reply.right[0] for told in replies(voice, task, dict(enumerate(rows)))}
+    found = {told.at: told.reply.right[0] for told in generate(voice, task, dict(enumerate(rows)))}
     for at, (row, size) in enumerate(zip(rows, SIZES, strict=True)):
         inputs = vlm_inputs(processor, row.prompt[0].content, [digit_image(at, size=size, seed=at)])
         (rendered,) = renderer.render([row], _ANY)

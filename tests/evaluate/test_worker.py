@@ -21,8 +21,8 @@ from finefit.artifacts.records import read_record, write_record
 from finefit.artifacts.stage_records import EvalFailure, EvalResult
 from finefit.data.rows import Row, is_asked
 from finefit.errors import DataError, Resumable, WorkerDied
-from finefit.evaluate import generate as replies_module
-from finefit.evaluate import worker
+from finefit.evaluate import batches, worker
+from finefit.evaluate import generate as generate_module
 from finefit.evaluate.decoding import decode
 from finefit.evaluate.generate import examples_of, logprobs
 from finefit.evaluate.worker import (
@@ -32,7 +32,6 @@ from finefit.evaluate.worker import (
     evaluate,
     other_shares,
     read_job,
-    read_share,
     sample,
 )
 from finefit.stats.metrics import cautions, mean, rate
@@ -93,12 +92,8 @@ def test_what_is_answered_already_is_neither_asked_nor_measured_again(
     first = evaluate(asked)
     monkeypatch.setattr("finefit.evaluate.worker._load", None)
     again = evaluate(asked)
-    assert (again.items, again.metrics, again.loaded_bytes, again.peak_bytes) == (
-        first.items,
-        first.metrics,
-        None,
-        None,
-    )
+    assert (again.items, again.metrics) == (first.items, first.metrics)
+    assert again.loaded_bytes is again.peak_bytes is None
 
 
 def test_items_that_were_answered_before_a_kill_are_kept_and_the_rest_is_as_it_would_have_been(
@@ -134,11 +129,11 @@ def test_items_that_are_asked_in_two_ways_are_written_slice_by_slice(
 ) -> None:
     """A stop then costs one slice and not all likelihoods."""
     _with_task(monkeypatch, BOTH)
-    monkeypatch.setattr(replies_module, "_SLICE", 1)
+    monkeypatch.setattr(generate_module, "_SLICE", 1)
     asked, order = make_work(tmp_path, talker_folder), list[str]()
 
-    def noted(name: str) -> Callable[..., Any]:
-        call: Callable[..., Any] = getattr(replies_module, name)
+    def noted(module: Any, name: str) -> Callable[..., Any]:
+        call: Callable[..., Any] = getattr(module, name)
 
         def noting(*given: Any, **more: Any) -> Any:
             order.append(name)
@@ -146,8 +141,8 @@ def test_items_that_are_asked_in_two_ways_are_written_slice_by_slice(
 
         return noting
 
-    for name in ("answers", "logprobs"):
-        monkeypatch.setattr(replies_module, name, noted(name))
+    for module, name in ((batches, "answers"), (generate_module, "logprobs")):
+        monkeypatch.setattr(module, name, noted(module, name))
     evaluate(asked)
     assert order == ["logprobs", "answers"] * 4  # 14 items by fours
 
@@ -156,7 +151,7 @@ def test_a_task_that_generates_nothing_asks_for_likelihoods_alone(
     tmp_path: Path, talker_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_task(monkeypatch, replace(BOTH, generates=False))
-    monkeypatch.setattr(replies_module, "answers", None)
+    monkeypatch.setattr(batches, "answers", None)
     result = evaluate(make_work(tmp_path, talker_folder))
     assert {(item.answer, item.new_tokens) for item in result.items} == {("", None)}
     assert result.new_tokens == 0
@@ -332,9 +327,9 @@ def test_answers_of_all_processes_are_set_aside_together(tmp_path: Path, talker_
 
 
 def test_parts_are_told_by_number() -> None:
-    assert read_share("2/5") == ItemShare(number=2, of=5)
+    assert ItemShare.read("2/5") == ItemShare(number=2, of=5)
     assert str(ItemShare(number=2, of=5)) == "2/5"
-    assert [ItemShare(number=at, of=3).mine([1, 5, 6, 9]) for at in range(3)] == [[1, 9], [5], [6]]
+    assert [ItemShare(number=at, of=3).missing([1, 5, 6, 9], ()) for at in range(3)] == [[1, 9], [5], [6]]
 
 
 def _plays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> None:

@@ -1,14 +1,11 @@
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finefit.errors import UserError
-from finefit.facts.card_table import CARD_KINDS, CardKind
-from finefit.facts.cards import find_kind, parse_card
+from finefit.facts.cards import CARD_KINDS, CardKind, find_kind, parse_card
 
 MIB = 2**20
 KINDS = {kind.name: kind for kind in CARD_KINDS}
@@ -83,15 +80,8 @@ def test_the_table_is_large_and_its_names_are_unique() -> None:
 
 @pytest.mark.parametrize("card", CARD_KINDS, ids=lambda kind: kind.name)
 def test_every_entry_is_plausible(card: CardKind) -> None:
-    assert (
-        (card.bf16_flops is not None)
-        == (card.tf32_flops is not None)
-        == card.has_bf16
-        == (card.compute_capability >= (8, 0))
-    )
-    assert card.has_flash_attention == card.has_bf16
+    assert (card.bf16_flops is not None) == card.has_bf16 == (card.compute_capability >= (8, 0))
     assert card.bandwidth_bytes_per_second > card.host_bytes_per_second > 1e9
-    assert card.bandwidth_bytes_per_second > card.link_bytes_per_second > 1e9
     assert 6e12 < card.fp32_flops <= card.fp16_flops < 3e15
     assert 0.5 < card.matrix_efficiency < 1
     assert 4 * 2**30 < card.memory_bytes < 300 * 2**30
@@ -112,12 +102,6 @@ def test_geforce_cards_multiply_at_twice_their_fp32_rate_and_not_at_the_headline
     for kind in CARD_KINDS:
         if re.match(r"RTX [345]0[6-9]0", kind.name):
             assert kind.fp16_flops == pytest.approx(2 * kind.fp32_flops, rel=0.01), kind.name
-
-
-def test_turing_and_older_have_neither_bf16_nor_flash_attention() -> None:
-    for name in ("Quadro RTX 6000", "Quadro RTX 8000", "Titan RTX", "RTX 2080 Ti", "T4", "V100-16GB", "P100"):
-        assert not KINDS[name].has_bf16
-        assert not KINDS[name].has_flash_attention
 
 
 @pytest.mark.parametrize(
@@ -145,8 +129,8 @@ def test_one_card_has_many_spellings(text: str) -> None:
     ],
 )
 def test_a_size_is_a_card_of_unknown_speed(text: str, memory_bytes: int) -> None:
-    request = parse_card(text)
-    assert (request.kind, request.count, request.memory_bytes) == (None, 1, memory_bytes)
+    for count, request in ((1, parse_card(text)), (2, parse_card(f"2x{text}"))):
+        assert (request.kind, request.count, request.memory_bytes) == (None, count, memory_bytes)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +153,6 @@ def test_counts_and_short_names_are_read(text: str, count: int, name: str) -> No
     request = parse_card(text)
     assert request.kind is not None
     assert (request.count, request.kind.name, request.memory_bytes) == (count, name, KINDS[name].memory_bytes)
-
-
-def test_several_bare_sizes_are_counted() -> None:
-    request = parse_card("2x24GiB")
-    assert (request.kind, request.count, request.memory_bytes) == (None, 2, 24 * 2**30)
 
 
 def test_cpu_and_auto_leave_the_memory_to_be_read() -> None:
@@ -274,28 +253,8 @@ def test_each_bad_request_has_its_message(text: str, reason: str) -> None:
 
 
 PIECES = [
-    "RTX",
-    "4090",
-    "A100",
-    "H100 80GB",
-    "x",
-    "×",
-    "@",
-    "/h",
-    "GiB",
-    "gb",
-    "cpu",
-    "auto",
-    " ",
-    "-",
-    ".",
-    "0",
-    "8",
-    "1e400",
-    "²",
-    "٣",
-    "NVIDIA",
-    "\n",
+    *("RTX", "4090", "A100", "H100 80GB", "x", "×", "@", "/h", "GiB", "gb", "cpu", "auto", " ", "-", ".", "0", "8"),
+    *("1e400", "²", "٣", "NVIDIA", "\n"),
 ]
 
 
@@ -338,9 +297,3 @@ def test_memory_tells_variants_apart_and_without_it_none_is_chosen() -> None:
 )
 def test_a_card_outside_the_table_is_not_taken_for_another(name: str, mib: int | None) -> None:
     assert find_kind(name, None if mib is None else mib * MIB) is None
-
-
-def test_cards_load_no_torch() -> None:
-    subprocess.run(
-        [sys.executable, "-c", "import sys, finefit.facts.cards; sys.exit('torch' in sys.modules)"], check=True
-    )

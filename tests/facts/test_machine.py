@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -88,14 +86,6 @@ def test_every_required_package_is_looked_for() -> None:
     required = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
     names = {line.split(">=")[0].split("==")[0].strip() for line in required}
     assert names <= set(PACKAGES)
-
-
-def test_facts_load_no_torch() -> None:
-    code = (
-        "import sys, finefit.facts.machine, finefit.facts.files; sys.exit('torch' in sys.modules or 'transformers' "
-        "in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def _battery(percent: float, plugged: bool | None) -> Callable[[], SimpleNamespace]:

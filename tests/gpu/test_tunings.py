@@ -14,7 +14,7 @@ from finefit.spec.models import Full, Lora, Subset, Tuning
 from finefit.spec.schema import AdamW
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
-from finefit.step.state import frozen_digest, make_optimizer, restore_state, save_state
+from finefit.step.state import frozen_checksums, make_optimizer, restore_state, save_state
 from tests.conftest import make_model_folder
 from tests.step.conftest import ADAMW, cut, unequal_examples
 
@@ -78,16 +78,16 @@ def test_every_tuning_learns_in_every_precision_and_what_is_frozen_does_not_move
         pytest.importorskip("bitsandbytes")
     model = on_card(folder, TUNINGS[name], precision)
     assert {p.device.type for p in model.parameters()} == {"cuda"}
-    digest = frozen_digest(model)
+    frozen = frozen_checksums(model)
     losses = train(model, precision)
     assert losses[-1] < losses[0]
-    assert frozen_digest(model) == digest
+    assert frozen_checksums(model) == frozen
 
 
 def test_a_card_and_a_cpu_have_the_same_digest_of_the_same_weights(folder: Path) -> None:
     model = make_trainable(load_base(folder, device="cpu", dtype=torch.bfloat16), LORA, name="model")
-    here = frozen_digest(model)
-    assert frozen_digest(model.cuda()) == here
+    here = frozen_checksums(model)
+    assert frozen_checksums(model.cuda()) == here
 
 
 def large(device: str = "cuda") -> nn.Module:

@@ -133,9 +133,7 @@ def test_dora_learns_a_length_for_every_row_of_a_weight_beside_its_direction() -
     model = make_trainable(make_model(), KINDS[1], name="tiny")
     lengths = {name: p for name, p in trained(model).items() if "magnitude" in name}
     assert len(lengths) == 14
-    assert torch.equal(logits(model), logits(make_model())) or torch.allclose(
-        logits(model), logits(make_model()), atol=1e-6
-    )
+    assert torch.allclose(logits(model), logits(make_model()), atol=1e-6)
     before = {name: p.detach().clone() for name, p in lengths.items()}
     train(model)
     assert all(not torch.equal(p, before[name]) for name, p in lengths.items())
@@ -224,8 +222,10 @@ def test_an_adapter_is_widened_or_rounded_to_what_was_asked_for(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"rank": 8}, "tuning.rank is 8, the adapter has 4"),
-        ({"alpha": 16.0}, "tuning.alpha is 16.0, the adapter has 8.0"),
+        (
+            {"rank": 8, "alpha": 16.0},
+            "tuning.rank is 8, the adapter has 4; tuning.alpha is 16.0, the adapter has 8.0",
+        ),
         ({"dora": True}, "tuning.dora is True, the adapter has False"),
         ({"rank_stabilised": True}, "tuning.rank_stabilised is True, the adapter has False"),
         ({"name": "other/llama"}, "the model is other/llama, the adapter was made for model"),
@@ -243,11 +243,6 @@ def test_an_adapter_that_the_spec_does_not_describe_is_refused_by_what_differs(
     assert difference in caught.value.problem
 
 
-def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tuning.rank is 8.*; tuning.alpha is 2.*"):
-        go_on(earlier(tmp_path), rank=8, alpha=2.0)
-
-
 def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
     found = earlier(tmp_path, LORA.model_copy(update={"targets": ("q_proj",)}))
     with pytest.raises(ModelError, match=r"first lacks layers that tuning.targets names: .*down_proj.* and 9 more"):
@@ -262,43 +257,38 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(tmp_path: Path) -> Non
         go_on(found)
 
 
+def _with_config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def _cut_off(folder: Path) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("change", "problem"),
     [
-        ("bias", "all"),
-        ("modules_to_save", ["lm_head"]),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
+        (_with_config(bias="all"), "the adapter has bias .*, which finefit does not train"),
+        (_with_config(modules_to_save=["lm_head"]), "the adapter has modules_to_save .*, which finefit does not train"),
+        (_with_config(rank_pattern={"q_proj": 8}), "the adapter has rank_pattern .*, which finefit does not train"),
+        (_with_config(alpha_pattern={"q_proj": 8}), "the adapter has alpha_pattern .*, which finefit does not train"),
+        (_with_config(peft_type="IA3"), "first holds no LoRA adapter"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+        (_cut_off, "adapter_model.safetensors cannot be read"),
     ],
 )
-def test_an_adapter_that_has_more_than_finefit_trains_is_refused(key: str, value: object, tmp_path: Path) -> None:
+def test_a_folder_that_training_cannot_continue_from_is_refused_by_what_is_wrong(
+    change: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
     found = earlier(tmp_path)
-    path = tmp_path / "first" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(ModelError, match=f"the adapter has {key} .*, which finefit does not train"):
-        go_on(found)
-
-
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_that_is_no_adapter_is_named_with_what_it_lacks(file: str, tmp_path: Path) -> None:
-    found = earlier(tmp_path)
-    (tmp_path / "first" / file).unlink()
-    with pytest.raises(ModelError, match=file):
-        go_on(found)
-
-
-def test_an_adapter_whose_weights_are_cut_off_is_refused(tmp_path: Path) -> None:
-    found = earlier(tmp_path)
-    weights = tmp_path / "first" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4])
-    with pytest.raises(ModelError, match=r"adapter_model.safetensors cannot be read"):
-        go_on(found)
-
-
-def test_another_kind_of_adapter_is_refused(tmp_path: Path) -> None:
-    found = earlier(tmp_path)
-    (tmp_path / "first" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
-    with pytest.raises(ModelError, match="first holds no LoRA adapter"):
+    change(tmp_path / "first")
+    with pytest.raises(ModelError, match=problem):
         go_on(found)
 
 
@@ -399,11 +389,8 @@ def test_saving_writes_the_trained_adapter_alone_in_the_plain_layout(tmp_path: P
     freeze_reference(model)
     train(model)
     save_weights(model, tmp_path / "second")
-    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    files = {path.name for path in (tmp_path / "second").iterdir()}
+    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("first", "second"))
     assert first.keys() == second.keys()
     other = go_on(Earlier(folder=tmp_path, model=model))

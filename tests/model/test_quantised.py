@@ -18,7 +18,7 @@ from finefit.objective.losses import sft_loss
 from finefit.spec.models import Lora
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
-from finefit.step.state import frozen_digest, make_optimizer
+from finefit.step.state import frozen_checksums, make_optimizer
 from tests.conftest import make_model, make_model_folder
 from tests.step.conftest import ADAMW, cut, unequal_examples
 
@@ -86,34 +86,34 @@ def test_adapters_learn_on_a_packed_base_that_does_not_move(folder: Path, bits: 
             quantised(folder, bits, **kind)
         return
     model = quantised(folder, bits, **kind)
-    digest = frozen_digest(model)
+    frozen = frozen_checksums(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     losses = train(model)
     assert losses[-1] < losses[0] - 0.01
     assert [name for name, p in model.named_parameters() if name in before and torch.equal(p, before[name])] == []
-    assert frozen_digest(model) == digest
+    assert frozen_checksums(model) == frozen
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("bits", BITS)
 def test_they_learn_in_halves_too(folder: Path, bits: int, precision: str) -> None:
     model = quantised(folder, bits, precision=precision)
-    digest = frozen_digest(model)
+    frozen = frozen_checksums(model)
     losses = train(model, precision=precision)
     assert losses[-1] < losses[0]
-    assert frozen_digest(model) == digest
+    assert frozen_checksums(model) == frozen
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_validation_and_answers_leave_the_packed_weights_as_they_are(folder: Path, bits: int) -> None:
     model = quantised(folder, bits)
-    digest = frozen_digest(model)
+    frozen = frozen_checksums(model)
     first = logits(model)
-    assert frozen_digest(model) == digest
+    assert frozen_checksums(model) == frozen
     assert torch.equal(logits(model), first)
     train(model, steps=1)
-    assert frozen_digest(model) == digest
+    assert frozen_checksums(model) == frozen
 
 
 @pytest.mark.parametrize("bits", BITS)

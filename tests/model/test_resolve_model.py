@@ -12,7 +12,6 @@ from finefit.data.rows import Message
 from finefit.errors import ModelError
 from finefit.evaluate.batches import answers
 from finefit.facts.files import finefit_cache, read_model_folder
-from finefit.model.embedded import converted, find
 from finefit.model.load import load_for_answers
 from finefit.model.resolve_model import ResolvedModel, resolve_model
 from finefit.spec.models import EmbeddedModel, FolderModel, HubModel
@@ -125,7 +124,3 @@ def test_it_answers(smollm2: ResolvedModel, renderer: Renderer) -> None:
         warn=print,
     )
     assert "Paris" in answer.text
-
-
-def test_a_second_look_finds_the_same_folder(smollm2: ResolvedModel) -> None:
-    assert converted(find("smollm2-135m")) == smollm2.folder

@@ -10,19 +10,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finefit.errors import ModelError
 from finefit.model.family import save_weights
-from finefit.model.frozen_weights import weight_bytes
 from finefit.model.load import counts, load_base, make_trainable, weight_dtype
-from finefit.model.saved_weights import restore_weights
+from finefit.model.saved_weights import restore_weights, weight_bytes
 from finefit.objective.losses import sft_loss
 from finefit.spec.models import Subset
 from finefit.step.forward import autocast_for, bind
 from finefit.step.optimize import optimizer_step
-from finefit.step.state import frozen_digest, make_optimizer
+from finefit.step.state import frozen_checksums, make_optimizer
 from tests.conftest import make_model, make_model_folder
 from tests.step.conftest import ADAMW, cut, unequal_examples
 
 torch.set_num_threads(1)
 MLP = ("layers.*.mlp",)
+NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION, PARTS = [f"self_attn.{p}_proj" for p in "qkvo"], [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
 
 
 def subset(*trainable: str, model: LlamaForCausalLM | None = None) -> nn.Module:
@@ -64,18 +65,7 @@ def steps(model: nn.Module, precision: str = "fp32", *, count: int = 3) -> list[
             {f"model.layers.{n}.input_layernorm" for n in (0, 1)}
             | {f"model.layers.0.self_attn.{p}_proj" for p in "qkvo"},
         ),
-        (
-            ("0",),
-            {
-                f"model.layers.0.{part}"
-                for part in (
-                    "input_layernorm",
-                    "post_attention_layernorm",
-                    *(f"self_attn.{p}_proj" for p in "qkvo"),
-                    *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
-                )
-            },
-        ),
+        (("0",), {f"model.layers.0.{part}" for part in (*NORMS, *ATTENTION, *PARTS)}),
     ],
 )
 def test_a_pattern_is_the_end_of_a_name_and_a_star_is_one_part_of_it(
@@ -131,10 +121,10 @@ def test_the_part_learns_in_fp32_and_the_rest_does_not_move(precision: str, patt
     model = make_trainable(make_model().to(kept), tuning, name="tiny")
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {kept}
-    before, digest = {name: p.detach().clone() for name, p in model.named_parameters()}, frozen_digest(model)
+    before, frozen = {name: p.detach().clone() for name, p in model.named_parameters()}, frozen_checksums(model)
     losses = steps(model, precision)
     assert losses[-1] < losses[0]
-    assert frozen_digest(model) == digest
+    assert frozen_checksums(model) == frozen
     assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == {
         n for n, p in model.named_parameters() if p.requires_grad
     }
@@ -145,9 +135,8 @@ def test_a_checkpoint_is_the_whole_model_and_comes_back_bit_for_bit(precision: s
     tuning, folder = Subset(kind="subset", trainable=MLP), make_model_folder(tmp_path / "base")
 
     def fresh() -> Any:
-        return make_trainable(
-            load_base(folder, device="cpu", dtype=weight_dtype(precision, tuning)), tuning, name="tiny"
-        )
+        base = load_base(folder, device="cpu", dtype=weight_dtype(precision, tuning))
+        return make_trainable(base, tuning, name="tiny")
 
     model = fresh()
     steps(model, precision)
@@ -155,7 +144,7 @@ def test_a_checkpoint_is_the_whole_model_and_comes_back_bit_for_bit(precision: s
     (weights,) = (tmp_path / "checkpoint").glob("*.safetensors")
     assert weight_bytes(model) <= weights.stat().st_size <= weight_bytes(model) + 8192
     other = fresh()
-    digest = frozen_digest(other)
+    frozen = frozen_checksums(other)
     restore_weights(other, tmp_path / "checkpoint")
     theirs: dict[str, Tensor] = other.state_dict()
     assert [
@@ -163,7 +152,7 @@ def test_a_checkpoint_is_the_whole_model_and_comes_back_bit_for_bit(precision: s
         for name, t in model.state_dict().items()
         if not (torch.equal(t, theirs[name]) and t.dtype == theirs[name].dtype)
     ] == []
-    assert frozen_digest(other) == digest
+    assert frozen_checksums(other) == frozen
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     ids = torch.arange(5, 45).reshape(2, 20)
     with torch.no_grad():

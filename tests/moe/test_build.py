@@ -1,6 +1,7 @@
 """Experts become one model that plain transformers loads, and nothing of them is lost."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from finefit.errors import FinefitError, ModelError
 from finefit.facts.files import read_config
 from finefit.model.family import save_weights
-from finefit.model.frozen_weights import frozen_weights_of
 from finefit.model.load import Counts, counts, load_base, make_trainable, weight_dtype
+from finefit.model.saved_weights import frozen_weights_of
 from finefit.moe import build as moe_room
-from finefit.moe.build import average_experts, build_moe, moe_config
-from finefit.moe.verify import prove_experts
+from finefit.moe.build import average_experts, build_moe, moe_config, prove_experts
 from finefit.rehearse.fake_model import measure_size
 from finefit.spec.models import Full, Lora, Subset, Tuning
 from tests.conftest import make_tokenizer
@@ -121,7 +121,7 @@ def test_a_router_that_always_takes_one_expert_gives_that_experts_logits(
     base = make_base(tmp_path / "base", family)
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
     (tmp_path / "moe").mkdir()
-    build_moe(base, experts, tmp_path / "moe", top_k=1, router=lambda _: torch.zeros(2, 16))
+    build_moe(base, experts, tmp_path / "moe", top_k=1, start=lambda _: lambda _: torch.zeros(2, 16))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     for layer in model.model.layers:  # a router has no bias: what it is asked is replaced by what it shall answer
         layer.mlp.gate.register_forward_hook(lambda *_: (None, torch.ones(120, 1), torch.full((120, 1), chosen)))
@@ -129,29 +129,36 @@ def test_a_router_that_always_takes_one_expert_gives_that_experts_logits(
         torch.testing.assert_close(model(INPUTS).logits, logits(experts["ab"[chosen]]), atol=1e-5, rtol=1e-5)
 
 
-def test_copies_of_an_expert_are_refused_or_collapsed_with_a_word(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama")
+@pytest.mark.parametrize(
+    ("merge", "why"),
+    [(partial(build_moe, top_k=2), "they would take memory"), (average_experts, "the mean would be biased")],
+    ids=["mixture", "average"],
+)
+def test_copies_of_an_expert_are_refused_or_collapsed_with_a_word(tmp_path: Path, merge: Any, why: str) -> None:
+    base, out = make_base(tmp_path / "base", "llama"), tmp_path / "out"
     one, other = make_expert(base, tmp_path / "one", 2), make_expert(base, tmp_path / "other", 3)
     experts = {"one": one, "again": one, "other": other}
-    (tmp_path / "moe").mkdir()
-    with pytest.raises(ModelError, match="experts are copies: again of one"):
-        build_moe(base, experts, tmp_path / "moe", top_k=2)
-    assert not list((tmp_path / "moe").iterdir())
-    found = build_moe(base, experts, tmp_path / "moe", top_k=2, copies="collapse")
+    out.mkdir()
+    with pytest.raises(ModelError, match=f"experts are copies: again of one; {why}"):
+        merge(base, experts, out)
+    assert not list(out.iterdir())
+    found = merge(base, experts, out, copies="collapse")
     assert (found.experts, found.collapsed) == (("one", "other"), {"again": "one"})
-    assert json.loads((tmp_path / "moe" / "config.json").read_text())["num_local_experts"] == 2
+    if merge is average_experts:
+        name = "model.layers.0.mlp.up_proj.weight"
+        (written,) = (load_file(file)[name] for file in out.glob("*.safetensors") if name in load_file(file))
+        values = [load_file(folder / "model.safetensors")[name] for folder in (one, other)]
+        torch.testing.assert_close(written, sum(values) / 2)
+    else:
+        assert read_config(out)["num_local_experts"] == 2
 
 
 @pytest.mark.parametrize("part", ["q_proj", "post_attention_layernorm", "embed_tokens"])
 def test_an_expert_that_has_moved_outside_of_its_mlps_is_refused_by_name(tmp_path: Path, part: str) -> None:
     base = make_base(tmp_path / "base", "qwen2")
+    odd = make_expert(base, tmp_path / "odd", 2, part=part)
     with pytest.raises(ModelError, match=rf"expert odd has changed model\..*{part}"):
-        built(
-            tmp_path,
-            base,
-            odd=make_expert(base, tmp_path / "odd", 2, part=part),
-            fine=make_expert(base, tmp_path / "fine", 3),
-        )
+        built(tmp_path, base, odd=odd, fine=make_expert(base, tmp_path / "fine", 3))
 
 
 def test_a_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
@@ -227,12 +234,9 @@ def test_what_a_mixture_has_no_place_for_is_refused() -> None:
         moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=1, shared="base")
     with pytest.raises(ModelError, match="top_k 3 of 2 experts"):
         moe_config(dense | {"mlp_bias": False}, num_experts=2, top_k=3)
-    with pytest.raises(
-        ModelError, match="1 of the base's 3 layers have a sliding window, and qwen3_moe has one in all or in none"
-    ):
-        moe_config(
-            {"model_type": "qwen3", **SHAPE, "use_sliding_window": True, "max_window_layers": 2}, num_experts=2, top_k=1
-        )
+    sliding = {"model_type": "qwen3", **SHAPE, "use_sliding_window": True, "max_window_layers": 2}
+    with pytest.raises(ModelError, match="1 of the base's 3 layers have a sliding window, and qwen3_moe has one in"):
+        moe_config(sliding, num_experts=2, top_k=1)
     with pytest.raises(ModelError, match="a model of type gpt2 has no known mixture-of-experts architecture"):
         moe_config({"model_type": "gpt2"}, num_experts=2, top_k=1)
 
@@ -323,18 +327,14 @@ def test_experts_may_be_stored_in_any_precision_over_a_base_in_any(tmp_path: Pat
 
 
 @pytest.mark.parametrize("in_files", [True, False], ids=["in files", "in tokenizer_config.json"])
-@pytest.mark.parametrize("merge", ["mixture", "average"])
-def test_chat_templates_of_every_name_go_along(tmp_path: Path, merge: str, in_files: bool) -> None:
+def test_chat_templates_of_every_name_go_along_into_an_average(tmp_path: Path, in_files: bool) -> None:
     base = make_base(tmp_path / "base", "llama")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(base, save_jinja_files=in_files)
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
     (tmp_path / "out").mkdir()
-    if merge == "average":
-        average_experts(base, experts, tmp_path / "out")
-    else:
-        build_moe(base, experts, tmp_path / "out", top_k=2)
+    average_experts(base, experts, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
 
 
@@ -412,10 +412,10 @@ def test_what_stands_in_for_a_shared_expert_is_no_part_that_can_be_trained(tmp_p
 def test_as_many_parameters_are_trained_as_are_planned(tmp_path: Path, family: str, tuning: Tuning) -> None:
     base = make_base(tmp_path / "base", family)
     moe = built(tmp_path, base, a=make_expert(base, tmp_path / "a", 2), b=make_expert(base, tmp_path / "b", 3))
-    foreseen = measure_size(make_cfg(moe_config(read_config(base), num_experts=2, top_k=2), tuning=tuning))
+    predicted = measure_size(make_cfg(moe_config(read_config(base), num_experts=2, top_k=2), tuning=tuning))
     found = make_trainable(load_base(moe, device="cpu", dtype=torch.float32), tuning, name="tiny")
-    assert counts(found) == Counts(trainable=foreseen.trainable, total=foreseen.parameters)
-    assert len(trained_of(found)) == foreseen.trainable_tensors
+    assert counts(found) == Counts(trainable=predicted.trainable, total=predicted.parameters)
+    assert len(trained_of(found)) == predicted.trainable_tensors
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
@@ -435,26 +435,6 @@ def test_a_mixture_that_was_trained_whole_is_saved_whole_and_reads_back_with_equ
     assert before == after
     with torch.no_grad():
         torch.testing.assert_close(logits(folder), model(INPUTS).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_copies_are_refused_or_collapsed_in_an_average_too(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama")
-    one, other = make_expert(base, tmp_path / "one", 2), make_expert(base, tmp_path / "other", 3)
-    (tmp_path / "mean").mkdir()
-    with pytest.raises(
-        ModelError, match="experts are copies: again of one; the mean would be biased towards what they have learnt"
-    ):
-        average_experts(base, {"one": one, "again": one, "other": other}, tmp_path / "mean")
-    assert not list((tmp_path / "mean").iterdir())
-    found = average_experts(base, {"one": one, "again": one, "other": other}, tmp_path / "mean", copies="collapse")
-    assert (found.experts, found.collapsed) == (("one", "other"), {"again": "one"})
-    name = "model.layers.0.mlp.up_proj.weight"
-    written = {
-        key: tensor for file in (tmp_path / "mean").glob("*.safetensors") for key, tensor in load_file(file).items()
-    }[name]
-    torch.testing.assert_close(
-        written, (load_file(one / "model.safetensors")[name] + load_file(other / "model.safetensors")[name]) / 2
-    )
 
 
 @pytest.mark.parametrize("dtype", HALVES)

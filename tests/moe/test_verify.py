@@ -11,23 +11,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finefit.errors import FinefitError
-from finefit.moe.build import build_moe
-from finefit.moe.verify import prove_experts
+from finefit.moe.build import build_moe, prove_experts
 from tests.moe.test_build import make_base, make_expert
 
 torch.set_num_threads(1)
 Made = tuple[Path, dict[str, Path], Path | None]
 
 
-@pytest.fixture(params=[("llama", "none"), ("qwen2", "none"), ("qwen2", "base"), ("qwen3", "none")], ids="-".join)
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
-    family, shared = request.param
-    base = make_base(tmp_path / "base", family)
+def _make(tmp_path: Path, family: str, shared: Any = "none") -> Made:
+    base, moe = make_base(tmp_path / "base", family), tmp_path / "moe"
     experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
-    moe = tmp_path / "moe"
     moe.mkdir()
     build_moe(base, experts, moe, top_k=2, shared=shared)
     return moe, experts, base if shared == "base" else None
+
+
+@pytest.fixture(params=[("llama", "none"), ("qwen2", "none"), ("qwen2", "base"), ("qwen3", "none")], ids="-".join)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+    family, shared = request.param
+    return _make(tmp_path, family, shared)
 
 
 def test_every_expert_alone_answers_as_it_did(made: Made) -> None:
@@ -39,12 +41,8 @@ def test_every_expert_alone_answers_as_it_did(made: Made) -> None:
 
 def _change(folder: Path, part: str, change: Callable[[Tensor], Tensor]) -> None:
     for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        save_file(
-            {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()},
-            file,
-            metadata={"format": "pt"},
-        )
+        tensors = {name: change(tensor) if part in name else tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("part", [".experts.1.", "layernorm", "o_proj"])
@@ -61,11 +59,7 @@ def test_a_tensor_that_is_not_the_experts_is_found_out(made: Made, part: str) ->
 def test_a_shared_expert_that_is_not_half_the_base_is_found_out(
     tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]
 ) -> None:
-    base = make_base(tmp_path / "base", "qwen2")
-    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
-    moe = tmp_path / "moe"
-    moe.mkdir()
-    build_moe(base, experts, moe, top_k=2, shared="base")
+    moe, experts, base = _make(tmp_path, "qwen2", "base")
     _change(moe, part, change)
     with pytest.raises(FinefitError, match="by its shared expert alone does not answer as the base does"):
         prove_experts(moe, experts, shared=base)
@@ -85,11 +79,7 @@ def test_a_shared_expert_that_is_not_half_the_base_is_found_out(
 def test_a_window_that_is_not_the_bases_is_found_out_by_a_probe_that_is_shorter_than_it(
     tmp_path: Path, family: str, told: dict[str, Any]
 ) -> None:
-    base = make_base(tmp_path / "base", family)
-    experts = {"a": make_expert(base, tmp_path / "a", 2), "b": make_expert(base, tmp_path / "b", 3)}
-    moe = tmp_path / "moe"
-    moe.mkdir()
-    build_moe(base, experts, moe, top_k=2)
+    moe, experts, _ = _make(tmp_path, family)
     prove_experts(moe, experts)
     (moe / "config.json").write_text(json.dumps(json.loads((moe / "config.json").read_text()) | told))
     with pytest.raises(FinefitError, match="sent to a does not answer as a does"):

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finefit.negatives.balance import Counts, Sides, _area, _fold, audit, balance, length_counts, take_evenly
+from finefit.negatives.balance import Counts, Sides, _area, audit, balance, fold_of, length_counts, take_evenly
 from finefit.negatives.rules import Falsified, RuleName
 
 MEASURES = {"characters": len}
@@ -99,7 +99,7 @@ def test_words_that_mislead_from_one_row_to_another_are_no_warning() -> None:
 
 
 def test_rows_fall_into_all_folds() -> None:
-    assert {_fold(str(row)) for row in range(200)} == {0, 1, 2, 3, 4}
+    assert {fold_of(str(row)) for row in range(200)} == {0, 1, 2, 3, 4}
 
 
 def test_differences_are_counted_by_size_and_sign() -> None:

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
@@ -11,8 +14,9 @@ import pytest
 from finefit.artifacts.forecasts import Lengths, RehearsalRequest, RehearsalResult
 from finefit.errors import ModelError
 from finefit.plan import client
-from finefit.plan.client import PlannerProcess, forecast, rehearse, shared_planner, visible_cards
+from finefit.plan.client import PlannerProcess, ask, forecast, shared_planner, visible_cards
 from finefit.plan.stage_forecasts import row_lengths
+from finefit.plan.worker import JOBS
 from finefit.spec.load import load_spec, parse_spec, spec_to_json
 from tests.conftest import make_rows, write_jsonl
 from tests.rehearse.conftest import make_config
@@ -97,14 +101,14 @@ def test_pairs_that_cannot_be_counted_have_two_sides(project: Path) -> None:
 @pytest.fixture
 def asked(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Says how many questions were not answered from the cache; the answers themselves do not matter here."""
-    questions: list[RehearsalRequest] = []
+    questions: list[object] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def note(question: RehearsalRequest) -> RehearsalResult:
-        questions.append(question)
+    def note(_: client.Job, *arguments: object) -> RehearsalResult:
+        questions.extend(arguments)
         return RehearsalResult()
 
-    monkeypatch.setattr(client, "rehearse", note)
+    monkeypatch.setattr(client, "ask", note)
     lengths = Lengths(num_rows=4, longest=8, mean=8.0, supervised=4, mean_supervised=4.0, source="counted")
 
     def rehearse(*overrides: str, card: str = "auto", nodes: int | None = None) -> int:
@@ -210,10 +214,10 @@ def _workers() -> list[int]:
 
 def test_one_process_answers_all_that_is_asked_inside_and_then_ends() -> None:
     with shared_planner():
-        small = rehearse(_question(2)).forecasts[0]
+        small = ask("rehearse", _question(2)).forecasts[0]
         (first,) = _workers()
         with shared_planner():  # of one stage among several
-            large = rehearse(_question(3)).forecasts[0]
+            large = ask("rehearse", _question(3)).forecasts[0]
         assert _workers() == [first]
     assert large.peak_bytes > small.peak_bytes
     assert _workers() == []
@@ -221,27 +225,26 @@ def test_one_process_answers_all_that_is_asked_inside_and_then_ends() -> None:
 
 def test_a_question_that_cannot_be_answered_leaves_the_process_to_the_next() -> None:
     with shared_planner():
-        refused = rehearse(_question(model_type="no such model")).failure
-        assert refused is not None
-        assert refused.kind == "ModelError"
+        with pytest.raises(ModelError):
+            ask("rehearse", _question(model_type="no such model"))
         (first,) = _workers()
-        assert rehearse(_question()).forecasts
+        assert ask("rehearse", _question()).forecasts
         assert _workers() == [first]
 
 
 def test_a_process_that_was_ended_is_told_with_its_signal_and_started_anew() -> None:
     with PlannerProcess() as planner:
-        planner.ask(_question())
+        planner.ask("rehearse", _question())
         os.kill(_workers()[0], signal.SIGKILL)
         with pytest.raises(ModelError, match="the rehearsal was ended by SIGKILL inside torch"):
-            planner.ask(_question())
-        assert planner.ask(_question()).forecasts
+            planner.ask("rehearse", _question())
+        assert planner.ask("rehearse", _question()).forecasts
     assert _workers() == []
 
 
 def _broken_off() -> None:
     with shared_planner():
-        rehearse(_question())
+        ask("rehearse", _question())
         raise KeyboardInterrupt
 
 
@@ -249,3 +252,18 @@ def test_nothing_is_left_where_the_asking_is_broken_off() -> None:
     with pytest.raises(KeyboardInterrupt):
         _broken_off()
     assert _workers() == []
+
+
+def test_the_process_does_every_job_by_its_name() -> None:
+    assert set(JOBS) == set(get_args(client.Job))
+    config = make_config("llama-3.2-1b", layers=2, vocab_size=512)
+    with PlannerProcess() as planner:
+        assert planner.ask("count_parameters", config) == JOBS["count_parameters"](config)
+        with pytest.raises(ModelError, match="expert a computes differently from the base"):
+            planner.ask("require_same_config", "a", config, config | {"rms_norm_eps": 1e-3})
+
+
+def test_what_a_cached_plan_needs_loads_no_torch() -> None:
+    modules = "finefit.plan.client, finefit.plan.prepared_data, finefit.plan.stage_costs"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finefit.plan.eval_memory import eval_config, held_bytes, make_eval_limits
+from finefit.plan.eval_memory import held_bytes, make_eval_limits, step_config
 from finefit.plan.target import Target
 from finefit.rehearse.generation import rehearse_answers, rehearse_likelihood
 from finefit.spec.models import Full
@@ -39,7 +39,7 @@ def batch_limit(
     target: Target = CARD, *, prompt_tokens: int = 512, devices: int = 1, config: dict[str, Any] = CONFIG, **more: Any
 ) -> Any:
     asked = evaluation(**more)
-    cfg = eval_config(config, Full(kind="full"), target)
+    cfg = step_config(config, Full(kind="full"), target)
     return make_eval_limits(cfg, target, [asked], prompt_tokens=prompt_tokens, devices=devices)[asked.label]
 
 
@@ -50,7 +50,7 @@ def test_the_room_fits_and_twice_as_many_rows_would_not() -> None:
     rows = found.tokens // (512 + 64)
     assert 1 < rows < 64
     twice = rehearse_answers(
-        eval_config(CONFIG, Full(kind="full"), tight), rows=2 * rows, prompt_tokens=512, new_tokens=64
+        step_config(CONFIG, Full(kind="full"), tight), rows=2 * rows, prompt_tokens=512, new_tokens=64
     )
     assert held_bytes(tight, twice.reserved_bytes) > tight.budget_bytes
 
@@ -60,7 +60,7 @@ def test_shorter_prompts_are_answered_by_more_rows_within_the_same_tokens() -> N
     assert (found.rows, found.tokens) == (256, 64 * (512 + 64))
     longest = found.tokens // found.rows - 64
     corner = rehearse_answers(
-        eval_config(CONFIG, Full(kind="full"), CARD), rows=256, prompt_tokens=longest, new_tokens=64
+        step_config(CONFIG, Full(kind="full"), CARD), rows=256, prompt_tokens=longest, new_tokens=64
     )
     assert (
         found.reserved_bytes >= 0.97 * corner.reserved_bytes
@@ -113,9 +113,9 @@ def test_a_window_of_plain_text_that_is_longer_than_any_prompt_is_rehearsed() ->
         for name, window in (("short", 512), ("long", 8192))
     ]
     eval_limits = make_eval_limits(
-        eval_config(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1
+        step_config(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1
     )
-    window = rehearse_likelihood(eval_config(CONFIG, Full(kind="full"), CARD), rows=1, tokens=8192, counted=8191)
+    window = rehearse_likelihood(step_config(CONFIG, Full(kind="full"), CARD), rows=1, tokens=8192, counted=8191)
     assert eval_limits["long"].reserved_bytes == window.reserved_bytes
     assert eval_limits["short"].reserved_bytes < window.reserved_bytes  # type: ignore[operator]
     assert eval_limits["long"].tokens == eval_limits["short"].tokens
@@ -132,7 +132,7 @@ def test_a_long_window_passes_the_mlp_in_pieces_where_it_must() -> None:
 def test_tasks_of_the_harness_leave_the_rooms_of_others_alone() -> None:
     asked = [evaluation({"kind": "lm_eval", "tasks": ["x"]}), evaluation()]
     eval_limits = make_eval_limits(
-        eval_config(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1
+        step_config(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1
     )
     assert eval_limits["lm_eval"].reserved_bytes is None
     assert eval_limits["rouge"].reserved_bytes is not None
@@ -152,7 +152,7 @@ def _seeing(grids: tuple[tuple[int, ...], ...], target: Target = CARD, **more: A
         "llava", vision_config={"hidden_size": 512, "intermediate_size": 2048, "image_size": 448}, image_seq_length=3136
     ).to_dict()
     asked = evaluation(**more)
-    cfg = eval_config(config, Full(kind="full"), target)
+    cfg = step_config(config, Full(kind="full"), target)
     return make_eval_limits(cfg, target, [asked], prompt_tokens=200, devices=1, grids=grids)[asked.label]
 
 

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from finefit.errors import ModelError
 from finefit.moe.build import build_moe
-from finefit.plan.model_stubs import ModelStubs, count_parameters
-from finefit.plan.model_stubs import _count_in_process as counted_apart
+from finefit.plan.stage_forecasts import ModelStubs, model_size
 from tests.conftest import make_model, make_tokenizer
 from tests.moe.test_build import make_base, make_expert
 from tests.moe.test_dense import NAMED, in_bytes, require_equal, with_tokenizer
@@ -65,23 +64,18 @@ def test_a_mixture_that_could_not_tokenise_as_its_base_is_told_before_it_is_buil
         ModelStubs(pipeline=pipeline_of(STAGES), base=tmp_path).at("mixture")
 
 
-# The process that counts a model's parameters, seen from outside. Elsewhere tests count in their own.
-
-
 def _config(**changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = make_model().config.to_dict()
     return config | changes
 
 
-def test_a_process_of_its_own_counts_what_the_model_has() -> None:
-    model = make_model()
-    size = counted_apart(_config())
-    assert size == count_parameters(_config())
+def test_a_size_is_what_the_model_has() -> None:
+    model, size = make_model(), model_size(_config())
     assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert size.largest_layer == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     assert size.outside == size.parameters - 2 * size.largest_layer
 
 
-def test_a_model_that_cannot_be_counted_is_told_with_the_last_words_of_the_process() -> None:
+def test_a_model_that_cannot_be_counted_is_reported_with_the_reason() -> None:
     with pytest.raises(ModelError, match=r"a model of type no such model cannot be counted: .*no such model"):
-        counted_apart(_config(model_type="no such model"))
+        model_size(_config(model_type="no such model"))

@@ -18,10 +18,9 @@ from finefit.plan.search import CandidateEvaluator, SearchResult, choose, make_s
 from finefit.plan.suggest import releasable, suggest
 from finefit.plan.target import Target, find_target
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal
-from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import Sharding, sharded
 from finefit.spec.load import parse_spec
 from finefit.spec.models import Lora, Subset, Tuning
@@ -73,9 +72,7 @@ def _chosen(
     budget_gib: float, tuning: Tuning = ADAPTED, has_rates: bool = True, **asked: Any
 ) -> tuple[CandidateEvaluator, SearchResult]:
     evaluator = _looker(budget_gib, tuning, has_rates=has_rates)
-    space = make_search_space(
-        LeverSettings(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda"
-    )
+    space = make_search_space(LeverSettings(**asked), evaluator.target, rows=ROWS, supervised=1024, num_layers=LAYERS)
     return evaluator, choose(evaluator, space)
 
 
@@ -201,13 +198,13 @@ def test_the_choice_is_what_the_whole_depth_takes() -> None:
 
 
 def test_a_plan_that_fits_has_no_suggestions() -> None:
-    evaluator, choice = _chosen(LADDER[0])
-    assert suggest(evaluator, choice) == ()
+    _, choice = _chosen(LADDER[0])
+    assert suggest(choice) == ()
 
 
 def test_fixed_levers_are_suggested_to_be_let_go_before_anything_lossy() -> None:
-    evaluator, choice = _chosen(4.2, **FIXED)
-    found = suggest(evaluator, choice)
+    _, choice = _chosen(4.2, **FIXED)
+    found = suggest(choice)
     assert found[0].fits
     assert found[0].is_exact
     assert all(
@@ -216,15 +213,15 @@ def test_fixed_levers_are_suggested_to_be_let_go_before_anything_lossy() -> None
 
 
 def test_what_fits_stands_before_what_does_not_and_exact_before_lossy() -> None:
-    evaluator, choice = _chosen(4.2, **FIXED)
-    for found in (suggest(evaluator, choice), suggest(*_chosen(LADDER[-1]))):
+    _, choice = _chosen(4.2, **FIXED)
+    for found in (suggest(choice), suggest(_chosen(LADDER[-1])[1])):
         order = [(not suggestion.fits, not suggestion.is_exact) for suggestion in found]
         assert order
         assert order == sorted(order)
 
 
 def test_where_no_exact_lever_is_left_lossy_changes_are_suggested() -> None:
-    found = suggest(*_chosen(LADDER[-1]))
+    found = suggest(_chosen(LADDER[-1])[1])
     assert any(suggestion.fits for suggestion in found)
     assert not any(suggestion.is_exact for suggestion in found)
 
@@ -232,9 +229,9 @@ def test_where_no_exact_lever_is_left_lossy_changes_are_suggested() -> None:
 def test_a_budget_below_the_weights_does_not_fit_and_nothing_is_said_to_make_it_fit() -> None:
     """Not even packed weights: what is suggested brings it nearer, and says that it does not fit."""
     budget = measure_size(_cfg()).weight_bytes / GIB / 2
-    evaluator, choice = _chosen(budget)
+    _, choice = _chosen(budget)
     assert not choice.fits
-    assert not any(suggestion.fits for suggestion in suggest(evaluator, choice))
+    assert not any(suggestion.fits for suggestion in suggest(choice))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +247,7 @@ def test_every_suggestion_can_be_set_and_says_what_it_saves(
     budget: float, tuning: Tuning, asked: dict[str, Any], spec: str
 ) -> None:
     evaluator, choice = _chosen(budget, tuning, **asked)
-    found = suggest(evaluator, choice)
+    found = suggest(choice)
     assert found
     plain = parse_spec(spec, where="spec")
     for suggestion in found:
@@ -263,10 +260,8 @@ def test_every_suggestion_can_be_set_and_says_what_it_saves(
 
 def _offered(evaluator: CandidateEvaluator, **asked: Any) -> set[str]:
     """Single changes of all suggestions, by what is set."""
-    space = make_search_space(
-        LeverSettings(**asked), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda"
-    )
-    found = suggest(evaluator, choose(evaluator, space))
+    space = make_search_space(LeverSettings(**asked), evaluator.target, rows=ROWS, supervised=1024, num_layers=LAYERS)
+    found = suggest(choose(evaluator, space))
     assert found
     assert all(suggestion.saves_bytes > 0 for suggestion in found)
     return {change.partition("=")[0] for suggestion in found for change in suggestion.changes}
@@ -317,9 +312,9 @@ def test_levers_that_save_nothing_or_cannot_be_let_go_alone_are_left_alone(
         reasons=choice.reasons | dict.fromkeys(changes, "asked for"),
     )
     frugal = make_search_space(
-        LeverSettings(), rows=ROWS, supervised=1024, num_layers=LAYERS, precision="bf16", device="cuda"
+        LeverSettings(), evaluator.target, rows=ROWS, supervised=1024, num_layers=LAYERS
     ).most_frugal()
-    found = set(releasable(evaluator, asked, frugal))
+    found = set(releasable(asked, frugal))
     assert "recompute" in found
     assert not left_out & found
 
@@ -437,9 +432,11 @@ def test_compiled_layers_are_refused_for_a_mixture_before_anything_is_run(precis
 
 
 def test_tiles_are_not_tried_on_experts_which_are_left_whole() -> None:
-    shape = {"rows": 4, "supervised": 100, "num_layers": 8, "precision": "bf16", "device": "cuda"}
-    assert make_search_space(LeverSettings(), **shape).most_frugal().mlp_tiles > 1  # type: ignore[arg-type]
-    assert make_search_space(LeverSettings(), **shape, has_experts=True).most_frugal().mlp_tiles == 1  # type: ignore[arg-type]
+    for has_experts in (False, True):
+        space = make_search_space(
+            LeverSettings(), _target(1), rows=4, supervised=100, num_layers=8, has_experts=has_experts
+        )
+        assert (space.most_frugal().mlp_tiles == 1) == has_experts
 
 
 def test_a_checkpoint_of_the_routers_has_the_experts_as_their_base_stores_them() -> None:

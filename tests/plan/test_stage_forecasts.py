@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finefit.artifacts.forecasts import RehearsalRequest, RehearsalResult, StageForecast, Suggestion
+from finefit.artifacts.forecasts import RehearsalRequest, StageForecast, Suggestion
 from finefit.artifacts.records import WiredModel
 from finefit.errors import ModelError
 from finefit.facts.files import read_model_folder
 from finefit.moe.build import average_experts, build_moe
 from finefit.plan import client
-from finefit.plan.model_stubs import ModelStubs, expert_copies
 from finefit.plan.stage_costs import forecast_stage, forecast_stages, prepared_eval_rows
 from finefit.plan.stage_forecasts import (
+    ModelStubs,
+    expert_copies,
     forecast_trainings,
     on_cards,
     stages_sharing_adapter,
@@ -86,7 +87,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_stage_is_foretold_before_what_it_stands_on_exists(base: Path) -> None:
+def test_a_stage_is_planned_before_its_inputs_exist(base: Path) -> None:
     before = sorted(base.rglob("*"))
     whole = f"  whole: {{kind: train, model: {MODEL}, tuning: {{kind: full}}}}\n"
     found = forecast_trainings(
@@ -228,9 +229,7 @@ def test_a_mixture_is_outlined_as_it_will_be_built(
         (f"{TWICE}, router: {{kind: select_one, expert: b}}", ("1 experts, 1 of them for each token",)),
     ],
 )
-def test_it_is_foretold_of_copies_what_the_build_will_do(
-    rest: str, notes: tuple[str, ...], stored_in_bf16: Path
-) -> None:
+def test_copies_are_planned_as_the_build_makes_them(rest: str, notes: tuple[str, ...], stored_in_bf16: Path) -> None:
     found = forecast_stages(
         pipeline_of(f"  mix: {{kind: build_moe, base: {MODEL}, {rest}}}\n"), stored_in_bf16, cards=CARD
     )["mix"].notes
@@ -242,7 +241,7 @@ def test_copies_are_known_by_the_models_that_are_named() -> None:
     assert expert_copies(_mixture(TWICE)) == {"c": "a"}
 
 
-def test_every_stage_has_its_outlook(base: Path) -> None:
+def test_every_stage_has_a_forecast(base: Path) -> None:
     rest = f"""\
   merged: {{kind: merge_adapter, model: {{kind: stage, name: dpo}}}}
   mix: {{kind: build_moe, base: {MODEL}, experts: {{a: {{kind: stage, name: merged}}, b: {MODEL}, c: {MODEL}}}}}
@@ -427,11 +426,11 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RehearsalR
     rehearse_here(monkeypatch)
     found: list[RehearsalRequest] = []
 
-    def ask(question: RehearsalRequest) -> RehearsalResult:
-        found.append(question)
-        return ask_here(question)
+    def ask(job: client.Job, *arguments: object) -> Any:
+        found.extend(one for one in arguments if isinstance(one, RehearsalRequest))
+        return ask_here(job, *arguments)
 
-    monkeypatch.setattr(client, "rehearse", ask)
+    monkeypatch.setattr(client, "ask", ask)
     return found
 
 
@@ -497,8 +496,8 @@ def test_limits_of_a_stage_hold_for_its_plan_and_for_its_answers(
     wired = {"qwen": WiredModel(model=FolderModel(kind="folder", path=str(image_base / "qwen")))}
     job = make_job(image_base, wired, asked=({"task": "exact_match"},), images=limits)
     assert isinstance(job.stage, EvaluateStage)
-    answered = evaluate_stage._models_on_rows(job, job.stage.data, wired, job.stage.evaluate)["qwen"]
-    assert answered.prepared.record.prompt_grids == ((1, 4, 6),)
+    _, prepared = evaluate_stage.models_on_rows(job, job.stage.data, wired, job.stage.evaluate)["qwen"]
+    assert prepared.record.prompt_grids == ((1, 4, 6),)
 
 
 def test_prompts_that_are_yet_to_be_made_are_planned_with_images_and_that_is_told(
@@ -741,7 +740,7 @@ def digits_in_fp16(folder: Path) -> None:
         "two halves",
     ],
 )
-def test_a_mixture_is_foreseen_as_large_as_it_will_be(
+def test_a_mixture_is_planned_as_large_as_it_will_be(
     stored: Callable[[Path], None], width: int, merge: str, tmp_path: Path
 ) -> None:
     """It is built in what nothing is lost in, whatever configs say."""
@@ -768,7 +767,9 @@ def test_a_mixture_is_foreseen_as_large_as_it_will_be(
     ],
     ids=["trained", "merged as the base is", "merged in bf16", "merged in the other half"],
 )
-def test_experts_to_come_are_foreseen_in_what_their_stages_will_write(trained: str, width: int, tmp_path: Path) -> None:
+def test_future_experts_are_planned_in_the_dtype_that_their_stages_write(
+    trained: str, width: int, tmp_path: Path
+) -> None:
     in_bf16(make_model_folder(tmp_path / "base"))
     found = mixture_costs(tmp_path, f"{{a: {{kind: stage, name: a}}, b: {BASE}}}", before=f"  a: {trained}\n")
     assert found.disk_bytes == width * (found.parameters or 0)
@@ -781,7 +782,7 @@ def test_an_adapter_is_merged_in_what_most_of_its_base_is_stored_in(tmp_path: Pa
     assert found.disk_bytes == 2 * 8864
 
 
-def test_weights_that_are_to_be_fetched_are_foreseen_as_their_config_says(tmp_path: Path) -> None:
+def test_weights_that_are_to_be_fetched_are_planned_as_their_config_says(tmp_path: Path) -> None:
     """Shards that are named and not there yet."""
     shape = json.dumps({"model_type": "llama", **DENSE, "dtype": "bfloat16"})
     base = make_model_folder(tmp_path / "base")

@@ -8,8 +8,7 @@ import pytest
 
 from finefit.artifacts.forecasts import Forecast, Lengths, RehearsalRequest
 from finefit.errors import SpecError, UserError
-from finefit.facts.card_table import CARD_KINDS, CardKind
-from finefit.facts.cards import parse_card
+from finefit.facts.cards import CARD_KINDS, CardKind, parse_card
 from finefit.facts.machine import Machine, read_machine
 from finefit.facts.nvml import Card
 from finefit.plan.forecast import make_forecast
@@ -25,7 +24,7 @@ from finefit.plan.target import (
     require_same_count,
     shardings_of,
 )
-from finefit.plan.worker import answer
+from finefit.plan.worker import rehearse
 from finefit.rehearse.rehearsal import Rehearsal
 from finefit.spec.load import parse_spec, spec_to_json
 from finefit.spec.schema import (
@@ -86,6 +85,9 @@ def test_a_named_card_has_the_rates_of_the_table() -> None:
     assert kind is not None
     found = _target("A100-80GB").rates
     assert found == rates_of(kind)
+    turing = _target("T4").rates
+    assert turing is not None
+    assert turing.half_flops > 4 * turing.full_flops
     assert found.full_flops < found.half_flops < (kind.bf16_flops or 0)
     assert found.bytes_per_second == kind.bandwidth_bytes_per_second
 
@@ -109,12 +111,6 @@ def test_a_turing_card_is_planned_in_fp16_and_says_what_it_lacks(name: str) -> N
     assert "weights and products are fp32" in " ".join(_target(name, precision="fp32").notes)
 
 
-def test_a_turing_card_has_the_rate_of_its_fp16() -> None:
-    rates = _target("T4").rates
-    assert rates is not None
-    assert rates.half_flops > 4 * rates.full_flops
-
-
 @pytest.mark.parametrize("name", TURING)
 def test_bf16_on_a_turing_card_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match="bf16") as refused:
@@ -122,23 +118,17 @@ def test_bf16_on_a_turing_card_is_refused(name: str) -> None:
     assert "fp16, fp32" in refused.value.remedy
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("card", ["RTX 4090", "T4", "24GiB", "cpu"])
-def test_fp16_is_never_refused(card: str) -> None:
-    assert _target(card, precision="fp16").precision == "fp16"
-
-
-def test_fp16_on_a_processor_is_told_to_be_slow() -> None:
-    assert any("more slowly" in note for note in _target("cpu", precision="fp16").notes)
+def test_fp16_and_fp32_are_never_refused_and_fp16_on_a_processor_is_called_slow(card: str, precision: str) -> None:
+    found = _target(card, precision=precision)
+    assert found.precision == precision
+    assert any("more slowly" in note for note in found.notes) is (card == "cpu" and precision == "fp16")
 
 
 def test_an_ampere_card_is_planned_in_bf16_and_lacks_nothing() -> None:
     found = _target("RTX 4090")
     assert (found.precision, found.notes) == ("bf16", ())
-
-
-@pytest.mark.parametrize("card", ["RTX 4090", "T4", "24GiB", "cpu"])
-def test_fp32_is_never_refused(card: str) -> None:
-    assert _target(card, precision="fp32").precision == "fp32"
 
 
 def test_count_and_price_are_carried() -> None:
@@ -156,9 +146,6 @@ def test_the_processor_has_the_machines_memory_and_measured_rates() -> None:
     assert found.rates is not None
     assert min(found.rates.full_flops, found.rates.half_flops, found.rates.bytes_per_second) > 1e6
     assert 0 < found.context_bytes < found.budget_bytes
-
-
-def test_the_processor_may_be_asked_for_bf16() -> None:
     assert _target("cpu", precision="bf16").precision == "bf16"
 
 
@@ -171,12 +158,8 @@ def test_auto_takes_what_the_card_here_has_free() -> None:
     assert less.budget_bytes == pytest.approx(found.budget_bytes / 4, abs=1)
 
 
-def test_auto_without_a_card_falls_to_the_processor() -> None:
-    assert _target("auto").device == "cpu"
-
-
-def test_the_processor_is_taken_where_it_is_asked_for_beside_a_card() -> None:
-    assert _target("cpu", machine=_machine(_card())).device == "cpu"
+def test_the_processor_is_taken_without_a_card_or_where_it_is_asked_for() -> None:
+    assert _target("auto").device == _target("cpu", machine=_machine(_card())).device == "cpu"
 
 
 def test_a_named_card_is_planned_for_as_it_is_sold_whatever_is_here() -> None:
@@ -189,19 +172,14 @@ def test_a_driver_that_does_not_say_what_is_free_asks_for_a_budget() -> None:
     assert "--card" in refused.value.remedy
 
 
-def test_a_card_here_that_no_table_knows_has_a_budget_and_no_rates() -> None:
-    found = _target("auto", machine=_machine(_card("NVIDIA Nonesuch 9000", capability="9.0")))
-    assert found.rates is None
-    assert found.budget_bytes > 19 * GIB
-
-
 @pytest.mark.parametrize(("capability", "precision"), [("7.5", "fp16"), ("9.0", "bf16")])
 def test_a_card_here_that_no_table_knows_has_the_generation_that_its_driver_reports(
     capability: str, precision: str
 ) -> None:
     found = _target("auto", machine=_machine(_card("NVIDIA Nonesuch 9000", capability=capability)))
     assert found.capability == tuple(int(part) for part in capability.split("."))
-    assert found.precision == precision
+    assert (found.precision, found.rates) == (precision, None)
+    assert found.budget_bytes > 19 * GIB
 
 
 # several devices
@@ -310,14 +288,9 @@ def _forecast(
 # what an engine means
 
 
-@pytest.mark.parametrize(
-    ("engine", "devices"), [(AUTO, None), (TWO, 2), (ENGINES["single"], 1), (ENGINES["ddp"], 2), (ENGINES["zero3"], 2)]
-)
-def test_an_engine_says_how_many_devices_it_takes_or_leaves_it_to_the_card(engine: Engine, devices: int | None) -> None:
-    assert devices_of(engine) == devices
-
-
-def test_only_a_scheduler_has_nodes() -> None:
+def test_an_engine_or_else_the_card_says_how_many_devices_and_only_a_scheduler_has_nodes() -> None:
+    engines = (AUTO, TWO, ENGINES["single"], ENGINES["ddp"], ENGINES["zero3"])
+    assert [devices_of(engine) for engine in engines] == [None, 2, 1, 2, 2]
     assert (nodes_of(LocalLauncher(kind="local")), nodes_of(SlurmLauncher(kind="slurm", nodes=3))) == (1, 3)
 
 
@@ -455,7 +428,7 @@ def test_the_rehearsing_process_tells_it_too() -> None:
     spec = parse_spec(SPEC, where="spec.yaml", overrides=("engine={kind: single}",))
     question = RehearsalRequest(spec=spec_to_json(spec), config=CONFIG, cards=("4xA100-80GB",), lengths=LENGTHS)
     with pytest.raises(SpecError, match=r"engine.kind: single"):
-        answer(question)
+        rehearse(question)
 
 
 def test_processes_on_a_processor_each_have_their_own_copy() -> None:

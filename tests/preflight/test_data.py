@@ -17,12 +17,11 @@ from finefit.preflight.data import (
     check_data,
     few_rows_are_lost,
     find_leaks,
-    padding_is_not_the_end,
+    preparation_is_reported,
     rows_can_be_used,
     rows_fit_the_budget,
     something_is_learnt,
     splits_are_disjoint,
-    template_is_what_others_use,
     texts_hold_no_control_tokens,
     train_has_no_duplicates,
 )
@@ -248,12 +247,12 @@ def test_text_that_is_read_as_control_tokens_is_a_warning() -> None:
 
 
 def test_what_is_said_of_the_template_is_a_note() -> None:
-    finding = only(template_is_what_others_use, replace(SOUND, notes=("it differs",)), asking())
+    finding = only(preparation_is_reported, replace(SOUND, notes=("it differs",)), asking())
     assert (finding.level, finding.problem) == ("note", "it differs")
 
 
 def test_padding_that_ends_an_answer_is_a_note() -> None:
-    assert only(padding_is_not_the_end, replace(SOUND, pad_is_end=True), asking()).level == "note"
+    assert only(preparation_is_reported, replace(SOUND, pad_is_end=True), asking()).level == "note"
 
 
 @pytest.mark.parametrize(("embeddings", "fires"), [(260, False), (259, True), (None, False)])

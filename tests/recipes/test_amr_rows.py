@@ -11,7 +11,7 @@ import pytest
 from finefit.plan.resolve import leaves
 from finefit.spec.load import load_spec
 from finefit.tasks.amr import GraphBlock, read_graphs
-from finefit.tasks.amr_notation import Node, nodes, parse
+from finefit.tasks.amr_graphs import Node, nodes, parse
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "src" / "finefit" / "recipes"

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
-from finefit.objective.custom import CustomRow
+from finefit.objective.batch import CustomRow
 from finefit.recipes.shirg import shirg
-from finefit.recipes.shirg.shirg import FIRST, READ, SECOND, UNSEEN, Look, Settings, Shirg
+from finefit.recipes.shirg.shirg import FIRST, READ, SECOND, UNSEEN, PatchFeatures, Settings, Shirg
 
 MASK, END = 2, 0
 CONFIG: dict[str, Any] = {
@@ -145,9 +145,9 @@ def test_attention_is_that_of_the_last_layer_given_by_all_patches_over_all_heads
     torch.testing.assert_close(looked(attention_BPP=weights.mean(dim=1)).received(), shirg.scaled(received))
 
 
-def looked(**changes: Any) -> Look:
+def looked(**changes: Any) -> PatchFeatures:
     flat = torch.full((1, 36, 36), 1 / 36)
-    blank = Look(
+    blank = PatchFeatures(
         attention_BPP=flat,
         features_BPC=torch.ones(1, 36, 4),
         similarity_BP=torch.zeros(1, 36),
@@ -264,14 +264,14 @@ def test_told_again_by_its_weight_the_loss_is_on_average_that_of_every_token() -
     its mean."""
     made, one, chance, total = make().made, row(1), np.random.default_rng(0), np.zeros(4)
     for _ in range(4_000):
-        total += shirg.laid(one, made, chance).weights_A.reshape(2, 4).sum(axis=0)
+        total += shirg.laid(one, made, chance)["weights"].reshape(2, 4).sum(axis=0)
     assert np.abs(total / 4_000 - 0.25).max() < 0.01
 
 
 def test_an_answer_of_one_token_weighs_as_much_as_any_other() -> None:
     made = replace(make().made, answer_tokens=1)
     found = shirg.laid(row(1, answer=1), made, np.random.default_rng(1))
-    assert found.weights_A.tolist() == [1.0, 0.0]
+    assert found["weights"].tolist() == [1.0, 0.0]
 
 
 def test_masks_are_the_rows_own_whatever_the_batch() -> None:

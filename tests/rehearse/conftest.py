@@ -5,65 +5,24 @@ from typing import Any
 import pytest
 
 from finefit.artifacts.records import Levers
-from finefit.rehearse.step_config import StepConfig
+from finefit.rehearse.allocator import replay
+from finefit.rehearse.fake_model import StepConfig
+from finefit.rehearse.rehearsal import Rehearsal
+from finefit.rehearse.trace import Trace
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import AdamW
 
+KEYS = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "heads", "kv", "width")
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "heads": 32,
-        "kv": 8,
-        "width": 128,
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "heads": 28,
-        "kv": 4,
-        "width": 128,
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "heads": 32,
-        "kv": 8,
-        "width": 128,
-    },
-    "mistral-7b": {
-        "model_type": "mistral",
-        "vocab_size": 32768,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "heads": 32,
-        "kv": 8,
-        "width": 128,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "heads": 9,
-        "kv": 3,
-        "width": 64,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "heads": 32,
-        "kv": 8,
-        "width": 64,
-    },
+    name: dict(zip(KEYS, values, strict=True))
+    for name, values in {
+        "llama-3.1-8b": ("llama", 128256, 4096, 14336, 32, 8, 128),
+        "qwen2.5-7b": ("qwen2", 152064, 3584, 18944, 28, 4, 128),
+        "qwen3-4b": ("qwen3", 151936, 2560, 9728, 32, 8, 128),
+        "mistral-7b": ("mistral", 32768, 4096, 14336, 32, 8, 128),
+        "smollm2-135m": ("llama", 49152, 576, 1536, 9, 3, 64),
+        "llama-3.2-1b": ("llama", 128256, 2048, 8192, 32, 8, 64),
+    }.items()
 }
 LORA, FULL = Lora(kind="lora", rank=8, alpha=16), Full(kind="full")
 
@@ -91,6 +50,25 @@ def make_cfg(config: dict[str, Any] | None = None, **changes: Any) -> StepConfig
         "accumulates": False,
     }
     return StepConfig(**(plain | changes))
+
+
+def peak(found: Rehearsal) -> int:
+    return replay(found.trace.stream()).allocated_bytes
+
+
+def kept_after_forward(found: Rehearsal) -> int:
+    """Bytes of activations when the last layer of the last forward is done."""
+    last = max(at for at, instant in enumerate(found.trace.instants) if instant == "forward")
+    return found.trace.components(last).get("activations", 0)
+
+
+def held_before_the_last_step(found: Rehearsal) -> dict[str, int]:
+    return found.trace.components(last_step(found.trace) - 1)
+
+
+def last_step(trace: Trace) -> int:
+    """The event at which it begins: right after its batches are made."""
+    return len(trace.instants) - trace.instants[::-1].index("batch")
 
 
 @pytest.fixture(params=SHAPES)

@@ -10,13 +10,12 @@ import pytest
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError, SpecError
 from finefit.model.resolve_model import custom_source
-from finefit.plan.custom import require_custom
+from finefit.plan.forecast import require_custom
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import total_flops
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.load import parse_spec
 from finefit.spec.models import CustomModel, FolderModel, Full, Lora
 from finefit.spec.schema import AdamW

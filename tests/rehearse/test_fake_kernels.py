@@ -10,17 +10,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finefit.rehearse.allocator import replay
+from finefit.rehearse.cost_model import total_flops
 from finefit.rehearse.fake_kernels import Int8Linear, Nf4Linear, leave_uncast
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
-from finefit.rehearse.trace import Trace
 from finefit.spec.models import Lora
 from finefit.spec.schema import AdamW
 from finefit.step.levers import layers_of
 from tests.quantised import quantised_layer, with_dora
-from tests.rehearse.conftest import FULL, LORA, SHAPES, make_cfg, make_config
+from tests.rehearse.conftest import (
+    FULL,
+    LORA,
+    SHAPES,
+    held_before_the_last_step,
+    kept_after_forward,
+    make_cfg,
+    make_config,
+    peak,
+)
 
 WIDTH = 64
 
@@ -94,19 +101,13 @@ def test_a_rehearsal_has_hidden_states_in_fp32_where_dora_meets_quantised_layers
 TOKENS = 512
 
 
-def _kept_after_forward(trace: Trace) -> int:
-    """Bytes of activations when the last layer of the last forward is done."""
-    last = max(at for at, instant in enumerate(trace.instants) if instant == "forward")
-    return trace.components(last).get("activations", 0)
-
-
 def _per_token_and_layer(cfg: StepConfig) -> float:
     """What one more token keeps in one more layer; casts of the weights, which do not grow with tokens, fall out."""
 
     def kept(layers: int, tokens: int) -> int:
         recompute = layers if cfg.levers.recompute else 0
         config, levers = cfg.config | {"num_hidden_layers": layers}, replace(cfg.levers, recompute=recompute)
-        return _kept_after_forward(rehearse(replace(cfg, config=config, tokens=tokens, levers=levers)).trace)
+        return kept_after_forward(rehearse(replace(cfg, config=config, tokens=tokens, levers=levers)))
 
     return ((kept(4, 1024) - kept(3, 1024)) - (kept(4, 512) - kept(3, 512))) / 512
 
@@ -165,19 +166,15 @@ def test_weights_are_counted_to_the_byte(shape: str, tuning: Any, bytes_each: in
     norms = 2 * h + (2 * known["width"] if known["model_type"] == "qwen3" else 0)
     layer = 2 * h * q + 2 * h * k + 3 * h * f + bias + norms
     wanted = 2 * layer + 2 * known["vocab_size"] * h + h
-    found = rehearse(make_cfg(make_config(shape), tuning=tuning))
-    weights = found.trace.components(found.trace.marks["step"] - 1)["weights"]
+    weights = held_before_the_last_step(rehearse(make_cfg(make_config(shape), tuning=tuning)))["weights"]
     assert weights == pytest.approx(wanted * bytes_each, rel=1e-4)  # rounded to 512 bytes each
 
 
 def test_tied_weights_are_counted_once() -> None:
-    apart, tied = (
-        measure_size(make_cfg(make_config("smollm2-135m", tied=tied), tuning=FULL)) for tied in (False, True)
-    )
-    assert apart.parameters - tied.parameters == 49152 * 576
-    found = [rehearse(make_cfg(make_config("smollm2-135m", tied=tied), tuning=FULL)).trace for tied in (False, True)]
-    difference = [trace.components(trace.marks["step"] - 1)["weights"] for trace in found]
-    assert difference[0] - difference[1] == 49152 * 576 * 4
+    apart, tied = (make_cfg(make_config("smollm2-135m", tied=tied), tuning=FULL) for tied in (False, True))
+    assert measure_size(apart).parameters - measure_size(tied).parameters == 49152 * 576
+    held = [held_before_the_last_step(rehearse(cfg))["weights"] for cfg in (apart, tied)]
+    assert held[0] - held[1] == 49152 * 576 * 4
 
 
 def _at_update(found: Rehearsal) -> dict[str, int]:
@@ -204,25 +201,21 @@ def test_four_bit_weights_take_a_little_more_than_half_a_byte() -> None:
 
 @pytest.mark.parametrize("levers", [{}, {"recompute": 6}], ids=["kept", "recomputed"])
 def test_allocated_memory_is_linear_in_depth(levers: dict[str, int]) -> None:
-    def peak(layers: int) -> int:
-        config = make_config("qwen2.5-7b", layers=layers)
-        found = rehearse(make_cfg(config, levers=levers and {"recompute": layers}))
-        return replay(found.trace.stream()).allocated_bytes
+    def cfg(layers: int) -> StepConfig:
+        return make_cfg(make_config("qwen2.5-7b", layers=layers), levers=levers and {"recompute": layers})
 
-    four, five, six = peak(4), peak(5), peak(6)
+    four, five, six = (peak(rehearse(cfg(layers))) for layers in (4, 5, 6))
     assert six - five == pytest.approx(five - four, abs=4096)
 
 
 def test_memory_is_linear_in_tokens() -> None:
-    def peak(tokens: int) -> int:
-        return replay(rehearse(make_cfg(tokens=tokens, supervised=tokens - 1)).trace.stream()).allocated_bytes
-
-    assert peak(2048) - peak(1536) == pytest.approx(peak(1536) - peak(1024), rel=0.01)
+    short, middle, long = (
+        peak(rehearse(make_cfg(tokens=tokens, supervised=tokens - 1))) for tokens in (1024, 1536, 2048)
+    )
+    assert long - middle == pytest.approx(middle - short, rel=0.01)
 
 
 def test_flops_are_two_for_each_weight_and_token_forward_and_twice_that_backward_in_full_tuning() -> None:
-    from finefit.rehearse.cost_model import total_flops
-
     config = make_config("llama-3.2-1b")
     cfg = make_cfg(config, tuning=FULL)
     matrices = (

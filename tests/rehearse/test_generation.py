@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finefit.evaluate.decoding import decode_step, prefill
+from finefit.plan.search import TYPICAL_RATES
 from finefit.rehearse.fake_kernels import device_kernels
-from finefit.rehearse.fake_model import measure_size, read_config
+from finefit.rehearse.fake_model import StepConfig, measure_size, read_config
 from finefit.rehearse.generation import (
     GENERATION,
     PROMPTS,
@@ -17,7 +18,6 @@ from finefit.rehearse.generation import (
     rehearse_answers,
     rehearse_likelihood,
 )
-from finefit.rehearse.step_config import StepConfig
 from tests.rehearse.conftest import FULL, LORA, make_cfg, make_config
 
 CPU: dict[str, Any] = {"device": "cpu", "capability": (0, 0), "precision": "fp32"}
@@ -110,8 +110,6 @@ def test_reserved_is_at_least_what_is_allocated() -> None:
 
 
 def test_time_grows_with_what_is_generated_and_counts_one_step_for_each_token() -> None:
-    from finefit.plan.search import TYPICAL_RATES
-
     cfg = make_cfg(make_config(layers=2))
     ten, twenty = (rehearse_answers(cfg, rows=2, prompt_tokens=64, new_tokens=new) for new in (10, 20))
     assert {instant for instant, _ in ten.trace.costs} >= {PROMPTS, GENERATION}

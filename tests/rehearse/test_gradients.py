@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from finefit.artifacts.forecasts import grouped_names
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
-from finefit.rehearse.fake_model import measure_size
-from finefit.rehearse.gradients import explain, frozen_adapters
-from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
+from finefit.rehearse.fake_model import StepConfig, measure_size
+from finefit.rehearse.rehearsal import Rehearsal, explain, frozen_adapters, rehearse
 from finefit.spec.models import Full, Lora, Tuning
 from finefit.spec.schema import AdamW
 
@@ -87,21 +85,12 @@ def without_gradients(module: nn.Module) -> None:
 )
 def test_every_tensor_of_a_sound_model_is_reached(tuning: Tuning, levers: Levers) -> None:
     whole = cfg(tuning=tuning, levers=levers)
-    rehearsed = rehearse(whole)
+    kept: list[nn.Module] = []
+    rehearsed = rehearse(whole, kept.append)
+    assert frozen_adapters(kept[0]) == ()
     assert measure_size(whole).trainable_tensors > 0
     assert rehearsed.unreached == ()
     assert rehearsed.causes == ()
-
-
-def test_a_model_that_was_set_to_re_entrant_checkpointing_is_put_right_by_the_levers() -> None:
-    def adjust(model: nn.Module) -> None:
-        for layer in backbone(model).layers:
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
-                True,
-                partial(checkpoint, use_reentrant=True),
-            )
-
-    assert rehearse(cfg(levers=Levers(micro_batch=1, recompute=2)), adjust).unreached == ()
 
 
 # re-entrant checkpointing
@@ -132,6 +121,33 @@ def checkpointed_soundly(model: nn.Module) -> None:
     model.get_base_model().enable_input_require_grads()  # type: ignore[operator]
 
 
+def set_to_re_entrant(model: nn.Module) -> None:
+    """The levers put it right."""
+    for layer in backbone(model).layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True)
+
+
+def with_a_used_tower(model: nn.Module) -> None:
+    layer = backbone(model).layers[0]
+    layer.tower = Tower()
+    layer.mlp.register_forward_hook(lambda _, __, out: out + layer.tower(out))
+
+
+SOUND: dict[str, Callable[[nn.Module], None]] = {
+    "re-entrant with input gradients": checkpointed_soundly,
+    "non-reentrant": partial(checkpointed, recompute=partial(checkpoint, use_reentrant=False)),
+    "set to re-entrant before the levers": set_to_re_entrant,
+    "a tower that is used": with_a_used_tower,
+}
+
+
+@pytest.mark.parametrize("adjust", SOUND.values(), ids=SOUND)
+def test_sound_models_are_not_accused(adjust: Callable[[nn.Module], None]) -> None:
+    levers = Levers(micro_batch=1, recompute=2 if adjust is set_to_re_entrant else 0)
+    assert rehearse(cfg(levers=levers), adjust).unreached == ()
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_re_entrant_checkpointing_over_frozen_embeddings_is_named() -> None:
     rehearsed = rehearse(cfg(), partial(checkpointed, recompute=partial(checkpoint, use_reentrant=True)))
@@ -152,14 +168,6 @@ def test_re_entrant_checkpointing_of_a_single_forward_is_named() -> None:
     assert unreached_modules(rehearsed) == [f"{BACKBONE}.layers.0.self_attn.q_proj"]
     assert len(rehearsed.causes) == 1
     assert REENTRANT in rehearsed.causes[0]
-
-
-def test_re_entrant_checkpointing_with_input_gradients_is_sound() -> None:
-    assert rehearse(cfg(), checkpointed_soundly).unreached == ()
-
-
-def test_non_reentrant_checkpointing_over_frozen_embeddings_is_sound() -> None:
-    assert rehearse(cfg(), partial(checkpointed, recompute=partial(checkpoint, use_reentrant=False))).unreached == ()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -286,15 +294,6 @@ def test_an_output_that_is_not_used_is_named(use: Callable[[Tensor], Any]) -> No
     assert cause.startswith(f"{BACKBONE}.layers.0.tower: its output does not reach the loss")
 
 
-def test_a_tower_whose_output_is_used_is_reached() -> None:
-    def adjust(model: nn.Module) -> None:
-        layer = backbone(model).layers[0]
-        layer.tower = Tower()
-        layer.mlp.register_forward_hook(lambda _, __, out: out + layer.tower(out))
-
-    assert rehearse(cfg(), adjust).unreached == ()
-
-
 def test_each_fault_has_its_own_sentence() -> None:
     def adjust(model: nn.Module) -> None:
         backbone(model).tower = Tower()
@@ -325,12 +324,6 @@ def test_frozen_adapters_are_named_though_no_gradient_is_missing() -> None:
 
     assert rehearse(cfg(), adjust).unreached == ()
     assert frozen_adapters(kept[0]) == (f"{BACKBONE}.layers.{{0..1}}.mlp.up_proj.lora_B.default.weight",)
-
-
-def test_adapters_that_are_trained_are_not_named_as_frozen() -> None:
-    kept: list[nn.Module] = []
-    rehearse(cfg(), kept.append)
-    assert frozen_adapters(kept[0]) == ()
 
 
 # targets

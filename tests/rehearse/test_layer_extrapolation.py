@@ -15,7 +15,7 @@ from finefit.rehearse import generation
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import phase_seconds, total_flops
 from finefit.rehearse.fake_kernels import DeviceKernels
-from finefit.rehearse.fake_model import build_on_meta, read_config
+from finefit.rehearse.fake_model import StepConfig, build_on_meta, read_config
 from finefit.rehearse.generation import GenerationRehearsal, extrapolated_bytes, rehearse_answers
 from finefit.rehearse.layer_extrapolation import (
     REHEARSED_PERIODS,
@@ -35,10 +35,9 @@ from finefit.rehearse.layer_kinds import (
     with_tower_layers,
 )
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Cost, Trace
 from finefit.spec.models import Lora, Subset, Tuning
-from finefit.spec.schema import AdamW
+from finefit.spec.schema import AdamW, Dpo
 from finefit.vision.family import Grid
 from tests.rehearse.conftest import FULL, LORA, make_cfg, make_config
 from tests.slow_cases import slow_but
@@ -69,6 +68,14 @@ def _config(layers: int = 6, **more: Any) -> dict[str, Any]:
 
 def _cfg(config: dict[str, Any] | None = None, **changes: Any) -> StepConfig:
     return make_cfg(config or _config(), **({"tuning": FEW} | changes))
+
+
+def _wide(**changes: Any) -> StepConfig:
+    return make_cfg(make_config(layers=6), **changes)
+
+
+def _lora(**given: Any) -> Lora:
+    return LORA.model_copy(update=given)
 
 
 def _alternating(layers: int) -> list[str]:
@@ -107,6 +114,15 @@ CONFIGS: dict[str, StepConfig] = {
     ),
     "experts": _cfg(_config(**MOE), tuning=LORA, is_quick=True, levers={"recompute": 6}),
     "experts in full": _cfg(_config(**MOE), tuning=FULL),
+    "8 bits, recomputed": _wide(tuning=_lora(base_bits=8), levers={"recompute": 6}),
+    "subset, recomputed": _wide(tuning=Subset(kind="subset", trainable=("layers.*.mlp",)), levers={"recompute": 6}),
+    "8-bit moments": _wide(tuning=FULL, optimizer=AdamW(lr=1e-4, kind="adamw_8bit")),
+    "paged moments": _wide(tuning=FULL, optimizer=AdamW(lr=1e-4, kind="paged_adamw_8bit")),
+    "fp16": _wide(precision="fp16", tuning=_lora(weights="bf16")),
+    "pairs": _wide(objective=Dpo(kind="dpo")),
+    "pairs, recomputed": _wide(objective=Dpo(kind="dpo"), levers={"recompute": 6, "loss_chunk": 256}),
+    "pairs, a cached reference": _wide(objective=Dpo(kind="dpo", reference="cached"), levers={"recompute": 6}),
+    "pairs, an adapter continued": _wide(objective=Dpo(kind="dpo"), tuning=_lora(adapter="adapter")),
 }
 
 
@@ -125,7 +141,10 @@ def kinds_of_events(trace: Trace) -> Counter[tuple[str, int, int, bool]]:
 @pytest.mark.parametrize(
     "cfg",
     slow_but(
-        ["none recomputed", "6 of 11 recomputed and offloaded", "full tuning", "kinds of layers alternate", "experts"],
+        [
+            *("none recomputed", "6 of 11 recomputed and offloaded", "full tuning", "kinds of layers alternate"),
+            *("experts", "subset, recomputed", "8-bit moments", "pairs"),
+        ],
         CONFIGS,
     ),
 )
@@ -141,6 +160,11 @@ def test_a_stretched_rehearsal_is_the_whole_one(cfg: StepConfig) -> None:
     assert stretched.trace.peaks() == whole.trace.peaks()
     assert stretched.unreached == whole.unreached == ()
     assert not list(find_inconsistencies(stretched.trace))
+
+
+def test_layers_whose_events_do_not_repeat_are_all_executed() -> None:
+    cfg, memo = _wide(tuning=_lora(base_bits=4, dora=True)), dict[str, Rehearsal]()
+    assert rehearse_extrapolated(cfg, memo) is memo[repr(cfg)]
 
 
 def test_layers_without_rotary_embedding_are_not_taken_for_others() -> None:

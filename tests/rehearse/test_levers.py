@@ -9,13 +9,21 @@ import pytest
 
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import total_flops
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Lora, Subset
 from finefit.spec.schema import AdamW
-from tests.rehearse.conftest import FULL, LORA, SHAPES, make_cfg, make_config
+from tests.rehearse.conftest import (
+    FULL,
+    LORA,
+    SHAPES,
+    held_before_the_last_step,
+    kept_after_forward,
+    make_cfg,
+    make_config,
+    peak,
+)
 from tests.slow_cases import slow_but
 
 GIB = 2**30
@@ -38,13 +46,7 @@ def _rehearsed(
 
 
 def _peak(**how: Any) -> int:
-    return replay(_rehearsed(**how).trace.stream()).allocated_bytes
-
-
-def _kept_after_forward(found: Rehearsal) -> int:
-    """Bytes of activations when the last layer of the forward is done."""
-    last = max(at for at, instant in enumerate(found.trace.instants) if instant == "forward")
-    return found.trace.components(last)["activations"]
+    return peak(_rehearsed(**how))
 
 
 def _loss_peak(**how: Any) -> int:
@@ -82,7 +84,7 @@ def test_offloaded_inputs_wait_on_the_host_and_not_on_the_device() -> None:
     inputs = 2 * TOKENS * HIDDEN * LAYERS
     assert (plain.trace.host_bytes, offloaded.trace.host_bytes) == (0, LAYERS * 2 * TOKENS * HIDDEN)
     on_its_way = 2 * TOKENS * HIDDEN  # the last one, which is still leaving
-    assert _kept_after_forward(plain) - _kept_after_forward(offloaded) == pytest.approx(inputs - on_its_way, rel=0.01)
+    assert kept_after_forward(plain) - kept_after_forward(offloaded) == pytest.approx(inputs - on_its_way, rel=0.01)
     assert _peak(recompute=LAYERS, loss_chunk=256, offload=True) < _peak(
         recompute=LAYERS, loss_chunk=256, offload=False
     )
@@ -107,7 +109,7 @@ def test_kept_attention_costs_its_outputs_and_saves_their_flops() -> None:
     """2 bytes for each output and 4 for the logsumexp of each head, rounded up, and the random state of each layer."""
     again, kept = (_rehearsed(recompute=LAYERS, loss_chunk=256, keep_attention=keep) for keep in (False, True))
     cost = LAYERS * (2 * TOKENS * HEADS * WIDTH + 4 * TOKENS * HEADS)
-    assert cost <= _kept_after_forward(kept) - _kept_after_forward(again) <= cost + LAYERS * 2048
+    assert cost <= kept_after_forward(kept) - kept_after_forward(again) <= cost + LAYERS * 2048
     forward = LAYERS * 2 * 2 * HEADS * (TOKENS * TOKENS // 2) * WIDTH
     assert total_flops(again.trace) - total_flops(kept.trace) == forward
 
@@ -231,9 +233,9 @@ def test_full_tuning_takes_sixteen_bytes_for_each_parameter() -> None:
 # What each kind of tuning, of weights and of optimizer comes to in bytes.
 
 MLP = Subset(kind="subset", trainable=("layers.*.mlp",))
-HIDDEN_TUNINGS, WIDE, VOCABULARY, TOKENS_TUNINGS = 576, 1536, 49152, 512
+SMALL, WIDE, VOCABULARY, SHORT = 576, 1536, 49152, 512
 KEYS = 3 * 64
-LINEAR = 2 * HIDDEN_TUNINGS * HIDDEN_TUNINGS + 2 * HIDDEN_TUNINGS * KEYS + 3 * HIDDEN_TUNINGS * WIDE
+LINEAR = 2 * SMALL * SMALL + 2 * SMALL * KEYS + 3 * SMALL * WIDE
 """Weights of a layer's projections."""
 
 
@@ -245,20 +247,12 @@ def _cfg(**changes: Any) -> StepConfig:
     return make_cfg(make_config(layers=2), **changes)
 
 
-def _held_before_the_last_step(found: Rehearsal) -> dict[str, int]:
-    return found.trace.components(found.trace.marks["step"] - 1)
-
-
-def _peak_tunings(cfg: StepConfig) -> int:
-    return replay(rehearse(cfg).trace.stream()).allocated_bytes
-
-
 # adapters
 
 
 def test_adapters_in_bf16_take_half_with_their_gradients_and_moments() -> None:
     wide, narrow = (rehearse(_cfg(tuning=lora(weights=kind))) for kind in ("fp32", "bf16"))
-    held = [_held_before_the_last_step(found) for found in (wide, narrow)]
+    held = [held_before_the_last_step(found) for found in (wide, narrow)]
     assert held[1]["adapters"] == pytest.approx(held[0]["adapters"] / 2, rel=0.01)
     assert held[1]["optimizer"] == pytest.approx(held[0]["optimizer"] / 2, rel=0.02)
     assert narrow.unreached == ()
@@ -272,12 +266,12 @@ def test_adapters_in_bf16_take_half_with_their_gradients_and_moments() -> None:
 
 
 def test_rank_stabilised_adapters_take_what_others_do() -> None:
-    assert _peak_tunings(_cfg(tuning=lora(rank_stabilised=True))) == _peak_tunings(_cfg())
+    assert peak(rehearse(_cfg(tuning=lora(rank_stabilised=True)))) == peak(rehearse(_cfg()))
 
 
 def test_dora_learns_a_length_for_every_row_of_a_weight() -> None:
     plain, dora = measure_size(_cfg()), measure_size(_cfg(tuning=lora(dora=True)))
-    lengths = 2 * (2 * HIDDEN_TUNINGS + 2 * KEYS + 2 * WIDE + HIDDEN_TUNINGS)
+    lengths = 2 * (2 * SMALL + 2 * KEYS + 2 * WIDE + SMALL)
     assert dora.trainable - plain.trainable == lengths
     assert dora.trainable_tensors - plain.trainable_tensors == 2 * 7
 
@@ -291,7 +285,7 @@ def test_dora_makes_whole_weights_in_every_step_and_reaches_all_it_trains(bits: 
         for block in dora.trace.blocks
         if block.module.endswith("lora_magnitude_vector.default") and block.instant == "forward"
     )
-    assert largest >= 4 * HIDDEN_TUNINGS * WIDE  # the product of A and B beside the weight
+    assert largest >= 4 * SMALL * WIDE  # the product of A and B beside the weight
     assert total_flops(dora.trace) > total_flops(plain.trace)
 
 
@@ -300,11 +294,11 @@ def test_dora_makes_whole_weights_in_every_step_and_reaches_all_it_trains(bits: 
 
 def test_a_subset_is_trained_in_fp32_beside_frozen_halves() -> None:
     size = measure_size(_cfg(tuning=MLP))
-    trained = 2 * 3 * HIDDEN_TUNINGS * WIDE
+    trained = 2 * 3 * SMALL * WIDE
     assert (size.trainable, size.trainable_bytes) == (trained, 4 * trained)
     assert size.weight_bytes == 2 * (size.parameters - trained) + 4 * trained
     found = rehearse(_cfg(tuning=MLP))
-    held = _held_before_the_last_step(found)
+    held = held_before_the_last_step(found)
     assert found.unreached == ()
     assert held["optimizer"] == pytest.approx(8 * trained, rel=0.01)
     assert "adapters" not in held
@@ -313,7 +307,7 @@ def test_a_subset_is_trained_in_fp32_beside_frozen_halves() -> None:
 def test_a_subset_is_loaded_in_halves_and_widened_one_by_one() -> None:
     """Never is more than one weight there twice."""
     size, loaded = measure_size(_cfg(tuning=MLP)), rehearse(_cfg(tuning=MLP)).trace.peaks()["load"]
-    assert size.weight_bytes <= loaded <= size.weight_bytes + 2 * HIDDEN_TUNINGS * WIDE + (1 << 20)
+    assert size.weight_bytes <= loaded <= size.weight_bytes + 2 * SMALL * WIDE + (1 << 20)
 
 
 # weights in bits
@@ -324,9 +318,9 @@ def test_eight_bits_are_a_byte_for_each_weight_and_a_scale_for_each_row() -> Non
     plain = measure_size(_cfg())
     assert size.parameters == plain.parameters
     assert plain.weight_bytes - size.weight_bytes == 2 * LINEAR
-    rows = 2 * (2 * HIDDEN_TUNINGS + 2 * KEYS + 2 * WIDE + HIDDEN_TUNINGS)
+    rows = 2 * (2 * SMALL + 2 * KEYS + 2 * WIDE + SMALL)
     half, eight = (
-        _held_before_the_last_step(rehearse(_cfg(tuning=tuning)))["weights"] for tuning in (LORA, lora(base_bits=8))
+        held_before_the_last_step(rehearse(_cfg(tuning=tuning)))["weights"] for tuning in (LORA, lora(base_bits=8))
     )
     assert half - eight == pytest.approx(2 * LINEAR - 4 * rows, abs=2 * 7 * 2 * 512)
 
@@ -335,29 +329,21 @@ def test_a_product_in_eight_bits_counts_as_one_in_sixteen() -> None:
     assert total_flops(rehearse(_cfg(tuning=lora(base_bits=8))).trace) == total_flops(rehearse(_cfg()).trace)
 
 
-def _kept_after_forward_tunings(cfg: StepConfig) -> int:
-    trace = rehearse(cfg).trace
-    last = max(at for at, instant in enumerate(trace.instants) if instant == "forward")
-    return trace.components(last)["activations"]
-
-
 def test_in_eight_bits_the_inputs_of_layers_stay_though_these_are_computed_again() -> None:
     """bitsandbytes keeps them where recomputation does not see it. The first layer's first input needs no gradient, so
     it is not kept."""
     four, eight = (
-        _kept_after_forward_tunings(_cfg(tuning=lora(base_bits=bits), levers={"recompute": 2})) for bits in (4, 8)
+        kept_after_forward(rehearse(_cfg(tuning=lora(base_bits=bits), levers={"recompute": 2}))) for bits in (4, 8)
     )
-    inputs = (
-        2 * TOKENS_TUNINGS * (HIDDEN_TUNINGS + HIDDEN_TUNINGS + HIDDEN_TUNINGS + WIDE)
-    )  # of q, k and v; of o; of gate and up; of down
-    assert eight - four == pytest.approx(2 * inputs - 2 * TOKENS_TUNINGS * HIDDEN_TUNINGS, rel=0.1)
+    inputs = 2 * SHORT * (SMALL + SMALL + SMALL + WIDE)  # of q, k and v; of o; of gate and up; of down
+    assert eight - four == pytest.approx(2 * inputs - 2 * SHORT * SMALL, rel=0.1)
 
 
 def test_under_autocast_an_adapter_on_packed_weights_takes_its_input_as_it_is() -> None:
     """peft's layers for bitsandbytes make no fp32 copy, whatever the lever says."""
     for bits in (4, 8):
         asked, unasked = (
-            _peak_tunings(_cfg(tuning=lora(base_bits=bits), levers={"adapter_inputs": kind}))
+            peak(rehearse(_cfg(tuning=lora(base_bits=bits), levers={"adapter_inputs": kind})))
             for kind in ("bf16", "fp32")
         )
         assert asked == unasked
@@ -368,8 +354,8 @@ def test_under_autocast_an_adapter_on_packed_weights_takes_its_input_as_it_is() 
 
 def test_fp16_takes_the_bytes_of_bf16() -> None:
     for tuning in (LORA, FULL):
-        assert _peak_tunings(_cfg(tuning=tuning, precision="fp16")) == pytest.approx(
-            _peak_tunings(_cfg(tuning=tuning)), abs=4096
+        assert peak(rehearse(_cfg(tuning=tuning, precision="fp16"))) == pytest.approx(
+            peak(rehearse(_cfg(tuning=tuning))), abs=4096
         )
 
 
@@ -386,27 +372,8 @@ def test_an_older_card_in_fp16_holds_halves_and_takes_the_efficient_kernel() -> 
 @pytest.mark.parametrize(("kind", "each"), [("paged_adamw", 4), ("paged_adamw_8bit", 1)])
 def test_paged_moments_are_on_no_card_and_counted_apart(kind: Any, each: int) -> None:
     cfg = _cfg(tuning=FULL, optimizer=AdamW(lr=1e-4, kind=kind))
-    large = VOCABULARY * HIDDEN_TUNINGS * 2 + 2 * (LINEAR)
+    large = VOCABULARY * SMALL * 2 + 2 * (LINEAR)
     assert measure_size(cfg).paged_bytes == 2 * each * large
-    held = _held_before_the_last_step(rehearse(cfg)).get("optimizer", 0)
+    held = held_before_the_last_step(rehearse(cfg)).get("optimizer", 0)
     assert held < 0.05 * 8 * large
     assert measure_size(_cfg(tuning=FULL)).paged_bytes == 0
-
-
-# a few layers stand for all
-
-DEEP: dict[str, dict[str, Any]] = {
-    "8 bits, recomputed": {"tuning": lora(base_bits=8), "levers": {"recompute": 6}},
-    "dora in 4 bits": {"tuning": lora(base_bits=4, dora=True)},
-    "subset, recomputed": {"tuning": MLP, "levers": {"recompute": 6}},
-    "8-bit moments": {"tuning": FULL, "optimizer": AdamW(lr=1e-4, kind="adamw_8bit")},
-    "paged moments": {"tuning": FULL, "optimizer": AdamW(lr=1e-4, kind="paged_adamw_8bit")},
-    "fp16": {"precision": "fp16", "tuning": lora(weights="bf16")},
-}
-
-
-@pytest.mark.parametrize("changes", slow_but(["subset, recomputed", "8-bit moments"], DEEP))
-def test_a_stretched_rehearsal_equals_the_whole_one(changes: dict[str, Any]) -> None:
-    cfg = make_cfg(make_config(layers=6), **changes)
-    whole, stretched = (replay(found(cfg).trace.stream()) for found in (rehearse, rehearse_extrapolated))
-    assert (stretched.allocated_bytes, stretched.reserved_bytes) == (whole.allocated_bytes, whole.reserved_bytes)

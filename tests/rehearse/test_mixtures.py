@@ -12,14 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch
 from finefit.objective.losses import sft_loss
-from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import total_flops
 from finefit.rehearse.fake_kernels import GROUPED_MM, device_kernels
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.generation import GENERATION, GenerationRehearsal, rehearse_answers
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
-from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
+from finefit.rehearse.rehearsal import rehearse
 from finefit.rehearse.trace import Cost
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import Router
@@ -28,7 +26,7 @@ from finefit.step.levers import apply_levers
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import make_optimizer
 from tests.mixtures import FAMILIES, make_mixture, mixture_config
-from tests.rehearse.conftest import FULL, make_cfg
+from tests.rehearse.conftest import FULL, kept_after_forward, make_cfg, peak
 
 ROUTERS = Subset(kind="subset", trainable=("mlp.gate",))
 ATTENTION = Lora(kind="lora", rank=8, targets=("q_proj", "v_proj"))
@@ -48,10 +46,6 @@ def _cfg(family: str = "qwen3", *, num_experts: int = 4, layers: int = 2, **chan
     return make_cfg(
         mixture_config(family, num_experts=num_experts, num_hidden_layers=layers, **WIDE), **(shape | changes)
     )
-
-
-def _peak(found: Rehearsal) -> int:
-    return replay(found.trace.stream()).allocated_bytes
 
 
 # what is trained
@@ -74,13 +68,13 @@ def test_routers_are_rehearsed_with_the_loss_that_balances_them(packing: bool) -
     plain = _cfg(tuning=ROUTERS, is_quick=True, levers={"micro_batch": 2, "packing": packing}, **PROCESSOR)
     balanced = rehearse(replace(plain, objective=Router(kind="router")))
     assert balanced.unreached == ()
-    assert _peak(balanced) > _peak(rehearse(plain))
+    assert peak(balanced) > peak(rehearse(plain))
 
 
 @pytest.mark.parametrize("tuning", [FULL, ROUTERS], ids=["full", "routers"])
 def test_a_few_layers_stand_for_all_of_them(tuning: Tuning) -> None:
     cfg = _cfg("qwen2", layers=6, tuning=tuning, is_quick=True, levers={"micro_batch": 1, "recompute": 6})
-    assert _peak(rehearse_extrapolated(cfg)) == _peak(rehearse(cfg))
+    assert peak(rehearse_extrapolated(cfg)) == peak(rehearse(cfg))
 
 
 def test_products_of_experts_are_taken_in_halves_where_weights_are_kept_in_fp32() -> None:
@@ -158,15 +152,10 @@ def test_a_real_step_takes_what_was_predicted_whether_its_routing_is_even_or_has
     """To the same few per cent as a dense model's on a processor, and never more."""
     cfg = _cfg(tuning=tuning, levers={"micro_batch": 2, "recompute": recompute, "adapter_inputs": "fp32"}, **PROCESSOR)
     found = rehearse(cfg)
-    predicted = _peak(found) - sum(block.num_bytes for block in found.trace.blocks if block.instant == "load")
+    predicted = peak(found) - sum(block.num_bytes for block in found.trace.blocks if block.instant == "load")
     even, collapsed = (_real_peak(cfg, is_collapsed=is_collapsed) for is_collapsed in (False, True))
     assert even == collapsed
     assert 0.88 < even / predicted <= 1.0
-
-
-def _kept_after_forward(found: Rehearsal) -> int:
-    last = max(at for at, instant in enumerate(found.trace.instants) if instant == "forward")
-    return found.trace.components(last)["activations"]
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
@@ -174,7 +163,7 @@ def test_more_experts_keep_no_more_activations(tuning: Tuning) -> None:
     """As many tokens meet an expert as before; only what routers say of each is more, and that is kept once or
     twice."""
     few, many = (
-        _kept_after_forward(rehearse(_cfg(num_experts=count, tuning=tuning, is_quick=True, **PROCESSOR)))
+        kept_after_forward(rehearse(_cfg(num_experts=count, tuning=tuning, is_quick=True, **PROCESSOR)))
         for count in (4, 32)
     )
     one_layer = (32 - 4) * 512 * 4

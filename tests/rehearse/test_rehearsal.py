@@ -14,15 +14,22 @@ from finefit.errors import ModelError
 from finefit.objective.batch import Batch, Forward
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import Rates, phase_seconds, total_flops
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.generation import rehearse_answers
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Lora
 from finefit.spec.schema import Dpo
-from tests.rehearse.conftest import FULL, LORA, make_cfg, make_config
-from tests.slow_cases import slow_but
+from tests.rehearse.conftest import (
+    FULL,
+    LORA,
+    held_before_the_last_step,
+    kept_after_forward,
+    last_step,
+    make_cfg,
+    make_config,
+    peak,
+)
 
 ON_Q = Lora(kind="lora", rank=8, targets=("q_proj",))
 TURING: dict[str, Any] = {"capability": (7, 5), "precision": "fp32"}
@@ -36,32 +43,22 @@ def _cfg(config: dict[str, Any] | None = None, **changes: Any) -> StepConfig:
 # what is refused
 
 
-def _without_type() -> dict[str, Any]:
-    return {key: value for key, value in make_config().items() if key != "model_type"}
-
-
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (_without_type(), "no model_type"),
+        ({"hidden_size": 64}, "no model_type"),
         (make_config(model_type="nonesuch"), "nonesuch"),
         ({"model_type": "vit"}, "vit cannot be built as a causal language model"),
         ({"model_type": "t5"}, "t5 cannot be built as a causal language model"),
+        ({"model_type": "bert", "num_hidden_layers": 2}, "bert is an encoder"),
+        (make_config(hidden_size="wide"), "hidden_size"),
+        (make_config(num_attention_heads=7), "not a multiple of the number of attention heads"),
     ],
-    ids=["no type", "unknown type", "vision", "encoder and decoder"],
+    ids=["no type", "unknown type", "vision", "encoder and decoder", "encoder", "no number", "no divisor"],
 )
 def test_a_config_of_no_causal_language_model_is_refused_with_a_remedy(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=problem) as refused:
         rehearse(_cfg(config))
-    assert refused.value.remedy
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"hidden_size": "wide"}, {"num_attention_heads": 7}], ids=["no number", "no divisor"]
-)
-def test_a_config_with_impossible_values_is_refused_with_a_remedy(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ModelError) as refused:
-        rehearse(_cfg(make_config(**wrong)))
     assert refused.value.remedy
 
 
@@ -112,11 +109,6 @@ def test_a_model_with_everything_frozen_is_refused(tuning: Lora) -> None:
 # what differs between devices
 
 
-def _kept_after_forward(found: Rehearsal) -> int:
-    last = max(at for at, instant in enumerate(found.trace.instants) if instant == "forward")
-    return found.trace.components(last)["activations"]
-
-
 def _operations(found: Rehearsal) -> set[str]:
     return {block.operation for block in found.trace.blocks}
 
@@ -125,14 +117,14 @@ def test_dropout_costs_one_byte_for_each_element_on_a_card() -> None:
     """The dropped input is kept in place of the input; the mask comes on top, but for the first layer, whose input
     needs no gradient."""
     plain, dropped = (rehearse(_cfg(tuning=ON_Q.model_copy(update={"dropout": share}))) for share in (0.0, 0.1))
-    assert _kept_after_forward(dropped) - _kept_after_forward(plain) == 512 * 576
+    assert kept_after_forward(dropped) - kept_after_forward(plain) == 512 * 576
 
 
 def test_dropout_costs_what_its_input_does_on_the_processor() -> None:
     plain, dropped = (
         rehearse(_cfg(tuning=ON_Q.model_copy(update={"dropout": share}), **PROCESSOR)) for share in (0.0, 0.1)
     )
-    assert _kept_after_forward(dropped) - _kept_after_forward(plain) == 4 * 512 * 576
+    assert kept_after_forward(dropped) - kept_after_forward(plain) == 4 * 512 * 576
 
 
 def test_a_turing_card_takes_the_efficient_kernel_with_repeated_heads() -> None:
@@ -166,8 +158,8 @@ def test_a_turing_card_holds_no_weight_in_bf16() -> None:
     half, full = measure_size(_cfg()), measure_size(_cfg(**TURING))
     assert full.weight_bytes == 4 * full.parameters
     assert half.weight_bytes == 2 * (half.parameters - half.trainable) + 4 * half.trainable
-    found = rehearse(_cfg(**TURING)).trace
-    assert found.components(found.marks["step"] - 1)["weights"] >= 4 * (full.parameters - full.trainable)
+    held = held_before_the_last_step(rehearse(_cfg(**TURING)))
+    assert held["weights"] >= 4 * (full.parameters - full.trainable)
 
 
 def test_the_processor_needs_no_workspace() -> None:
@@ -240,60 +232,27 @@ def test_generation_takes_more_with_every_row_and_token() -> None:
     assert few < rehearse_answers(cfg, rows=8, prompt_tokens=cfg.tokens, new_tokens=4096).reserved_bytes
 
 
-def test_an_encoder_is_no_causal_language_model() -> None:
-    config = {
-        "model_type": "bert",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-    }
-    with pytest.raises(ModelError, match="bert is an encoder"):
-        rehearse(_cfg(config))
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
 
 
 def test_capped_attention_scores_are_rehearsed_as_they_are_trained() -> None:
     """Gemma 2: SDPA would leave the cap out, so its attention holds the scores themselves."""
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 300,
-    }
-
-    def peak(tokens: int) -> int:
-        config = {"model_type": "gemma2", "num_hidden_layers": 2, **shape}
-        return replay(rehearse(_cfg(config, tokens=tokens, supervised=8)).trace.stream()).allocated_bytes
-
-    assert peak(2048) - peak(1024) > 2.5 * (peak(1024) - peak(512))
+    config = {"model_type": "gemma2", "head_dim": 16, **TINY}
+    short, middle, long = (peak(rehearse(_cfg(config, tokens=tokens, supervised=8))) for tokens in (512, 1024, 2048))
+    assert long - middle > 2.5 * (middle - short)
 
 
 def test_a_model_that_stretches_its_positions_can_be_rehearsed() -> None:
-    factors = [1.0] * 8
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": 64,
-    }
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 300,
-        "pad_token_id": 0,
-    }
-    config = {
-        "model_type": "phi3",
-        "num_hidden_layers": 2,
-        **shape,
-        "original_max_position_embeddings": 64,
-        "rope_scaling": rope,
-    }
+    longest = {"original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    config = {"model_type": "phi3", "pad_token_id": 0, "rope_scaling": rope | longest, **TINY, **longest}
     assert rehearse(_cfg(config, tuning=Lora(kind="lora", rank=4))).unreached == ()
 
 
@@ -324,13 +283,9 @@ def _cfg_packing(*, packing: bool = True, levers: dict[str, Any] | None = None, 
 
 def _blocks(found: Rehearsal, operation: str, instant: str) -> list[int]:
     """Sizes in the order in which they were made, of the steady step."""
-    start = found.trace.marks["step"]
+    start = last_step(found.trace)
     blocks = [found.trace.blocks[ident] for ident, is_new in found.trace.events[start:] if is_new]
     return [block.num_bytes for block in blocks if (block.operation, block.instant) == (operation, instant)]
-
-
-def _peak(cfg: StepConfig) -> int:
-    return replay(rehearse(cfg).trace.stream()).allocated_bytes
 
 
 @pytest.mark.parametrize("card", ON_CARDS.values(), ids=ON_CARDS)
@@ -395,7 +350,7 @@ def test_attention_that_is_kept_is_not_computed_again() -> None:
 @pytest.mark.parametrize("place", [*ON_CARDS.values(), *ONE_BY_ONE.values()], ids=[*ON_CARDS, *ONE_BY_ONE])
 def test_full_packs_cost_what_full_padded_micro_batches_do(place: dict[str, Any]) -> None:
     """Within the buffers of attention: the worst pack holds the tokens of the worst padded micro-batch."""
-    packed, padded = (_peak(_cfg_packing(packing=packing, **place)) for packing in (True, False))
+    packed, padded = (peak(rehearse(_cfg_packing(packing=packing, **place))) for packing in (True, False))
     assert packed == pytest.approx(padded, rel=0.05)
     packed_flops, padded_flops = (
         total_flops(rehearse(_cfg_packing(packing=packing, **place)).trace) for packing in (True, False)
@@ -406,7 +361,7 @@ def test_full_packs_cost_what_full_padded_micro_batches_do(place: dict[str, Any]
 @pytest.mark.parametrize("place", [ON_CARDS["Ada"], ONE_BY_ONE["processor"]], ids=["card", "processor"])
 def test_packed_layers_repeat_so_that_a_few_stand_for_all(place: dict[str, Any]) -> None:
     whole = replace(_cfg_packing(validation=(TOKENS, 10), **place), config=make_config(layers=9))
-    assert replay(rehearse_extrapolated(whole).trace.stream()).allocated_bytes == _peak(whole)
+    assert peak(rehearse_extrapolated(whole)) == peak(rehearse(whole))
 
 
 # Preference pairs in a rehearsal: two sequences a row, a pass through the reference, and the fault that leaves a
@@ -421,14 +376,9 @@ def _cfg_objectives(**changes: Any) -> StepConfig:
     return make_cfg(make_config(layers=2), **({"objective": PAIRS} | changes))
 
 
-def _kept_after_forward_objectives(found: Rehearsal) -> int:
-    last = max(at for at, instant in enumerate(found.trace.instants) if instant == "forward")
-    return found.trace.components(last)["activations"]
-
-
 def test_a_pair_takes_what_two_rows_do() -> None:
     rows = make_cfg(make_config(layers=2), levers={"micro_batch": 2})
-    assert _kept_after_forward_objectives(rehearse(_cfg_objectives())) == _kept_after_forward_objectives(rehearse(rows))
+    assert kept_after_forward(rehearse(_cfg_objectives())) == kept_after_forward(rehearse(rows))
 
 
 def test_the_reference_is_a_pass_of_its_own_that_keeps_nothing_for_backward() -> None:
@@ -440,7 +390,7 @@ def test_the_reference_is_a_pass_of_its_own_that_keeps_nothing_for_backward() ->
 def test_the_reference_comes_before_the_policy() -> None:
     """While nothing is kept for backward yet."""
     found = rehearse(_cfg_objectives()).trace
-    step = found.instants[found.marks["step"] :]
+    step = found.instants[last_step(found) :]
     assert step.index("reference") < step.index("forward")
 
 
@@ -460,22 +410,21 @@ def test_a_kept_reference_is_computed_before_the_first_step_and_never_again(obje
     assert _reference_seconds(cfg) == 0
     assert found.instants.index("reference") < found.instants.index("forward")
     assert found.peaks()["reference"] < found.peaks()["backward"]
-    assert "reference" not in found.instants[found.marks["step"] :]
+    assert "reference" not in found.instants[last_step(found) :]
 
 
 def test_going_on_from_an_adapter_holds_a_frozen_copy_of_it() -> None:
     fresh, going_on = (rehearse(_cfg_objectives(tuning=tuning)) for tuning in (LORA, GOES_ON))
-    held = [found.trace.components(found.trace.marks["step"] - 1) for found in (fresh, going_on)]
+    held = [held_before_the_last_step(found) for found in (fresh, going_on)]
     assert held[1]["adapters"] == 2 * held[0]["adapters"]
     assert held[1]["optimizer"] == held[0]["optimizer"]
     assert going_on.unreached == ()
 
 
 def test_a_kept_reference_needs_no_copy() -> None:
-    fresh, cached = (rehearse(_cfg_objectives(objective=CACHED, tuning=tuning)).trace for tuning in (LORA, GOES_ON))
-    assert (
-        cached.components(cached.marks["step"] - 1)["adapters"] == fresh.components(fresh.marks["step"] - 1)["adapters"]
-    )
+    cfgs = (_cfg_objectives(objective=CACHED, tuning=tuning) for tuning in (LORA, GOES_ON))
+    fresh, cached = (held_before_the_last_step(rehearse(cfg))["adapters"] for cfg in cfgs)
+    assert cached == fresh
 
 
 def test_validation_of_pairs_has_a_reference_too() -> None:
@@ -483,21 +432,6 @@ def test_validation_of_pairs_has_a_reference_too() -> None:
     cfg = _cfg_objectives(validation=(512, 511))
     peaks = rehearse(cfg).trace.peaks()
     assert 0 < peaks["validation"] < peaks["backward"]
-
-
-DEEP: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "recomputed": {"levers": {"recompute": 6, "loss_chunk": 256}},
-    "cached": {"objective": CACHED, "levers": {"recompute": 6}},
-    "goes on": {"tuning": GOES_ON},
-}
-
-
-@pytest.mark.parametrize("changes", slow_but(["kept"], DEEP))
-def test_a_few_layers_stand_for_all_with_pairs_too(changes: dict[str, Any]) -> None:
-    cfg = make_cfg(make_config(layers=6), **({"objective": PAIRS} | changes))
-    whole, stretched = (replay(found(cfg).trace.stream()) for found in (rehearse, rehearse_extrapolated))
-    assert (stretched.allocated_bytes, stretched.reserved_bytes) == (whole.allocated_bytes, whole.reserved_bytes)
 
 
 # the policy under no_grad

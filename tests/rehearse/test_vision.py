@@ -8,11 +8,9 @@ import pytest
 
 from finefit.artifacts.records import Levers
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.fake_images import fake_images, fitting, image_tokens, num_tokens
-from finefit.rehearse.fake_model import measure_size
+from finefit.rehearse.fake_model import StepConfig, fake_images, fitting, image_tokens, measure_size, num_tokens
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import AdamW
 from tests.slow_cases import slow_but

@@ -10,28 +10,34 @@ from rich.console import Console
 
 from finefit.artifacts.atomic import Journal
 from finefit.artifacts.rundir import RunDir, stage_of
-from finefit.report.live import JournalTail, RunFollower, RunView, TrainingStatus
+from finefit.report.live import JournalTail, RunFollower, RunView
 from tests.report.conftest import answer, ask, note, step
 
 
-def _training(follower: RunFollower) -> TrainingStatus:
+def _training(follower: RunFollower) -> str:
     found = follower.training()
     assert found is not None
-    return found
+    return found.words
+
+
+def _evaluating(run: RunDir) -> str:
+    found = RunFollower(run).evaluating()
+    assert found is not None
+    return found.words
 
 
 def test_before_the_first_step_nothing_is_claimed(run: RunDir) -> None:
-    assert str(RunFollower(run).training()) == "step 0/12  loading the model"
+    assert _training(RunFollower(run)) == "step 0/12  loading the model"
 
 
 def test_a_reference_in_the_making_is_shown_until_the_first_step(run: RunDir) -> None:
     follower = RunFollower(run)
     note(run, event="reference", done=300, total=1000)
     assert follower.news() == []
-    assert str(follower.training()) == "step 0/12  reference of 300/1,000 pairs"
+    assert _training(follower) == "step 0/12  reference of 300/1,000 pairs"
     step(run, 1, 5.25)
     follower.news()
-    assert "reference" not in str(follower.training())
+    assert "reference" not in _training(follower)
 
 
 def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir) -> None:
@@ -42,7 +48,7 @@ def test_a_step_shows_loss_speed_memory_time_left_and_what_is_saved(run: RunDir)
     with Journal(stage_of(run).memory) as memory:
         memory.write(instant="step", step=2, resident_bytes=2**30, peak_bytes=2**31)
     assert follower.news() == []
-    assert str(follower.training()) == "step 2/12  loss 5.1250  200 tok/s  1.00 GiB  ETA 0:05  saved checkpoint-2"
+    assert _training(follower) == "step 2/12  loss 5.1250  200 tok/s  1.00 GiB  ETA 0:05  saved checkpoint-2"
 
 
 def test_an_event_is_reported_once(run: RunDir) -> None:
@@ -74,7 +80,7 @@ def test_a_step_that_is_still_in_hand_is_not_shown_as_done(run: RunDir, event: s
     step(run, 3)
     note(run, event=event, step=4, before={}, after={}, scale=2.0)
     follower.news()
-    assert _training(follower).step == 3
+    assert _training(follower).startswith("step 3/12")
 
 
 def test_what_happened_before_the_first_look_is_known_and_no_news(run: RunDir) -> None:
@@ -82,7 +88,7 @@ def test_what_happened_before_the_first_look_is_known_and_no_news(run: RunDir) -
     note(run, event="validated", step=1, validation_loss=5.5)
     follower = RunFollower(run)
     assert follower.news() == []
-    assert _training(follower).step == 1
+    assert _training(follower).startswith("step 1/12")
 
 
 def test_a_step_that_was_not_applied_has_no_loss(run: RunDir) -> None:
@@ -90,7 +96,7 @@ def test_a_step_that_was_not_applied_has_no_loss(run: RunDir) -> None:
     step(run, 1)
     note(run, event="not_finite", step=2, found="loss inf")
     follower.news()
-    assert _training(follower).loss is None
+    assert "loss -" in _training(follower)
 
 
 def test_a_resumed_run_stands_where_its_checkpoint_stands(run: RunDir) -> None:
@@ -98,28 +104,29 @@ def test_a_resumed_run_stands_where_its_checkpoint_stands(run: RunDir) -> None:
         step(run, number)
     note(run, event="resumed", step=3, checkpoint="checkpoint-3")
     now = _training(RunFollower(run))
-    assert (now.step, now.checkpoint) == (3, "checkpoint-3")
+    assert now.startswith("step 3/12")
+    assert now.endswith("saved checkpoint-3")
 
 
 def test_a_run_that_starts_over_has_nothing_saved(run: RunDir) -> None:
     step(run, 1)
     note(run, event="saved", step=1, checkpoint="checkpoint-1")
     note(run, event="started", step=0)
-    assert str(RunFollower(run).training()).startswith("step 0/12  loss -")
-    assert str(RunFollower(run).training()).endswith("nothing saved yet")
+    assert _training(RunFollower(run)).startswith("step 0/12  loss -")
+    assert _training(RunFollower(run)).endswith("nothing saved yet")
 
 
 def test_an_evaluation_in_hand_counts_its_answers(run: RunDir) -> None:
     step(run, 12)
     ask(run, "base")
     answer(run, "base", 2)
-    assert str(RunFollower(run).answering()) == "evaluating base on json_match: 2/5 answers"
+    assert _evaluating(run) == "evaluating base on json_match: 2/5 answers"
 
 
 def test_a_sample_of_answers_that_are_there_is_never_more_than_whole(run: RunDir) -> None:
     answer(run, "base", 5)
     ask(run, "base", limit=3)
-    assert str(RunFollower(run).answering()) == "evaluating base on json_match: 3/3 answers"
+    assert _evaluating(run) == "evaluating base on json_match: 3/3 answers"
 
 
 def test_of_a_run_that_only_evaluates_no_training_is_told(run: RunDir) -> None:
@@ -130,14 +137,14 @@ def test_of_a_run_that_only_evaluates_no_training_is_told(run: RunDir) -> None:
 def test_an_evaluation_with_a_result_is_over(run: RunDir) -> None:
     ask(run, "base")
     stage_of(run).evaluation("json_match", "base").result.write_text("{}")
-    assert RunFollower(run).answering() is None
+    assert RunFollower(run).evaluating() is None
 
 
 def test_an_evaluation_that_was_stopped_does_not_hide_the_training_that_goes_on(run: RunDir) -> None:
     request = ask(run, "base")
     os.utime(request, ns=(0, 0))
     step(run, 1)
-    assert RunFollower(run).answering() is None
+    assert RunFollower(run).evaluating() is None
 
 
 def test_a_line_that_is_still_being_written_waits_and_a_torn_one_is_passed_over(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, stage_of
 from finefit.artifacts.stage_records import EvalResult, Score, StageResult
 from finefit.cli.console import open_console
-from finefit.report.layout import clock, gib
-from finefit.report.run import evals_of, plan_view, result_lines, run_document, show_change, show_end
+from finefit.report.layout import clock
+from finefit.report.plan import plan_view
+from finefit.report.run import evals_of, result_lines, run_document, show_change, show_end
 from tests.evals import make_item, make_request, make_result
 from tests.report.conftest import note
 
@@ -155,7 +156,3 @@ def test_a_demo_compares_base_and_final_on_three_messages_whatever_else_was_scor
 )
 def test_time_as_people_read_it(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
-
-
-def test_memory_as_people_read_it() -> None:
-    assert gib(3 * 2**29) == "1.50 GiB"

@@ -12,7 +12,6 @@ from finefit.errors import RunError
 from finefit.report.scores import (
     best_of,
     format_n,
-    format_value,
     require_metric,
     sample_answers,
     score_boards,
@@ -37,13 +36,6 @@ def _shown(renderable: RenderableType, width: int = 200) -> str:
     shown = io.StringIO()
     Console(file=shown, width=width).print(renderable)
     return shown.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "words"), [(EXACT, 0.125, "12.5%"), (BLEU, 34.56, "34.6"), (PERPLEXITY, 1234.5, "1,230")]
-)
-def test_a_value_is_shown_in_its_own_unit(metric: Metric, value: float, words: str) -> None:
-    assert format_value(metric, value) == words
 
 
 def test_the_best_is_the_highest_and_of_what_should_be_low_the_lowest() -> None:

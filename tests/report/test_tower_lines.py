@@ -8,7 +8,7 @@ from rich.console import Console
 from finefit.artifacts.forecasts import Forecast, Plan, TowerSize
 from finefit.report.check import check_document, show_stage
 from finefit.report.forecast import forecast_object, show_forecast
-from finefit.report.run import plan_view
+from finefit.report.plan import plan_view
 from finefit.run.check_stages import CheckedPipeline, CheckedStage
 from tests.forecasts import make_forecast
 

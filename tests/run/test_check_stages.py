@@ -1,7 +1,6 @@
 """What speaks against a pipeline keeps it from running, before anything is loaded."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 
 from finefit.errors import FindingError
-from finefit.preflight import StageFinding
-from finefit.run.check_stages import require_sound_stages
+from finefit.preflight import StageFinding, require_no_errors
+from finefit.run.check_stages import Forecasts, check_pipeline
 from finefit.spec.load import parse_any
 from finefit.spec.pipeline import Pipeline
 from tests.conftest import make_model_folder, make_rows, write_jsonl
@@ -48,7 +47,13 @@ def base(tmp_path: Path) -> Path:
 def checked(base: Path, *names: str, changes: tuple[str, ...] = ()) -> tuple[StageFinding, ...]:
     pipeline = parse_any(STAGES, where="spec.yaml", overrides=changes)
     assert isinstance(pipeline, Pipeline)
-    return require_sound_stages(pipeline, base, FORECASTS, runs=base / "runs", names=names or None)
+    return _sound(pipeline, base, FORECASTS, names=names or None)
+
+
+def _sound(pipeline: Pipeline, base: Path, forecasts: Forecasts, **which: Any) -> tuple[StageFinding, ...]:
+    found = check_pipeline(pipeline, base, base / "runs", forecasts=forecasts, **which).findings
+    require_no_errors(found, FindingError)
+    return found
 
 
 def _long_row_in_both(base: Path) -> None:
@@ -85,12 +90,12 @@ def test_what_is_no_error_is_handed_back(base: Path) -> None:
     ]
 
 
-def test_a_training_that_was_foretold_is_judged_by_what_was_foretold(base: Path) -> None:
+def test_a_training_with_a_forecast_is_judged_by_it(base: Path) -> None:
     pipeline = parse_any(STAGES, where="spec.yaml")
     assert isinstance(pipeline, Pipeline)
     frozen = replace(make_forecast(), fits=False)
     with pytest.raises(FindingError, match=r"^stage sft: .*bytes"):
-        require_sound_stages(pipeline, base, {"sft": (frozen,)}, runs=base / "runs", names=("sft",))
+        _sound(pipeline, base, {"sft": (frozen,)}, names=("sft",))
 
 
 def test_a_leak_is_found_in_rows_that_are_cut(base: Path) -> None:
@@ -177,11 +182,10 @@ def check_rows(rows_base: Path, stage: dict[str, Any], done: Path | None = None)
     }
     pipeline = parse_any(json.dumps(document), where="spec.yaml")
     assert isinstance(pipeline, Pipeline)
-    return require_sound_stages(
+    return _sound(
         pipeline,
         rows_base,
         {"sft": (make_forecast(),)},
-        runs=rows_base / "runs",
         names=("it",),
         done=lambda name: done if name == "script" else None,
     )
@@ -228,50 +232,37 @@ def test_rows_of_a_copy_that_is_collapsed_are_not_looked_at(rows_base: Path) -> 
     )
 
 
-def _bad_row(rows_base: Path) -> None:
-    write_jsonl(rows_base / "digits.jsonl", [*_rows(9), {"prompt": "why?"}])
-
-
-def _one_row(rows_base: Path) -> None:
-    write_jsonl(rows_base / "digits.jsonl", _rows(1))
-
-
-def _nothing_to_change(rows_base: Path) -> None:
-    write_jsonl(rows_base / "facts.jsonl", [{"prompt": f"q{at}", "completion": "a"} for at in range(5)])
-
-
-def _same(rows_base: Path) -> None:
-    write_jsonl(rows_base / "more.jsonl", grounded(12, seed=1)[3:5])
-
-
-def _nothing(_: Path) -> None: ...
-
-
 TEST = {"test": {"path": "more.jsonl"}}
-REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
-    "a row that a gate cannot read": (_bad_row, gate(), "digits.jsonl:10 "),
-    "too few rows for a router": (_one_row, mixture(), "expert digits has 1 different rows"),
-    "rows that give no pair": (_nothing_to_change, pairs(), "no pair could be made for train of 5 rows"),
-    "rows in two splits, sampled": (_same, pairs(method=SAMPLED, **TEST), "more.jsonl:1"),
+UNCHANGEABLE = [{"prompt": f"q{at}", "completion": "a"} for at in range(5)]
+REFUSED: dict[str, tuple[dict[str, list[dict[str, Any]]], dict[str, Any], str]] = {
+    "a row that a gate cannot read": ({"digits.jsonl": [*_rows(9), {"prompt": "why?"}]}, gate(), "digits.jsonl:10 "),
+    "too few rows for a router": ({"digits.jsonl": _rows(1)}, mixture(), "expert digits has 1 different rows"),
+    "rows that give no pair": ({"facts.jsonl": UNCHANGEABLE}, pairs(), "no pair could be made for train of 5 rows"),
+    "rows in two splits, sampled": (
+        {"more.jsonl": grounded(12, seed=1)[3:5]},
+        pairs(method=SAMPLED, **TEST),
+        "more.jsonl:1",
+    ),
     "a task that scores no answer": (
-        _nothing,
+        {},
         pairs(method={**SAMPLED, "task": "hallucination"}),
         "method.task hallucination",
     ),
     "verdicts of no run": (
-        _nothing,
+        {},
         {"kind": "make_pairs", "method": {"kind": "verdicts", "of": ["model"]}},
         "model is neither a run directory nor",
     ),
-    "an absent adapter": (_nothing, {"kind": "merge_adapter", "model": MODEL, "adapter": "absent"}, "absent"),
+    "an absent adapter": ({}, {"kind": "merge_adapter", "model": MODEL, "adapter": "absent"}, "absent"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "stage", "words"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("files", "stage", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_the_stage_would_refuse_is_refused_before(
-    spoil: Callable[[Path], None], stage: dict[str, Any], words: str, rows_base: Path
+    files: dict[str, list[dict[str, Any]]], stage: dict[str, Any], words: str, rows_base: Path
 ) -> None:
-    spoil(rows_base)
+    for name, rows in files.items():
+        write_jsonl(rows_base / name, rows)
     first = refused(rows_base, stage).splitlines()[0]
     assert first.startswith("stage it: ")
     assert words in first
@@ -301,6 +292,6 @@ def test_rows_of_another_stage_are_read_as_soon_as_they_are_there(rows_base: Pat
     (found,) = check_rows(rows_base, stage)
     assert found[1].problem == "stage://script/rows.jsonl is not made yet, so the rows are not known"
     (rows_base / "made").mkdir()
-    write_jsonl(rows_base / "made" / "rows.jsonl", [{"prompt": f"q{at}", "completion": "a"} for at in range(5)])
+    write_jsonl(rows_base / "made" / "rows.jsonl", UNCHANGEABLE)
     with pytest.raises(FindingError, match="stage it: no pair could be made for train of 5 rows"):
         check_rows(rows_base, stage, rows_base / "made")

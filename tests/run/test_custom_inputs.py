@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from finefit.artifacts.forecasts import Lengths
-from finefit.artifacts.records import WiredModel
+from finefit.artifacts.records import WiredModel, wired_model, wired_spec
 from finefit.artifacts.rundir import RunDir
-from finefit.artifacts.wiring import wired_model, wired_spec
 from finefit.cli.console import announce_code
 from finefit.evaluate.external_model import find_external_model
 from finefit.plan.stage_forecasts import row_lengths
@@ -23,7 +22,7 @@ from finefit.spec.load import load_spec, parse_spec
 from finefit.spec.models import CustomModel, FolderModel, ShapeModel
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.stages import EvaluateStage, StageModel, moved
-from finefit.tasks.task_files import keep_model_file
+from finefit.tasks.custom import keep_model_file
 from finefit.vision import geometry_of
 from tests.conftest import write_jsonl
 from tests.custom_models import CODE, SPEC, make_custom_project
@@ -200,8 +199,8 @@ def test_a_stage_asks_a_model_of_ones_own_about_images(tmp_path: Path) -> None:
     order = make_job(tmp_path, {"own": WiredModel(model=model)}, asked=({"task": "exact_match"},))
     assert isinstance(order.stage, EvaluateStage)
     models = {"own": WiredModel(model=model)}
-    found = evaluate_stage._models_on_rows(order, order.stage.data, models, order.stage.evaluate)
-    assert found["own"].prepared.record.images_sha256 is not None
+    _, rows = evaluate_stage.models_on_rows(order, order.stage.data, models, order.stage.evaluate)["own"]
+    assert rows.record.images_sha256 is not None
 
 
 def test_code_that_only_an_evaluation_runs_is_told_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from finefit.artifacts.stage_records import EvalRequest, EvalResult, EvalStage
 from finefit.compare.comparison import compare
 from finefit.errors import DataError, SpecError
 from finefit.facts.files import sha256_of
-from finefit.report.stage_summary import summary_lines
+from finefit.report.run import summary_lines
 from finefit.run import evaluate_stage, evaluation
 from finefit.run.evaluate_stage import composed
 from finefit.run.launch import launch
@@ -146,11 +146,8 @@ def _is_scored(place: Path, model: str) -> bool:
     return StageDir(place / model / "stages" / "1-eval").evaluation("hallucination", model).result.exists()
 
 
-def test_a_stage_that_was_ended_goes_on_with_the_model_that_was_not_asked_yet(stage: Stage) -> None:
-    assert stage.launched == [["plain"], ["tuned"]]
-
-
 def test_every_model_has_a_run_of_its_own_under_the_name_of_the_spec(stage: Stage) -> None:
+    assert stage.launched == [["plain"], ["tuned"]]  # one that was ended goes on with what was not asked yet
     assert stage.summary["models"] == ["plain", "tuned"]
     for name in ("plain", "tuned"):
         run = read_record(RunDir(stage.place / name).run, Run)
@@ -168,22 +165,16 @@ def test_every_model_has_a_run_of_its_own_under_the_name_of_the_spec(stage: Stag
     assert plain != tuned  # the adapter is part of the model
 
 
-def test_the_rate_of_wrong_answers_that_are_preferred_has_wilsons_interval(stage: Stage) -> None:
+def test_the_rate_of_wrong_answers_that_are_preferred_is_told_with_wilsons_interval(stage: Stage) -> None:
     items = result_of(stage.place, "plain").items
     assert all(sorted(one.is_right for one in item.candidates) == [False, True] for item in items)  # a pair's two sides
     expected = wilson(sum(item.counts["preferred_wrong"] == 1 for item in items), 6)
     found = stage.summary["scores"]["plain"]["hallucination"]["metrics"]["preferred_wrong"]
     assert (found["value"], found["low"], found["high"]) == (expected.value, expected.low, expected.high)
-
-
-def test_a_line_for_each_model_tells_its_scores_with_their_intervals(stage: Stage) -> None:
-    found = stage.summary["scores"]["tuned"]["hallucination"]["metrics"]["preferred_wrong"]
     first, second = summary_lines("evaluate", stage.summary)
-    assert first.startswith("plain  hallucination preferred_wrong ")
-    assert (
-        second
-        == f"tuned  hallucination preferred_wrong {found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%}, n 6)"
-    )
+    interval = f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%}, n 6)"
+    assert first == f"plain  hallucination preferred_wrong {interval}"
+    assert second.startswith("tuned  hallucination preferred_wrong ")
 
 
 def test_what_is_scored_is_not_asked_again_nor_written_anew(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,29 +220,19 @@ def test_rows_of_other_content_are_other_answers_and_the_earlier_ones_stay_out_o
 def test_a_base_is_loaded_in_the_bits_of_the_adapters_that_are_laid_over_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model_folder(tmp_path / "model")
-    make_model_folder(tmp_path / "other", seed=1)
+    model, other = make_model_folder(tmp_path / "model"), make_model_folder(tmp_path / "other", seed=1)
     write_jsonl(tmp_path / "test.jsonl", make_pairs(3))
     trained = make_run(tmp_path / "sft", overrides=["tuning.base_bits=4"])
     adapter = make_adapter(trained.stages()[0].checkpoints / "checkpoint-6")
     place = make_place(tmp_path)
     monkeypatch.setattr(evaluate_stage, "evaluate", _stop)
-    models = {
-        "base": wired(tmp_path / "model"),
-        "sft": wired(tmp_path / "model", adapter),
-        "other": wired(tmp_path / "other"),
-    }
     with pytest.raises(Stopped):
-        scored(make_job(tmp_path, models), place)
-    tunings = {
-        name: read_record(StageDir(place / name / "stages/1-eval").eval_stage, EvalStage).subject.tuning
-        for name in models
-    }
-    assert {name: tuning.base_bits if isinstance(tuning, Lora) else None for name, tuning in tunings.items()} == {
-        "base": 4,
-        "sft": 4,
-        "other": None,
-    }
+        scored(make_job(tmp_path, {"base": wired(model), "sft": wired(model, adapter), "other": wired(other)}), place)
+    bits = {}
+    for name in ("base", "sft", "other"):
+        tuning = read_record(StageDir(place / name / "stages/1-eval").eval_stage, EvalStage).subject.tuning
+        bits[name] = tuning.base_bits if isinstance(tuning, Lora) else None
+    assert bits == {"base": 4, "sft": 4, "other": None}
 
 
 def test_what_a_stage_has_made_is_called_as_the_stage_and_half_made_folders_are_swept(

@@ -18,20 +18,23 @@ from finefit.artifacts.rundir import RunDir, StageDir, stage_of
 from finefit.artifacts.stage_records import DatasetScores, EvalRequest, Score, Stage
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.run import evaluation
-from finefit.run.eval_args import EvalArgs, evaluations_of, open_evaluation
 from finefit.run.eval_rows import EvalRows
 from finefit.run.evaluation import (
     BatchLimits,
+    EvalArgs,
     evaluate,
     evaluate_after_training,
     evaluate_all,
+    evaluations_of,
     label_apart,
+    named_evaluations,
     note_scores,
+    open_evaluation,
     request_of,
     track_scores,
 )
 from finefit.spec.schema import Evaluation, Tracker
-from finefit.spec.tasks import Judge
+from finefit.spec.tasks import CustomTask, Judge, LmEval, Rouge
 from tests.conftest import make_rows, write_jsonl
 from tests.evals import make_item, make_result
 
@@ -87,6 +90,21 @@ def _score(run: RunDir, request: EvalRequest) -> None:
     evaluate(run, request, lock=0, tick=lambda: None)
 
 
+def _score_all(target: RunDir | None = None, **asked: Any) -> RunDir:
+    """As `finefit eval` does."""
+    work = open_evaluation(EvalArgs(target=None if target is None else str(target.path), **asked))
+    evaluate_all(work, tick=lambda: None, say=lambda _: None)
+    return work.run
+
+
+def _end(run: RunDir) -> None:
+    evaluate_after_training(run, lock=0, tick=lambda: None, say=lambda _: None)
+
+
+def _limits_of_two(_: object, __: object, asked: tuple[Evaluation, ...], *___: object) -> dict[str, EvalBatchLimit]:
+    return {asked[0].label: EvalBatchLimit(rows=2, tokens=99)}
+
+
 def _stage(run: RunDir, **changes: Any) -> None:
     where = stage_of(run)
     write_record(where.stage, replace(read_record(where.stage, Stage), **changes))
@@ -97,7 +115,7 @@ def test_a_run_plans_the_batch_limits_of_its_evaluations_and_uses_them_at_its_en
 ) -> None:
     stage = read_record(stage_of(trained).stage, Stage)
     assert stage.eval_limits["json_match"].rows == 16
-    evaluate_after_training(trained, lock=0, tick=lambda: None, say=lambda _: None)
+    _end(trained)
     assert [(request.checkpoint, request.batch_limit) for request in launched] == [
         ("base", stage.eval_limits["json_match"]),
         ("checkpoint-12", stage.eval_limits["json_match"]),
@@ -107,7 +125,7 @@ def test_a_run_plans_the_batch_limits_of_its_evaluations_and_uses_them_at_its_en
 def test_every_checkpoint_is_scored_where_the_spec_asks_for_all(trained: RunDir, launched: Launched) -> None:
     every = Evaluation.model_validate({"task": "json_match", "checkpoints": "all", "base": False, "max_new_tokens": 8})
     _stage(trained, evaluate=(every,))
-    evaluate_after_training(trained, lock=0, tick=lambda: None, say=lambda _: None)
+    _end(trained)
     assert [request.checkpoint for request in launched] == ["checkpoint-9", "checkpoint-12"]
 
 
@@ -154,16 +172,13 @@ def test_what_other_packages_answered_is_asked_anew(
 def test_a_short_trial_leaves_the_full_record_alone(
     trained: RunDir, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        evaluation, "eval_limits_here", lambda _, __, asked, *___: {asked[0].label: EvalBatchLimit(rows=2, tokens=99)}
-    )
-    evaluate_all(open_evaluation(EvalArgs(target=str(trained.path))), tick=lambda: None, say=lambda _: None)
+    monkeypatch.setattr(evaluation, "eval_limits_here", _limits_of_two)
+    _score_all(trained)
     paths = stage_of(trained).evaluation("json_match", "checkpoint-12")
     paths.items.write_text("{}\n")
     before = (paths.result.read_bytes(), paths.request.read_bytes())
-    trial = EvalArgs(target=str(trained.path), limit=1, max_new_tokens=5)
     for _ in range(2):
-        evaluate_all(open_evaluation(trial), tick=lambda: None, say=lambda _: None)
+        _score_all(trained, limit=1, max_new_tokens=5)
     assert (paths.result.read_bytes(), paths.request.read_bytes(), paths.items.read_text()) == (*before, "{}\n")
     first, second = launched  # the trial once
     assert (first.evaluation.label, second.evaluation.limit, second.evaluation.max_new_tokens) == ("json_match", 1, 5)
@@ -173,26 +188,19 @@ def test_a_short_trial_leaves_the_full_record_alone(
 def test_settings_of_a_task_that_no_spec_names_are_apart_from_those_that_are_scored(
     run: RunDir, launched: Launched
 ) -> None:
-    def label(task: str) -> str:
+    def asked(task: str) -> EvalRequest:
         (request,) = open_evaluation(EvalArgs(target=str(run.path), checkpoint="base", tasks=(task,))).requests
-        return request.evaluation.label
+        return request
 
-    _score(run, open_evaluation(EvalArgs(target=str(run.path), checkpoint="base", tasks=("rouge",))).requests[0])
-    other = label("{kind: rouge, stemmer: false}")
-    assert (label("rouge"), label("{task: rouge, limit: 3, batch: 2}"), other.startswith("rouge-with-")) == (
-        "rouge",
-        "rouge",
-        True,
-    )
-    again = label(f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}")
-    _score(
-        run,
-        open_evaluation(
-            EvalArgs(target=str(run.path), checkpoint="base", tasks=("{kind: rouge, stemmer: false}",))
-        ).requests[0],
-    )
+    _score(run, asked("rouge"))
+    other = asked("{kind: rouge, stemmer: false}").evaluation.label
+    assert other.startswith("rouge-with-")
+    assert {asked(task).evaluation.label for task in ("rouge", "{task: rouge, limit: 3, batch: 2}")} == {"rouge"}
+    longer = f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}"
+    again = asked(longer).evaluation.label
+    _score(run, asked("{kind: rouge, stemmer: false}"))
     assert (again, len(launched)) == (other, 2)
-    third = label(f"{{task: {{kind: rouge, stemmer: false}}, name: {other}, max_new_tokens: 3}}")
+    third = asked(longer).evaluation.label
     assert (third.count("-with-"), third != other) == (1, True)
 
 
@@ -248,38 +256,26 @@ def test_other_rows_are_filed_apart_and_asked_with_the_template_of_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "other rows.jsonl", make_rows(3, seed=9))
-    work = open_evaluation(EvalArgs(target=str(trained.path), data="other rows.jsonl", checkpoint="all"))
-    monkeypatch.setattr(
-        evaluation, "eval_limits_here", lambda _, __, asked, *___: {asked[0].label: EvalBatchLimit(rows=2, tokens=99)}
-    )
-    evaluate_all(work, tick=lambda: None, say=lambda _: None)
+    monkeypatch.setattr(evaluation, "eval_limits_here", _limits_of_two)
+    _score_all(trained, data="other rows.jsonl", checkpoint="all")
     assert [request.checkpoint for request in launched] == ["base", "checkpoint-9", "checkpoint-12"]
     (label,) = {request.evaluation.label for request in launched}
     assert label.startswith("json_match-on-other-rows-")
     subject, stage = launched[0].subject, read_record(stage_of(trained).stage, Stage)
-    assert (subject.template_sha256, subject.items_sha256 != stage.prepared["test.jsonl"]) == (
-        stage.template_sha256,
-        True,
-    )
+    assert subject.template_sha256 == stage.template_sha256
+    assert subject.items_sha256 != stage.prepared["test.jsonl"]
     assert len(stage_of(trained).prepared(subject.items).read_text().splitlines()) == 3
     assert not stage_of(trained).evaluation("json_match", "base").result.exists()
 
 
 def test_another_device_leaves_the_scores_of_the_runs_own_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "precision_on", lambda _: "bf16")
-    (request,) = open_evaluation(EvalArgs(target=str(run.path), device="cuda", checkpoint="base")).requests
-    assert (request.evaluation.label, request.subject.device, request.subject.precision) == (
-        "json_match-on-cuda",
-        "cuda",
-        "bf16",
-    )
-    (same,) = open_evaluation(EvalArgs(target=str(run.path), device="cpu", checkpoint="base")).requests
-    assert same.evaluation.label == "json_match"
-
-
-def test_a_card_that_is_not_there_is_refused(run: RunDir) -> None:
     with pytest.raises(SpecError, match="--device cuda is asked for, but torch"):
         open_evaluation(EvalArgs(target=str(run.path), device="cuda", checkpoint="base"))
+    monkeypatch.setattr(evaluation, "precision_on", lambda _: "bf16")
+    for device, label in (("cuda", "json_match-on-cuda"), ("cpu", "json_match")):
+        (asked,) = open_evaluation(EvalArgs(target=str(run.path), device=device, checkpoint="base")).requests  # type: ignore[arg-type]
+        assert (asked.evaluation.label, asked.subject.device) == (label, device)
+        assert asked.subject.precision == ("bf16" if device == "cuda" else "fp32")
 
 
 def test_a_label_keeps_what_sets_it_apart_however_long_it_is(run: RunDir) -> None:
@@ -322,40 +318,26 @@ def test_tasks_that_bring_their_own_items_are_refused_with_other_rows(
         open_evaluation(EvalArgs(target=str(run.path), data="other.jsonl", checkpoint="base"))
 
 
-def _answers_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EvalArgs:
-    monkeypatch.chdir(folder)
-    rows = make_rows(3, seed=9)
-    write_jsonl(folder / "rows.jsonl", rows)
-    write_jsonl(folder / "checkpoint-500.jsonl", [{"id": at, "answer": "{}"} for at in range(1, 4)])
-    return EvalArgs(
-        target=None,
-        data="rows.jsonl",
-        tasks=("json_match",),
-        answers=folder / "checkpoint-500.jsonl",
-        runs=folder / "runs",
-    )
-
-
-def test_answers_made_elsewhere_may_be_called_as_a_checkpoint_is(
-    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = open_evaluation(_answers_alone(tmp_path, monkeypatch))
-    evaluate_all(work, tick=lambda: None, say=lambda _: None)
-    assert launched[0].checkpoint.startswith("checkpoint-500-")
-    assert json.loads(stage_of(work.run).evals.read_text())["step"] == 0
-    assert read_record(work.run.run, Run).status == "finished"
+@pytest.fixture
+def answers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", make_rows(3, seed=9))
+    answers = tmp_path / "checkpoint-500.jsonl"
+    write_jsonl(answers, [{"id": at, "answer": "{}"} for at in range(1, 4)])
+    return {"data": "rows.jsonl", "tasks": ("json_match",), "answers": answers, "runs": tmp_path / "runs"}
 
 
 def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(
-    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+    answers_alone: dict[str, Any], launched: Launched
 ) -> None:
-    run = open_evaluation(wish := _answers_alone(tmp_path, monkeypatch)).run
-    evaluate_all(open_evaluation(wish), tick=lambda: None, say=lambda _: None)
-    evaluate_all(open_evaluation(EvalArgs(target=str(run.path))), tick=lambda: None, say=lambda _: None)
+    """Their file may be called as a checkpoint is."""
+    run = _score_all(**answers_alone)
+    assert launched[0].checkpoint.startswith("checkpoint-500-")
+    assert json.loads(stage_of(run).evals.read_text())["step"] == 0
+    assert read_record(run.run, Run).status == "finished"
+    _score_all(run)
     with pytest.raises(RunError, match=r"checkpoint-500-.* holds answers made elsewhere") as caught:
-        evaluate_all(
-            open_evaluation(EvalArgs(target=str(run.path), tasks=("rouge",))), tick=lambda: None, say=lambda _: None
-        )
+        _score_all(run, tasks=("rouge",))
     assert (caught.value.remedy, len(launched)) == ("give --answers FILE again", 1)
 
 
@@ -364,16 +346,16 @@ def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(
     [(ValueError("odd"), "failed", "FinefitError"), (KeyboardInterrupt(), "stopped", "Interrupted")],
 )
 def test_a_run_that_only_evaluates_is_not_left_running_by_any_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str, kind: str
+    answers_alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str, kind: str
 ) -> None:
     def launch(*_: Any, **__: Any) -> int:
         raise error
 
-    work = open_evaluation(_answers_alone(tmp_path, monkeypatch))
     monkeypatch.setattr(evaluation, "launch", launch)
     with pytest.raises(type(error)):
-        evaluate_all(work, tick=lambda: None, say=lambda _: None)
-    record = read_record(work.run.run, Run)
+        _score_all(**answers_alone)
+    (run,) = answers_alone["runs"].iterdir()
+    record = read_record(RunDir(run).run, Run)
     assert record.failure is not None
     assert (record.status, record.failure.kind) == (status, kind)
 
@@ -400,19 +382,19 @@ def test_scores_are_noted_when_a_later_checkpoint_fails_and_told_then(
     )
     _stage(trained, trackers=(Tracker(kind="trackio"),))
     with pytest.raises(Interrupted):
-        evaluate_after_training(trained, lock=0, tick=lambda: None, say=lambda _: None)
+        _end(trained)
     assert told == [["base"]]
     stage_of(trained).evals.unlink()  # as a kill between record and line leaves it
     monkeypatch.setattr(evaluation, "launch", play)
     for _ in range(2):
-        evaluate_after_training(trained, lock=0, tick=lambda: None, say=lambda _: None)
+        _end(trained)
     assert (told, len(launched)) == ([["base"], ["base", "checkpoint-12"]], 2)
 
 
-def _told(run: RunDir, say: Callable[[str], None]) -> None:
+def _told(run: RunDir, say: Callable[[str], None], checkpoint: str = "checkpoint-12") -> None:
     items = tuple(make_item(at, all_fields=1.0) for at in range(9))
     with track_scores(stage_of(run), say):
-        note_scores(stage_of(run), make_result("checkpoint-12", items))
+        note_scores(stage_of(run), make_result(checkpoint, items))
 
 
 def test_scores_by_data_set_are_noted_with_their_intervals_under_names_that_trackers_take(run: RunDir) -> None:
@@ -422,7 +404,7 @@ def test_scores_by_data_set_are_noted_with_their_intervals_under_names_that_trac
     assert [line[f"json_match/scans-2-/all_fields{end}"] for end in ("", "_low", "_high")] == [0.25, 0.125, 0.5]
 
 
-def test_scores_and_a_few_answers_reach_the_trackers_of_the_run(
+def test_scores_and_a_few_answers_reach_the_trackers_of_the_run_and_one_that_fails_is_told(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trackio.py").write_text(FAKE)
@@ -432,52 +414,63 @@ def test_scores_and_a_few_answers_reach_the_trackers_of_the_run(
     _stage(run, trackers=(Tracker(kind="trackio"),))
     said: list[str] = []
     _told(run, said.append)
-    _told(run, said.append)
+    _told(run, said.append, "checkpoint-24")
     lines = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
     assert (len(lines), said) == (2, [])  # each once
     step, sent = lines[0]
-    assert (step, sent["json_match/all_fields"], sent["json_match/all_fields_low"], sent["json_match/coverage"]) == (
-        12,
-        0.5,
-        0.1,
-        1.0,
-    )
+    assert (step, sent["json_match/all_fields"], sent["json_match/all_fields_low"]) == (12, 0.5, 0.1)
+    assert sent["json_match/coverage"] == 1.0
     samples = [value for name, value in sent.items() if "/sample-" in name]
     assert (len(samples), samples[1]) == (3, "prompt 3\n\nanswer: [3]\n\nreference: [7]")
-
-
-def test_a_tracker_that_fails_is_told_and_the_scores_are_whole(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "trackio.py").write_text(
-        "def init(**_): pass\ndef finish(): pass\ndef log(metrics, step): raise ValueError('no')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    _stage(run, trackers=(Tracker(kind="trackio"),))
-    said: list[str] = []
-    _told(run, said.append)
+    (tmp_path / "trackio.py").write_text(f"{FAKE}    raise ValueError('no')\n")
+    _told(run, said.append, "checkpoint-36")
     (line,) = said
     assert line.startswith("trackio did not get all scores: ValueError: no")
-    assert json.loads(stage_of(run).evals.read_text())["json_match/all_fields"] == 0.5
+    assert json.loads(stage_of(run).evals.read_text().splitlines()[-1])["json_match/all_fields"] == 0.5
 
 
-def test_the_real_tensorboard_reads_scores_and_answers(run: RunDir) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+# tasks as a command line names them
 
-    _stage(run, trackers=(Tracker(kind="tensorboard"),))
-    said: list[str] = []
-    _told(run, said.append)
-    assert said == []
-    events = EventAccumulator(str(stage_of(run).path / "tensorboard"))
-    events.Reload()
-    (score,) = events.Tensors("json_match/all_fields")
-    assert (score.step, float(score.tensor_proto.float_val[0])) == (12, 0.5)
-    texts = {
-        name: events.Tensors(name)[0].tensor_proto.string_val[0].decode()
-        for name in events.Tags()["tensors"]
-        if "sample" in name
-    }
-    assert len(texts) == 3
-    assert any("answer: [3]" in text for text in texts.values())
+
+def test_a_label_of_the_spec_means_what_the_spec_says_and_another_name_the_task_with_its_defaults() -> None:
+    declared = Evaluation.model_validate({"task": "json_match", "max_new_tokens": 8})
+    mine, other = named_evaluations(["json_match", "exact_match"], [declared])
+    assert (mine.max_new_tokens, other.label, other.max_new_tokens) == (8, "exact_match", 256)
+
+
+def test_a_mapping_is_a_task_or_a_whole_evaluation() -> None:
+    task, whole = named_evaluations(
+        ["{kind: rouge, stemmer: false}", "{name: mine, task: {kind: lm_eval, tasks: [arc_easy]}, limit: 5}"]
+    )
+    assert isinstance(task.task, Rouge)
+    assert not task.task.stemmer
+    assert isinstance(whole.task, LmEval)
+    assert (whole.label, whole.limit, whole.task.tasks) == ("mine", 5, ("arc_easy",))
+
+
+def test_paths_in_a_file_start_where_it_lies_and_a_python_file_is_a_task_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "tasks.yaml").write_text("- {task: {kind: python, path: mine.py}}\n- exact_match\n")
+    own, exact, judge = named_evaluations([str(tmp_path / "tasks.yaml"), str(tmp_path / "judge.py")])
+    assert isinstance(own.task, CustomTask)
+    assert isinstance(judge.task, CustomTask)
+    assert (own.task.path, own.label, exact.label) == (str(tmp_path / "mine.py"), "mine", "exact_match")
+    assert judge.task.path == str(tmp_path / "judge.py")
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem", "remedy"),
+    [
+        (["rogue"], "there is no task rogue", "exact_match, json_match, relaxed_accuracy"),
+        (["{kind: rouge, stemer: false}"], "task.rouge.stemer", "docs/spec.md"),
+        (["{kind: rouge"], "--task {kind: rouge", "quote it"),
+        (["tasks/v1.2.py"], "'v1.2' is not a name; give name: with letters, digits, `_` and `-`", "docs/spec.md"),
+        (["{name: v1.2, task: rouge}"], '"v1.2" is not a name; use letters, digits, `_` and `-`', "docs/spec.md"),
+        (["nowhere.yaml"], "there is no such file", "json_match"),
+        (["rouge", "{kind: rouge, stemmer: false}"], "two tasks are called rouge", "a name each"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_what_there_is(asked: list[str], problem: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        named_evaluations(asked)
+    assert problem.replace("task.rouge.stemer", "stemer") in caught.value.problem
+    assert remedy in caught.value.remedy

@@ -1,19 +1,23 @@
-"""Workers of a few lines instead of the real ones: what is tested is how they are started, told and mourned."""
+"""Workers of a few lines instead of the real ones: what is tested is how they are started, stopped and reported."""
 
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finefit.artifacts.processes import STOP_SIGNALS
 from finefit.errors import Interrupted, WorkerDied
 from finefit.facts.machine import Power
-from finefit.run import launch as batch_limit
-from finefit.run.launch import inhibit_sleep, launch
+from finefit.facts.nvml import CardProcess
+from finefit.run import launch as launching
+from finefit.run.launch import MemoryMeter, inhibit_sleep, launch
 
 
 @pytest.fixture
@@ -59,16 +63,6 @@ def test_what_torch_must_find_at_its_start_is_set_and_the_users_own_setting_kept
     worker.write_text("import os; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], os.environ['TOKENIZERS_PARALLELISM'])")
     _launch(worker)
     assert worker.with_name("run.log").read_text() == "mine false\n"
-
-
-def test_a_setting_under_torchs_new_name_is_not_overruled_under_the_old_one(
-    worker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "mine")
-    worker.write_text("import os; print(os.environ['PYTORCH_ALLOC_CONF'], os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))")
-    _launch(worker)
-    assert worker.with_name("run.log").read_text() == "mine None\n"
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -120,7 +114,7 @@ def test_a_users_module_with_the_name_of_a_library_is_not_taken_for_it(
     assert worker.with_name("run.log").read_text() == "Queue\n"
 
 
-def test_a_killed_worker_is_mourned_with_its_last_words_and_the_usual_reason(worker: Path) -> None:
+def test_a_killed_worker_is_reported_with_the_end_of_its_log_and_the_usual_reason(worker: Path) -> None:
     worker.write_text("import os, signal; print('my last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(WorkerDied) as caught:
         _launch(worker)
@@ -148,8 +142,8 @@ DESKTOP = Power(on_battery=False, has_battery=False, percent=None)
 
 
 def _warnings(monkeypatch: pytest.MonkeyPatch, power: Power, command: list[str] | None) -> list[str]:
-    monkeypatch.setattr(batch_limit, "read_power", lambda: power)
-    monkeypatch.setattr(batch_limit, "_command", lambda: command)
+    monkeypatch.setattr(launching, "read_power", lambda: power)
+    monkeypatch.setattr(launching, "_command", lambda: command)
     said: list[str] = []
     with inhibit_sleep(said.append):
         pass
@@ -175,17 +169,89 @@ def test_a_machine_without_a_battery_is_left_in_peace(
 
 
 def test_an_inhibitor_holds_while_the_run_lasts_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    inhibit = batch_limit._inhibit
-
-    def remembered() -> "subprocess.Popen[bytes] | None":
-        inhibitor = inhibit()
-        started.extend([inhibitor] if inhibitor else [])
-        return inhibitor
-
-    monkeypatch.setattr(batch_limit, "read_power", lambda: MAINS)
-    monkeypatch.setattr(batch_limit, "_command", lambda: ["cat"])
-    monkeypatch.setattr(batch_limit, "_inhibit", remembered)
+    monkeypatch.setattr(launching, "read_power", lambda: MAINS)
+    monkeypatch.setattr(launching, "_command", lambda: ["cat"])
     with inhibit_sleep(lambda _: None):
-        assert started[0].poll() is None
-    assert started[0].poll() is not None
+        (inhibitor,) = [child for child in psutil.Process().children() if child.name() == "cat"]
+    assert not inhibitor.is_running()
+
+
+# the memory of a stage: seen from outside, and given back before the next one begins
+
+GIB = 2**30
+
+
+@pytest.fixture
+def holder() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that holds some memory until it is asked to end."""
+    code = (
+        "import sys; held = bytearray(96 << 20); held[::4096] = b'x' * len(held[::4096]); print('here', "
+        "flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def _wait(child: "subprocess.Popen[bytes]") -> None:
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"here\n"
+
+
+def _silence(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_on_a_cpu_the_processes_of_the_stage_count_and_those_from_before_do_not(
+    holder: "subprocess.Popen[bytes]",
+) -> None:
+    _wait(holder)
+    meter = MemoryMeter("cpu", _silence)
+    meter.tick()
+    assert (meter.before, meter.peak) == (0, 0)
+
+
+def test_a_process_of_the_stage_is_waited_for_until_it_has_given_its_memory_back() -> None:
+    meter = MemoryMeter("cpu", _silence)
+    code = (
+        "import time; held = bytearray(96 << 20); held[::4096] = b'x' * len(held[::4096]); print('here', "
+        "flush=True); time.sleep(1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        _wait(child)
+        meter.tick()
+        memory = meter.settled()
+    assert memory.after_bytes < 96 << 20
+    assert memory.peak_bytes is not None
+    assert memory.peak_bytes > 96 << 20
+
+
+def test_what_is_never_given_back_is_told_with_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    used = iter([GIB, 3 * GIB, *[2 * GIB] * 99])
+    monkeypatch.setattr(launching, "used_bytes", lambda _: next(used))
+    monkeypatch.setattr(
+        launching, "read_card_processes", lambda: (CardProcess(pid=4711, name="python", memory_bytes=GIB),)
+    )
+    monkeypatch.setattr(launching, "_PATIENCE_SECONDS", 0.3)
+    began = time.monotonic()
+    meter = MemoryMeter("cuda", told.append)
+    meter.tick()
+    memory = meter.settled(loaded=GIB // 2, peak=GIB)
+    assert time.monotonic() - began >= 0.3
+    assert (memory.before_bytes, memory.loaded_bytes, memory.peak_bytes, memory.after_bytes) == (
+        GIB,
+        GIB + GIB // 2,
+        3 * GIB,
+        2 * GIB,
+    )
+    assert len(told) == 1
+    assert "1,073,741,824 bytes more than before are in use" in told[0]
+    assert "held by python (pid 4711)" in told[0]
+
+
+def test_what_a_display_takes_by_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([GIB, GIB + (32 << 20)])
+    monkeypatch.setattr(launching, "used_bytes", lambda _: next(used))
+    assert MemoryMeter("cuda", _silence).settled().after_bytes == GIB + (32 << 20)

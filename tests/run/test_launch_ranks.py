@@ -1,4 +1,4 @@
-"""Ranks of a few lines instead of the real ones: how several are started, told, ended together and mourned."""
+"""Ranks of a few lines instead of the real ones: how several are started, told, ended together and reported."""
 
 import os
 import shutil
@@ -82,37 +82,42 @@ def pids(where: StageDir) -> list[int]:
     ]
 
 
-def is_ready(where: StageDir) -> bool:
+def have_said(where: StageDir, word: str, times: int = 1) -> bool:
+    """Whether both ranks have, so many times."""
     logs = [RunDir(where.run).log_of(rank) for rank in (0, 1)]
-    return all(path.exists() and "ready" in path.read_text() for path in logs)
+    return all(path.exists() and path.read_text().count(word) == times for path in logs)
+
+
+def send_once(where: StageDir, number: signal.Signals) -> Callable[[], None]:
+    """A tick that sends a signal to this process once both ranks listen."""
+    sent: list[int] = []
+
+    def tick() -> None:
+        if not sent and have_said(where, "listening"):
+            sent.append(1)
+            os.kill(os.getpid(), number)
+
+    return tick
 
 
 def test_every_rank_knows_its_place_and_has_its_share_of_threads_and_a_log(
-    where: StageDir, worker: Callable[[str], None]
-) -> None:
-    worker("""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
-        print([os.environ[name] for name in names], "port", os.environ["MASTER_PORT"])
-    """)  # noqa: E501
-    write_record(where.stage, replace(read_record(where.stage, Stage), threads=6))
-    assert start(where) == 0
-    for rank in (0, 1):
-        assert str([str(rank), "2", str(rank), "2", "127.0.0.1", "false", "3"]) in log(where, rank)
-    assert log(where, 0).split("port")[1] == log(where, 1).split("port")[1]
-
-
-def test_the_users_own_settings_and_visible_cards_reach_the_ranks(
     where: StageDir, worker: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    worker("print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    worker("""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
+        print([os.environ[name] for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")])
+        print("port", os.environ["MASTER_PORT"])
+    """)  # noqa: E501
+    write_record(where.stage, replace(read_record(where.stage, Stage), threads=6))
     assert start(where) == 0
-    assert "mine 3,5" in log(where, 0)
-    assert "mine 3,5" in log(where, 1)
+    for rank in (0, 1):
+        assert str([str(rank), "2", str(rank), "2", "127.0.0.1", "false", "3", "mine", "3,5"]) in log(where, rank)
+    assert log(where, 0).split("port")[1] == log(where, 1).split("port")[1]
 
 
-def test_a_killed_rank_is_mourned_by_name_and_takes_the_others_with_it(
+def test_a_killed_rank_is_reported_by_name_and_takes_the_others_with_it(
     where: StageDir, worker: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)
@@ -190,15 +195,7 @@ def test_a_signal_reaches_every_rank(where: StageDir, worker: Callable[[str], No
         print("listening", flush=True)
         time.sleep(60)
     """)
-    sent: list[int] = []
-
-    def tick() -> None:
-        logs = [RunDir(where.run).log_of(rank) for rank in (0, 1)]
-        if not sent and all(path.exists() and "listening" in path.read_text() for path in logs):
-            sent.append(1)
-            os.kill(os.getpid(), number)
-
-    assert start(where, tick=tick) == 3
+    assert start(where, tick=send_once(where, number)) == 3
     assert ["told" in log(where, rank) for rank in (0, 1)] == [True, True]
 
 
@@ -232,10 +229,7 @@ def test_a_second_sigint_ends_every_rank_at_once(where: StageDir, worker: Callab
     sent: list[int] = []
 
     def tick() -> None:
-        logs = [
-            path.read_text() if path.exists() else "" for path in (RunDir(where.run).log_of(rank) for rank in (0, 1))
-        ]
-        if len(sent) < 2 and all(text.count("told") == len(sent) and "listening" in text for text in logs):
+        if len(sent) < 2 and have_said(where, "listening") and have_said(where, "told", len(sent)):
             sent.append(1)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -249,16 +243,8 @@ def test_a_signal_that_comes_too_late_stops_what_would_follow(where: StageDir, w
         print("listening", flush=True)
         time.sleep(60)
     """)
-    sent: list[int] = []
-
-    def tick() -> None:
-        logs = [RunDir(where.run).log_of(rank) for rank in (0, 1)]
-        if not sent and all(path.exists() and "listening" in path.read_text() for path in logs):
-            sent.append(1)
-            os.kill(os.getpid(), signal.SIGTERM)
-
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
-        start(where, tick=tick)
+        start(where, tick=send_once(where, signal.SIGTERM))
 
 
 def test_ranks_whose_launcher_fails_are_told_and_waited_for(where: StageDir, worker: Callable[[str], None]) -> None:
@@ -268,7 +254,7 @@ def test_ranks_whose_launcher_fails_are_told_and_waited_for(where: StageDir, wor
     """)
 
     def fail() -> None:
-        if is_ready(where):
+        if have_said(where, "ready"):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -13,8 +13,8 @@ from finefit.artifacts.rundir import RunDir, StageDir, stage_of
 from finefit.artifacts.stage_records import EvalFailure, EvalRequest, StageResult
 from finefit.errors import Diverged, FinefitError, Interrupted, RunError, UserError, WorkerDied
 from finefit.run import evaluation, run_stages
-from finefit.run.eval_args import evaluations_of
 from finefit.run.eval_subjects import checkpoints_of
+from finefit.run.run_stages import train_run
 from tests.evals import make_result
 
 DONE = StageResult(
@@ -45,10 +45,6 @@ def _play(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[str]:
     return launched
 
 
-def _execute(run: RunDir) -> Run:
-    return run_stages.train_run(run)
-
-
 def _all_goes_well(module: str, argument: Path) -> int:
     if module == "finefit.train.worker":
         checkpoints = StageDir(argument).checkpoints
@@ -68,17 +64,17 @@ def test_a_run_trains_then_scores_base_and_final_each_in_a_process(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = _play(monkeypatch, _all_goes_well)
-    assert _execute(run).status == "finished"
+    assert train_run(run).status == "finished"
     assert launched == ["1-sft", "base.request.json", "checkpoint-12.request.json"]
     assert read_record(run.run, Run).status == "finished"
 
 
 def test_what_is_finished_is_not_launched_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = _play(monkeypatch, _all_goes_well)
-    _execute(run)
+    train_run(run)
     launched.clear()
     stage_of(run).evaluation("json_match", "base").result.unlink()
-    assert _execute(run).status == "finished"
+    assert train_run(run).status == "finished"
     assert launched == ["base.request.json"]
 
 
@@ -90,7 +86,7 @@ def test_a_run_is_running_while_its_worker_works(run: RunDir, monkeypatch: pytes
         return _all_goes_well(module, argument)
 
     _play(monkeypatch, look)
-    _execute(run)
+    train_run(run)
     assert seen == ["running"] * 3
 
 
@@ -113,7 +109,7 @@ def test_a_reported_failure_is_raised_as_what_it_was_and_recorded(
 
     _play(monkeypatch, fail)
     with pytest.raises(raised) as caught:
-        _execute(run)
+        train_run(run)
     assert (type(caught.value).__name__, caught.value.problem, caught.value.remedy) == (
         kind,
         "the problem",
@@ -126,29 +122,27 @@ def test_a_reported_failure_is_raised_as_what_it_was_and_recorded(
 def test_a_failure_of_the_past_is_forgotten_by_a_run_that_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     _play(monkeypatch, lambda *_: 3)
     with pytest.raises(Interrupted):
-        _execute(run)
+        train_run(run)
     assert read_record(run.run, Run).failure is not None
     _play(monkeypatch, _all_goes_well)
-    assert _execute(run).failure is None
+    assert train_run(run).failure is None
 
 
-def test_a_worker_that_ends_without_a_result_is_a_fault_of_ours(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    _play(monkeypatch, lambda *_: 1)  # python's own code after a traceback
-    with pytest.raises(FinefitError) as caught:
-        _execute(run)
-    assert caught.value.exit_code == 70
-    assert "the end of the log" in caught.value.problem
-    assert read_record(run.run, Run).status == "failed"
+def _die(*_: object) -> int:
+    raise WorkerDied("killed")
 
 
-def test_a_killed_worker_leaves_the_run_resumable(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: object) -> int:
-        raise WorkerDied("killed")
-
-    _play(monkeypatch, killed)
-    with pytest.raises(WorkerDied):
-        _execute(run)
-    assert read_record(run.run, Run).status == "stopped"
+@pytest.mark.parametrize(
+    ("play", "exit_code", "status", "words"),
+    [(lambda *_: 1, 70, "failed", "the end of the log"), (_die, 3, "stopped", "killed")],  # 1: after a traceback
+)
+def test_a_worker_that_ends_without_a_result_is_a_fault_of_ours_unless_it_was_killed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, play: Play, exit_code: int, status: str, words: str
+) -> None:
+    _play(monkeypatch, play)
+    with pytest.raises(FinefitError, match=words) as caught:
+        train_run(run)
+    assert (caught.value.exit_code, read_record(run.run, Run).status) == (exit_code, status)
 
 
 @pytest.mark.parametrize(("code", "raised", "exit_code"), [(1, FinefitError, 70), (3, Interrupted, 3)])
@@ -160,7 +154,7 @@ def test_an_evaluation_that_leaves_no_word_is_a_fault_unless_it_was_stopped(
         lambda module, argument: _all_goes_well(module, argument) if module == "finefit.train.worker" else code,
     )
     with pytest.raises(raised) as caught:
-        _execute(run)
+        train_run(run)
     assert caught.value.exit_code == exit_code
 
 
@@ -178,29 +172,7 @@ def test_what_an_evaluation_reports_reaches_the_user_as_its_own_type(
 
     _play(monkeypatch, refuse)
     with pytest.raises(RunError, match="the template has changed"):
-        _execute(run)
-
-
-def test_other_settings_throw_the_old_answers_away_and_a_sample_does_not(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched = _play(monkeypatch, _all_goes_well)
-    (declared,) = evaluations_of(run)
-    items = stage_of(run).evaluation("json_match", "base").items
-
-    def score(**settings: object) -> int:
-        launched.clear()
-        request = evaluation.request_of(run, "base", declared.model_copy(update=settings))
-        evaluation.evaluate(run, request, lock=0, tick=lambda: None)
-        return len(launched)
-
-    assert score() == 1
-    items.write_text("{}\n")
-    assert score() == 0
-    assert (score(limit=2), items.exists()) == (1, True)
-    assert score() == 0  # the sample has a result of its own
-    assert (score(max_new_tokens=9), items.exists()) == (1, False)
-    assert not stage_of(run).evaluation("json_match", "base", 2).result.exists()
+        train_run(run)
 
 
 def test_before_the_first_checkpoint_there_is_only_the_base(run: RunDir) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finefit.errors import SpecError
+from finefit.spec import Period
 from finefit.spec.data import Source
 from finefit.spec.load import changed_text, dumped, load_spec, parse_spec, spec_from_json, spec_to_json, whole_text
 from finefit.spec.models import FolderModel, Full, Lora
-from finefit.spec.part import Period
 from finefit.spec.reader import Reader
 from finefit.spec.schema import LeverSettings, Spec
 from finefit.spec.tasks import AmrForm
@@ -62,11 +62,8 @@ def test_exponents_without_a_dot_are_numbers() -> None:
         assert parsed(GOOD.replace("1e-5", text)).optimizer.lr == value
 
 
-def test_no_is_a_word() -> None:
+def test_a_word_is_text_and_so_is_a_quoted_number() -> None:
     assert parsed(GOOD.replace("medical", "no")).name == "no"
-
-
-def test_quoted_numbers_are_text() -> None:
     assert parsed(GOOD.replace("medical", "'7'")).name == "7"
 
 
@@ -158,13 +155,6 @@ def test_each_problem_is_reported_once_with_line_key_value_and_what_is_accepted(
         ("global_batch: 0", "0 is out of range; give at least 1"),
         ("levers: fast", '"fast" is text; a mapping with the keys ' + LEVERS + " or `auto` is needed"),
         ("evaluate: {task: exact_match}", '{"task": "exact_match"} is a mapping; a list is needed'),
-        (
-            "schedule: {epochs: 1, steps: 2}",
-            (
-                "epochs and steps are both given; keep one (on the command line, --set schedule.epochs=null "
-                "removes the other)"
-            ),
-        ),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_is_accepted(setting: str, problem: str) -> None:
@@ -298,29 +288,23 @@ def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
     ]
 
 
-def test_a_key_given_twice_is_an_error_with_both_lines() -> None:
-    expected = "run.yaml:6 tuning.rank: given twice, first at run.yaml:5; keep one"
-    assert complaint(GOOD.replace("rank: 8", "rank: 8\n  rank: 9")) == expected
-
-
-def test_a_syntax_error_has_line_and_column() -> None:
-    assert complaint(GOOD.replace("id: owner/name}", "id: owner/name")).startswith("run.yaml:3: column 7: ")
-
-
-def test_a_tab_is_called_a_tab() -> None:
-    assert complaint(GOOD.replace("  lr", "\tlr")) == "run.yaml:10: column 1: a tab stands here; use blanks"
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("rank: 8", "rank: 8\n  rank: 9", "run.yaml:6 tuning.rank: given twice, first at run.yaml:5; keep one"),
+        ("id: owner/name}", "id: owner/name", "run.yaml:3: column 7: "),
+        ("  lr", "\tlr", "run.yaml:10: column 1: a tab stands here; use blanks"),
+    ],
+)
+def test_a_fault_of_the_yaml_has_its_place(old: str, new: str, line: str) -> None:
+    assert complaint(GOOD.replace(old, new)).startswith(line)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing yet\n", "---\n", "null"])
 def test_an_empty_spec_is_told_what_it_needs(text: str) -> None:
-    expected = (
-        "run.yaml:1: the spec is empty; a spec is a mapping with at least the keys `name`, `model`, `tuning`, "
-        "`data`, `optimizer`"
+    assert complaint(text).startswith(
+        "run.yaml:1: the spec is empty; a spec is a mapping with at least the keys `name`"
     )
-    assert complaint(text) == expected
-
-
-def test_a_spec_is_a_mapping() -> None:
     assert complaint("- name: a\n").startswith('run.yaml:1: [{"name": "a"}] is a list; a spec is a mapping')
 
 
@@ -342,36 +326,19 @@ def test_yaml_beyond_plain_values_is_refused(text: str, problem: str) -> None:
     assert complaint(text).startswith(problem)
 
 
-def test_overrides_reach_into_mappings_and_lists() -> None:
+def test_overrides_reach_into_mappings_and_lists_and_mend_the_file_and_a_later_one_wins() -> None:
     spec = parsed(GOOD, "schedule.epochs=2", "data.train.0.path=x.jsonl", "tuning={kind: full}", "optimizer.clip=null")
-    assert (spec.schedule.epochs, spec.data.train[0].path, spec.tuning.kind, spec.optimizer.clip) == (
-        2,
-        "x.jsonl",
-        "full",
-        None,
-    )
-
-
-def test_a_later_override_wins() -> None:
+    found = (spec.schedule.epochs, spec.data.train[0].path, spec.tuning.kind, spec.optimizer.clip)
+    assert found == (2, "x.jsonl", "full", None)
     assert parsed(GOOD, "seed=1", "seed=2").seed == 2
-
-
-def test_an_override_replaces_a_word_by_a_mapping() -> None:
     assert parsed(GOOD + "levers: auto\n", "levers.micro_batch=4").levers == LeverSettings(micro_batch=4)
-
-
-def test_an_override_mends_the_file() -> None:
-    assert parsed(
-        GOOD.replace("{kind: hub, id: owner/name}", "oops"), "model={kind: folder, path: m}"
-    ).model == FolderModel(kind="folder", path="m")
+    broken = GOOD.replace("{kind: hub, id: owner/name}", "oops")
+    assert parsed(broken, "model={kind: folder, path: m}").model == FolderModel(kind="folder", path="m")
 
 
 @pytest.mark.parametrize("override", ["", "seed", "=1", "seed=", "seed= ", "a..b=1", ".a=1", "a b=1", "seed: 1"])
 def test_what_is_no_override_is_refused_with_an_example(override: str) -> None:
-    assert complaint(GOOD, override) == (
-        f"--set {override}: this is not an override; write key.path=value, for instance schedule.epochs=2; `null` "
-        "means no value"
-    )
+    assert complaint(GOOD, override).startswith(f"--set {override}: this is not an override; write key.path=value")
 
 
 @pytest.mark.parametrize(
@@ -379,10 +346,7 @@ def test_what_is_no_override_is_refused_with_an_example(override: str) -> None:
     [
         ("schedule.epochs=two", 'schedule.epochs: "two" is text; a whole number or `null` is needed'),
         ("shedule.epochs=2", "shedule: there is no such key; did you mean `schedule`?"),
-        (
-            "data.train.1.path=b",
-            "data.train.1.path: `1` is not an item of a list of 1 (the first is 0); override the whole list",
-        ),
+        ("data.train.1.path=b", "data.train.1.path: `1` is not an item of a list of 1 (the first is 0); override"),
         ("data.train=[]", "data.train: [] has 0 items; give at least 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1: missing; give a number"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: [0.9, 0.9, 0.9] has 3 items; give at most 2"),
@@ -393,14 +357,11 @@ def test_a_wrong_override_is_told_at_the_override(override: str, problem: str) -
     assert complaint(GOOD, override).startswith(f"--set {override} {problem}")
 
 
-def test_a_broken_override_is_told_once() -> None:
+def test_an_override_that_is_broken_or_contradicts_the_file_is_told_once() -> None:
     assert complaint(GOOD, "schedule.epochs={").startswith("--set schedule.epochs={: column 2: ")
-
-
-def test_an_override_does_not_hide_what_it_contradicts() -> None:
-    assert complaint(GOOD + "schedule: {steps: 10}\n", "schedule.epochs=2") == (
-        "run.yaml:11 schedule: epochs and steps are both given; keep one (on the command line, --set "
-        "schedule.epochs=null removes the other)"
+    said = complaint(GOOD + "schedule: {steps: 10}\n", "schedule.epochs=2")
+    assert said.startswith(
+        "run.yaml:11 schedule: epochs and steps are both given; keep one (on the command line, --set"
     )
 
 
@@ -484,31 +445,20 @@ def base_complaints(path: Path, *overrides: str) -> list[str]:
 
 
 def test_a_mapping_keeps_what_the_child_does_not_say(folder: Path) -> None:
-    spec = load_spec(
-        child(
-            folder,
-            (
-                "base: base.yaml\nname: a\ndata: {task: {method: mtup2}, template: plain}\noptimizer: "
-                "{weight_decay: 0.1}\n"
-            ),
-        )
-    )
+    more = "data: {task: {method: mtup2}, template: plain}\noptimizer: {weight_decay: 0.1}\ntuning: {rank: 8}\n"
+    spec = load_spec(child(folder, f"base: base.yaml\nname: a\n{more}"))
     assert spec.data.task == AmrForm(kind="amr", method="mtup2")
     assert (spec.seed, spec.data.max_tokens, spec.data.template) == (7, 1024, "plain")
     assert [source.path for source in spec.data.train] == ["one.txt", "two.txt"]
     assert (spec.optimizer.lr, spec.optimizer.weight_decay) == (1e-5, 0.1)
+    assert spec.tuning == Lora(kind="lora", rank=8, alpha=256)
 
 
-def test_a_mapping_of_another_kind_replaces_the_whole(folder: Path) -> None:
-    spec = load_spec(child(folder, "base: base.yaml\nname: a\ntuning: {kind: full}\nmodel: {kind: folder, path: m}\n"))
-    assert spec.tuning == Full(kind="full")
-    assert spec.model == FolderModel(kind="folder", path="m")
-
-
-def test_a_mapping_that_names_no_kind_is_of_the_kind_below(folder: Path) -> None:
-    assert load_spec(child(folder, "base: base.yaml\nname: a\ntuning: {rank: 8}\n")).tuning == Lora(
-        kind="lora", rank=8, alpha=256
-    )
+def test_a_mapping_of_another_kind_and_a_list_replace_the_whole_and_null_takes_a_value_away(folder: Path) -> None:
+    more = "tuning: {kind: full}\nmodel: {kind: folder, path: m}\ndata: {train: [{path: x}], task: null}\n"
+    spec = load_spec(child(folder, f"base: base.yaml\nname: a\n{more}"))
+    assert (spec.tuning, spec.model) == (Full(kind="full"), FolderModel(kind="folder", path="m"))
+    assert ([source.path for source in spec.data.train], spec.data.task) == (["x"], None)
 
 
 def test_a_kind_that_chooses_no_other_keys_is_one_value_among_others(folder: Path) -> None:
@@ -520,17 +470,6 @@ def test_a_kind_that_chooses_no_other_keys_is_one_value_among_others(folder: Pat
     )
     assert (spec.schedule.kind, spec.schedule.epochs, spec.schedule.warmup) == ("linear", 5, 0.1)
     assert (spec.optimizer.kind, spec.optimizer.lr) == ("adamw_8bit", 1e-5)
-
-
-def test_a_list_replaces_the_list(folder: Path) -> None:
-    assert [
-        source.path
-        for source in load_spec(child(folder, "base: base.yaml\nname: a\ndata: {train: [{path: x}]}\n")).data.train
-    ] == ["x"]
-
-
-def test_null_takes_a_value_away(folder: Path) -> None:
-    assert load_spec(child(folder, "base: base.yaml\nname: a\ndata: {task: null}\n")).data.task is None
 
 
 def test_an_override_comes_last(folder: Path) -> None:
@@ -652,12 +591,24 @@ levers: auto
 """
 
 
-def test_a_value_is_replaced_in_its_line_and_all_else_stays() -> None:
-    assert changed_text(TEXT, ["tuning.rank=16"]) == TEXT.replace("rank: 64  #", "rank: 16  #")
+ITEMS = "evaluate:\n- {task: exact_match, batch: 8} # all of them\n- task: json_match\n"
 
 
-def test_no_change_leaves_the_text_as_it_is() -> None:
-    assert changed_text(TEXT, []) == TEXT
+@pytest.mark.parametrize(
+    ("text", "changes", "old", "new"),
+    [
+        (TEXT, [], "", ""),
+        (TEXT, ["tuning.rank=16"], "rank: 64  #", "rank: 16  #"),
+        (TEXT, ["optimizer.kind=adamw_8bit"], "{lr: 1e-4}", "{lr: 1e-4, kind: adamw_8bit}"),
+        (ITEMS, ["evaluate.0.batch=1"], "batch: 8", "batch: 1"),
+        (ITEMS, ["evaluate.1.batch=2"], "json_match\n", "json_match\n  batch: 2\n"),
+        (TEXT + "evaluate: [{task: rouge, batch: 8}]\n", ["evaluate.0.batch=auto"], "batch: 8", "batch: auto"),
+    ],
+)
+def test_a_value_is_changed_where_it_stands_and_all_else_stays(
+    text: str, changes: list[str], old: str, new: str
+) -> None:
+    assert changed_text(text, changes) == text.replace(old, new)
 
 
 def test_comments_order_and_quotes_stay() -> None:
@@ -665,15 +616,8 @@ def test_comments_order_and_quotes_stay() -> None:
     assert [line.split(":")[0] for line in changed.splitlines() if line[:1].isalpha()] == [
         *("name", "model", "tuning", "data", "optimizer", "levers")
     ]
-    for kept in (
-        "# the first attempt",
-        "# names the folder",
-        "# as in the paper",
-        "# the end",
-        '"owner/name"',
-        "lr: 1e-4",
-    ):
-        assert kept in changed
+    comments = ("# the first attempt", "# names the folder", "# as in the paper", "# the end")
+    assert all(kept in changed for kept in (*comments, '"owner/name"', "lr: 1e-4"))
 
 
 def test_a_word_gives_way_to_a_mapping() -> None:
@@ -682,10 +626,6 @@ def test_a_word_gives_way_to_a_mapping() -> None:
     levers = parse_spec(changed, where="spec.yaml").levers
     assert levers != "auto"
     assert (levers.micro_batch, levers.recompute) == (4, "all")
-
-
-def test_an_inline_mapping_stays_inline() -> None:
-    assert "optimizer: {lr: 1e-4, kind: adamw_8bit}\n" in changed_text(TEXT, ["optimizer.kind=adamw_8bit"])
 
 
 def test_keys_that_are_not_there_are_made_at_the_end() -> None:
@@ -702,18 +642,6 @@ def test_a_written_change_means_what_the_override_means(override: str) -> None:
     assert parse_spec(changed_text(TEXT, [override]), where="spec.yaml") == parse_spec(
         TEXT, where="spec.yaml", overrides=(override,)
     )
-
-
-def test_an_item_of_a_list_is_changed_in_its_place() -> None:
-    text = "evaluate:\n- {task: exact_match, batch: 8} # all of them\n- task: json_match\n"
-    assert changed_text(text, ["evaluate.0.batch=1", "evaluate.1.batch=2"]) == (
-        "evaluate:\n- {task: exact_match, batch: 1} # all of them\n- task: json_match\n  batch: 2\n"
-    )
-
-
-def test_an_item_of_a_list_is_changed_where_it_stands() -> None:
-    text = TEXT + "evaluate: [{task: rouge, batch: 8}]\n"
-    assert changed_text(text, ["evaluate.0.batch=auto"]) == text.replace("batch: 8", "batch: auto")
 
 
 def test_an_item_of_a_list_that_stands_in_the_base_is_not_written_beside_it() -> None:

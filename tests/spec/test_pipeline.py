@@ -117,24 +117,12 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
         (
             "stage://pairs/train.jsonl",
             "stage://pears/train.jsonl",
-            "stage dpo depends on stage pears, which does not exist; the stages are dpo, sft",
+            "stage dpo depends on stage pears, which",
         ),
-        (
-            'of: ["scores:sft", dpo]',
-            "of: [pairs]",
-            "stage table wants the scores of stage pairs, and make_pairs makes none",
-        ),
-        (
-            "{kind: stage, name: sft}",
-            "{kind: stage, name: pairs}",
-            "stage dpo wants the model of stage pairs, and make_pairs makes none",
-        ),
+        ('of: ["scores:sft", dpo]', "of: [pairs]", "stage table wants the scores of stage pairs, and make_pairs"),
+        ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo wants the model of stage pairs"),
         ("  pairs: {kind", "  DPO: {kind", "stages dpo and DPO would write into one folder"),
-        (
-            "  pairs: {kind",
-            "  all: {kind",
-            "a stage cannot be called all, which means every stage in --force all; give it another name",
-        ),
+        ("  pairs: {kind", "  all: {kind", "a stage cannot be called all, which means every stage in --force all"),
         ("  pairs: {kind", "  sft: {kind", "stages.sft: given twice, first at spec.yaml:16"),
         ("lr: 5e-6}", "lrr: 5e-6}", "spec.yaml:14 stages.dpo.optimizer.lrr: there is no such key; did you mean `lr`?"),
         ("rank: 8", "rank: high", 'spec.yaml:6 stages.dpo.tuning.rank: "high" is text'),
@@ -171,55 +159,20 @@ def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (
-            "stage://pairs/test.jsonl",
-            "stage://pairs/validation.jsonl",
-            (
-                "stage scores wants validation.jsonl of stage pairs, which will not be there: it makes "
-                "train.jsonl, test.jsonl, report.json"
-            ),
-        ),
+        ("stage://pairs/test.jsonl", "stage://pairs/validation.jsonl", "it makes train.jsonl, test.jsonl, report.json"),
         ("stage://pairs/test.jsonl", "stage://pairs/t?st.json", "stage scores wants t?st.json of stage pairs"),
         ("stage://pairs/test.jsonl", "stage://pairs/../sft/rows.jsonl", "leads out of that stage's folder"),
         ("stage://pairs/test.jsonl", "stage://sft//etc/passwd", "leads out of that stage's folder"),
-        (
-            "stage://pairs/test.jsonl",
-            "stage:///test.jsonl",
-            "stage scores has stage:///test.jsonl at data.test.path, which names no stage",
-        ),
-        (
-            "scores:sft",
-            "scores:stf",
-            "stage table wants scores:stf, and stf is not a model of stage scores; it has sft, dpo",
-        ),
+        ("stage://pairs/test.jsonl", "stage:///test.jsonl", "stage scores has stage:///test.jsonl at data.test.path"),
+        ("scores:sft", "scores:stf", "stage table wants scores:stf, and stf is not a model of stage scores; it has"),
         ('["scores:sft", dpo]', "[sft]", "stage table wants the scores of stage sft, which has no evaluation"),
         ("dpo]", '"dpo:base"]', "stage table wants dpo:base, and no task of stage dpo scores the starting model"),
         ("dpo]", '"dpo:bets"]', "stage table wants dpo:bets, which is not a checkpoint"),
-        (
-            '["scores:sft", dpo]',
-            "[scores], task: rouge",
-            "no two are scored on rouge (scores:sft on hallucination, scores:dpo on hallucination); ",
-        ),
-        (
-            "task: hallucination, base: false}",
-            "task: rouge, base: false}",
-            "no two are scored on one task (scores:sft on hallucination, dpo:final on rouge); give their stages one",
-        ),
-        (
-            '["scores:sft", dpo]',
-            '["scores:sft"]',
-            "stage table compares scores:sft with nothing; name another beside it",
-        ),
-        (
-            '["scores:sft", dpo]',
-            '[dpo, "dpo:final"]',
-            "stage table compares dpo:final with nothing; name another beside it",
-        ),
-        (
-            '["scores:sft", dpo]',
-            "[dpo]",
-            "stage table compares models of which no two are scored on one task (dpo:final on hallucination, dpo:base",
-        ),
+        ('["scores:sft", dpo]', "[scores], task: rouge", "no two are scored on rouge (scores:sft on hallucination"),
+        ("task: hallucination, base: false}", "task: rouge, base: false}", "hallucination, dpo:final on rouge)"),
+        ('["scores:sft", dpo]', '["scores:sft"]', "stage table compares scores:sft with nothing; name another beside"),
+        ('["scores:sft", dpo]', '[dpo, "dpo:final"]', "stage table compares dpo:final with nothing; name another"),
+        ('["scores:sft", dpo]', "[dpo]", "stage table compares models of which no two are scored on one task"),
         (
             "task: hallucination}]",
             'task: {kind: summary, sections: ["stage://pairs/test.jsonl"]}}]',
@@ -257,31 +210,12 @@ PAIRS = (
 @pytest.mark.parametrize(
     ("method", "weight", "words"),
     [
-        (
-            ", shares: {numbr: 1}",
-            "",
-            'shares.numbr: "numbr" is not accepted; accepted: `entity`, `number`, `negation`, `fabrication`; did you mean `number`?',  # noqa: E501
-        ),
+        (", shares: {numbr: 1}", "", 'shares.numbr: "numbr" is not accepted; accepted: `entity`, `number`'),
         (", shares: {number: -1}", "", "shares.number: -1 is out of range; give at least 0"),
-        (
-            ", shares: {entity: 0, number: 0, negation: 0, fabrication: 0}",
-            "",
-            "shares: no rule is left to make pairs by; give one of them more than 0",
-        ),
-        (
-            ", per_row: 5",
-            "",
-            (
-                "per_row: 5 pairs of a row, each by another rule, and there are 4 (entity, number, negation, "
-                "fabrication); give at most 4"
-            ),
-        ),
+        (", shares: {entity: 0, number: 0, negation: 0, fabrication: 0}", "", "shares: no rule is left to make pairs"),
+        (", per_row: 5", "", "per_row: 5 pairs of a row, each by another rule, and there are 4 (entity, number"),
         (", per_row: 3, shares: {number: 0, entity: 0.0}", "", "there are 2 (negation, fabrication); give at most 2"),
-        (
-            "",
-            ", weight: 2",
-            "train.0.weight: a pair is made once; give the weight to the training that reads the pairs",
-        ),
+        ("", ", weight: 2", "train.0.weight: a pair is made once; give the weight to the training that reads"),
     ],
     ids=["unknown", "negative", "none", "too many", "too many of those left", "weight"],
 )
@@ -489,38 +423,20 @@ def mixed(tuning: str, *, is_merged: bool = False, more: str = "") -> Pipeline:
 @pytest.mark.parametrize(
     ("tuning", "is_merged", "words"),
     [
-        (
-            "{kind: full}",
-            False,
-            (
-                "stage maths, by which expert maths and the base differ, trains all weights (tuning.kind: full); "
-                "give it tuning: {kind: "
-            ),
-        ),
-        (
-            "{kind: subset, trainable: [layers.*.self_attn]}",
-            False,
-            "trains tuning.trainable: layers.*.self_attn; give it tuning: {kind: subset, trainable",
-        ),
+        ("{kind: full}", False, "stage maths, by which expert maths and the base differ, trains all weights"),
+        ("{kind: subset, trainable: [layers.*.self_attn]}", False, "trains tuning.trainable: layers.*.self_attn"),
         (
             "{kind: subset, trainable: [layers.*.mlp, norm, layers.0, '0.*']}",
             False,
-            "trains tuning.trainable: norm, layers.0, 0.*; give it",
+            "norm, layers.0, 0.*; give it",
         ),
         (
             "{kind: lora}",
             True,
-            (
-                "stage thin, by which expert maths and the base differ, trains tuning.targets: all-linear; give it "
-                "tuning: {kind: subset"
-            ),
+            "stage thin, by which expert maths and the base differ, trains tuning.targets: all",
         ),
         ("{kind: lora, targets: [down_proj, q_proj]}", True, "trains tuning.targets: q_proj; give it"),
-        (
-            "{kind: lora, targets: {language: [o_proj]}}",
-            True,
-            "targets: [gate_proj, up_proj, down_proj] and a stage of kind merge_adapter behind it",
-        ),
+        ("{kind: lora, targets: {language: [o_proj]}}", True, "targets: [gate_proj, up_proj, down_proj] and a stage"),
     ],
     ids=["full", "attention", "some", "all-linear", "query", "tower"],
 )
@@ -550,10 +466,7 @@ def test_an_expert_that_learns_in_its_mlps_or_is_left_out_is_taken(tuning: str, 
     ("more", "words"),
     [
         ("shared: base", "shared: an average has no router"),
-        (
-            "routing: top_1",
-            "routing: an average has no router and nothing to choose among; leave it out, or set merge: mixture",
-        ),
+        ("routing: top_1", "routing: an average has no router and nothing to choose among; leave it out, or set"),
         ("top_k: 1", "top_k: an average has no router"),
         ("routing: weighted_sum, shared: base", "routing, shared: an average has no router"),
         ("router: {kind: select_one, expert: law}", "router: an average has no router"),

@@ -19,7 +19,7 @@ from finefit.data.render import open_renderer
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError, RunError
 from finefit.moe.gate import choose_experts, fit_gate, mean_embeddings, token_scores
-from finefit.report.stage_summary import summary_lines
+from finefit.report.run import summary_lines
 from finefit.run.cache_inputs import outside_inputs
 from finefit.spec.models import FolderModel
 from finefit.spec.pipeline import Pipeline
@@ -239,11 +239,6 @@ def test_rows_are_built_before_a_gate_sees_them_as_trainings_build_them(base: Pa
     assert {name: record.form for name, record in records.items()} == {"bare": None, "task": form, "built": None}
 
 
-def test_a_row_that_cannot_be_built_is_told_with_its_place(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"digits\.jsonl:1 "):
-        _made(base, tmp_path, {"digits": _rows("0123", 8), "vowels": _rows("aeiou", 8)}, task="amr")
-
-
 def test_a_gate_that_was_made_before_forms_were_recorded_is_one_of_bare_rows(base: Path, tmp_path: Path) -> None:
     _, out = _made(base, tmp_path, {"vowels": _rows("aeiou", 9), "digits": _rows("0123", 9)})
     record = json.loads((out / "gate.json").read_text())
@@ -267,30 +262,33 @@ def test_a_change_of_the_file_that_rows_are_built_with_makes_a_gate_anew(base: P
     assert [name for name in after if after[name] != before[name]] == ["choice.task.path"]
 
 
-def test_an_expert_without_rows_on_one_side_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"of few no prompt is left to be measured on: 41 prompts, 0.1 of them held out"
-    ):
-        _made(base, tmp_path, {"few": _rows("a", 1), "many": _rows("bcd", 40)}, held_out=0.1)
-
-
-def test_prompts_that_all_ask_the_same_are_refused(base: Path, tmp_path: Path) -> None:
-    same = [{"prompt": "Why?", "completion": "yes"}, {"prompt": "why", "completion": "no"}]
-    with pytest.raises(
-        DataError, match="all 4 prompts ask the same, so none can be held out to measure the gate on"
-    ) as refused:
-        _made(base, tmp_path, {"one": same, "other": same})
-    assert refused.value.remedy == "give rows that ask other things"
-
-
-def test_rows_without_a_prompt_are_refused_with_their_place(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"texts.jsonl:1 is plain text"):
-        _made(base, tmp_path, {"texts": [{"text": "once upon a time"}] * 4, "rows": _rows("ab", 4)})
-
-
-def test_a_bad_row_is_an_error_and_no_row_less(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"one.jsonl:5 "):
-        _made(base, tmp_path, {"one": [*_rows("ab", 4), {"prompt": None, "completion": "x"}], "other": _rows("cd", 4)})
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        (
+            {"few": _rows("a", 1), "many": _rows("bcd", 40)},
+            {"held_out": 0.1},
+            "of few no prompt is left to be measured on: 41 prompts, 0.1 of them held out",
+        ),
+        (
+            {name: [{"prompt": words, "completion": "y"} for words in ("Why?", "why")] for name in ("one", "other")},
+            {},
+            "all 4 prompts ask the same, so none can be held out to measure the gate on",
+        ),
+        ({"texts": [{"text": "once upon a time"}] * 4, "rows": _rows("ab", 4)}, {}, r"texts\.jsonl:1 is plain text"),
+        (
+            {"one": [*_rows("ab", 4), {"prompt": None, "completion": "x"}], "other": _rows("cd", 4)},
+            {},
+            r"one\.jsonl:5 ",
+        ),
+        ({"digits": _rows("0123", 8), "vowels": _rows("aeiou", 8)}, {"task": "amr"}, r"digits\.jsonl:1 "),
+    ],
+)
+def test_rows_that_no_gate_can_learn_from_are_refused(
+    base: Path, tmp_path: Path, rows: dict[str, Rows], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        _made(base, tmp_path, rows, **settings)
 
 
 def test_a_limit_takes_so_many_rows(base: Path, tmp_path: Path) -> None:
@@ -322,12 +320,18 @@ def test_a_folder_without_a_gate_is_no_gate(tmp_path: Path) -> None:
         choose_experts(tmp_path, [[1]])
 
 
-def test_experts_and_rows_have_the_same_names(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="digits is an expert without rows, or rows without an expert"):
-        _order(base, tmp_path, {"vowels": [], "digits": []}, data={"vowels": {"path": "vowels.jsonl"}})
-
-
-def test_weights_of_rows_are_refused_where_every_expert_counts_alike(base: Path, tmp_path: Path) -> None:
-    data = {"vowels": {"path": "vowels.jsonl", "weight": 3.0}, "digits": {"path": "digits.jsonl"}}
-    with pytest.raises(ValidationError, match=r"data\.vowels\.weight: experts count equally"):
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"vowels": {"path": "vowels.jsonl"}}, "digits is an expert without rows, or rows without an expert"),
+        (
+            {"vowels": {"path": "vowels.jsonl", "weight": 3.0}, "digits": {"path": "digits.jsonl"}},
+            r"data\.vowels\.weight: experts count equally",
+        ),
+    ],
+)
+def test_every_expert_has_rows_and_they_count_equally(
+    base: Path, tmp_path: Path, data: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=words):
         _order(base, tmp_path, {"vowels": [], "digits": []}, data=data)

@@ -11,9 +11,9 @@ from PIL import Image
 
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import DataError, RunError, SpecError
-from finefit.report.stage_summary import summary_lines
+from finefit.report.run import summary_lines
+from finefit.review.items import RunTarget, review_set_of_runs
 from finefit.review.session import journal_of, open_session
-from finefit.review.sources import RunTarget, review_set_of_runs
 from finefit.run.cache_inputs import tree_digest
 from finefit.spec.load import parse_any
 from tests.conftest import write_jsonl
@@ -151,11 +151,12 @@ def test_rows_that_cannot_be_used_are_counted_and_named(rows: Path) -> None:
     assert any("rows are in no pair" in line for line in summary_lines("make_pairs", summary))
 
 
-def test_a_limit_leaves_rows_out_by_name(rows: Path) -> None:
-    summary, out = made(rows, {"train": [{"path": "train.jsonl", "limit": 35}]})
+def test_a_limit_leaves_rows_out_by_name_and_few_pairs_are_told_with_a_warning(rows: Path) -> None:
+    summary, out = made(rows, {"train": [{"path": "train.jsonl", "limit": 10}]})
     told = summary["splits"]["train"]
-    assert (told["read"], told["used"], told["unused"]) == (60, 35, {"left out by limit": 25})
-    assert len(json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]) == 25
+    assert (told["read"], told["used"], told["unused"]) == (60, 10, {"left out by limit": 50})
+    assert len(json.loads((out / "report.json").read_text())["splits"]["train"]["unused_rows"]) == 50
+    assert any(line.startswith("warning: train: 10 pairs are too few") for line in summary_lines("make_pairs", summary))
 
 
 def test_several_pairs_of_a_row_are_by_different_rules(rows: Path) -> None:
@@ -174,11 +175,6 @@ def test_word_lists_of_the_users_own_take_the_place_of_ours(rows: Path) -> None:
     _, out = made(rows, {"train": [{"path": "train.jsonl"}], "method": method})
     swapped = {pair["change"]["before"].lower() for pair in records(out / "train.jsonl")}
     assert swapped <= {"aspirin", "metformin", "cbt", "hbo", "mri", "pcr", "norway"}
-
-
-def test_few_pairs_are_told_with_a_warning(rows: Path) -> None:
-    summary, _ = made(rows, {"train": [{"path": "train.jsonl", "limit": 10}]})
-    assert any(line.startswith("warning: train: 10 pairs are too few") for line in summary_lines("make_pairs", summary))
 
 
 def test_a_prompt_in_two_splits_is_refused_with_both_places(rows: Path) -> None:
@@ -240,7 +236,9 @@ def two_runs(folder: Path, count: int = 6) -> tuple[RunDir, RunDir]:
 def test_what_people_preferred_becomes_pairs_and_the_rest_is_told(tmp_path: Path) -> None:
     left, right = two_runs(tmp_path)
     judge(left.path, (left, right), ["1", "2", "tie", "2"])
+    before = journal_of(left.path, "review").read_bytes()
     summary, out = made(tmp_path, {"method": {"kind": "verdicts", "of": ["runs/left-1"]}})
+    assert journal_of(left.path, "review").read_bytes() == before
     pairs = read_back(out / "train.jsonl")
     sides = sorted((pair.answer.split()[0], pair.rejected[0].content.split()[0]) for pair in pairs)
     assert sides == [("left", "right"), ("right", "left"), ("right", "left")]
@@ -274,6 +272,7 @@ def test_exported_pairs_count_once_and_contradicted_ones_not_at_all(tmp_path: Pa
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALLS = "has an answer with tool calls or reasoning"
 
 
 def calling(city: str, **more: Any) -> list[dict[str, Any]]:
@@ -288,29 +287,12 @@ def saying(text: str, **more: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("chosen", "rejected", "reason"),
     [
-        (calling("Rome"), saying("No idea."), "has an answer with tool calls or reasoning"),
-        (saying("Sunny."), calling("Rome"), "has an answer with tool calls or reasoning"),
-        (calling("Rome"), calling("Paris"), "has an answer with tool calls or reasoning"),
-        (
-            calling("Rome", content="Let me see."),
-            calling("Paris", content="Let me see."),
-            "has an answer with tool calls or reasoning",
-        ),
-        (
-            saying("Sunny.", reasoning_content="Rome, so it is."),
-            saying("Rainy."),
-            "has an answer with tool calls or reasoning",
-        ),
-        (
-            [*calling("Rome"), {"role": "tool", "content": "sun"}, *saying("Sunny.")],
-            saying("Rainy."),
-            "has sides of several messages",
-        ),
-        (
-            saying("Sunny."),
-            [*calling("Rome"), {"role": "tool", "content": "sun"}, *saying("Rainy.")],
-            "has sides of several messages",
-        ),
+        (calling("Rome"), saying("No idea."), CALLS),
+        (saying("Sunny."), calling("Rome"), CALLS),
+        (calling("Rome", content="Let me see."), calling("Paris", content="Let me see."), CALLS),
+        (saying("Sunny.", reasoning_content="Rome, so it is."), saying("Rainy."), CALLS),
+        ([*calling("Rome"), *saying("Sunny.")], saying("Rainy."), "has sides of several messages"),
+        (saying("Sunny."), [*calling("Rome"), *saying("Rainy.")], "has sides of several messages"),
         (saying(" "), saying("Rainy."), "has an empty answer"),
         (saying("Sunny."), saying(""), "has an empty answer"),
     ],
@@ -373,14 +355,6 @@ def test_a_file_of_other_rows_is_refused(tmp_path: Path) -> None:
         made(tmp_path, {"method": {"kind": "verdicts", "of": ["a.jsonl"]}})
     with pytest.raises(RunError, match="gone is neither a run directory nor a file"):
         made(tmp_path, {"method": {"kind": "verdicts", "of": ["gone"]}}, out="again")
-
-
-def test_the_journal_is_only_read(tmp_path: Path) -> None:
-    left, right = two_runs(tmp_path)
-    judge(left.path, (left, right), ["1"])
-    before = journal_of(left.path, "review").read_bytes()
-    made(tmp_path, {"method": {"kind": "verdicts", "of": ["runs/left-1"]}})
-    assert journal_of(left.path, "review").read_bytes() == before
 
 
 def test_exported_pairs_keep_their_tools_and_those_about_images_are_named(tmp_path: Path) -> None:

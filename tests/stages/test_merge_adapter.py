@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from finefit.artifacts.records import StageJob, WiredModel
 from finefit.errors import FinefitError, ModelError
 from finefit.model import merge
-from finefit.report.stage_summary import summary_lines
+from finefit.report.run import summary_lines
 from finefit.spec.models import FolderModel
 from finefit.spec.stages import MergeAdapter
 from finefit.stages.merge_adapter import make
@@ -168,20 +168,20 @@ def test_an_adapter_may_be_named_beside_a_plain_model(tmp_path: Path, base: Path
     assert summary["effect"] > 0
 
 
-def test_a_model_without_an_adapter_is_refused(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(ModelError, match="its model has none"):
-        merged(tmp_path, base, None)
-
-
-def test_two_adapters_are_refused(tmp_path: Path, base: Path) -> None:
-    adapter = make_adapter(tmp_path / "adapter", base)
-    with pytest.raises(ModelError, match="has one already"):
-        merged(tmp_path, base, adapter, adapter="adapter")
-
-
-def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
-        merged(tmp_path, base, None, adapter="model")
+@pytest.mark.parametrize(
+    ("is_laid", "named", "words"),
+    [
+        (False, {}, "its model has none"),
+        (True, {"adapter": "adapter"}, "has one already"),
+        (False, {"adapter": "model"}, r"holds no adapter_config\.json"),
+    ],
+)
+def test_one_adapter_is_merged_no_other_number(
+    tmp_path: Path, base: Path, named: dict[str, str], words: str, *, is_laid: bool
+) -> None:
+    laid = make_adapter(tmp_path / "adapter", base) if is_laid else None
+    with pytest.raises(ModelError, match=words):
+        merged(tmp_path, base, laid, **named)
 
 
 def test_packed_weights_are_refused(tmp_path: Path, base: Path) -> None:
@@ -215,13 +215,11 @@ def test_a_model_that_reads_back_otherwise_is_refused(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = make_adapter(tmp_path / "adapter", base)
-    save = merge._save
 
-    def torn(model: Any, base: Path, adapter: Path, out: Path) -> None:
-        save(model, base, adapter, out)
+    def torn(_: Path, out: Path) -> None:
         shutil.copyfile(base / "model.safetensors", out / "model.safetensors")
 
-    monkeypatch.setattr(merge, "_save", torn)
+    monkeypatch.setattr(merge, "copy_texts", torn)
     with pytest.raises(FinefitError, match="does not read back"):
         merged(tmp_path, base, adapter)
 

@@ -31,7 +31,7 @@ def _worked(folder: Path, script: str) -> tuple[int, StageOutcome]:
         where.job,
         StageJob(name="own", pipeline="p", seed=1, device="cpu", precision="fp32", base=str(folder), stage=stage),
     )
-    command = [sys.executable, "-m", "finefit.stages.worker", str(where.job)]
+    command = [sys.executable, "-m", "finefit.stages.python", str(where.job)]
     strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as a UTF-8 locale has it
     done = subprocess.run(command, env=strict, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     return done.returncode, read_record(where.outcome, StageOutcome)

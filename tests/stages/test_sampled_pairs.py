@@ -15,6 +15,7 @@ from finefit.artifacts.records import WiredModel
 from finefit.data.render import Renderer
 from finefit.errors import DataError, Resumable, SpecError
 from finefit.evaluate.batches import Answer, answers
+from finefit.plan.client import eval_limits_here
 from finefit.run.cache_inputs import tree_digest
 from finefit.spec.models import FolderModel
 from finefit.stages import sampled_pairs
@@ -106,11 +107,10 @@ def test_answers_of_a_stage_that_was_killed_are_not_asked_for_again(
         asked.append(len(prompts))
         return answers(model, renderer, prompts, **how)
 
-    def narrow(*given: Any, **more: Any) -> EvalBatchLimit:
-        return replace(batch_limit(*given, **more), rows=4)
+    def narrow(*given: Any) -> dict[str, EvalBatchLimit]:
+        return {label: replace(limit, rows=4) for label, limit in eval_limits_here(*given).items()}
 
-    batch_limit = sampled_pairs._batch_limit
-    monkeypatch.setattr(sampled_pairs, "_batch_limit", narrow)
+    monkeypatch.setattr(sampled_pairs, "eval_limits_here", narrow)
     monkeypatch.setattr(sampled_pairs, "answers", counted)
     _, whole = sampled(talker, out="whole")
     batches = (talker / "whole/answers.jsonl").read_bytes().splitlines(keepends=True)

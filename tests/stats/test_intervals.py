@@ -28,11 +28,9 @@ def test_wilson_is_symmetric_in_success_and_failure() -> None:
         assert (one.low, one.high) == pytest.approx((1 - other.high, 1 - other.low))
 
 
-def test_wilson_narrows_with_more_observations_and_widens_with_more_confidence() -> None:
+def test_wilson_narrows_with_more_observations() -> None:
     by_n = [wilson(n // 2, n) for n in (10, 100, 1000)]
-    by_confidence = [wilson(5, 10, confidence) for confidence in (0.99, 0.95, 0.8)]
-    for row in (by_n, by_confidence):
-        assert all(wide.high - wide.low > narrow.high - narrow.low for wide, narrow in pairwise(row))
+    assert all(wide.high - wide.low > narrow.high - narrow.low for wide, narrow in pairwise(by_n))
 
 
 def test_wilson_covers_the_true_rate_95_times_in_100() -> None:
@@ -45,10 +43,9 @@ def test_wilson_covers_the_true_rate_95_times_in_100() -> None:
     assert 0.93 <= np.mean(covered) <= 0.97
 
 
-@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 @pytest.mark.parametrize(("space", "within"), [(1, 1e-9), (2, 1e-9), (3, 0.05), (5, 0.01), (11, 1e-3), (49, 1e-5)])
-def test_students_quantile_is_scipys(space: int, within: float, confidence: float) -> None:
-    assert student_quantile(confidence, space) == pytest.approx(student.ppf((1 + confidence) / 2, space), rel=within)
+def test_students_quantile_is_scipys(space: int, within: float) -> None:
+    assert student_quantile(space) == pytest.approx(student.ppf(0.975, space), rel=within)
 
 
 def test_the_interval_of_a_difference_is_bonett_and_prices() -> None:
@@ -78,9 +75,3 @@ def test_wilson_refuses_impossible_counts(successes: int) -> None:
 def test_nothing_observed_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 observations"):
         wilson(0, 0)
-
-
-@pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
-def test_confidence_is_a_share(confidence: float) -> None:
-    with pytest.raises(ValueError, match="not a share"):
-        wilson(1, 2, confidence)

@@ -17,6 +17,7 @@ from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Stage
 from finefit.data.collate import micro_batches
 from finefit.data.order import rows_of_rank, rows_of_step
+from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Forward
 from finefit.objective.losses import sft_loss
 from finefit.spec.models import FolderModel, Tuning
@@ -254,8 +255,6 @@ def _held(tensor: Tensor) -> int:
 
 def mixed(seed: int = 0) -> nn.Module:
     """A frozen base in bf16 with adapters in fp32."""
-    from finefit.model.load import make_trainable
-
     base = make_model(seed=seed).to(torch.bfloat16)
     model: nn.Module = make_trainable(base, LORA, name="tiny")
     for name, parameter in model.named_parameters():

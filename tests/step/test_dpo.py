@@ -10,9 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 from finefit.artifacts.records import Levers
@@ -27,7 +26,6 @@ from finefit.objective.batch import Batch, Objective
 from finefit.objective.losses import DpoLoss, paired_of, reference_from_batch, sequence_sums
 from finefit.spec import schema
 from finefit.spec.models import Lora
-from finefit.spec.schema import AdamW
 from finefit.step.forward import (
     bind,
     eval_without_grad,
@@ -37,11 +35,10 @@ from finefit.step.forward import (
     starting_reference,
 )
 from finefit.step.levers import apply_levers
-from finefit.step.optimize import optimizer_step
-from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_tokenizer
 from tests.data.conftest import render_one
 from tests.step.conftest import FULL, LORA, RENDERER, Taken, take_gradients, trainable, tuned
+from tests.step.trl_comparison import NUM_STEPS, FirstGradients, finefit_steps, trl_settings, weights_of
 
 BETA = 0.2
 SIDES = (
@@ -217,8 +214,6 @@ def test_the_objective_of_a_spec_is_bound_to_its_strength_and_reference() -> Non
 
 # finefit against TRL's DPOTrainer: the same pairs, the same tiny model, gradient accumulation on both sides.
 
-NUM_STEPS = 3
-GLOBAL_BATCH = 4
 BETA_TRL_DPO = 0.3
 PAIRS = [
     {"prompt": "add 1 and 2 = ", "chosen": "three", "rejected": "four, I should think, or five"},
@@ -246,47 +241,16 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-class _Gradients(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.taken: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        if not self.taken:
-            self.taken = {name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None}
-
-
-def _trainer(model: nn.Module, folder: Path, *, micro_batch: int, **more: Any) -> tuple[DPOTrainer, _Gradients]:
-    disable_progress_bars()
-    config = DPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=GLOBAL_BATCH // micro_batch,
-        max_steps=NUM_STEPS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        max_grad_norm=0.0,
-        weight_decay=0.0,
-        train_sampling_strategy="sequential",
-        beta=BETA_TRL_DPO,
-        max_length=None,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-    )
-    gradients = _Gradients()
+def _trainer(model: nn.Module, folder: Path, *, micro_batch: int, **more: Any) -> tuple[DPOTrainer, FirstGradients]:
+    config = DPOConfig(**trl_settings(folder, micro_batch), max_grad_norm=0.0, beta=BETA_TRL_DPO)
+    gradients = FirstGradients()
     rows = Dataset.from_list(PAIRS)
     return DPOTrainer(
         model=model, args=config, train_dataset=rows, processing_class=TOKENIZER, callbacks=[gradients], **more
     ), gradients
 
 
-def _train_with_trl(trainer: DPOTrainer, gradients: _Gradients) -> Trained:
+def _train_with_trl(trainer: DPOTrainer, gradients: FirstGradients) -> Trained:
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "rewards/chosen" in entry]
     return Trained(
@@ -296,30 +260,18 @@ def _train_with_trl(trainer: DPOTrainer, gradients: _Gradients) -> Trained:
             tuple(entry[f"rewards/{name}"] for name in ("chosen", "rejected", "accuracies", "margins"))
             for entry in logs
         ],
-        weights={name: p.detach().clone() for name, p in trainable(trainer.model).items()},
+        weights=weights_of(trainer.model),
     )
 
 
 def _train_with_finefit(model: nn.Module, objective: Objective, pairs: Sequence[Pair], *, micro_batch: int) -> Trained:
-    optimizer, forward = make_optimizer(model, AdamW(lr=1e-2)), bind(model)
-    taken: list[dict[str, Tensor]] = []
-
-    def note(finite: Tensor) -> bool:
-        taken.append({name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None})
-        return bool(finite)
-
-    outcomes = []
-    for at in range(0, NUM_STEPS * GLOBAL_BATCH, GLOBAL_BATCH):
-        batches = micro_batches(pairs[at : at + GLOBAL_BATCH], micro_batch=micro_batch, pad=RENDERER.pad)
-        outcomes.append(
-            optimizer_step(batches, forward=forward, objective=objective, optimizer=optimizer, clip=None, decide=note)
-        )
+    gradients, outcomes = finefit_steps(model, pairs, objective, micro_batch=micro_batch, clip=None)
     names = ("rewards_chosen", "rewards_rejected", "accuracy", "margin")
     return Trained(
-        first_gradients=taken[0],
+        first_gradients=gradients,
         losses=[outcome.loss.item() for outcome in outcomes],
         rewards=[tuple(outcome.measures[name].item() for name in names) for outcome in outcomes],  # type: ignore[misc]
-        weights={name: p.detach().clone() for name, p in trainable(model).items()},
+        weights=weights_of(model),
     )
 
 

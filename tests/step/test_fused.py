@@ -42,10 +42,10 @@ SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
+    "pad_token_id": 0,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "pad_token_id": 0,
 }
 PLAIN_HEADS: list[type[PretrainedConfig]] = [LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig]
 OTHER_HEADS: list[type[PretrainedConfig]] = [Gemma2Config, GraniteConfig, CohereConfig]
@@ -174,28 +174,17 @@ def test_other_kinds_of_adapters_are_computed_as_they_are(kind: str) -> None:
     assert_same_step(take_gradients(model, batches, forward=bind(model, is_fused=True)), take_gradients(plain, batches))
 
 
-@pytest.mark.parametrize(
-    "kind", [LlamaRMSNorm, LlamaMLP, LlamaAttention, Qwen3RMSNorm, Qwen3MLP, Qwen3Attention, Gemma3RMSNorm]
-)
+KNOWN = [LlamaRMSNorm, LlamaMLP, LlamaAttention, Qwen3RMSNorm, Qwen3MLP, Qwen3Attention, Gemma3RMSNorm]
+OTHERS = [Olmo2RMSNorm, Phi3MLP, nn.Linear, nn.LayerNorm, Gemma3MLP]
+"""They compute something else; the gated MLP has another activation."""
+
+
+@pytest.mark.parametrize("kind", [*KNOWN, *OTHERS])
 def test_modules_are_known_by_their_code(kind: type[nn.Module]) -> None:
     module: Any = kind.__new__(kind)
     nn.Module.__init__(module)
-    module.act_fn = nn.SiLU()
-    assert fused._known(module, FakeFusedKernels()) is not None
-
-
-@pytest.mark.parametrize("kind", [Olmo2RMSNorm, Phi3MLP, nn.Linear, nn.LayerNorm])
-def test_what_computes_something_else_is_left_alone(kind: type[nn.Module]) -> None:
-    module: Any = kind.__new__(kind)
-    nn.Module.__init__(module)
-    assert fused._known(module, FakeFusedKernels()) is None
-
-
-def test_a_gated_mlp_with_another_activation_is_left_alone() -> None:
-    module: Any = Gemma3MLP.__new__(Gemma3MLP)
-    nn.Module.__init__(module)
-    module.act_fn = nn.GELU(approximate="tanh")
-    assert fused._known(module, FakeFusedKernels()) is None
+    module.act_fn = nn.GELU(approximate="tanh") if kind is Gemma3MLP else nn.SiLU()
+    assert (fused._known(module, FakeFusedKernels()) is not None) is (kind in KNOWN)
 
 
 def test_a_base_in_four_bits_gives_the_gradients_of_its_own_layers() -> None:
@@ -207,9 +196,7 @@ def test_a_base_in_four_bits_gives_the_gradients_of_its_own_layers() -> None:
     layer = layer.to("cpu")
     x = torch.randn(5, 64, requires_grad=True)
     down, up = torch.randn(3, 64, requires_grad=True), torch.randn(64, 3, requires_grad=True)
-    from finefit.step.fused import dense_weight
-
-    weight = partial(dense_weight, layer)
+    weight = partial(fused.dense_weight, layer)
     out: Tensor = fused._Whole.apply(x, down, up, None, weight, 0.5, 0.0)  # type: ignore[no-untyped-call]
     wanted = x @ weight().t() + 0.5 * x @ down.t() @ up.t()
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)

@@ -104,14 +104,14 @@ GATES = Subset(kind="subset", trainable=("mlp.gate",))
 SHAPE: dict[str, Any] = {
     "vocab_size": 261,
     "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
     "intermediate_size": 32,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,
-    "max_position_embeddings": 512,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -254,10 +254,3 @@ def test_tuning_that_trains_no_router_is_refused_with_the_pattern_that_would() -
         objective_of(mixture(tuning=lora), tuning=lora)
     assert "trainable: [mlp.gate]" in refused.value.remedy
     assert objective_of(mixture(tuning=Full(kind="full")), tuning=Full(kind="full"))
-
-
-def test_a_mixture_is_trained_whole_by_supervised_fine_tuning_under_every_cut() -> None:
-    full = Full(kind="full")
-    whole = take_gradients(mixture(tuning=full), cut(unequal_examples(), 8))
-    assert_same_step(take_gradients(mixture(tuning=full), cut(unequal_examples(), 1)), whole)
-    assert "model.layers.0.mlp.experts.down_proj" in whole.gradients

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from finefit.data.examples import Example
@@ -17,16 +16,11 @@ from finefit.data.render import Renderer
 from finefit.data.rows import Message
 from finefit.objective.losses import sft_loss
 from finefit.spec.models import Tuning
-from finefit.spec.schema import AdamW
-from finefit.step.forward import bind
-from finefit.step.optimize import optimizer_step
-from finefit.step.state import make_optimizer
 from tests.conftest import make_tokenizer
 from tests.data.conftest import only_example
-from tests.step.conftest import RENDERER, TUNINGS, cut, trainable, tuned
+from tests.step.conftest import RENDERER, TUNINGS, trainable, tuned
+from tests.step.trl_comparison import FirstGradients, finefit_steps, trl_settings, weights_of
 
-NUM_STEPS = 3
-GLOBAL_BATCH = 4
 PLAIN = [
     {"prompt": "add 1 and 2 = ", "completion": "three"},
     {"prompt": "x", "completion": "an answer that is a good deal longer than its prompt, and longer than the others"},
@@ -51,17 +45,6 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-class _Gradients(TrainerCallback):  # type: ignore[misc]
-    """Takes down the gradients of the first step; the trainer has clipped them by then."""
-
-    def __init__(self) -> None:
-        self.taken: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        if not self.taken:
-            self.taken = {name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None}
-
-
 def _train_with_trl(
     model: nn.Module,
     rows: Sequence[dict[str, Any]],
@@ -71,32 +54,14 @@ def _train_with_trl(
     micro_batch: int,
     clip: float | None,
 ) -> Trained:
-    disable_progress_bars()
     config = SFTConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=GLOBAL_BATCH // micro_batch,
-        max_steps=NUM_STEPS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
+        **trl_settings(folder, micro_batch),
         max_grad_norm=clip or 0.0,
-        weight_decay=0.0,
-        train_sampling_strategy="sequential",
         completion_only_loss=True,
-        max_length=None,
         packing=False,
         padding_free=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
     )
-    gradients = _Gradients()
+    gradients = FirstGradients()
     trainer = SFTTrainer(
         model=model,
         args=config,
@@ -110,31 +75,19 @@ def _train_with_trl(
         first_gradients=gradients.taken,
         losses=[entry["loss"] for entry in logs],
         grad_norms=[entry["grad_norm"] for entry in logs],
-        weights={name: p.detach().clone() for name, p in trainable(trainer.model).items()},
+        weights=weights_of(trainer.model),
     )
 
 
 def _train_with_finefit(
     model: nn.Module, examples: Sequence[Example], *, micro_batch: int, clip: float | None
 ) -> Trained:
-    optimizer, forward = make_optimizer(model, AdamW(lr=1e-2)), bind(model)
-    taken: list[dict[str, Tensor]] = []
-
-    def note(finite: Tensor) -> bool:
-        taken.append({name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None})
-        return bool(finite)
-
-    outcomes = []
-    for at in range(0, NUM_STEPS * GLOBAL_BATCH, GLOBAL_BATCH):
-        batches = cut(examples[at : at + GLOBAL_BATCH], micro_batch)
-        outcomes.append(
-            optimizer_step(batches, forward=forward, objective=sft_loss, optimizer=optimizer, clip=clip, decide=note)
-        )
+    gradients, outcomes = finefit_steps(model, examples, sft_loss, micro_batch=micro_batch, clip=clip)
     return Trained(
-        first_gradients=taken[0],
+        first_gradients=gradients,
         losses=[outcome.loss.item() for outcome in outcomes],
         grad_norms=[outcome.grad_norm.item() for outcome in outcomes],
-        weights={name: p.detach().clone() for name, p in trainable(model).items()},
+        weights=weights_of(model),
     )
 
 

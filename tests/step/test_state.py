@@ -14,7 +14,6 @@ from finefit.spec.models import Lora, Tuning
 from finefit.step import state
 from finefit.step.state import (
     frozen_checksums,
-    frozen_digest,
     make_optimizer,
     optimizer_tensors,
     require_frozen_unchanged,
@@ -143,20 +142,20 @@ class Frozen(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-def digest(*values: float, dtype: torch.dtype = torch.float32) -> str:
-    return frozen_digest(Frozen(a=torch.tensor(values, dtype=dtype)))
+def sums(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    return frozen_checksums(Frozen(a=torch.tensor(values, dtype=dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 1023])
-def test_equal_bytes_are_equal_digests_and_any_flipped_bit_is_seen(dtype: torch.dtype, size: int) -> None:
+def test_equal_bytes_are_equal_checksums_and_any_flipped_bit_is_seen(dtype: torch.dtype, size: int) -> None:
     whole = torch.randint(0, 2, (size,), dtype=torch.uint8).to(dtype)
-    seen = {frozen_digest(Frozen(a=whole.clone()))}
-    assert seen == {frozen_digest(Frozen(a=whole.clone()))}
+    seen = {frozen_checksums(Frozen(a=whole.clone()))["a"]}
+    assert seen == {frozen_checksums(Frozen(a=whole.clone()))["a"]}
     for at in {0, size // 2, size - 1}:
         moved = whole.clone()
         moved.view(torch.uint8)[at * whole.element_size()] ^= 1
-        seen.add(frozen_digest(Frozen(a=moved)))
+        seen.add(frozen_checksums(Frozen(a=moved))["a"])
     assert len(seen) == 1 + len({0, size // 2, size - 1})
 
 
@@ -177,17 +176,17 @@ def test_words_whose_products_are_each_others_complement_are_told_apart(word: in
 
 
 def test_a_sign_of_zero_a_kind_and_a_shape_are_told_apart() -> None:
-    assert digest(0.0) != digest(-0.0)
-    assert digest(0.0, dtype=torch.float16) != digest(0.0, dtype=torch.bfloat16)
-    assert digest(0.0) != digest(0.0, 0.0)
+    assert sums(0.0) != sums(-0.0)
+    assert sums(0.0, dtype=torch.float16) != sums(0.0, dtype=torch.bfloat16)
+    assert sums(0.0) != sums(0.0, 0.0)
     flat = torch.zeros(4)
-    assert frozen_digest(Frozen(a=flat)) != frozen_digest(Frozen(a=flat.view(2, 2)))
-    assert frozen_digest(Frozen(a=flat)) != frozen_digest(Frozen(b=flat))
+    assert frozen_checksums(Frozen(a=flat)) != frozen_checksums(Frozen(a=flat.view(2, 2)))
+    assert frozen_checksums(Frozen(a=flat)) != frozen_checksums(Frozen(b=flat))
 
 
 def test_tensors_that_change_places_are_seen() -> None:
     a, b = torch.ones(3), torch.zeros(3)
-    assert frozen_digest(Frozen(a=a, b=b)) != frozen_digest(Frozen(a=b, b=a))
+    assert frozen_checksums(Frozen(a=a, b=b)) != frozen_checksums(Frozen(a=b, b=a))
 
 
 def test_pieces_are_summed_alike_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +241,6 @@ def test_where_nothing_is_frozen_nothing_is_claimed() -> None:
     assert require_frozen_unchanged({}, model) is None
 
 
-def test_two_loads_of_one_model_have_one_digest() -> None:
+def test_two_loads_of_one_model_have_the_same_checksums() -> None:
     first, second, other = (make_model(seed=seed).requires_grad_(False) for seed in (0, 0, 1))
-    assert frozen_digest(first) == frozen_digest(second) != frozen_digest(other)
+    assert frozen_checksums(first) == frozen_checksums(second) != frozen_checksums(other)

@@ -128,7 +128,7 @@ def _train(ranks: Ranks, engine: TrainEngine, rows: tuple[int, ...]) -> Left:
 
 
 def _as_rank(place: RankEnv) -> Left:
-    with joined(place, open_store(place, patience=timedelta(seconds=120)), device="cpu") as ranks:
+    with joined(place, open_store(place, timeout=timedelta(seconds=120)), device="cpu") as ranks:
         return _train(ranks, DdpEngine(ranks), (place.rank,))
 
 

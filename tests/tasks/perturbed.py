@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from finefit.tasks.amr import read_graphs
-from finefit.tasks.amr_notation import Edge, Node, parse
+from finefit.tasks.amr_graphs import Edge, Node, parse
 
 ROWS = Path(__file__).parents[2] / "src" / "finefit" / "recipes" / "amr-twin"
 

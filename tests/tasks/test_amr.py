@@ -13,7 +13,7 @@ from finefit.evaluate.score import score_item
 from finefit.spec.schema import Evaluation
 from finefit.spec.tasks import Amr, AmrForm
 from finefit.stats.metrics import value
-from finefit.tasks import NoResult, Reply, ScoredReply, Task, make_task
+from finefit.tasks import NoResult, Reply, ScoredReply, Task
 from finefit.tasks.amr import (
     Method,
     amr_task,
@@ -22,13 +22,13 @@ from finefit.tasks.amr import (
     last_result,
     prompt_of,
     read_graphs,
-    relations,
     skeleton,
     target_of,
 )
-from finefit.tasks.amr_notation import parse, write
+from finefit.tasks.amr_graphs import parse, write
+from finefit.tasks.make import make_task
 from tests.tasks.perturbed import pairs, perturbed
-from tests.tasks.test_amr_smatch import corpus_f1, matched, of_the_package
+from tests.tasks.test_amr_graphs import corpus_f1, matched, of_the_package
 
 GOLD = "(w / want-01 :ARG0 (b / boy) :ARG1 (g / go-02 :ARG0 b))"
 TRIPLES = 7.0
@@ -227,23 +227,17 @@ def test_the_skeleton_has_concepts_for_variables_and_for_what_is_met_again() -> 
 
 
 def test_concepts_stand_in_the_order_of_their_writing_each_as_often_as_it_has_nodes() -> None:
-    assert concepts(GRAPH) == ["want-01", "boy", "go-02"]
-    assert concepts(parse("(c / cat :mod (c2 / cat))")) == ["cat", "cat"]
-
-
-def test_relations_name_concepts_on_both_sides_and_constants_as_they_are() -> None:
-    assert relations(GRAPH) == [
-        ("want-01", ":polarity", "-"),
-        ("want-01", ":ARG0", "boy"),
-        ("want-01", ":ARG1", "go-02"),
-        ("boy", ":quant", "2"),
-        ("go-02", ":ARG0", "boy"),
-        ("go-02", ":name", '"Salt Lake"'),
-    ]
+    assert concepts(parse("(c / cat :mod (c2 / cat))")) == "concept_1 | cat\nconcept_2 | cat"
 
 
 CONCEPTS = "concept_1 | want-01\nconcept_2 | boy\nconcept_3 | go-02"
-RELATIONS = "\n".join(" | ".join(relation) for relation in relations(GRAPH))
+RELATIONS = """\
+want-01 | :polarity | -
+want-01 | :ARG0 | boy
+want-01 | :ARG1 | go-02
+boy | :quant | 2
+go-02 | :ARG0 | boy
+go-02 | :name | "Salt Lake\""""
 TARGETS = {
     "baseline": WRITTEN,
     "mtup2": f"Task 1: {skeleton(GRAPH)}\nTask 2: {WRITTEN}",

@@ -1,14 +1,21 @@
+"""Files of a user's own tasks: what they may do, and how a run keeps them."""
+
 import sys
 from pathlib import Path
 
 import pytest
 
-from finefit.data.rows import Message, Row
+from finefit.data.rows import BadRow, Message, Row
 from finefit.errors import SpecError
+from finefit.spec.load import parse_spec
+from finefit.spec.models import FolderModel
 from finefit.spec.schema import Evaluation
-from finefit.spec.tasks import CustomTask
-from finefit.tasks import NoResult, Reply, Task, make_task
-from finefit.tasks.custom import custom_builder
+from finefit.spec.stages import moved
+from finefit.spec.tasks import CustomTask, LmEval, Summary, TruthfulQa
+from finefit.tasks import NoResult, Reply, Task
+from finefit.tasks.custom import keep_task_files, kept_paths, row_builder, take_task_file, task_sha256
+from finefit.tasks.make import make_task
+from tests.conftest import SPEC
 from tests.tasks.task_rows import make_likelihood, make_row, metrics_of
 
 WHOLE = """
@@ -37,6 +44,12 @@ def build(prompt, answer):
 def _own(folder: Path, source: str) -> Task:
     (folder / "sums.py").write_text(source, encoding="utf-8")
     return make_task(Evaluation.model_validate({"task": {"kind": "python", "path": "sums.py"}}), base=folder)
+
+
+def _built(folder: Path, row: Row, file: str = "sums.py") -> Row | BadRow:
+    build = row_builder(CustomTask(kind="python", path=file), base=folder)
+    assert build is not None
+    return build(row)
 
 
 def test_a_file_of_ones_own_is_a_task(tmp_path: Path) -> None:
@@ -68,7 +81,8 @@ def test_nothing_is_left_beside_the_file_and_two_files_of_one_name_do_not_meet(t
 
 def test_build_makes_prompt_and_answer_of_rows(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE)
-    built = custom_builder(CustomTask(kind="python", path="sums.py"), tmp_path)(make_row("4", "four", prompt="2+2"))
+    built = _built(tmp_path, make_row("4", "four", prompt="2+2"))
+    assert isinstance(built, Row)
     assert (built.prompt[-1].content, built.answer, built.references) == (
         "How much is 2+2?",
         "It is 4.",
@@ -90,9 +104,10 @@ def _pair(chosen: tuple[str, ...], rejected: tuple[str, ...]) -> Row:
 def test_wrong_and_rejected_answers_are_built_as_the_right_one_is(tmp_path: Path) -> None:
     """Or what tells them apart would be the form."""
     _own(tmp_path, WHOLE)
-    build = custom_builder(CustomTask(kind="python", path="sums.py"), tmp_path)
-    assert build(make_row("4", wrong=("5", "6"))).wrong == ("It is 5.", "It is 6.")
-    pair = build(_pair(("4",), ("5",)))
+    several, pair = _built(tmp_path, make_row("4", wrong=("5", "6"))), _built(tmp_path, _pair(("4",), ("5",)))
+    assert isinstance(several, Row)
+    assert several.wrong == ("It is 5.", "It is 6.")
+    assert isinstance(pair, Row)
     assert (pair.prompt[-1].content, pair.answer, pair.rejected) == (
         "How much is 2+2?",
         "It is 4.",
@@ -103,20 +118,24 @@ def test_wrong_and_rejected_answers_are_built_as_the_right_one_is(tmp_path: Path
 
 def test_a_row_whose_answers_have_no_one_prompt_cannot_be_built(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE.replace("How much is {prompt}?", "{prompt}, in {len(answer)} letters"))
-    build = custom_builder(CustomTask(kind="python", path="sums.py"), tmp_path)
-    assert build(make_row("4", "5", prompt="2+2")).prompt[-1].content == "2+2, in 1 letters"
-    with pytest.raises(NoResult, match=r"sums\.py builds another prompt for each"):
-        build(make_row("4", wrong=("five",)))
-    for chosen, rejected in ((("4", "sure?", "yes"), ("5",)), (("4",), ("5", "6"))):
-        with pytest.raises(NoResult, match="more than their last answer"):
-            build(_pair(chosen, rejected))
-    with pytest.raises(NoResult, match="no prompt that could be built"):
-        build(Row(source="t", number=1, text="plain"))
+    alike = _built(tmp_path, make_row("4", "5", prompt="2+2"))
+    assert isinstance(alike, Row)
+    assert alike.prompt[-1].content == "2+2, in 1 letters"
+    for row, reason in (
+        (make_row("4", wrong=("five",)), "sums.py builds another prompt for each"),
+        (_pair(("4", "sure?", "yes"), ("5",)), "more than their last answer"),
+        (_pair(("4",), ("5", "6")), "more than their last answer"),
+        (Row(source="t", number=1, text="plain"), "no prompt that could be built"),
+    ):
+        refused = _built(tmp_path, row)
+        assert isinstance(refused, BadRow)
+        assert reason in refused.reason
 
 
 def test_a_file_may_do_no_more_than_build(tmp_path: Path) -> None:
     (tmp_path / "form.py").write_text("def build(prompt, answer):\n    return prompt.upper(), answer\n")
-    built = custom_builder(CustomTask(kind="python", path="form.py"), tmp_path)(make_row("4", prompt="two"))
+    built = _built(tmp_path, make_row("4", prompt="two"), "form.py")
+    assert isinstance(built, Row)
     assert built.prompt[-1].content == "TWO"
 
 
@@ -201,13 +220,13 @@ def test_a_reference_that_extract_cannot_read_is_no_item(tmp_path: Path) -> None
 def test_a_build_that_gives_no_two_texts_is_told(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE.replace('return f"How much is {prompt}?", f"It is {answer}."', "return prompt"))
     with pytest.raises(SpecError, match="give a pair of texts"):
-        custom_builder(CustomTask(kind="python", path="sums.py"), tmp_path)(make_row("4"))
+        _built(tmp_path, make_row("4"))
 
 
 def test_a_form_without_build_and_a_file_that_is_not_there_are_told(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE.replace("def build", "def built"))
     with pytest.raises(SpecError, match="has no build"):
-        custom_builder(CustomTask(kind="python", path="sums.py"), tmp_path)
+        _built(tmp_path, make_row("4"))
     with pytest.raises(SpecError, match=r"there is no file absent\.py"):
         make_task(Evaluation.model_validate({"task": {"kind": "python", "path": "absent.py"}}), base=tmp_path)
 
@@ -221,5 +240,101 @@ def test_the_example_in_the_documents_is_a_task(tmp_path: Path) -> None:
         "right": 0.25,
         "near": 1.5 / 4,
     }
-    built = custom_builder(CustomTask(kind="python", path="sums.py"), tmp_path)(make_row("12 km", prompt="How far?"))
+    built = _built(tmp_path, make_row("12 km", prompt="How far?"))
+    assert isinstance(built, Row)
     assert built.prompt[-1].content == "How far?\nAnswer with a number and its unit."
+
+
+OWN = Evaluation.model_validate({"task": {"kind": "python", "path": "mine.py"}})
+HARNESS = Evaluation.model_validate_json('{"task": {"kind": "lm_eval", "tasks": ["x"], "folder": "own"}}')
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "mine.py").write_text("METRICS = {}\n")
+    (tmp_path / "own" / "x.yaml").write_text("task: x\n")
+    return tmp_path
+
+
+def test_the_digest_is_of_the_content_wherever_the_file_lies(folder: Path) -> None:
+    first = task_sha256(OWN, folder)
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "mine.py").write_text("METRICS = {}\n")
+    assert task_sha256(OWN, folder / "deeper") == first
+    (folder / "mine.py").write_text("METRICS = {'a': 'mean'}\n")
+    assert task_sha256(OWN, folder) != first
+    assert task_sha256(Evaluation.model_validate({"task": "rouge"}), folder) is None
+
+
+def test_any_file_of_a_folder_counts(folder: Path) -> None:
+    first = task_sha256(HARNESS, folder)
+    (folder / "own" / "rows.jsonl").write_text("{}\n")
+    assert task_sha256(HARNESS, folder) != first
+
+
+def test_a_file_that_is_not_there_is_the_users_mistake(folder: Path) -> None:
+    (folder / "mine.py").unlink()
+    with pytest.raises(SpecError, match=r"evaluate mine: .*mine\.py does not exist"):
+        task_sha256(OWN, folder)
+
+
+def test_a_request_has_the_file_beside_it(folder: Path) -> None:
+    taken = take_task_file(OWN, folder, folder / "evals" / "mine")
+    assert isinstance(taken.task, CustomTask)
+    assert (taken.task.path, taken.label) == ("task.py", "mine")
+    assert (folder / "evals" / "mine" / "task.py").read_text() == "METRICS = {}\n"
+    assert take_task_file(taken, folder / "evals" / "mine", folder / "evals" / "mine") == taken
+    harness = take_task_file(HARNESS, folder, folder / "evals" / "lm_eval")
+    assert isinstance(harness.task, LmEval)
+    assert (folder / "evals" / "lm_eval" / str(harness.task.folder) / "x.yaml").exists()
+
+
+def test_a_run_keeps_copies_and_goes_on_with_them_while_its_spec_names_the_same_files(folder: Path) -> None:
+    own = "evaluate: [{task: {kind: python, path: mine.py}, max_new_tokens: 8}]"
+    spec = parse_spec(SPEC.replace("evaluate: [{task: json_match, max_new_tokens: 8}]", own), where="spec.yaml")
+    kept = keep_task_files(spec, folder, folder / "run")
+    assert (folder / "run" / "tasks" / "mine.py").exists()
+    (evaluation,) = kept.evaluate
+    assert isinstance(evaluation.task, CustomTask)
+    assert evaluation.task.path == "tasks/mine.py"
+    assert kept_paths(spec.evaluate, kept.evaluate) == kept.evaluate
+    (longer,) = kept_paths((spec.evaluate[0].model_copy(update={"max_new_tokens": 9}),), kept.evaluate)
+    assert (longer.max_new_tokens, longer.task) == (9, evaluation.task)
+    (other,) = kept_paths((Evaluation.model_validate({"task": "rouge", "name": "mine"}),), kept.evaluate)
+    assert other.task.kind == "rouge"
+
+
+@pytest.mark.parametrize("label", ["form", "data", "task"])
+def test_what_rows_are_built_with_is_kept_apart_from_every_task(folder: Path, label: str) -> None:
+    (folder / "prompts.py").write_text("def build(prompt, answer): return prompt, answer\n")
+    own = f"evaluate: [{{task: {{kind: python, path: mine.py}}, name: {label}}}]"
+    text = SPEC.replace("evaluate: [{task: json_match, max_new_tokens: 8}]", own)
+    spec = parse_spec(text, where="spec.yaml", overrides=["data.task={kind: python, path: prompts.py}"])
+    kept = keep_task_files(spec, folder, folder / "run")
+    form, task = kept.data.task, kept.evaluate[0].task
+    assert isinstance(form, CustomTask)
+    assert isinstance(task, CustomTask)
+    assert (folder / "run" / form.path).read_text() == (folder / "prompts.py").read_text()
+    assert (folder / "run" / task.path).read_text() == (folder / "mine.py").read_text()
+
+
+def _moved(task: dict[str, object]) -> object:
+    return moved(Evaluation.model_validate({"task": task}), lambda path: f"elsewhere/{path}").task
+
+
+def test_a_model_that_a_task_judges_with_is_found_from_the_run_directory() -> None:
+    """As the folder of the trained model is: only its path changes."""
+    moved = _moved({"kind": "summary", "nli": {"kind": "folder", "path": "nli"}})
+    assert isinstance(moved, Summary)
+    assert moved.nli == FolderModel(kind="folder", path="elsewhere/nli")
+    bleurt = _moved({"kind": "truthfulqa", "scorer": "bleurt", "checkpoint": "large"})
+    assert isinstance(bleurt, TruthfulQa)
+    assert bleurt.checkpoint == "elsewhere/large"
+
+
+@pytest.mark.parametrize(
+    "task", [{"kind": "summary", "nli": {"kind": "hub", "id": "a/b"}}, {"kind": "truthfulqa"}, {"kind": "rouge"}]
+)
+def test_what_lies_in_no_folder_stays_as_it_is(task: dict[str, object]) -> None:
+    assert _moved(task) == Evaluation.model_validate({"task": task}).task

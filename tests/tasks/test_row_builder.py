@@ -12,10 +12,12 @@ from finefit.data.examples import Examples
 from finefit.data.prepare import prepare
 from finefit.data.render import open_renderer
 from finefit.data.rows import key_of, read_items
-from finefit.preflight.data import repairs_are_reported
+from finefit.preflight.data import preparation_is_reported
 from finefit.spec.data import Data
 from finefit.spec.schema import Evaluation, Spec
-from finefit.tasks import Reply, make_task, row_builder
+from finefit.tasks import Reply
+from finefit.tasks.custom import row_builder
+from finefit.tasks.make import make_task
 from tests.conftest import make_tokenizer, write_jsonl
 from tests.preflight.test_data import SPEC
 
@@ -108,7 +110,7 @@ def test_a_repair_is_written_into_the_ledger_and_told(tmp_path: Path, tokenizer:
         ("test", 2, "n / người is n2 now, since n was defined before"),
         ("train", 2, "c / con is c2 now, since c was defined before"),
     ]
-    told = list(repairs_are_reported(found, Spec.model_validate(SPEC)))
+    told = list(preparation_is_reported(found, Spec.model_validate(SPEC)))
     assert [finding.level for finding in told] == ["note", "note"]
     assert "train.txt:2 c / con is c2 now" in "".join(finding.problem for finding in told)
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from finefit.data.rows import Message, Row, item_line, key_of, read_items
 from finefit.spec.schema import Evaluation
-from finefit.tasks import NoResult, Reply, Task, make_task
+from finefit.tasks import NoResult, Reply, Task
+from finefit.tasks.make import make_task
 from finefit.tasks.short_answer import exact_match, json_match, normalise_answer
 from tests.tasks.task_rows import counts_of, make_row, metrics_of
 
@@ -83,13 +84,8 @@ def test_an_answer_that_is_no_json_object_has_no_result(answer: str, reason: str
 
 
 def test_exact_match_ignores_space_around_the_answer_and_nothing_else() -> None:
-    found = {answer: _scores(EXACT_MATCH, answer, "four ") for answer in (" four\n", "Four", "fo ur", "four.")}
-    assert {answer: scores["exact"] for answer, scores in found.items()} == {
-        " four\n": 1.0,
-        "Four": 0.0,
-        "fo ur": 0.0,
-        "four.": 0.0,
-    }
+    assert _scores(EXACT_MATCH, " four\n", "four ") == {"exact": 1.0}
+    assert all(_scores(EXACT_MATCH, answer, "four ") == {"exact": 0.0} for answer in ("Four", "fo ur", "four."))
 
 
 @pytest.mark.parametrize("answer", ["", " \n\t"])
@@ -250,11 +246,6 @@ def test_vqa_accuracy_leaves_each_person_out_in_turn(agreeing: int) -> None:
     given = ["red"] * agreeing + ["blue"] * (10 - agreeing)
     row = _people(**{word: given.count(word) for word in dict.fromkeys(given)})
     assert counts_of(VQA, row, Reply(text="red"))["vqa"] == pytest.approx(_left_out("red", given))
-
-
-def test_vqa_accuracy_of_one_two_three_and_four_of_ten() -> None:
-    found = [counts_of(VQA, _people(red=n, blue=10 - n), Reply(text="red"))["vqa"] for n in (1, 2, 3, 4)]
-    assert found == pytest.approx([0.3, 0.6, 0.9, 1.0])
 
 
 def test_people_who_wrote_the_same_in_other_ways_agree() -> None:

@@ -17,7 +17,8 @@ from finefit.data.rows import Message, Row
 from finefit.errors import ModelError, SpecError
 from finefit.spec.models import FolderModel
 from finefit.spec.schema import Evaluation
-from finefit.tasks import NoResult, Reply, Task, make_task
+from finefit.tasks import NoResult, Reply, Task
+from finefit.tasks.make import make_task
 from finefit.tasks.summary import CONTRADICTS, FOLLOWS, _passages, faithfulness
 from finefit.tasks.text_overlap import words
 from tests.tasks.task_rows import counts_of, make_row, metrics_of

@@ -1,4 +1,5 @@
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from sacrebleu.metrics.chrf import CHRF
 from finefit.data.rows import Row
 from finefit.spec.schema import Evaluation
 from finefit.stats.metrics import combined, interval_of, table
-from finefit.tasks import NoResult, Reply, Task, make_task
+from finefit.tasks import NoResult, Reply, Task
+from finefit.tasks.make import make_task
 from finefit.tasks.text_overlap import sentences, words
 from tests.tasks.task_rows import counts_of, make_row, metrics_of
 
@@ -30,17 +32,18 @@ PAIRS = [
 ASCII = st.text(st.characters(max_codepoint=127))
 
 
-def _rouge(**settings: object) -> Task:
-    return make_task(Evaluation.model_validate({"task": {"kind": "rouge", **settings}}))
+def _task(kind: str, **settings: Any) -> Task:
+    return make_task(Evaluation.model_validate({"task": {"kind": kind, **settings}}))
+
+
+_rouge = partial(_task, "rouge")
 
 
 @pytest.mark.parametrize("stemmer", [True, False])
 @pytest.mark.parametrize("tokenizer", ["unicode", "rouge"])
 def test_rouge_of_english_is_the_mean_that_rouge_score_gives(tokenizer: str, stemmer: bool) -> None:
-    task, scorer = (
-        _rouge(tokenizer=tokenizer, stemmer=stemmer, sentences="lines"),
-        RougeScorer(KINDS, use_stemmer=stemmer),
-    )
+    task = _rouge(tokenizer=tokenizer, stemmer=stemmer, sentences="lines")
+    scorer = RougeScorer(KINDS, use_stemmer=stemmer)
     scored = [scorer.score(reference, answer) for answer, reference in PAIRS]
     expected = {kind: sum(one[kind].fmeasure for one in scored) / len(PAIRS) for kind in KINDS}
     assert metrics_of(
@@ -156,30 +159,8 @@ def test_no_character_but_space_is_lost_between_sentences(text: str) -> None:
     assert "".join("".join(sentences(text)).split()) == "".join(text.split())
 
 
-WORDS = [
-    "the",
-    "a",
-    "court",
-    "dismissed",
-    "ordered",
-    "appeal",
-    "costs,",
-    "company",
-    "paid.",
-    "was",
-    "Été",
-    "今天",
-    "never,",
-    "who",
-    "(it)",
-    "x",
-    "y",
-    "z",
-]
-
-
-def _task(kind: str, **settings: Any) -> Task:
-    return make_task(Evaluation.model_validate({"task": {"kind": kind, **settings}}))
+TEXT = "the a court dismissed ordered appeal costs, company paid. was Été 今天 never, who (it) x y z"
+WORDS = TEXT.split()
 
 
 def _corpus(seed: int, *, num_references: int, longest: int = 12) -> tuple[list[Row], list[str]]:
@@ -276,19 +257,18 @@ def test_an_item_without_an_answer_still_counts_with_all_its_reference(kind: str
         _task(kind).read(Reply(text=" "), rows[0])
 
 
-def test_the_signature_is_sacrebleus() -> None:
-    assert _task("bleu").signature["sacrebleu"].startswith("case:mixed|eff:no|tok:13a|smooth:exp|version:2.")
-    assert (
-        _task("bleu", tokenize="zh", lowercase=True)
-        .signature["sacrebleu"]
-        .startswith("case:lc|eff:no|tok:zh|smooth:exp|version:2.")
-    )
-    assert (
-        _task("chrf", word_order=2)
-        .signature["sacrebleu"]
-        .startswith("case:mixed|eff:yes|nc:6|nw:2|space:no|version:2.")
-    )
-    assert [metric.name for metric in _task("chrf", word_order=2).metrics] == ["chrf++"]
+@pytest.mark.parametrize(
+    ("kind", "settings", "signature"),
+    [
+        ("bleu", {}, "case:mixed|eff:no|tok:13a|smooth:exp|version:2."),
+        ("bleu", {"tokenize": "zh", "lowercase": True}, "case:lc|eff:no|tok:zh|smooth:exp|version:2."),
+        ("chrf", {"word_order": 2}, "case:mixed|eff:yes|nc:6|nw:2|space:no|version:2."),
+    ],
+)
+def test_the_signature_is_sacrebleus(kind: str, settings: dict[str, Any], signature: str) -> None:
+    task = _task(kind, **settings)
+    assert task.signature["sacrebleu"].startswith(signature)
+    assert [metric.name for metric in task.metrics] == [kind + "+" * settings.get("word_order", 0)]
 
 
 def test_an_empty_reference_is_refused() -> None:

@@ -2,7 +2,6 @@
 anything is updated."""
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,32 +10,24 @@ from torch import Tensor, nn
 
 from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.checkpoint import list_checkpoints
-from finefit.artifacts.records import read_record
-from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.stage_records import StageResult
 from finefit.errors import FindingError
 from finefit.model.load import load_base
 from finefit.step.engine import SINGLE_PROCESS
-from finefit.train import worker
 from finefit.train.audit import Audit
-from finefit.train.ranks import ONE_RANK
-from tests.faults import Reference, at_step, finish, send_self, start, words
+from finefit.train.ranks import ONE_RANK, Ranks
+from tests.faults import Reference, at_step, change_model, events, failure_of, finish, run_to_end, send_self, start
 from tests.mixtures import make_mixture_folder
+from tests.ranks import Beside
 
 FOUND = 1
 FINITE = torch.tensor(True)
 
 
-def audited(where: StageDir) -> list[dict[str, Any]]:
-    return [line for line in read_lines(where.metrics) if line.get("event") == "audited"]
-
-
 def test_every_run_audits_its_first_two_backwards(lora: Reference) -> None:
     """An adapter's A gets an exact zero from the first one, for its B is zero; from the second one nothing is zero any
     more."""
-    where = lora.job.fresh()
-    assert finish(start(where)) == 0, words(where)
-    first, second = audited(where)
+    where = run_to_end(lora.job)
+    first, second = events(where, "audited")
     assert (first["step"], second["step"]) == (1, 2)
     assert (
         first["tensors"] == first["reached"] == second["reached"] == 28
@@ -50,22 +41,13 @@ def test_every_run_audits_its_first_two_backwards(lora: Reference) -> None:
 def test_a_tensor_that_no_gradient_reaches_stops_the_run_before_the_first_update(lora: Reference) -> None:
     where = lora.job.fresh()
 
-    def prepare() -> None:
-        """The user's own code detaches what one layer's projections make."""
-        really: Callable[..., nn.Module] = getattr(worker, "make_trainable")  # noqa: B009 a name that the worker imports
+    def detach(model: nn.Module) -> None:
+        """As the user's own code may, of what one layer's projections make."""
+        mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
+        mlp.register_forward_hook(lambda *given: given[-1].detach())
 
-        def detached(*args: Any, **rest: Any) -> nn.Module:
-            model = really(*args, **rest)
-            model.get_submodule("base_model.model.model.layers.1.mlp").register_forward_hook(
-                lambda *given: given[-1].detach()
-            )
-            return model
-
-        setattr(worker, "make_trainable", detached)  # noqa: B010
-
-    assert finish(start(where, prepare)) == FOUND
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    assert finish(start(where, lambda: change_model(detach))) == FOUND
+    failure = failure_of(where)
     assert failure.kind == "FindingError"
     assert failure.problem.startswith("6 of 28 trained tensors got no gradient from the first backward: ")
     assert "layers.1.mlp.down_proj.lora_A" in failure.problem
@@ -78,20 +60,12 @@ def test_a_tensor_that_no_gradient_reaches_stops_the_run_before_the_first_update
 def test_a_policy_under_no_grad_is_named_with_its_cause(lora: Reference) -> None:
     where = lora.job.fresh()
 
-    def prepare() -> None:
-        really: Callable[..., nn.Module] = getattr(worker, "make_trainable")  # noqa: B009 a name that the worker imports
+    def blind(model: nn.Module) -> None:
+        layer = model.get_submodule("base_model.model.model.layers.0.self_attn")
+        layer.forward = torch.no_grad()(layer.forward)
 
-        def blind(*args: Any, **rest: Any) -> nn.Module:
-            model = really(*args, **rest)
-            layer = model.get_submodule("base_model.model.model.layers.0.self_attn")
-            layer.forward = torch.no_grad()(layer.forward)
-            return model
-
-        setattr(worker, "make_trainable", blind)  # noqa: B010
-
-    assert finish(start(where, prepare)) == FOUND
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    assert finish(start(where, lambda: change_model(blind))) == FOUND
+    failure = failure_of(where)
     assert "self_attn" in failure.problem
     assert "no_grad" in failure.remedy
 
@@ -99,9 +73,9 @@ def test_a_policy_under_no_grad_is_named_with_its_cause(lora: Reference) -> None
 def test_a_run_that_goes_on_is_audited_again_and_expects_no_zeros(lora: Reference) -> None:
     where = lora.job.fresh()
     assert finish(start(where, lambda: at_step(5, lambda: send_self(signal.SIGTERM)))) == 3
-    before = len(audited(where))
+    before = len(events(where, "audited"))
     assert finish(start(where)) == 0
-    again = audited(where)[before:]
+    again = events(where, "audited")[before:]
     assert len(again) == 2
     assert all("waiting" not in line for line in again)
 
@@ -121,28 +95,36 @@ class Parts(nn.Module):
         return found
 
 
-def look(model: Parts, *, steps: int = 1, finite: Tensor = FINITE) -> list[dict[str, Any]]:
+def make_audit(model: nn.Module, ranks: Ranks = ONE_RANK) -> tuple[Audit, list[dict[str, Any]]]:
+    """And what it tells."""
     told: list[dict[str, Any]] = []
-    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
+    return Audit(model, SINGLE_PROCESS, ranks, lambda **event: told.append(event)), told
+
+
+def look(model: Parts, *, steps: int = 1) -> list[dict[str, Any]]:
+    audit, told = make_audit(model)
     for step in range(1, steps + 1):
         model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
-        audit.decide(step, lambda: model(torch.ones(2, 3)), finite)
+        audit.decide(step, lambda: model(torch.ones(2, 3)), FINITE)
     return told
 
 
-def test_an_unused_module_is_an_error_with_its_reason() -> None:
+def test_an_unused_module_is_an_error_with_its_reason_and_leaves_the_forward_as_it_was() -> None:
+    """Only where something is missing is a loss computed once more, with hooks that are gone afterwards."""
+    model = Parts()
     with pytest.raises(
         FindingError, match=r"1 of 6 trained tensors got no gradient from the first backward: unused\.weight"
     ) as raised:
-        look(Parts())
+        look(model)
     assert "unused: gets no input" in raised.value.remedy
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_expert_without_rows_is_named_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
     model = Parts()
     del model.unused
-    first, second = look(model, steps=2)
+    first, second = look(model, steps=4)  # a third backward is not audited
     assert first["idle"] == ["mlp.experts.1.weight"]
     assert (first["tensors"], first["reached"]) == (5, 4)
     assert second["zero"] == ["off.weight"]
@@ -151,17 +133,10 @@ def test_an_expert_without_rows_is_named_and_no_error(caplog: pytest.LogCaptureF
     assert "rounding (below 1e-12 of the largest) for faint.weight" in caplog.text
 
 
-def test_a_third_backward_is_not_audited() -> None:
-    model = Parts()
-    del model.unused
-    assert len(look(model, steps=4)) == 2
-
-
 def test_a_step_that_is_not_finite_names_its_tensors_and_is_not_counted() -> None:
     model = Parts()
     del model.unused
-    told: list[dict[str, Any]] = []
-    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
+    audit, told = make_audit(model)
     model(torch.full((2, 3), float("nan"))).sum().backward()
     assert audit.decide(1, lambda: None, torch.tensor(False)) is False
     assert "used.weight" in told[0]["not_finite"]
@@ -174,8 +149,7 @@ def test_a_step_that_is_not_finite_names_its_tensors_and_is_not_counted() -> Non
 
 def test_gradients_that_are_given_back_within_backward_are_heard_as_they_come_by() -> None:
     model = Parts()
-    told: list[dict[str, Any]] = []
-    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
+    audit, told = make_audit(model)
 
     def given_back(parameter: nn.Parameter) -> None:
         parameter.grad = None
@@ -197,40 +171,12 @@ def test_gradients_that_are_given_back_within_backward_are_heard_as_they_come_by
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-class Halves:
-    """Two ranks, of which this one holds only a part of the gradients."""
-
-    rank, size, is_first = 0, 2, True
-
-    def __init__(self, other: dict[str, float]) -> None:
-        self._other = other
-
-    def any(self, claim: bool) -> bool:
-        return claim
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self._other]
-
-    def barrier(self) -> None:
-        return
-
-
 def test_what_any_rank_holds_a_gradient_of_is_reached() -> None:
     model = Parts()
-    told: list[dict[str, Any]] = []
+    audit, told = make_audit(model, Beside({"unused.weight": 1.0}))
     model(torch.ones(2, 3)).sum().backward()
-    Audit(model, SINGLE_PROCESS, Halves({"unused.weight": 1.0}), lambda **event: told.append(event)).decide(
-        1, lambda: None, FINITE
-    )
+    audit.decide(1, lambda: None, FINITE)
     assert told[0]["reached"] == 5
-
-
-def test_an_audit_leaves_the_forward_as_it_was() -> None:
-    """Only where something is missing is a loss computed once more, with hooks that are gone afterwards."""
-    model = Parts()
-    with pytest.raises(FindingError):
-        look(model)
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 # Experts that share a tensor: the tensor has a gradient, and those that no token was sent to are named.
@@ -247,8 +193,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
 
 
 def _audited(model: nn.Module, *, inside: bool = False) -> dict[str, Any]:
-    told: list[dict[str, Any]] = []
-    audit = Audit(model, SINGLE_PROCESS, ONE_RANK, lambda **event: told.append(event))
+    audit, told = make_audit(model)
     if inside:
         audit.hear()
     model(input_ids=TOKENS).logits.logsumexp(-1).sum().backward()

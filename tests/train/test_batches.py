@@ -4,6 +4,7 @@ import operator
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ SEEN = Example((5, 6, 0), (False, False, True), (ImageRef("a.png", "", "0" * 64,
 
 def test_batches_come_in_their_order_wherever_they_are_made() -> None:
     with BatchWorkers(2) as workers:
-        calls = [BatchCall(operator.add, (number, 0), number % 3 > 0) for number in range(10)]
+        calls = [BatchCall(partial(operator.add, number, 0), number % 3 > 0) for number in range(10)]
         found: list[Any] = list(prefetched(workers, iter(calls)))
     assert found == list(range(10))
 
@@ -40,19 +41,17 @@ def test_only_what_takes_long_leaves_this_process() -> None:
     with BatchWorkers(1) as workers:
         whose: Any = os.getpid
         here, there = (
-            int(pid)
-            for pid in list[Any](prefetched(workers, [BatchCall(whose, (), False), BatchCall(whose, (), True)]))
+            int(pid) for pid in list[Any](prefetched(workers, [BatchCall(whose, False), BatchCall(whose, True)]))
         )
     assert here == os.getpid() != there
 
 
 def test_rows_of_text_are_collated_here_and_rows_with_images_by_others() -> None:
     ctx: Any = SimpleNamespace(compose=None, collator=Collator(pad=0))
-    assert not batch_call(ctx, [TEXT, TEXT], [0, 1], 0).is_long
+    call = batch_call(ctx, [TEXT, TEXT], [0, 1], 0)
+    assert not call.is_long
     assert batch_call(ctx, [TEXT, SEEN], [0, 1], 0).is_long
-    assert batches_digest([batch_call(ctx, [TEXT, TEXT], [0, 1], 0)()]) == batches_digest(
-        [Collator(pad=0)([TEXT, TEXT])]
-    )
+    assert batches_digest([call.make()]) == batches_digest([Collator(pad=0)([TEXT, TEXT])])
 
 
 def test_the_worst_batch_is_decoded_by_others_too_and_is_what_it_would_be_here(
@@ -86,7 +85,7 @@ def test_the_death_of_a_process_that_makes_batches_is_told_where_the_step_is_tak
 
         def make(step: int) -> Any:
             (tmp_path / str(step)).touch()
-            return list(prefetched(workers, [BatchCall(os._exit, (7,), True)]))
+            return list(prefetched(workers, [BatchCall(partial(os._exit, 7), True)]))
 
         with BatchLoader(make, total_steps=3) as loader, pytest.raises(WorkerDied, match="ended with code 7") as raised:
             loader.take(0)
@@ -108,7 +107,7 @@ def _made(step: int) -> list[Batch]:
 
 
 def _steps(loader: BatchLoader, *steps: int) -> list[int]:
-    return [int(loader.take(step).batches[0].targets_N) for step in steps]
+    return [int(loader.take(step)[0][0].targets_N) for step in steps]
 
 
 def _loader_threads() -> list[threading.Thread]:
@@ -152,11 +151,11 @@ def test_the_seconds_that_the_loop_waited_are_counted_and_those_it_did_not_are_n
         return _made(step)
 
     with BatchLoader(slow, total_steps=2) as loader:
-        first = loader.take(0)
+        _, first = loader.take(0)
         time.sleep(0.5)
-        second = loader.take(1)
-    assert first.wait_seconds >= 0.2
-    assert second.wait_seconds < 0.1
+        _, second = loader.take(1)
+    assert first >= 0.2
+    assert second < 0.1
 
 
 def test_an_error_in_the_thread_is_raised_where_its_step_is_taken() -> None:

@@ -18,7 +18,19 @@ from finefit.artifacts.stage_records import StageResult
 from finefit.data.batch_workers import BatchWorkers
 from finefit.train.worker import work
 from tests.custom_models import CODE, make_custom_project
-from tests.faults import Job, at_step, finish, make_job, nothing, outcome, send_self, start, words
+from tests.faults import (
+    Job,
+    at_step,
+    failure_of,
+    finish,
+    make_job,
+    nothing,
+    outcome,
+    run_to_end,
+    send_self,
+    start,
+    words,
+)
 from tests.ranks import as_ranks
 
 FIXED = {"micro_batch": 2, "recompute": "none"}
@@ -90,17 +102,15 @@ def test_two_ranks_train_what_one_does_whatever_the_micro_batch(tmp_path: Path) 
     assert mine.keys() == other.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-5)
-    audited = [
-        line for rank in (0, 1) for line in read_lines(several.metrics_of(rank)) if line.get("event") == "gradients"
-    ]
-    assert not any(line.get("unreached") for line in audited)
+    for rank in (0, 1):
+        audited = [line for line in read_lines(several.metrics_of(rank)) if line.get("event") == "audited"]
+        assert [line["reached"] - line["tensors"] for line in audited] == [0, 0]
 
 
 def test_a_loss_that_is_a_mean_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     where = job_of(tmp_path, code=CODE.replace('reduction="sum")', 'reduction="mean")')).fresh()
     assert finish(start(where, batches_made_here)) == 2, words(where)
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert "never a mean" in failure.problem
     assert not list(read_steps(where.metrics))
 
@@ -121,7 +131,6 @@ def test_a_step_that_runs_out_of_memory_is_tried_with_fewer_rows_and_then_with_l
             place, "    def short(self, inputs):\n" + short + "\n" + place
         ),
     )
-    where = job.fresh()
-    assert finish(start(where, batches_made_here)) == 0, words(where)
+    where = run_to_end(job, batches_made_here)
     corrected = [line["levers"] for line in read_lines(where.path / "lever_changes.jsonl")]
     assert [(levers["micro_batch"], levers["recompute"]) for levers in corrected] == [(1, 0), (1, 2)]

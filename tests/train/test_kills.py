@@ -24,7 +24,6 @@ from finefit.artifacts.checkpoint import list_checkpoints, problems, step_of
 from finefit.artifacts.processes import holder_of
 from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
-from finefit.artifacts.stage_records import StageResult
 from finefit.errors import RunError
 from finefit.run.run_stages import train_run
 from finefit.train import saver
@@ -37,12 +36,14 @@ from tests.faults import (
     at_operation,
     at_step,
     die_at_operation,
+    failure_of,
     finish,
     hidden,
     make_job,
     make_reference,
     outcome,
     record_operations,
+    run_to_end,
     send_self,
     start,
     words,
@@ -249,8 +250,7 @@ def test_a_worker_killed_with_the_lock_of_its_progress_bars_in_hand_blocks_no_ot
         send_self(signal.SIGKILL)
 
     assert finish(start(lora.job.fresh(), prepare)) == -signal.SIGKILL
-    where = lora.job.fresh()
-    assert finish(start(where)) == 0, words(where)
+    run_to_end(lora.job)
 
 
 # F7: a request to stop leaves one checkpoint and exit code 3; a second SIGINT stops at once. The same call goes on.
@@ -270,8 +270,7 @@ def test_a_signal_leaves_one_checkpoint_and_the_same_call_goes_on(lora: Referenc
     assert finish(start(where, lambda: at_step(5, lambda: send_self(number)))) == STOPPED
     assert steps_saved(where) == [3, 5]
     assert problems(where.checkpoints / "checkpoint-5") == []
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert f"stopped by {number.name} after step 5 of 18" in failure.problem
     assert hidden(where) == []
     assert finish(start(where)) == 0
@@ -336,8 +335,7 @@ def test_a_second_sigint_stops_at_once_without_damage(lora: Reference, stage: st
 
 
 def test_a_signal_in_the_last_step_lets_the_run_finish(lora: Reference) -> None:
-    where = lora.job.fresh()
-    assert finish(start(where, lambda: at_step(18, lambda: send_self(signal.SIGTERM)))) == 0
+    where = run_to_end(lora.job, lambda: at_step(18, lambda: send_self(signal.SIGTERM)))
     assert outcome(where) == lora.outcome
 
 

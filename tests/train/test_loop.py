@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.atomic import read_steps
 from finefit.artifacts.checkpoint import list_checkpoints, problems
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
@@ -25,9 +26,12 @@ from tests.faults import (
     Reference,
     at_step,
     digests,
+    events,
+    failure_of,
     finish,
     make_job,
     outcome,
+    run_to_end,
     send_self,
     start,
     words,
@@ -37,11 +41,11 @@ DIVERGED = 1
 POISONS = ("nan loss", "inf loss", "inf gradient")
 
 
-def poison(steps: dict[int, str]) -> None:
-    """These steps, counted from 1, are not finite whenever this process makes them."""
+def poison(steps: dict[int, str], *, times: int = 1) -> None:
+    """The first backwards of these steps, counted from 1, are not finite whenever this process makes them."""
     at: list[str] = []
     for step, kind in steps.items():
-        at_step(step, partial(at.append, kind))
+        at_step(step, partial(at.extend, [kind] * times))
 
     def poisoned(forward: Forward, batch: Batch) -> LossSum:
         clean = sft_loss(forward, batch)
@@ -56,11 +60,15 @@ def poison(steps: dict[int, str]) -> None:
                 clean.total.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
                 return clean
 
-    worker.make_objective = lambda *_: Bent(poisoned)  # type: ignore[attr-defined]
+    bend(poisoned)
 
 
-def events(where: StageDir, kind: str) -> list[int]:
-    return [line["step"] for line in read_lines(where.metrics) if line.get("event") == kind]
+def bend(compute: Callable[[Forward, Batch], LossSum]) -> None:
+    setattr(worker, "make_objective", lambda *_: Bent(compute))  # noqa: B010 a name that the worker imports
+
+
+def steps_of(where: StageDir, kind: str) -> list[int]:
+    return [line["step"] for line in events(where, kind)]
 
 
 def policy(folder: Path, on_nan: str) -> Job:
@@ -68,9 +76,7 @@ def policy(folder: Path, on_nan: str) -> Job:
 
 
 def run(job: Job, steps: dict[int, str]) -> StageDir:
-    where = job.fresh()
-    assert finish(start(where, lambda: poison(steps))) == 0, words(where)
-    return where
+    return run_to_end(job, lambda: poison(steps))
 
 
 @pytest.mark.parametrize("kind", POISONS)
@@ -80,13 +86,12 @@ def test_stop_saves_exactly_the_state_before_the_step(lora: Reference, kind: str
     finish(start(signalled, lambda: at_step(7, lambda: send_self(signal.SIGTERM))))
     assert finish(start(where, lambda: poison({8: kind}))) == DIVERGED
     assert digests(where.checkpoints / "checkpoint-7") == digests(signalled.checkpoints / "checkpoint-7")
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert failure.kind == "Diverged"
     assert failure.problem.startswith("step 8 was not applied: loss ")
     assert "on_nan.kind=skip" in failure.remedy
     assert [line["step"] for line in read_steps(where.metrics)] == list(range(1, 8))
-    assert events(where, "not_finite") == [8]
+    assert steps_of(where, "not_finite") == [8]
 
 
 def test_a_passing_fault_that_stopped_a_run_leaves_no_trace_in_its_end(lora: Reference) -> None:
@@ -123,7 +128,7 @@ def test_skip_leaves_a_gap_in_the_curve_and_finishes(skipping: Job, lora: Refere
 def test_skip_leaves_out_so_many_steps_and_no_more(skipping: Job) -> None:
     where = skipping.fresh()
     assert finish(start(where, lambda: poison({5: "nan loss", 10: "inf loss", 14: "nan loss"}))) == DIVERGED
-    assert events(where, "not_finite") == [5, 10, 14]
+    assert steps_of(where, "not_finite") == [5, 10, 14]
     assert list_checkpoints(where.checkpoints)[-1].name == "checkpoint-13"
 
 
@@ -154,7 +159,7 @@ def returning(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_roll_back_returns_to_the_last_checkpoint_and_leaves_the_step_out(returning: Job, lora: Reference) -> None:
     where = run(returning, {8: "nan loss"})
     end = outcome(where)
-    assert (events(where, "rolled_back"), events(where, "left_out")) == ([6], [8])
+    assert (steps_of(where, "rolled_back"), steps_of(where, "left_out")) == ([6], [8])
     assert [step for step, *_ in end.steps] == [s for s in range(1, 19) if s != 8]
     assert end.steps[:7] == lora.outcome.steps[:7]
 
@@ -162,7 +167,7 @@ def test_roll_back_returns_to_the_last_checkpoint_and_leaves_the_step_out(return
 def test_roll_back_remembers_every_step_that_it_left_out(returning: Job) -> None:
     """Two such steps after one checkpoint: the second return must not take the first one up again."""
     where = run(returning, {8: "nan loss", 9: "inf gradient"})
-    assert (events(where, "rolled_back"), events(where, "left_out")) == ([6, 6], [8, 8, 9])
+    assert (steps_of(where, "rolled_back"), steps_of(where, "left_out")) == ([6, 6], [8, 8, 9])
     assert [step for step, *_ in outcome(where).steps] == [s for s in range(1, 19) if s not in (8, 9)]
 
 
@@ -174,7 +179,7 @@ def test_roll_back_before_the_first_checkpoint_leaves_the_step_out(returning: Jo
 def test_roll_back_returns_so_often_and_no_more(returning: Job) -> None:
     where = returning.fresh()
     assert finish(start(where, lambda: poison({4: "nan loss", 8: "nan loss", 12: "nan loss"}))) == DIVERGED
-    assert events(where, "rolled_back") == [3, 6]
+    assert steps_of(where, "rolled_back") == [3, 6]
     assert list_checkpoints(where.checkpoints)[-1].name == "checkpoint-11"
 
 
@@ -197,12 +202,12 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(lora: Reference) 
             left[0] -= 1
             return LossSum(clean.total * math.nan, clean.count)
 
-        worker.make_objective = lambda *_: Bent(poisoned)  # type: ignore[attr-defined]
+        bend(poisoned)
 
     assert finish(start(where, prepare)) == 0
     end: Outcome = outcome(where)
     assert end == lora.outcome
-    assert events(where, "validation_not_finite") == [3]
+    assert steps_of(where, "validation_not_finite") == [3]
 
 
 # fp16 on a CPU, with gradients that really overflow: the scale falls, the same step is made again, and a run that was
@@ -217,10 +222,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return make_job(tmp_path_factory.mktemp("fp16"), spec=TRAINING + "precision: fp16\n")
 
 
-def bend(compute: Callable[[Forward, Batch], LossSum]) -> None:
-    setattr(worker, "make_objective", lambda *_: Bent(compute))  # noqa: B010 a name that the worker imports
-
-
 def enlarge() -> None:
     def large(forward: Forward, batch: Batch) -> LossSum:
         found = sft_loss(forward, batch)
@@ -229,44 +230,18 @@ def enlarge() -> None:
     bend(large)
 
 
-def poison_loss_scale(step: int, kind: str, *, times: int) -> None:
-    """The first backwards of this step, counted from 1, are not finite."""
-    left: list[str] = []
-    at_step(step, partial(left.extend, [kind] * times))
-
-    def poisoned(forward: Forward, batch: Batch) -> LossSum:
-        clean = sft_loss(forward, batch)
-        if clean.total.requires_grad and left:
-            if left.pop() == "nan loss":
-                return LossSum(clean.total * math.nan, clean.count)
-            clean.total.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
-        return clean
-
-    bend(poisoned)
-
-
-def events_loss_scale(where: StageDir, kind: str) -> list[dict[str, float]]:
-    return [line for line in read_lines(where.metrics) if line.get("event") == kind]
-
-
 def last_scale(where: StageDir) -> LossScale | None:
     return read_record(where.checkpoints / "final" / "finefit_state.json", TrainState).loss_scale
 
 
-def run_loss_scale(job: Job, prepare: Callable[[], None] = lambda: None) -> StageDir:
-    where = job.fresh()
-    assert finish(start(where, prepare)) == 0, words(where)
-    return where
-
-
 @pytest.fixture(scope="module")
 def calm(job: Job) -> StageDir:
-    return run_loss_scale(job)
+    return run_to_end(job)
 
 
 def test_steps_that_do_not_overflow_leave_the_scale_as_it_is(calm: StageDir) -> None:
     assert last_scale(calm) == LossScale(scale=2.0**16, good_steps=18)
-    assert events_loss_scale(calm, "loss_scale") == []
+    assert events(calm, "loss_scale") == []
     assert read_record(calm.result, StageResult).frozen_unchanged is True
     losses = [line["loss"] for line in read_steps(calm.metrics)]
     assert len(losses) == 18
@@ -274,20 +249,20 @@ def test_steps_that_do_not_overflow_leave_the_scale_as_it_is(calm: StageDir) -> 
 
 
 def test_a_gradient_that_overflows_halves_the_scale_and_is_no_nan_event(job: Job) -> None:
-    where = run_loss_scale(job, enlarge)
-    fallen = [line["scale"] for line in events_loss_scale(where, "loss_scale")]
+    where = run_to_end(job, enlarge)
+    fallen = [line["scale"] for line in events(where, "loss_scale")]
     assert fallen
     assert fallen == [2.0**16 / 2**n for n in range(1, len(fallen) + 1)]
-    assert events_loss_scale(where, "not_finite") == []
+    assert events(where, "not_finite") == []
     assert [line["step"] for line in read_steps(where.metrics)] == list(range(1, 19))
     assert last_scale(where) == LossScale(
-        scale=fallen[-1], good_steps=18 - int(events_loss_scale(where, "loss_scale")[-1]["step"]) + 1
+        scale=fallen[-1], good_steps=18 - int(events(where, "loss_scale")[-1]["step"]) + 1
     )
 
 
 @pytest.mark.parametrize("killed_at", [2, 6, 13])
 def test_a_killed_run_whose_scale_fell_ends_bit_identical(job: Job, killed_at: int) -> None:
-    whole = run_loss_scale(job, enlarge)
+    whole = run_to_end(job, enlarge)
     where = job.fresh()
 
     def prepare() -> None:
@@ -302,28 +277,26 @@ def test_a_killed_run_whose_scale_fell_ends_bit_identical(job: Job, killed_at: i
 
 def test_the_step_that_is_made_again_has_the_same_rows_and_the_same_random_numbers(job: Job, calm: StageDir) -> None:
     """Its dropout is that of the step which did not overflow, so its loss is the same number."""
-    where = run_loss_scale(job, lambda: poison_loss_scale(5, "inf gradient", times=2))
-    assert [(line["step"], line["scale"]) for line in events_loss_scale(where, "loss_scale")] == [(5, 2.0**15)]
+    where = run_to_end(job, lambda: poison({5: "inf gradient"}, times=2))
+    assert [(line["step"], line["scale"]) for line in events(where, "loss_scale")] == [(5, 2.0**15)]
     assert outcome(where).steps[:5] == outcome(calm).steps[:5]
     assert last_scale(where) == LossScale(scale=2.0**15, good_steps=14)
 
 
 def test_a_loss_that_is_no_number_is_a_nan_event_at_any_scale(job: Job) -> None:
     where = job.fresh()
-    assert finish(start(where, lambda: poison_loss_scale(5, "nan loss", times=2))) == DIVERGED
-    assert events_loss_scale(where, "loss_scale") == []
-    assert [line["step"] for line in events_loss_scale(where, "not_finite")] == [5]
+    assert finish(start(where, lambda: poison({5: "nan loss"}, times=2))) == DIVERGED
+    assert events(where, "loss_scale") == []
+    assert steps_of(where, "not_finite") == [5]
 
 
 def test_a_gradient_that_is_not_finite_at_scale_1_is_a_nan_event(job: Job) -> None:
     where = job.fresh()
-    assert finish(start(where, lambda: poison_loss_scale(5, "inf gradient", times=1000))) == DIVERGED
-    assert [line["scale"] for line in events_loss_scale(where, "loss_scale")] == [2.0**16 / 2**n for n in range(1, 17)]
-    assert [line["step"] for line in events_loss_scale(where, "not_finite")] == [5]
+    assert finish(start(where, lambda: poison({5: "inf gradient"}, times=1000))) == DIVERGED
+    assert [line["scale"] for line in events(where, "loss_scale")] == [2.0**16 / 2**n for n in range(1, 17)]
+    assert steps_of(where, "not_finite") == [5]
 
 
 def test_the_fp16_checkpoint_holds_an_adapter_in_fp32(calm: StageDir) -> None:
-    from safetensors.torch import load_file
-
     adapter: Path = calm.checkpoints / "final" / "adapter_model.safetensors"
     assert {str(tensor.dtype) for tensor in load_file(adapter).values()} == {"torch.float32"}

@@ -19,7 +19,7 @@ from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.processes import RankEnv
 from finefit.artifacts.records import Levers, read_record
 from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.stage_records import Stage, StageResult, TrainState
+from finefit.artifacts.stage_records import Stage, TrainState
 from finefit.errors import Resumable, is_out_of_memory
 from finefit.objective.batch import Batch
 from finefit.spec.schema import DeepSpeed
@@ -28,20 +28,23 @@ from finefit.step.engine_choice import require_possible
 from finefit.train import context, oom_recovery
 from finefit.train.batches import capacity_under
 from finefit.train.context import LeverChanges
+from finefit.train.ranks import ONE_RANK
 from finefit.train.worker import work
-from tests.conftest import make_model_folder, make_project
+from tests.conftest import make_model, make_model_folder, make_project
 from tests.faults import (
     TRAINING,
     Job,
     Reference,
     at_step,
+    events,
+    failure_of,
     finish,
     make_job,
     make_reference,
     outcome,
+    run_to_end,
     send_self,
     start,
-    words,
 )
 from tests.ranks import as_ranks
 from tests.slow_cases import slow_but
@@ -113,16 +116,6 @@ def from_step(number: int, when: Fault) -> Fault:
     return lambda levers, batch: bool(reached) and when(levers, batch)
 
 
-def run(job: Job, prepare: Callable[[], None]) -> StageDir:
-    where = job.fresh()
-    assert finish(start(where, prepare)) == 0, words(where)
-    return where
-
-
-def events(where: StageDir, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(where.metrics) if line.get("event") == kind]
-
-
 def levers_of(where: StageDir) -> Levers:
     return read_record(where.checkpoints / "final" / "finefit_state.json", TrainState).levers
 
@@ -153,7 +146,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(scope="module")
 def unfaulted(plain: Job) -> StageDir:
-    return run(plain, lambda: None)
+    return run_to_end(plain)
 
 
 @pytest.mark.parametrize("place", slow_but(["backward"], ["forward", "backward"]))
@@ -161,7 +154,7 @@ def test_a_run_rescued_at_its_first_step_is_the_run_that_began_with_the_smaller_
     lora: Reference, single: Reference, place: str
 ) -> None:
     """Bit for bit, dropout included: weights, optimizer, random numbers, every loss and the rows of every step."""
-    where = run(lora.job, lambda: run_out(in_training(rows=1), where=place))
+    where = run_to_end(lora.job, lambda: run_out(in_training(rows=1), where=place))
     assert outcome(where) == single.outcome
     (told,) = events(where, "oom_recovered")
     assert (told["step"], told["before"]["micro_batch"], told["after"]["micro_batch"]) == (1, 2, 1)
@@ -174,7 +167,7 @@ def test_a_rescue_at_the_longest_batch_changes_neither_rows_nor_loss_nor_weights
 ) -> None:
     """Steps before it are bit-identical to those of a run without the fault; what follows is equal to 1e-5."""
     longest = max(line["tokens"] for line in read_lines(unfaulted.metrics) if "tokens" in line)
-    where = run(plain, lambda: run_out(longer_than(longest - 1)))
+    where = run_to_end(plain, lambda: run_out(longer_than(longest - 1)))
     (told,) = events(where, "oom_recovered")
     assert told["step"] > 1
     assert (told["before"]["micro_batch"], told["after"]["micro_batch"]) == (4, 2)
@@ -208,7 +201,7 @@ def test_what_a_failed_attempt_left_in_the_gradients_is_gone(lora: Reference) ->
 
         run_out(from_step(4, second), where="backward")
 
-    first, second = run(lora.job, early), run(lora.job, late)
+    first, second = run_to_end(lora.job, early), run_to_end(lora.job, late)
     assert [len(events(where, "oom_recovered")) for where in (first, second)] == [1, 1]
     assert outcome(first) == outcome(second)
 
@@ -222,7 +215,7 @@ def test_a_killed_run_goes_on_under_the_corrected_levers_and_ends_bit_identical(
     def short() -> None:
         run_out(from_step(4, in_training(rows=1)))
 
-    unkilled = outcome(run(lora.job, short))
+    unkilled = outcome(run_to_end(lora.job, short))
     where = lora.job.fresh()
 
     def prepare() -> None:
@@ -241,7 +234,7 @@ def changes(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_validation_that_runs_out_shrinks_and_training_does_not_notice(lora: Reference) -> None:
-    where = run(lora.job, lambda: run_out(in_validation(rows=1)))
+    where = run_to_end(lora.job, lambda: run_out(in_validation(rows=1)))
     ours = outcome(where)
     assert (ours.steps, ours.tensors) == (lora.outcome.steps, lora.outcome.tensors)
     told = events(where, "validation_oom_recovered")  # once: later validations begin with what fitted
@@ -263,7 +256,7 @@ def test_a_validation_that_does_not_fit_row_by_row_is_made_in_chunks_and_tiles_a
         return levers.mlp_tiles < 8
 
     planned = read_record(lora.job.fresh().stage, Stage).levers
-    where = run(lora.job, lambda: run_out(tight))
+    where = run_to_end(lora.job, lambda: run_out(tight))
     ours = outcome(where)
     assert (ours.steps, ours.tensors) == (lora.outcome.steps, lora.outcome.tensors)
     assert changes(events(where, "validation_oom_recovered")) == [
@@ -272,14 +265,14 @@ def test_a_validation_that_does_not_fit_row_by_row_is_made_in_chunks_and_tiles_a
         {"mlp_tiles": 8},
     ]
     found = [e["validation_loss"] for e in events(where, "validated")]
-    wanted = [e["validation_loss"] for e in events(run(lora.job, lambda: None), "validated")]
+    wanted = [e["validation_loss"] for e in events(run_to_end(lora.job), "validated")]
     assert len(found) == 6
     assert found == pytest.approx(wanted, abs=1e-5)
     assert levers_of(where) == planned
 
 
 def test_a_validation_that_never_fits_is_left_out_and_training_does_not_notice(lora: Reference) -> None:
-    where = run(lora.job, lambda: run_out(in_validation(rows=0)))
+    where = run_to_end(lora.job, lambda: run_out(in_validation(rows=0)))
     ours = outcome(where)
     assert (ours.steps, ours.tensors) == (lora.outcome.steps, lora.outcome.tensors)
     assert [e["step"] for e in events(where, "validation_left_out")] == [3, 6, 9, 12, 15, 18]
@@ -292,7 +285,7 @@ def test_a_validation_that_never_fits_is_left_out_and_training_does_not_notice(l
 
 def test_a_save_whose_validation_was_left_out_is_the_newest_and_never_the_best(lora: Reference) -> None:
     """Memory is short from step 8 on: the best of the validated saves stays the best, and is kept."""
-    where = run(lora.job, lambda: run_out(from_step(8, in_validation(rows=0))))
+    where = run_to_end(lora.job, lambda: run_out(from_step(8, in_validation(rows=0))))
     assert outcome(where).tensors == lora.outcome.tensors
     seen = {e["step"]: e["validation_loss"] for e in events(where, "validated")}
     assert list(seen) == [3, 6]
@@ -319,7 +312,7 @@ def test_two_real_ranks_of_which_one_cannot_validate_leave_it_out_together(tmp_p
 
 
 def test_at_one_row_the_next_exact_levers_are_pulled_one_by_one(plain: Job, unfaulted: StageDir) -> None:
-    where = run(plain, lambda: run_out(lambda levers, _: torch.is_grad_enabled() and levers.mlp_tiles < 8))
+    where = run_to_end(plain, lambda: run_out(lambda levers, _: torch.is_grad_enabled() and levers.mlp_tiles < 8))
     assert changes(events(where, "oom_recovered")) == [
         {"micro_batch": 2},
         {"micro_batch": 1},
@@ -338,8 +331,7 @@ def test_with_every_lever_pulled_the_run_stops_resumable_and_goes_on_when_there_
 ) -> None:
     where = plain.fresh()
     assert finish(start(where, lambda: run_out(from_step(8, in_training(rows=0))))) == STOPPED
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert failure.exit_code == STOPPED
     assert failure.problem.startswith(
         "step 8 is out of memory with every exact lever pulled, 1 row(s) at a time: CUDA out of memory"
@@ -369,7 +361,7 @@ def short_in_update(step: int) -> None:
 
 def test_out_of_memory_within_an_update_returns_to_the_last_checkpoint(plain: Job, unfaulted: StageDir) -> None:
     """Weights may be changed by half: they are put back, never trained on."""
-    where = run(plain, lambda: short_in_update(8))
+    where = run_to_end(plain, lambda: short_in_update(8))
     assert [e["step"] for e in events(where, "rolled_back")] == [6]
     assert largest_difference(where, unfaulted) < 1e-5
     assert outcome(where).steps[:6] == outcome(unfaulted).steps[:6]
@@ -651,9 +643,10 @@ def test_under_zero_3_no_lever_is_pulled_that_it_cannot_carry_out() -> None:
     levers = Levers(micro_batch=1, recompute=2, loss_chunk=256)
     stage = make_stage(engine=DeepSpeed(kind="deepspeed", devices=2, stage=3))
     pulled = []
-    while (following := oom_recovery._next_model_lever(levers, stage.engine, num_layers=2)) is not None:
+    ctx: Any = SimpleNamespace(stage=stage, model=make_model(), ranks=ONE_RANK, examples=[0], compose=None)
+    while (following := oom_recovery.next_levers(levers, ctx)) is not None:
         require_possible(replace(stage, levers=following))
         pulled.append(levers := following)
     assert pulled == [Levers(micro_batch=1, recompute=2, loss_chunk=256, offload=True)]
-    alone = oom_recovery._next_model_lever(levers, DeepSpeed(kind="deepspeed", devices=2, stage=2), num_layers=2)
-    assert alone == replace(levers, mlp_tiles=8)
+    ctx.stage = replace(stage, engine=DeepSpeed(kind="deepspeed", devices=2, stage=2))
+    assert oom_recovery.next_levers(levers, ctx) == replace(levers, mlp_tiles=8)

@@ -17,10 +17,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from finefit.artifacts.atomic import Journal, read_lines, read_steps
+from finefit.artifacts.atomic import Journal, read_steps
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.stage_records import Stage, StageResult
+from finefit.artifacts.stage_records import Stage
 from finefit.data.batch_workers import BatchWorkers
 from finefit.data.collate import Collator
 from finefit.data.examples import ExamplePairs, open_examples
@@ -29,9 +29,9 @@ from finefit.model.load import load_base, make_trainable
 from finefit.objective.batch import Batch, Forward
 from finefit.step.forward import bind
 from finefit.train import loop, reference, worker
-from finefit.train.monitors import StopRequest
-from finefit.train.ranks import ONE_RANK
-from finefit.train.reference import ReferencedPairs, ReferenceInputs, with_reference
+from finefit.train.context import StopRequest
+from finefit.train.reference import ReferencedPairs, ReferencePass
+from finefit.train.saver import Saver
 from tests.faults import (
     KILLS,
     Job,
@@ -39,10 +39,13 @@ from tests.faults import (
     assert_only_whole_checkpoints,
     at_operation,
     at_step,
+    events,
+    failure_of,
     finish,
     make_job,
     make_reference,
     outcome,
+    run_to_end,
     send_self,
     start,
     words,
@@ -81,10 +84,6 @@ def _end_of(job: Job) -> Path:
     return next(job.pristine.parent.glob("attempt-1/stages/*/checkpoints"))
 
 
-def _events(where: StageDir, name: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(where.metrics) if line.get("event") == name]
-
-
 def _first_run(found: Reference) -> StageDir:
     return StageDir(_end_of(found.job).parent)
 
@@ -99,9 +98,9 @@ def _resumed(where: StageDir) -> None:
 @pytest.mark.parametrize("kind", ["lora", "full", "goes_on"])
 def test_a_run_starts_at_ln_2_and_learns_what_is_preferred(kind: str, request: pytest.FixtureRequest) -> None:
     where = _first_run(request.getfixturevalue(kind))
-    (at_start,) = _events(where, "dpo_start")
+    (at_start,) = events(where, "dpo_start")
     assert at_start["found"] == pytest.approx(math.log(2), abs=1e-6)
-    validated = _events(where, "validated")
+    validated = events(where, "validated")
     losses, margins = ([line[name] for line in validated] for name in ("validation_loss", "margin"))
     assert losses[-1] < losses[0] < math.log(2)
     assert margins[-1] > margins[0] > 0
@@ -121,9 +120,8 @@ def test_the_check_of_the_start_leaves_no_trace_in_the_run(lora: Reference) -> N
     def leave_out() -> None:
         setattr(loop, "require_dpo_start", lambda _: None)  # noqa: B010 a name that the loop imports
 
-    where = lora.job.fresh()
-    assert finish(start(where, leave_out)) == 0, words(where)
-    assert _events(where, "dpo_start") == []
+    where = run_to_end(lora.job, leave_out)
+    assert events(where, "dpo_start") == []
     assert outcome(where) == lora.outcome
 
 
@@ -177,7 +175,7 @@ def test_a_reference_that_is_there_is_not_computed_again(full: Reference) -> Non
     before = where.reference.stat().st_mtime_ns
     _resumed(where)
     assert where.reference.stat().st_mtime_ns == before
-    assert len(_events(where, "reference")) == 1
+    assert len(events(where, "reference")) == 1
 
 
 @pytest.mark.parametrize("place", [-3, 3])
@@ -205,8 +203,7 @@ def test_a_reference_of_another_model_stops_the_run_before_its_first_step(full: 
     shutil.rmtree(where.checkpoints)
     _bend(where.reference, lambda values: values * np.array([1.2, 1.0], np.float32))
     assert finish(start(where)) == FindingError.exit_code
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert "it must be ln 2 = 0.693147" in failure.problem
     assert "reference.safetensors" in failure.remedy
     assert read_steps(where.metrics) == []
@@ -241,8 +238,7 @@ def test_a_policy_under_no_grad_stops_the_run_with_its_cause(lora: Reference) ->
 
     where = lora.job.fresh()
     assert finish(start(where, blind)) == FindingError.exit_code, words(where)
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert "no_grad" in failure.problem + failure.remedy
     assert read_steps(where.metrics) == []
 
@@ -264,7 +260,7 @@ class _Counting:
         return self._forward(batch)
 
 
-Begin = Callable[..., tuple[ReferenceInputs, _Counting, dict[str, ExamplePairs]]]
+Begin = Callable[..., tuple[ReferencePass, _Counting, dict[str, ExamplePairs]]]
 
 
 @pytest.fixture
@@ -275,7 +271,7 @@ def begin() -> Iterator[Begin]:
 
 def _begin(
     journals: ExitStack, where: StageDir, *, stop_after: int | None = None
-) -> tuple[ReferenceInputs, _Counting, dict[str, ExamplePairs]]:
+) -> tuple[ReferencePass, _Counting, dict[str, ExamplePairs]]:
     stage, stop = read_record(where.stage, Stage), StopRequest()
     model = make_trainable(
         load_base(where.run / stage.model.path, device="cpu", dtype=torch.float32),  # type: ignore[union-attr]
@@ -287,14 +283,11 @@ def _begin(
     metrics = journals.enter_context(Journal(where.metrics))
     rows = {name: open_examples(where.prepared(name)) for name in ("train.safetensors", "validation.safetensors")}
     pairs = {name: found for name, found in rows.items() if isinstance(found, ExamplePairs)}
-    begun = ReferenceInputs(
-        where=where,
-        stage=stage,
-        model=model,
+    begun = ReferencePass(
+        saver=Saver(where=where, stage=stage, model=model, optimizer=torch.optim.SGD(model.parameters())),
         forward=forward,
         collator=Collator(pad=1),
         workers=journals.enter_context(BatchWorkers(1)),
-        ranks=ONE_RANK,
         stop=stop,
         metrics=metrics,
     )
@@ -304,14 +297,14 @@ def _begin(
 def test_a_computation_that_was_stopped_goes_on_and_comes_to_the_same_bits(full: Reference, begin: Begin) -> None:
     whole, stopped = full.job.fresh(), full.job.fresh()
     start_whole, calls, pairs = begin(whole)
-    wanted = with_reference(start_whole, pairs)
+    wanted = start_whole.rows(pairs)
     assert calls.calls == 13  # 22 and 4 pairs, two at a time
     start_stopped, _, _ = begin(stopped, stop_after=4)
     with pytest.raises(Interrupted, match="the reference of 8 of 26 pairs is kept"):
-        with_reference(start_stopped, pairs)
+        start_stopped.rows(pairs)
     assert int(np.isnan(load_file(stopped.reference)["train.safetensors"]).any(axis=1).sum()) == 14
     start_again, calls, _ = begin(stopped)
-    found = with_reference(start_again, pairs)
+    found = start_again.rows(pairs)
     assert calls.calls == 9
     for name in pairs:
         assert [pair.reference for pair in found[name]] == [pair.reference for pair in wanted[name]]  # type: ignore[union-attr]
@@ -320,11 +313,11 @@ def test_a_computation_that_was_stopped_goes_on_and_comes_to_the_same_bits(full:
 def test_numbers_of_other_rows_are_not_taken(full: Reference, begin: Begin) -> None:
     where = full.job.fresh()
     begun, _, pairs = begin(where)
-    with_reference(begun, pairs)
+    begun.rows(pairs)
     values = load_file(where.reference)
     save_file(values, where.reference, metadata={"key": "another", "sha256": reference._digest(values)})
     again, calls, _ = begin(where)
-    with_reference(again, pairs)
+    again.rows(pairs)
     assert calls.calls == 13
 
 
@@ -332,7 +325,7 @@ def test_a_pair_that_is_seen_twice_is_computed_once_and_brings_its_own_numbers(t
     spec = FULL.replace("{path: train.jsonl}", "{path: train.jsonl, weight: 1.5}")
     where = make_job(tmp_path, spec=spec, project=make_pairs_project).fresh()
     begun, calls, pairs = begin(where)
-    found = with_reference(begun, pairs)["train.safetensors"]
+    found = begun.rows(pairs)["train.safetensors"]
     assert isinstance(found, ReferencedPairs)
     assert (len(found), calls.calls) == (33, 13)
     by_pair: dict[Any, set[Any]] = {}
@@ -347,6 +340,6 @@ def test_a_log_probability_that_is_no_number_stops_the_run(full: Reference, begi
     where = full.job.fresh()
     begun, _, pairs = begin(where)
     with torch.no_grad():
-        next(begun.model.parameters()).fill_(torch.inf)
+        next(begun.saver.model.parameters()).fill_(torch.inf)
     with pytest.raises(FindingError, match="the starting model gives a pair of train"):
-        with_reference(begun, pairs)
+        begun.rows(pairs)

@@ -25,7 +25,7 @@ from finefit.errors import DiskFull, Resumable
 from finefit.run.launch import launch_ranks
 from finefit.spec.schema import Ddp, DeepSpeed, Engine, Fsdp2, Single
 from finefit.train import worker
-from finefit.train.saver import _first_acts
+from finefit.train.saver import first_acts
 from tests.conftest import make_model_folder, make_project
 from tests.faults import (
     FULL,
@@ -35,16 +35,19 @@ from tests.faults import (
     Reference,
     at_operation,
     at_step,
+    failure_of,
     fill_disk,
     finish,
     hidden,
     make_job,
     outcome,
+    run_to_end,
     send_self,
     small_disk,
     start,
     words,
 )
+from tests.ranks import Beside
 from tests.slow_cases import slow_but
 
 REFUSED = 2
@@ -120,8 +123,7 @@ def test_damage_is_found_before_a_weight_is_loaded(lora: Reference, stopped: Sta
         os._exit(99)
 
     assert finish(start(where, lambda: setattr(worker, "load_base", loads))) == REFUSED
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert "checkpoint-6 is passed over: adapter_model.safetensors has changed" in failure.problem
     assert "checkpoint-9 is passed over: adapter_model.safetensors has changed" in failure.problem
     assert "remove the damaged checkpoints" in failure.remedy
@@ -145,8 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_both_names(
     assert finish(start(where)) == REFUSED
     ours, theirs = (read_record(w.stage, Stage).model_fingerprint[:12] for w in (where, foreign))
     assert ours != theirs
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    failure = failure_of(where)
     assert f"the checkpoint has model ({theirs}), this stage model ({ours})" in failure.problem
     assert failure.remedy == "remove it from this run's checkpoints folder"
     shutil.rmtree(where.checkpoints / "checkpoint-12")
@@ -191,12 +192,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def job(disk: Path) -> Job:
     return make_job(disk / "project")
-
-
-def failure_of(where: StageDir) -> Failure:
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
-    return failure
 
 
 def assert_goes_on(where: StageDir, disk: Path, lora: Reference) -> None:
@@ -298,16 +293,8 @@ def test_the_disk_faults_hold_without_root() -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system lets users make no mount namespace, so no small disk can be had without root")
-    pytest_here = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-k",
-        "disk",
-        __file__,
-        str(Path(__file__).parent.parent / "artifacts"),
-    ]
+    files = [__file__, str(Path(__file__).parent.parent / "artifacts")]
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "-k", "disk", *files]
     inside = subprocess.run([unshare, "-rm", *pytest_here], capture_output=True, text=True, check=False)
     assert inside.returncode == 0, inside.stdout
     assert " 1 skipped" in inside.stdout  # this one
@@ -351,9 +338,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Stag
     found = {}
     for tuning, spec in (("lora", sure(TRAINING)), ("full", sure(FULL))):
         job = make_job(tmp_path_factory.mktemp(tuning), spec=spec, project=without_dropout)
-        where = job.fresh()
-        assert finish(start(where)) == 0, words(where)
-        found[tuning] = (job, where)
+        found[tuning] = (job, run_to_end(job))
     return found
 
 
@@ -447,26 +432,8 @@ def test_two_ranks_that_were_stopped_end_bit_for_bit_as_if_they_had_not_been(tmp
     assert outcome(stopped) == outcome(whole)
 
 
-class _Others:
-    """The second of two ranks, told what the first has to say."""
-
-    rank, size, is_first = 1, 2, False
-
-    def __init__(self, first: Failure | None) -> None:
-        self._first = first
-
-    def any(self, claim: bool) -> bool:
-        return claim
-
-    def gather(self, value: object) -> list[object]:
-        return [self._first, value]
-
-    def barrier(self) -> None:
-        return
-
-
 def test_ranks_end_with_the_first_one_where_it_cannot_save() -> None:
     told = Failure.of(DiskFull("no room for checkpoint-3", "make some"))
     with pytest.raises(Resumable, match=r"the first rank could not save: no room for checkpoint-3"):
-        _first_acts(_Others(told), lambda: pytest.fail("only the first rank writes"))
-    _first_acts(_Others(None), lambda: pytest.fail("only the first rank writes"))
+        first_acts(Beside(told, rank=1), lambda: pytest.fail("only the first rank writes"))
+    first_acts(Beside(None, rank=1), lambda: pytest.fail("only the first rank writes"))

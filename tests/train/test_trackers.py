@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.atomic import Journal, read_lines, read_steps
+from finefit.artifacts.atomic import Journal, read_steps
 from finefit.artifacts.rundir import StageDir
 from finefit.spec.schema import Tracker
 from finefit.train import trackers
 from finefit.train.trackers import Tracking, metric_points, tracker_log
-from tests.faults import TRAINING, Job, Reference, finish, make_job, outcome, start, words
+from tests.faults import TRAINING, Job, Reference, events, finish, make_job, outcome, run_to_end, start, words
 from tests.slow_cases import slow_but
 
 FAKE = """
@@ -95,7 +95,7 @@ def with_fake(fakes: Path, seen: Path, **environment: str) -> Callable[[], None]
 
 
 def failures(where: StageDir) -> list[dict[str, Any]]:
-    return [line for line in read_lines(where.metrics) if line.get("event") == "tracker_failed"]
+    return events(where, "tracker_failed")
 
 
 def test_a_tracker_gets_the_numbers_of_every_step_and_validation_and_nothing_else(
@@ -125,8 +125,7 @@ FAULTS = (
 def test_whatever_a_tracker_does_the_run_ends_bit_identical_with_all_its_metrics(
     tracked: Job, lora: Reference, fakes: Path, tmp_path: Path, fault: str
 ) -> None:
-    where = tracked.fresh()
-    assert finish(start(where, with_fake(fakes, tmp_path / "seen", FAKE_FAULT=fault))) == 0, words(where)
+    where = run_to_end(tracked, with_fake(fakes, tmp_path / "seen", FAKE_FAULT=fault))
     assert outcome(where) == lora.outcome
     assert len(read_steps(where.metrics)) == 18
     (told,) = failures(where)
@@ -149,8 +148,7 @@ def test_a_tracker_whose_server_answers_500_loses_its_lines_and_the_run_none(
     tracked: Job, lora: Reference, fakes: Path, tmp_path: Path, server: tuple[str, list[str]]
 ) -> None:
     address, asked = server
-    where = tracked.fresh()
-    assert finish(start(where, with_fake(fakes, tmp_path / "seen", FAKE_SERVER=address))) == 0, words(where)
+    where = run_to_end(tracked, with_fake(fakes, tmp_path / "seen", FAKE_SERVER=address))
     assert outcome(where) == lora.outcome
     (told,) = failures(where)
     assert "HTTP Error 500" in told["found"]
@@ -161,8 +159,7 @@ def test_a_tracker_whose_server_answers_500_loses_its_lines_and_the_run_none(
 def test_a_tracker_that_is_not_installed_is_told_and_the_run_goes_on(tracked: Job, lora: Reference) -> None:
     if importlib.util.find_spec("trackio"):
         pytest.skip("trackio is installed here")
-    where = tracked.fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(tracked)
     assert outcome(where) == lora.outcome
     (told,) = failures(where)
     assert told["found"] == "trackio is not installed: pip install trackio"
@@ -226,11 +223,11 @@ def test_a_tracker_ends_by_itself_when_nobody_is_left_to_end_it(
         left = Tracking(where, [Tracker(kind="trackio")], lambda **_: None, last_seconds=0.5)
         left.__enter__()
         metrics.write(step=1, loss=2.5)
-        (one,) = left._fed
+        ((_, process, _),) = left._fed
         time.sleep(2)
-        assert one.process.poll() is None
-        one.process.stdin.close()  # type: ignore[union-attr]
-        assert one.process.wait(timeout=20) == 1
+        assert process.poll() is None
+        process.stdin.close()  # type: ignore[union-attr]
+        assert process.wait(timeout=20) == 1
 
 
 def test_the_real_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from finefit.data.collate import Collator
 from finefit.data.examples import Example, TrainRow, open_examples
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.objective.losses import DpoLoss, sft_loss
-from finefit.report.events import describe_event
+from finefit.report.live import describe_event
 from finefit.spec import schema
 from finefit.spec.models import Lora
 from finefit.step.engine import SingleProcessEngine
@@ -34,7 +34,7 @@ from finefit.step.forward import bind, starting_reference
 from finefit.train.ranks import OneRank
 from finefit.train.validation import validate
 from tests.conftest import make_rows, make_tokenizer, write_jsonl
-from tests.faults import TRAINING, Job, at_step, finish, make_job, outcome, send_self, start, words
+from tests.faults import TRAINING, Job, at_step, finish, make_job, outcome, run_to_end, send_self, start, words
 from tests.mixtures import make_mixture_project
 from tests.step.conftest import LORA, RENDERER, tuned, unequal_examples
 from tests.step.test_dpo import make_pairs
@@ -228,8 +228,7 @@ def test_only_routers_move_and_a_killed_run_ends_bit_identical(tmp_path: Path, f
 
 def test_where_tokens_go_is_recorded_by_source_and_drawn(tmp_path: Path) -> None:
     two = SPEC.replace("train: [{path: train.jsonl}]", "train: [{path: train.jsonl}, {path: other.jsonl, weight: 2}]")
-    where = job_of(tmp_path, re.sub(r"  validation: .*\n", "", two)).fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(job_of(tmp_path, re.sub(r"  validation: .*\n", "", two)))
     found = read_record(where.routing, Routing)
     assert found.experts == ("law", "maths", "verse")
     assert {name: source.rows for name, source in found.sources.items()} == {"train.jsonl": 22, "other.jsonl": 12}
@@ -243,8 +242,7 @@ def test_where_tokens_go_is_recorded_by_source_and_drawn(tmp_path: Path) -> None
 
 
 def test_what_the_template_writes_before_every_row_is_not_counted(tmp_path: Path) -> None:
-    where = job_of(tmp_path, re.sub(r"  validation: .*\n", "", SPEC)).fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(job_of(tmp_path, re.sub(r"  validation: .*\n", "", SPEC)))
     rows = [
         example.tokens for example in open_examples(where.prepared("train.safetensors")) if isinstance(example, Example)
     ]
@@ -267,7 +265,6 @@ def test_routing_that_cannot_be_measured_takes_no_training_with_it(tmp_path: Pat
 
 
 def test_supervised_fine_tuning_of_a_mixture_says_nothing_of_routing(tmp_path: Path) -> None:
-    where = job_of(tmp_path, SPEC.replace("objective: {kind: router, balance: 0.1}\n", "")).fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(job_of(tmp_path, SPEC.replace("objective: {kind: router, balance: 0.1}\n", "")))
     assert not where.routing.exists()
     assert load_file(next((where.checkpoints / "final").glob("*.safetensors")))

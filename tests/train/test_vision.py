@@ -19,7 +19,7 @@ from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.data import image_check
 from finefit.train.worker import work
 from tests.conftest import write_jsonl
-from tests.faults import Job, finish, make_job, outcome, start, words
+from tests.faults import Job, finish, make_job, outcome, run_to_end, start, words
 from tests.ranks import as_ranks
 from tests.vision_models import make_vlm, write_reading_task
 
@@ -53,12 +53,6 @@ def _audits(where: StageDir, rank: int = 0) -> list[dict[str, Any]]:
     return [line for line in read_lines(where.metrics_of(rank)) if line.get("event") == "audited"]
 
 
-def _finished(job: Job) -> StageDir:
-    where = job.fresh()
-    assert finish(start(where)) == 0, words(where)
-    return where
-
-
 def _by_two(where: StageDir) -> None:
     ended = as_ranks(2, lambda place: work(where, place, is_child_of_ours=False), deadline_seconds=300)
     assert [(end.value, end.error, end.trace) for end in ended] == [(0, None, "")] * 2, words(where)
@@ -67,7 +61,7 @@ def _by_two(where: StageDir) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, StageDir]:
     job = make_job(tmp_path_factory.mktemp("alone"), spec=SPEC, project=_project)
-    return job, _finished(job)
+    return job, run_to_end(job)
 
 
 def test_every_tower_is_reached_in_the_first_step_and_above_rounding_in_the_second(alone: tuple[Job, StageDir]) -> None:
@@ -130,7 +124,7 @@ def test_a_first_step_that_shows_nothing_is_not_held_against_the_towers_that_loo
         "global_batch: 4", "global_batch: 1"
     )
     spec = spec.replace("steps: 4", "steps: 12").replace("seed: 7", f"seed: {_seed_that_begins_with_text()}")
-    where = _finished(make_job(tmp_path, spec=spec, project=project))
+    where = run_to_end(make_job(tmp_path, spec=spec, project=project))
     first, *_, last = _audits(where)
     assert first["towers"]["vision"] == {"tensors": 20, "reached": 0}
     assert first["towers"]["language"]["reached"] == 28
@@ -163,8 +157,7 @@ def test_pairs_are_learnt_and_no_image_is_decoded_in_the_process_that_trains(tmp
         "validation.jsonl}", f"validation.jsonl, {fields}}}"
     )
     spec = spec.replace("steps: 4", "steps: 2") + "objective: {kind: dpo, reference: cached}\n"
-    where = make_job(tmp_path, spec=spec, project=project).fresh()
-    assert finish(start(where, decoding_nothing)) == 0, words(where)
+    where = run_to_end(make_job(tmp_path, spec=spec, project=project), decoding_nothing)
     *_, told = (line for line in read_lines(where.metrics) if line.get("event") == "reference")
     assert (told["done"], told["total"]) == (11, 11)
     assert read_steps(where.metrics)[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)

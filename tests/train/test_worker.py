@@ -3,7 +3,6 @@ run ends bit-identical."""
 
 import re
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finefit.artifacts.atomic import read_lines, read_steps
@@ -23,9 +22,22 @@ from finefit.model.family import save_weights
 from finefit.model.load import load_base, make_trainable
 from finefit.spec.models import Lora
 from finefit.spec.schema import Single
-from finefit.train import worker
 from tests.conftest import TEMPLATE, make_model_folder, make_project, make_tokenizer
-from tests.faults import FULL, TRAINING, Job, at_step, finish, make_job, outcome, send_self, start, words
+from tests.faults import (
+    FULL,
+    TRAINING,
+    Job,
+    at_step,
+    change_model,
+    failure_of,
+    finish,
+    make_job,
+    outcome,
+    run_to_end,
+    send_self,
+    start,
+    words,
+)
 from tests.mixtures import make_mixture_project
 from tests.train.test_saver import ENGINES, assert_close, run_ranks, sure, tensors, under
 from tests.train.test_validation import GATES
@@ -74,14 +86,8 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return make_job(folder, spec=spec(TUNINGS[request.param]))
 
 
-def run(job: Job) -> StageDir:
-    where = job.fresh()
-    assert finish(start(where)) == 0, words(where)
-    return where
-
-
 def test_a_killed_run_ends_bit_identical_and_the_frozen_part_has_not_moved(job: Job) -> None:
-    whole = run(job)
+    whole = run_to_end(job)
     assert read_record(whole.result, StageResult).frozen_unchanged is True
     losses = [loss for _, loss, *_ in outcome(whole).steps]
     assert losses[-1] < losses[0]
@@ -93,32 +99,24 @@ def test_a_killed_run_ends_bit_identical_and_the_frozen_part_has_not_moved(job: 
 
 
 def test_of_a_whole_model_nothing_is_frozen_and_nothing_claimed(full: Any) -> None:
-    assert read_record(run(full.job).result, StageResult).frozen_unchanged is None
+    assert read_record(run_to_end(full.job).result, StageResult).frozen_unchanged is None
 
 
 def test_a_frozen_tensor_that_moves_is_a_fault_of_ours_by_name(lora: Any) -> None:
     where = lora.job.fresh()
 
-    def prepare() -> None:
-        really: Callable[..., Any] = getattr(worker, "make_trainable")  # noqa: B009 a name that the worker imports
+    def loosen(model: nn.Module) -> None:
+        moved = model.get_parameter("base_model.model.model.norm.weight")
+        at_step(7, lambda: moved.data.view(-1)[3].add_(1e-6))
 
-        def loose(*args: Any, **kwargs: Any) -> Any:
-            model = really(*args, **kwargs)
-            moved = model.get_parameter("base_model.model.model.norm.weight")
-            at_step(7, lambda: moved.data.view(-1)[3].add_(1e-6))
-            return model
-
-        setattr(worker, "make_trainable", loose)  # noqa: B010
-
-    assert finish(start(where, prepare)) == FAULT_OF_OURS
-    failure = read_record(where.result, StageResult).failure
-    assert failure is not None
+    assert finish(start(where, lambda: change_model(loosen))) == FAULT_OF_OURS
+    failure = failure_of(where)
     assert failure.problem == "1 of 20 frozen tensors changed during training: base_model.model.model.norm.weight"
 
 
 def test_training_goes_on_from_where_the_adapter_is(tmp_path: Path) -> None:
     first = load_file(make_first(tmp_path) / "adapter_model.safetensors")
-    where = run(make_job(tmp_path, spec=spec(TUNINGS["adapter"]).replace("lr: 1e-2", "lr: 1e-9")))
+    where = run_to_end(make_job(tmp_path, spec=spec(TUNINGS["adapter"]).replace("lr: 1e-2", "lr: 1e-9")))
     last = load_file(where.checkpoints / "final" / "adapter_model.safetensors")
     assert first.keys() == last.keys()
     assert all(torch.allclose(first[name], last[name], atol=1e-6) for name in first)
@@ -146,8 +144,7 @@ def _project(folder: Path, *, spec: str) -> Path:
 
 
 def test_a_checkpoint_has_all_templates_of_its_model(tmp_path: Path) -> None:
-    where = make_job(tmp_path, spec=TRAINING.replace("epochs: 3", "epochs: 1"), project=_project).fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(make_job(tmp_path, spec=TRAINING.replace("epochs: 3", "epochs: 1"), project=_project))
     assert AutoTokenizer.from_pretrained(where.checkpoints / "final").chat_template == TEMPLATES
 
 
@@ -157,17 +154,6 @@ def test_a_checkpoint_has_all_templates_of_its_model(tmp_path: Path) -> None:
 TUNINGS_MIXTURES = {"full": "{kind: full}", "routers": "{kind: subset, trainable: [mlp.gate]}"}
 
 
-def spec_mixtures(tuning: str) -> str:
-    """Six steps, the third of which is saved; levers are fixed, since nothing here is about planning."""
-    levers = (
-        "{micro_batch: 2, recompute: none, keep_attention: false, loss_chunk: none, offload: none, mlp_tiles: 1, "
-        "adapter_inputs: fp32}"
-    )
-    return re.sub(
-        r"levers: .*\n", f"levers: {levers}\n", re.sub(r"tuning: .*\n", f"tuning: {tuning}\n", TRAINING)
-    ).replace("epochs: 3", "epochs: 1")
-
-
 @pytest.fixture(scope="module", params=TUNINGS_MIXTURES)
 def tuning(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -175,16 +161,12 @@ def tuning(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def job_mixtures(tuning: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return make_job(
-        tmp_path_factory.mktemp(tuning), spec=spec_mixtures(TUNINGS_MIXTURES[tuning]), project=make_mixture_project
-    )
+    return make_job(tmp_path_factory.mktemp(tuning), spec=spec(TUNINGS_MIXTURES[tuning]), project=make_mixture_project)
 
 
 @pytest.fixture(scope="module")
 def whole(job_mixtures: Job) -> StageDir:
-    where = job_mixtures.fresh()
-    assert finish(start(where)) == 0, words(where)
-    return where
+    return run_to_end(job_mixtures)
 
 
 def test_every_tensor_is_reached_and_what_is_frozen_stays(tuning: str, whole: StageDir) -> None:
@@ -231,10 +213,9 @@ def test_the_trained_part_has_moved_and_no_other(tuning: str, whole: StageDir, j
 def test_routers_that_are_trained_in_halves_leave_the_files_of_the_experts_as_they_were(tmp_path: Path) -> None:
     """The mixture is loaded rounded; what is saved is not."""
     job_mixtures = make_job(
-        tmp_path, spec=spec_mixtures(TUNINGS_MIXTURES["routers"]) + "precision: bf16\n", project=make_mixture_project
+        tmp_path, spec=spec(TUNINGS_MIXTURES["routers"]) + "precision: bf16\n", project=make_mixture_project
     )
-    where = job_mixtures.fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(job_mixtures)
     before, after = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final")
     )
@@ -253,8 +234,7 @@ def _halved(folder: Path, *, spec: str) -> Path:
 
 def test_a_mixture_in_halves_that_is_trained_whole_is_saved_in_fp32_with_all_of_its_tensors(tmp_path: Path) -> None:
     """Also what stands in for a shared expert and is not trained; plain transformers then rounds nothing."""
-    where = make_job(tmp_path, spec=spec_mixtures(TUNINGS_MIXTURES["full"]), project=_halved).fresh()
-    assert finish(start(where)) == 0, words(where)
+    where = run_to_end(make_job(tmp_path, spec=spec(TUNINGS_MIXTURES["full"]), project=_halved))
     before, after = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "model", where.checkpoints / "final")
     )
@@ -280,9 +260,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Stag
         job = make_job(
             tmp_path_factory.mktemp(tuning), spec=spec, project=partial(make_mixture_project, family="qwen2")
         )
-        where = job.fresh()
-        assert finish(start(where)) == 0, words(where)
-        found[tuning] = (job, where)
+        found[tuning] = (job, run_to_end(job))
     return found
 
 

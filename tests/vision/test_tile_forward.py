@@ -21,7 +21,7 @@ from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
 from finefit.vision import open_image_processor, tower_of, vision_forward_of
 from finefit.vision.family import ImageInput, ImageProcessor
-from tests.vision_models import SIDE, digit_image, make_vlm, vlm_config, vlm_processor
+from tests.vision_models import digit_image, make_vlm, vlm_config, vlm_processor
 
 torch.set_num_threads(1)
 
@@ -322,19 +322,3 @@ def test_what_an_answer_says_is_not_seen_by_its_prompt(case_of: Cases) -> None:
         )
     assert one[: len(prompt)].equal(other[: len(prompt)])
     assert not one[len(prompt) :].equal(other[len(prompt) :])
-
-
-def test_images_are_seen(case_of: Cases) -> None:
-    for family in FAMILIES:
-        case = case_of(family)
-        input_ids, extra = padded(case)
-        blank = extra.moved(
-            lambda tensor: torch.zeros_like(tensor) if tensor.dim() == 4 and tensor.shape[-1] == SIDE else tensor
-        )
-        with torch.no_grad():
-            seen, unseen = (
-                case.vision_forward(case.model.model, input_ids, given, use_cache=False).last_hidden_state
-                for given in (extra, blank)
-            )
-        assert not close(seen[0, -1], unseen[0, -1])
-        assert close(seen[1, : sum(map(len, case.tokens[1]))], unseen[1, : sum(map(len, case.tokens[1]))])

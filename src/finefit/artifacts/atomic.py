@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from finefit.errors import DiskFull, FinefitError
@@ -126,9 +125,8 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def report_disk_full(path: Path, needed_bytes: int | None = None, *, remedy: str = _REMEDY) -> Iterator[None]:
-    """Turns `no space left` from any writer inside into a DiskFull that names the path and the bytes. If several are
-    nested, the outermost that knows the bytes reports. safetensors and shutil.copytree raise their own types with the
-    system's text and no number."""
+    """Turns `no space left` from any writer inside into a DiskFull that names the path and the bytes; of several nested
+    ones the outermost that knows the bytes. safetensors and shutil.copytree raise types of their own."""
     try:
         yield
     except Exception as error:
@@ -169,9 +167,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("ab", buffering=0)  # nothing is buffered, so closing cannot fail on a full disk
-        if path.stat().st_size > 0 and not _ends_with_newline(path):
-            self._append(b"\n")
+        self._file = path.open("a+b", buffering=0)  # nothing is buffered, so closing cannot fail on a full disk
+        if self._file.seek(0, os.SEEK_END) > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._append(b"\n")
 
     def write(self, **values: Any) -> None:
         self._append(json.dumps(values, ensure_ascii=False).encode() + b"\n")
@@ -187,16 +187,8 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -219,8 +211,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """One line per optimizer step. Steps that a killed attempt wrote beyond the checkpoint it resumed from are
-    replaced."""
+    """One line per optimizer step; those of a killed attempt beyond the checkpoint it resumed from are replaced."""
     steps: dict[int, dict[str, Any]] = {}
     for line in read_lines(path):
         if line.get("event") in ("started", "resumed", "rolled_back"):

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +26,6 @@ _ABANDONED_SECONDS = 86400
 
 
 def content_key(content: object) -> str:
-    """Of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -69,8 +68,7 @@ def cached_folder(
     max_entries: int | None = None,
     max_bytes: int | None = None,
 ) -> Path:
-    """`folder`, which `fill` fills under a hidden name on first use. Its name must hold the key of its content: if two
-    processes fill it at once, either result will do."""
+    """Filled by `fill` under a hidden name on first use, by several processes at once too: its name holds its key."""
     if is_complete(folder):
         with suppress(OSError):
             folder.touch()  # used entries are forgotten last
@@ -78,9 +76,8 @@ def cached_folder(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(
-            f"{folder.parent} cannot be written: {error.strerror}", "set XDG_CACHE_HOME to a folder that can be"
-        ) from None
+        problem = f"{folder.parent} cannot be written: {error.strerror}"
+        raise RunError(problem, "set XDG_CACHE_HOME to a folder that can be") from None
     with staged_folder(folder.parent) as staging:
         fill(staging)
         if not is_complete(folder):
@@ -95,12 +92,20 @@ def cached_folder(
 
 
 def forget_old(root: Path, *, max_entries: int | None = None, max_bytes: int | None = None) -> None:
-    """Keeps the entries that were used last, and at least one. Hidden ones are left by killed processes and go after a
-    day."""
+    """Keeps those that were used last, at least one. Hidden ones, left by killed processes, go after a day."""
     if max_entries is None and max_bytes is None:
         return
+
+    def last_use(path: Path) -> tuple[float, int, Path]:
+        """With the size in bytes. Another process may remove the entry meanwhile."""
+        try:
+            files = path.iterdir() if path.is_dir() else (path,)
+            return path.stat().st_mtime, sum(file.stat().st_size for file in files), path
+        except OSError:
+            return 0.0, 0, path
+
     kept, kept_bytes = 0, 0
-    for used, size_bytes, path in sorted((_last_use(path) for path in root.iterdir()), reverse=True):
+    for used, size_bytes, path in sorted(map(last_use, root.iterdir()), reverse=True):
         if path.name.startswith("."):
             is_old = used < time.time() - _ABANDONED_SECONDS
         else:
@@ -110,15 +115,6 @@ def forget_old(root: Path, *, max_entries: int | None = None, max_bytes: int | N
             shutil.rmtree(path, ignore_errors=True)
         elif is_old:
             path.unlink(missing_ok=True)
-
-
-def _last_use(path: Path) -> tuple[float, int, Path]:
-    """With the size in bytes. Another process may remove the entry meanwhile."""
-    try:
-        files = path.iterdir() if path.is_dir() else (path,)
-        return path.stat().st_mtime, sum(file.stat().st_size for file in files), path
-    except OSError:
-        return 0.0, 0, path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,21 +131,15 @@ class Measurement:
 
 def keep_measurement(found: Measurement) -> None:
     with Journal(_measurements()) as journal:
-        journal.write(
-            card=found.card,
-            predicted_bytes=found.predicted_bytes,
-            measured_bytes=found.measured_bytes,
-            versions=_versions(),
-        )
+        journal.write(**asdict(found), versions=_versions())
 
 
 def uncertainty(card: str) -> float | None:
     """The largest relative error of this card's predictions with the installed versions; None without a measurement."""
-    lines = (line for line in read_lines(_measurements()) if line.get("card") == card)
     errors = (
         abs(line["predicted_bytes"] / line["measured_bytes"] - 1)
-        for line in lines
-        if line.get("versions") == _versions() and "predicted_bytes" in line
+        for line in read_lines(_measurements())
+        if (line.get("card"), line.get("versions")) == (card, _versions()) and "predicted_bytes" in line
     )
     return max(errors, default=None)
 

@@ -4,21 +4,15 @@ are removed after that, and every checkpoint is verified before it is read."""
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from finefit.artifacts.atomic import (
-    disk_full,
-    link,
-    remove_folder,
-    replace_folder,
-    report_disk_full,
-    staged_folder,
-    sweep,
-)
+from finefit.artifacts import atomic
 from finefit.errors import RunError
 from finefit.facts.files import free_bytes, sha256_of
 
 MANIFEST = "finefit_manifest.json"
+Free = Callable[[Path], int]
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 _FEWER = "free some space or lower save.keep, then give the same command again: it goes on from the last checkpoint"
 
@@ -44,37 +38,27 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    fill: Callable[[Path], None],
-    *,
-    needed_bytes: int,
-    free: Callable[[Path], int] = free_bytes,
+    folder: Path, step: int, fill: Callable[[Path], None], *, needed_bytes: int, free: Free = free_bytes
 ) -> Path:
-    """`fill` writes the files into the hidden folder. An existing checkpoint of this step, which then failed its
-    verification, is replaced."""
+    """`fill` writes the files. An existing checkpoint of this step, which then failed its verification, is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
+    atomic.sweep(folder)
     final = folder / f"checkpoint-{step}"
     if (available := free(folder)) < needed_bytes:
-        raise disk_full(final, needed_bytes, available, remedy=_FEWER)
+        raise atomic.disk_full(final, needed_bytes, available, remedy=_FEWER)
     # The report is outside the clean-up: the free bytes that it names are those for the next attempt.
     with (
-        report_disk_full(final, needed_bytes, remedy=_FEWER),
-        staged_folder(folder, final.name, unique=False) as staging,
+        atomic.report_disk_full(final, needed_bytes, remedy=_FEWER),
+        atomic.staged_folder(folder, final.name, unique=False) as staging,
     ):
         fill(staging)
-        _write_manifest(staging)
-        replace_folder(staging, final)
+        files, manifest = sorted(p for p in staging.rglob("*") if p.is_file()), staging / MANIFEST
+        listed = {p.relative_to(staging).as_posix(): (p.stat().st_size, sha256_of(p)) for p in files}
+        manifest.write_bytes(_manifest(listed))
+        for file in files:
+            file.chmod(manifest.stat().st_mode)  # safetensors makes its files private; these follow the user's umask
+        atomic.replace_folder(staging, final)
     return final
-
-
-def _write_manifest(staging: Path) -> None:
-    files = sorted(p for p in staging.rglob("*") if p.is_file())
-    path = staging / MANIFEST
-    path.write_bytes(_manifest({p.relative_to(staging).as_posix(): (p.stat().st_size, sha256_of(p)) for p in files}))
-    for file in files:
-        file.chmod(path.stat().st_mode)  # safetensors makes its files private; these follow the user's umask
 
 
 def _manifest(files: Mapping[str, tuple[int, str]]) -> bytes:
@@ -85,38 +69,28 @@ def _manifest(files: Mapping[str, tuple[int, str]]) -> bytes:
 def problems(checkpoint: Path) -> list[str]:
     """Differences from the manifest; empty if every byte is as it was written."""
     try:
-        return _differences(checkpoint)
+        text = (checkpoint / MANIFEST).read_bytes()
+        expected: dict[str, tuple[int, str]] = {}
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            listed = json.loads(text)["files"].items()
+            expected = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in listed}
+        if _manifest(expected) != text:  # a flip without a change of meaning counts too
+            return [f"{MANIFEST} is damaged"]
+        present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if not p.is_dir()} - {MANIFEST}
+        found = [f"{name} is not in the manifest" for name in sorted(present - expected.keys())]
+        for name, (size, digest) in expected.items():
+            path = checkpoint / name
+            if name not in present:
+                found.append(f"{name} is missing")
+            elif path.stat().st_size != size:
+                found.append(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
+            elif sha256_of(path) != digest:
+                found.append(f"{name} has changed since it was written")
+        return found
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
     except OSError as error:
         return [f"{error.filename or checkpoint} cannot be read: {error.strerror}"]
-
-
-def _differences(checkpoint: Path) -> list[str]:
-    expected = _listed((checkpoint / MANIFEST).read_bytes())
-    if expected is None:
-        return [f"{MANIFEST} is damaged"]
-    present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if not p.is_dir()} - {MANIFEST}
-    found = [f"{name} is not in the manifest" for name in sorted(present - expected.keys())]
-    for name, (size, digest) in expected.items():
-        path = checkpoint / name
-        if name not in present:
-            found.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            found.append(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
-        elif sha256_of(path) != digest:
-            found.append(f"{name} has changed since it was written")
-    return found
-
-
-def _listed(text: bytes) -> dict[str, tuple[int, str]] | None:
-    """None unless the bytes are exactly those that would be written: a flip without a change of meaning counts too."""
-    try:
-        listed = json.loads(text)["files"].items()
-        files = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in listed}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return files if _manifest(files) == text else None
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
@@ -129,21 +103,17 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     return None, rejected
 
 
-def superfluous(steps: Collection[int], *, keep: int, protected: Collection[int]) -> list[int]:
-    """Steps whose checkpoints may be deleted: not among the newest `keep`, and not protected (best, newest verified,
-    resumed from)."""
-    return sorted(set(steps) - set(sorted(steps)[-keep:]) - set(protected))
-
-
 def rotate(folder: Path, *, keep: int, protected: Collection[int]) -> list[int]:
-    gone = superfluous([step_of(p) for p in list_checkpoints(folder)], keep=keep, protected=protected)
+    """Deletes and returns the steps that are neither among the newest `keep` nor protected."""
+    steps = [step_of(path) for path in list_checkpoints(folder)]
+    gone = sorted(set(steps) - set(steps[-keep:]) - set(protected))
     for step in gone:
-        remove_folder(folder / f"checkpoint-{step}")
+        atomic.remove_folder(folder / f"checkpoint-{step}")
     return gone
 
 
 def name_checkpoint(folder: Path, alias: str, checkpoint: Path) -> None:
     """`best` and `final` are stable names beside the numbered checkpoints."""
     if (folder / alias).is_dir() and not (folder / alias).is_symlink():  # a copy that followed the link
-        remove_folder(folder / alias)
-    link(folder / alias, checkpoint.name)
+        atomic.remove_folder(folder / alias)
+    atomic.link(folder / alias, checkpoint.name)

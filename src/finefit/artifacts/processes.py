@@ -1,10 +1,14 @@
 """What the processes of a run agree on: the signals that ask for a stop, the end of the launcher, the environment that
-torch finds at its start, the rank among the others, and the lock on the run directory."""
+torch finds at its start, the rank among the others, and the lock on the run directory.
+
+`python -m finefit.artifacts.processes PARENT MODULE ARGUMENTS` runs another package's module, such as lm-eval. It ends
+with PARENT, the process that started it, however that ends, and imports nothing that is slow before."""
 
 import ctypes
 import fcntl
 import json
 import os
+import runpy
 import signal
 import socket
 import stat
@@ -27,8 +31,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 """From a scheduler, a keyboard, a closed terminal, a scheduler's warning (submitit's is the last)."""
 
 _PARENT_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STARTER_VARIABLES = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 """Further variables of torchrun."""
@@ -56,25 +59,21 @@ def when_launcher_ends(act: Callable[[], None]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kills this process when its parent ends, in whatever code it is then: for a process with nothing to lose, at its
-    start. `parent`: the parent's pid, which may have ended already. On Linux, the end of the thread that started the
-    process counts as that of its parent."""
-    if not _is_killed_by_kernel():
-        when_parent_ends(_kill_self)
+    """Kills this process when its parent ends: for a process with nothing to lose, at its start. `parent`: its pid,
+    which may have ended already. On Linux the end of the thread that started the process counts as that of its
+    parent."""
+
+    def kill_self() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    is_killed_by_kernel = False
+    if sys.platform == "linux":
+        arguments = (ctypes.c_ulong(signal.SIGKILL), *[ctypes.c_ulong(0)] * 3)
+        is_killed_by_kernel = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, *arguments) == 0
+    if not is_killed_by_kernel:
+        when_parent_ends(kill_self)
     if os.getppid() != parent:
-        _kill_self()
-
-
-def _is_killed_by_kernel() -> bool:
-    """Only Linux knows the call."""
-    if sys.platform != "linux":
-        return False
-    arguments = (ctypes.c_ulong(signal.SIGKILL), *[ctypes.c_ulong(0)] * 3)
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, *arguments) == 0)
-
-
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
 
 
 def when_parent_ends(act: Callable[[], None]) -> None:
@@ -119,8 +118,7 @@ def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
     """As our own launcher, torchrun, accelerate and submitit set it; None for a process that is not a rank."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    missing = [name for name in _RANK_VARIABLES if name not in environment]
-    if missing:
+    if missing := [name for name in _RANK_VARIABLES if name not in environment]:
         problem = f"RANK={environment['RANK']} is set in the environment, but not {', '.join(missing)}"
         remedy = "start the ranks with torchrun, or unset RANK to let finefit start them"
         raise RunError(f"{problem}: this rank cannot find the others", remedy)
@@ -159,8 +157,7 @@ def allocator_setting(environment: Mapping[str, str]) -> str | None:
 
 
 def chosen_variables(environment: Mapping[str, str], *, deterministic: bool) -> dict[str, str]:
-    """Variables that torch must find at its start. The user's own values win; the allocator's setting has two names, so
-    it is left out if the user has set either."""
+    """That torch must find at its start. The user's own values win, the allocator's under either of its two names."""
     chosen = {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -186,9 +183,7 @@ def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in kept}
 
 
-_ORPHAN_SECONDS = 60.0
-_NAMING_SECONDS = 2.0
-_RETRY_SECONDS = 0.1
+_ORPHAN_SECONDS, _NAMING_SECONDS, _RETRY_SECONDS = 60.0, 2.0, 0.1
 
 
 @contextmanager
@@ -216,19 +211,16 @@ def _take(descriptor: int, path: Path) -> None:
             return
         except BlockingIOError:
             pid, host = _read_holder(path)
-            if time.monotonic() - began > _patience(pid, host):
+            timeout = 0.0
+            if pid is None:  # just taken, and the holder has not written its name yet
+                timeout = _NAMING_SECONDS
+            elif host == socket.gethostname() and not psutil.pid_exists(pid):  # its worker saves its last checkpoint
+                timeout = _ORPHAN_SECONDS
+            if time.monotonic() - began > timeout:
                 problem = f"{path.parent.name} is already being worked on by process {pid} on {host}"
                 remedy = f"follow it with `finefit watch {path.parent}`, or stop it with `kill {pid}`: it saves first"
                 raise RunError(problem, remedy) from None
             time.sleep(_RETRY_SECONDS)
-
-
-def _patience(pid: int | None, host: str) -> float:
-    """Seconds to wait for a held lock."""
-    if pid is None:  # just taken, and the holder has not written its name yet
-        return _NAMING_SECONDS
-    orphaned = host == socket.gethostname() and not psutil.pid_exists(pid)  # the worker is saving its last checkpoint
-    return _ORPHAN_SECONDS if orphaned else 0.0
 
 
 def _read_holder(path: Path) -> tuple[int | None, str]:
@@ -252,3 +244,14 @@ def holder_of(path: Path) -> int | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def main() -> None:
+    _, parent, module, *arguments = sys.argv
+    end_with_parent(int(parent))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

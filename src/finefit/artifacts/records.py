@@ -1,21 +1,28 @@
-"""The base of all records, reading and writing them, and the records of a run and its stages."""
+"""All records' base, reading and writing; those of a run and its stages, and how a stage is wired to others."""
 
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from finefit.artifacts.atomic import write_text
+from finefit.artifacts.rundir import RunDir
 from finefit.errors import FinefitError, RunError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
-from finefit.spec.models import Model
-from finefit.spec.stages import AnyStage
+from finefit.spec.models import CustomModel, FolderModel, Lora, Model
+from finefit.spec.pipeline import Pipeline
+from finefit.spec.schema import Spec
+from finefit.spec.stages import STAGE_PATH, AnyStage, Gate, Input, StageModel, TrainStage, moved
 from finefit.stats.intervals import Interval
 
 R = TypeVar("R", bound="Record")
+P = TypeVar("P", bound=BaseModel)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
@@ -30,14 +37,11 @@ class Record:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-"""Built once for each kind: pages read several records many times a second."""
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # built once: pages read several records many times a second
 
 
 def _adapter(kind: type[R]) -> TypeAdapter[R]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+    return _ADAPTERS.get(kind) or _ADAPTERS.setdefault(kind, TypeAdapter(kind))
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -52,29 +56,26 @@ def read_record(path: Path, kind: type[R]) -> R:
     try:
         return _adapter(kind).validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        found, known = _version_in(text), _version_of(kind)
+        first, document = error.errors()[0], None
+        with suppress(ValueError):
+            document = from_json(text)
+        found = document.get("version") if isinstance(document, dict) else None
+        known = next(iter(get_args(get_type_hints(kind).get("version"))), None)
         if found is not None and known is not None and found != known:
-            raise RunError(
-                f"{path} is a {kind.__name__} record of version {found}, and this finefit reads version {known}",
-                "another version of finefit wrote it; use that version, or start again with --new",
-            ) from None
+            problem = f"{path} is a {kind.__name__} record of version {found}, and this finefit reads version {known}"
+            remedy = "another version of finefit wrote it; use that version, or start again with --new"
+            raise RunError(problem, remedy) from None
         place = ".".join(str(part) for part in first["loc"])
-        raise RunError(
-            f"{path} is not a {kind.__name__} record: {place}: {first['msg']}", "restore it, or start again with --new"
-        ) from None
+        problem = f"{path} is not a {kind.__name__} record: {place}: {first['msg']}"
+        raise RunError(problem, "restore it, or start again with --new") from None
 
 
-def _version_in(text: bytes) -> int | None:
+def read_or_none(path: Path, kind: type[R]) -> R | None:
+    """None where it is missing, damaged or of another version."""
     try:
-        document = from_json(text)
-    except ValueError:
+        return read_record(path, kind)
+    except RunError:
         return None
-    return document.get("version") if isinstance(document, dict) else None
-
-
-def _version_of(kind: type[Record]) -> int | None:
-    return next(iter(get_args(get_type_hints(kind).get("version"))), None)
 
 
 class Inputs(Record):
@@ -182,6 +183,62 @@ class WiredModel(Record):
     """The folder of an adapter on top of the model."""
     gate: str | None = None
     """The folder of a gate, if the model stands for the choice among its experts."""
+
+
+At = Callable[[str], Path]
+"""Where the output folder of a stage lies, or will lie, by its name; absolute."""
+
+
+def output_of(place: Path, stage: AnyStage) -> Path:
+    """The output of a stage within its folder; of a training its last checkpoint."""
+    if not isinstance(stage, TrainStage):
+        return place / "output"
+    return (RunDir(place).stage(1, stage.objective.kind).checkpoints / "final").resolve()
+
+
+def wired_model(pipeline: Pipeline, asked: Input, at: At) -> WiredModel:
+    """A model that was trained with an adapter is its base with the newest adapter, however many stages trained it."""
+    if not isinstance(asked, StageModel):
+        return WiredModel(model=with_files(asked, lambda path: str(file_at(path, at))))
+    stage = pipeline.stages[asked.name]
+    if isinstance(stage, Gate):
+        return WiredModel(model=wired_model(pipeline, stage.base, at).model, gate=str(at(asked.name)))
+    if isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora):
+        return WiredModel(model=wired_model(pipeline, stage.model, at).model, adapter=str(at(asked.name)))
+    before = wired_model(pipeline, stage.model, at).model if isinstance(stage, TrainStage) else None
+    if isinstance(before, CustomModel):  # the same code with its trained weights
+        return WiredModel(model=before.model_copy(update={"weights": str(at(asked.name))}))
+    return WiredModel(model=FolderModel(kind="folder", path=str(at(asked.name))))
+
+
+def wired_spec(pipeline: Pipeline, name: str, at: At, base: Path) -> Spec:
+    """A training as a spec of its own. `base`: the folder that its relative paths start from."""
+    stage = pipeline.stages[name]
+    assert isinstance(stage, TrainStage)
+    found = wired_model(pipeline, stage.model, at)
+    tuning = stage.tuning
+    if found.adapter is not None:
+        assert isinstance(tuning, Lora)  # else the pipeline was refused
+        tuning = tuning.model_copy(update={"adapter": os.path.relpath(found.adapter, base)})
+    model: Model = found.model
+    if isinstance(model, FolderModel) and model != stage.model:  # made by a stage
+        model = FolderModel(kind="folder", path=os.path.relpath(base / model.path, base))
+    if isinstance(model, CustomModel) and model != stage.model and model.weights is not None:
+        model = model.model_copy(update={"weights": os.path.relpath(base / model.weights, base)})
+    spec = pipeline.spec_of(name, model=model, tuning=tuning)
+    return with_files(spec, lambda path: os.path.relpath(file_at(path, at), base))
+
+
+def with_files(part: P, place: Callable[[str], str]) -> P:
+    """The same with every `stage://NAME/file` replaced."""
+    return moved(part, lambda path: place(path) if STAGE_PATH.fullmatch(path) else path, addresses=True)
+
+
+def file_at(path: str, at: At) -> Path:
+    """What `stage://NAME/file` names."""
+    found = STAGE_PATH.fullmatch(path)
+    assert found is not None
+    return at(found[1]) / (found[2] or "")
 
 
 class StageJob(Record):

@@ -1,28 +1,21 @@
-"""Where everything in a run directory lies, and finding runs. Paths are computed, never stored: a run directory can be
-copied anywhere."""
+"""Where everything in a run directory lies. Paths are computed, never stored: it can be copied anywhere."""
 
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Protocol
 
 from finefit.artifacts.atomic import publish
 from finefit.errors import DataError, RunError
 from finefit.facts.files import sha256_of
 
-RUN_VERSION = 2
-"""Of the records in a run directory; run.json names it."""
+RUN_VERSION = 2  # of the records in a run directory; run.json names it
 _NUMBERED = re.compile(r"(\d+)-(.+)")
-
-
-class _HasPath(Protocol):
-    @property
-    def path(self) -> Path: ...
 
 
 class _Below:
@@ -31,7 +24,7 @@ class _Below:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: _HasPath, _: type[_HasPath]) -> Path:
+    def __get__(self, owner: "StageDir | RunDir", _: object) -> Path:
         return owner.path / self._name
 
 
@@ -103,7 +96,8 @@ class StageDir:
     def evaluations(self) -> list["EvalPaths"]:
         """All that were requested, the latest request last."""
         requests = sorted((self.path / "evals").glob("*/*.request.json"), key=lambda p: p.stat().st_mtime_ns)
-        return [_eval_paths(path) for path in requests]
+        named = ((p.parent, p.name.removesuffix(".request.json").partition(".sample-")) for p in requests)
+        return [EvalPaths(task, name, int(limit) if sample else None) for task, (name, sample, limit) in named]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +132,16 @@ class RunDir:
         return StageDir(self.path / "stages" / f".unfinished-{number}-{name}")
 
 
+class _Beside:
+    """A companion of an evaluation's result. `by_sample`: a sample has its own; else all samples share one."""
+
+    def __init__(self, suffix: str, *, by_sample: bool) -> None:
+        self._suffix, self._by_sample = suffix, by_sample
+
+    def __get__(self, owner: "EvalPaths", _: object) -> Path:
+        return owner.beside(self._suffix, by_sample=self._by_sample)
+
+
 @dataclass(frozen=True, slots=True)
 class EvalPaths:
     """`evals/<task>/<checkpoint>.json` and its companions. A sample has its own result and shares the answers."""
@@ -146,78 +150,45 @@ class EvalPaths:
     checkpoint: str
     limit: int | None
 
-    def _of_result(self, suffix: str) -> Path:
-        sample = "" if self.limit is None else f".sample-{self.limit}"
+    request = _Beside(".request.json", by_sample=True)
+    result = _Beside(".json", by_sample=True)
+    failure = _Beside(".failure.json", by_sample=True)
+    items = _Beside(".items.jsonl", by_sample=False)
+    warnings = _Beside(".warnings.jsonl", by_sample=False)
+    """Of the processes that answered, line by line."""
+    verdicts = _Beside(".verdicts.jsonl", by_sample=False)
+    """A judge's, line by line."""
+
+    def beside(self, suffix: str, *, by_sample: bool) -> Path:
+        sample = f".sample-{self.limit}" if by_sample and self.limit is not None else ""
         return self.folder / f"{self.checkpoint}{sample}{suffix}"
-
-    def _of_answers(self, suffix: str) -> Path:
-        return self.folder / f"{self.checkpoint}{suffix}"
-
-    @property
-    def request(self) -> Path:
-        return self._of_result(".request.json")
-
-    @property
-    def result(self) -> Path:
-        return self._of_result(".json")
-
-    @property
-    def failure(self) -> Path:
-        return self._of_result(".failure.json")
-
-    @property
-    def items(self) -> Path:
-        return self._of_answers(".items.jsonl")
-
-    @property
-    def warnings(self) -> Path:
-        """Of the processes that answered, line by line."""
-        return self._of_answers(".warnings.jsonl")
-
-    @property
-    def verdicts(self) -> Path:
-        """A judge's, line by line."""
-        return self._of_answers(".verdicts.jsonl")
 
     def items_of(self, part: int) -> Path:
         """Of one of the processes that share the items; the first writes where a single one would."""
-        return self.items if part == 0 else self._of_answers(f".items.{part}.jsonl")
+        return self.items if part == 0 else self.beside(f".items.{part}.jsonl", by_sample=False)
 
     def failure_of(self, part: int) -> Path:
-        return self.failure if part == 0 else self._of_result(f".part-{part}.failure.json")
+        return self.failure if part == 0 else self.beside(f".part-{part}.failure.json", by_sample=True)
 
     def answered(self) -> list[Path]:
         """Every existing file of items, by however many processes."""
         paths = (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl")))
         return [path for path in paths if path.exists()]
 
-    def _files(self) -> tuple[Path, ...]:
-        """The request last: what a kill leaves behind is found by it."""
-        return (self.result, self.failure, *self.answered(), self.warnings, self.verdicts, self.request)
-
     @property
     def earlier(self) -> Path:
         """Hidden results of other settings, until all items are scored again."""
         return self.folder / f".earlier-{self.checkpoint}"
 
-    def set_aside(self) -> None:
-        self._move(self._files())
-
-    def set_result_aside(self) -> None:
-        """The answers stay."""
-        self._move((self.result,))
-
-    def _move(self, files: Iterable[Path]) -> None:
+    def set_aside(self, *, with_answers: bool = True) -> None:
+        files = [self.result]
+        if with_answers:  # the request last: what a kill leaves behind is found by it
+            files += [self.failure, *self.answered(), self.warnings, self.verdicts, self.request]
         place = self.earlier / str(time.time_ns())
         place.mkdir(parents=True)
         for path in files:
             if path.exists():
                 path.rename(place / path.name)
-
-
-def _eval_paths(request: Path) -> EvalPaths:
-    checkpoint, sample, limit = request.name.removesuffix(".request.json").partition(".sample-")
-    return EvalPaths(request.parent, checkpoint, int(limit) if sample else None)
 
 
 def is_run(path: Path) -> bool:
@@ -238,6 +209,17 @@ def open_run(path: Path) -> RunDir:
     return found
 
 
+def names_checkpoint(target: str) -> bool:
+    """Whether it is `RUN:CHECKPOINT`; the name of a folder may itself contain a colon."""
+    return ":" in target and not Path(target).is_dir()
+
+
+def open_target(target: str, checkpoint: str | None = None) -> tuple[RunDir, str | None]:
+    """`RUN` or `RUN:CHECKPOINT`; `checkpoint` is that of a target that names none."""
+    path, _, named = target.rpartition(":") if names_checkpoint(target) else (target, "", checkpoint)
+    return open_run(Path(path)), named
+
+
 def open_any_run(path: Path) -> RunDir:
     """A run of one training, of an evaluation or of a pipeline."""
     found = find_run(path)
@@ -246,17 +228,11 @@ def open_any_run(path: Path) -> RunDir:
             problem = f"{path} is not a run directory: it holds {len(inside)} of them, and one is meant here"
             raise RunError(problem, f"name one of them: {', '.join(inside)}")
         raise RunError(f"{path} is not a run directory: it holds no run.json", "runs lie under runs/<name>-<n>")
-    _require_version(found)
+    if (other := other_version(found)) is not None:  # its records would be misread, one after the other
+        problem = f"{found} is a run directory of {other}; this finefit reads version {RUN_VERSION}"
+        remedy = "finish it with the finefit that made it, or start again from its spec file with this one"
+        raise RunError(problem, remedy)
     return RunDir(found)
-
-
-def _require_version(run: Path) -> None:
-    """Records of another version would be misread, one after the other."""
-    if (other := other_version(run)) is not None:
-        raise RunError(
-            f"{run} is a run directory of {other}; this finefit reads version {RUN_VERSION}",
-            "finish it with the finefit that made it, or start again from its spec file with this one",
-        )
 
 
 def other_version(run: Path) -> str | None:
@@ -305,16 +281,13 @@ def runs_named(root: Path, name: str) -> list[RunDir]:
 
 
 def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
-    return next((r for r in reversed(runs_named(root, name)) if _digest_of(r) == digest), None)
-
-
-def _digest_of(run: RunDir) -> str | None:
-    """None for a run of another version and for a damaged one: they are other runs, and do not block this one."""
-    try:
-        record = json.loads(run.run.read_bytes())
-        return str(record["digest"]) if record["version"] == RUN_VERSION else None
-    except (ValueError, KeyError, TypeError):
-        return None
+    """A run of another version and a damaged one are other runs, and do not block this one."""
+    for run in reversed(runs_named(root, name)):
+        with suppress(ValueError, KeyError, TypeError):
+            record = json.loads(run.run.read_bytes())
+            if record["version"] == RUN_VERSION and str(record["digest"]) == digest:
+                return run
+    return None
 
 
 def next_number(root: Path, name: str) -> int:
@@ -346,15 +319,15 @@ def evaluation_of(run: Path) -> Path | None:
 
 def stage_holding(path: Path) -> str | None:
     """The name of the pipeline's stage that a path lies in."""
-    places = (path.resolve(), *path.resolve().parents)
-    return next((name for place in places if (name := _stage_name(place)) is not None), None)
+    return next(filter(None, map(_stage_name, (path.resolve(), *path.resolve().parents))), None)
 
 
 def _stage_name(place: Path) -> str | None:
     """None unless this is the folder of a pipeline's stage."""
+    if place.parent.name != "stages" or not is_pipeline(place.parent.parent):
+        return None
     named = _NUMBERED.fullmatch(place.name)
-    is_stage = named and place.parent.name == "stages" and is_pipeline(place.parent.parent)
-    return named[2] if named and is_stage else None
+    return named[2] if named else None
 
 
 def shown_parts(path: Path) -> tuple[str, ...]:

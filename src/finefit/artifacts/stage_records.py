@@ -7,9 +7,9 @@ from pydantic import ConfigDict
 
 from finefit.artifacts.forecasts import EvalBatchLimit, Lengths
 from finefit.artifacts.records import Failure, Levers, Record
+from finefit.spec import Every
 from finefit.spec.data import ImageLimits
 from finefit.spec.models import Model, Tuning
-from finefit.spec.part import Every
 from finefit.spec.schema import AdamW, Engine, Evaluation, Objective, OnNan, Save, Tracker
 from finefit.spec.tasks import Form
 from finefit.stats.metrics import Metric

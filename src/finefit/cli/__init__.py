@@ -7,7 +7,7 @@ import traceback
 
 import typer
 
-from finefit.cli import check, compare, demo, doctor, evaluate, plan, recipes, review, run, watch
+from finefit.cli import check, compare, doctor, evaluate, plan, recipes, review, run, watch
 from finefit.errors import FinefitError
 
 USAGE = 2
@@ -34,7 +34,7 @@ app.command(name="eval")(evaluate.evaluate)
 app.command()(compare.compare)
 app.command()(review.review)
 app.command()(watch.watch)
-app.command()(demo.demo)
+app.command()(recipes.demo)
 app.command()(recipes.recipes)
 app.command()(doctor.doctor)
 

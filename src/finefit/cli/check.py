@@ -1,34 +1,28 @@
 """`finefit check`: proved before it runs."""
 
-import json
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, Runs, Set, announce_code, open_console
+from finefit.cli.console import AsJson, Runs, Set, announce_code, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from finefit.data.examples import Example, TrainRow
     from finefit.data.render import Renderer
     from finefit.plan.prepared_data import PreparedData
     from finefit.spec.schema import Spec
 
 _MAX_REPEATED = 8
-
-Show = Annotated[
-    int,
-    typer.Option("--show", min=0, metavar="N", help="Show the first N training examples as the model will see them."),
-]
+_SHOW = "Show the first N training examples as the model will see them."
 
 
 def check(
     target: Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file.")],
     overrides: Set = None,
-    show: Show = 0,
+    show: Annotated[int, typer.Option("--show", min=0, metavar="N", help=_SHOW)] = 0,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -49,7 +43,7 @@ def check(
 
         found = check_pipeline(pipeline, base, runs)
     if as_json:
-        typer.echo(json.dumps(check_document(found), indent=2))
+        print_json(check_document(found))
     else:
         for name, stage in found.stages.items():
             show_stage(name, stage, console, is_flat=found.is_flat)
@@ -61,7 +55,7 @@ def check(
 
 
 def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int, console: "Console") -> None:
-    from finefit.data.examples import open_examples
+    from finefit.data.examples import Pair, open_examples
     from finefit.data.render import open_renderer
     from finefit.model.resolve_model import model_outline
     from finefit.report.check import show_example
@@ -72,7 +66,9 @@ def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: in
     renderer = open_renderer(tokenizer, spec.data.template, template_options=spec.data.template_options)
     rows = open_examples(prepared.path("train.safetensors"))
     for number in range(1, min(count, len(rows)) + 1):
-        for side, example in _sides(rows[number - 1]).items():
+        row = rows[number - 1]
+        sides = {", preferred": row.chosen, ", rejected": row.rejected} if isinstance(row, Pair) else {"": row}
+        for side, example in sides.items():
             runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
             pieces = [(_text(renderer, [token for token, _ in run]), supervised) for supervised, run in runs]
             show_example(f"example {number}{side}", pieces, console)
@@ -80,21 +76,15 @@ def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: in
 
 def _text(renderer: "Renderer", tokens: list[int]) -> str:
     """A token that is repeated many times, as for an image, is shown once with its count."""
+
+    def decoded(tokens: list[int]) -> str:
+        return str(renderer.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
     runs = [(token, len(list(run))) for token, run in groupby(tokens)]
     pieces: list[str] = []
     for is_long, part in groupby(runs, key=lambda run: run[1] > _MAX_REPEATED):
         if is_long:
-            pieces += [f"{_decoded(renderer, [token])} ({count:,} times) " for token, count in part]
+            pieces += [f"{decoded([token])} ({count:,} times) " for token, count in part]
         else:
-            pieces.append(_decoded(renderer, [token for token, count in part for _ in range(count)]))
+            pieces.append(decoded([token for token, count in part for _ in range(count)]))
     return "".join(pieces)
-
-
-def _decoded(renderer: "Renderer", tokens: list[int]) -> str:
-    return str(renderer.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-
-
-def _sides(row: "TrainRow") -> "dict[str, Example]":
-    from finefit.data.examples import Pair
-
-    return {", preferred": row.chosen, ", rejected": row.rejected} if isinstance(row, Pair) else {"": row}

@@ -1,15 +1,12 @@
 """`finefit compare`: several runs on the same items; the settings that differ come first."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from finefit.cli.console import AsJson, open_console
 from finefit.errors import UserError
-
-if TYPE_CHECKING:
-    from finefit.compare.records import Comparison
 
 _RUN = (
     "Run directories, or RUN:CHECKPOINT. One run alone is compared with its base. PIPELINE/STAGE: all models of an "
@@ -47,6 +44,8 @@ def compare(
       finefit compare runs/medical-1/scores
     """
     from finefit.artifacts.atomic import write_text
+    from finefit.compare.comparison import compare as compare_runs
+    from finefit.compare.sides import expand_targets, stored_comparisons
     from finefit.report.compare import document, terminal_view
     from finefit.report.compare import markdown as markdown_of
 
@@ -55,7 +54,10 @@ def compare(
         if path is not None and not path.resolve().parent.is_dir():
             problem = f"{path} cannot be written: there is no folder {path.resolve().parent}"
             raise UserError(problem, "create it first, or name another place")
-    comparisons = _comparisons(targets, checkpoint=checkpoint, task=task, varies=tuple(varies or ()), show=show)
+    comparisons = () if checkpoint or task or varies else stored_comparisons(targets)
+    if not comparisons:  # what a pipeline has compared is shown as it is; anything else is compared now
+        models, declared = expand_targets(targets), tuple(varies or ())
+        comparisons = (compare_runs(models, checkpoint=checkpoint, task=task, declared=declared, show=show),)
     if len(comparisons) > 1 and (as_json or html is not None or markdown is not None):
         problem = f"{targets[0]} has {len(comparisons)} comparisons, and only one can be written"
         raise UserError(problem, f"name one of its compare stages: {targets[0]}/STAGE")
@@ -72,16 +74,3 @@ def compare(
             typer.echo(document(found))
         else:
             console.print(terminal_view(found))
-
-
-def _comparisons(
-    targets: list[str], *, checkpoint: str | None, task: str | None, varies: tuple[str, ...], show: int
-) -> "tuple[Comparison, ...]":
-    """What a pipeline has compared is shown as it is; anything else is compared now."""
-    from finefit.compare.comparison import compare as compare_runs
-    from finefit.compare.sides import expand_targets, stored_comparisons
-
-    stored = () if checkpoint or task or varies else stored_comparisons(targets)
-    if stored:
-        return stored
-    return (compare_runs(expand_targets(targets), checkpoint=checkpoint, task=task, declared=varies, show=show),)

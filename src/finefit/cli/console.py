@@ -1,5 +1,6 @@
 """What verbs share: the console, options, and the notice that the user's own code is about to run."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,10 +22,13 @@ def open_console(*, as_json: bool = False) -> "Console":
     return Console(stderr=as_json, markup=False, emoji=False, highlight=False)
 
 
+def print_json(document: object) -> None:
+    typer.echo(json.dumps(document, indent=2))
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec; may be repeated.")
-]
+_SET = "Override a value of the spec; may be repeated."
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 New = Annotated[bool, typer.Option("--new", help="Start another run even where an equal one exists.")]
 

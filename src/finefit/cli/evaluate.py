@@ -1,50 +1,35 @@
 """`finefit eval`: score the answers of a run's checkpoints, of any model, or of a file."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from finefit.cli.console import AsJson, Runs, announce_models, open_console
+from finefit.cli.console import AsJson, Runs, announce_models, open_console, print_json
+
+_TARGET = (
+    "A run directory, or PIPELINE/STAGE; a folder with a model or an adapter; hub:owner/name; embedded:smollm2-135m."
+)
+_TASK = "A task, a mapping in YAML, or a .yaml or .py file; may be repeated. By default those of the spec."
+_DATA = "Other rows than the run's own; required for a model."
+_DEVICE = "By default the run's device, or a GPU if there is one."
+_BASE = "The model below an adapter, if its config does not name it."
+_ANSWERS = "Answers that were made elsewhere, each with its prompt or id."
+_BY = "Metric of the best checkpoint; by default the task's main score."
 
 
 def evaluate(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN_OR_MODEL",
-            help="A run directory, or PIPELINE/STAGE; a folder with a model or an adapter; hub:owner/name; "
-            "embedded:smollm2-135m.",
-        ),
-    ] = None,
+    target: Annotated[str | None, typer.Argument(metavar="RUN_OR_MODEL", help=_TARGET)] = None,
     checkpoint: Annotated[str, typer.Option(help="Of a run: final, best, base, a step number, or all.")] = "final",
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A task, a mapping in YAML, or a .yaml or .py file; may be repeated. By default those of the spec."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Other rows than the run's own; required for a model.")
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help=_TASK)] = None,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help=_DATA)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A seeded sample of the items instead of all.")] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="By default the run's device, or a GPU if there is one.")
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model below an adapter, if its config does not name it.")
-    ] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help=_DEVICE)] = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help=_BASE)] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Answers at a time; by default as many as fit.")] = None,
-    answers: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answers that were made elsewhere, each with its prompt or id."),
-    ] = None,
-    by: Annotated[
-        str | None,
-        typer.Option(metavar="METRIC", help="Metric of the best checkpoint; by default the task's main score."),
-    ] = None,
+    answers: Annotated[Path | None, typer.Option(metavar="FILE", help=_ANSWERS)] = None,
+    by: Annotated[str | None, typer.Option(metavar="METRIC", help=_BY)] = None,
     show: Annotated[int, typer.Option(min=0, help="Show this many answers, evenly spaced.")] = 0,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -67,8 +52,7 @@ def evaluate(
     with console.status("reading model and rows"):
         from finefit.report.live import RunView
         from finefit.report.scores import require_metric, sample_answers, score_boards, scores_document
-        from finefit.run.eval_args import EvalArgs, open_evaluation
-        from finefit.run.evaluation import evaluate_all
+        from finefit.run.evaluation import EvalArgs, evaluate_all, open_evaluation
 
         args = EvalArgs(
             target=target,
@@ -89,7 +73,7 @@ def evaluate(
         results = evaluate_all(work, tick=view.tick, say=view.say)
     require_metric(results, by)
     if as_json:
-        typer.echo(json.dumps(scores_document(results, work.run.stages()[0], by=by), indent=2))
+        print_json(scores_document(results, work.run.stages()[0], by=by))
         return
     console.print(score_boards(results, work.run, by=by))
     for part in sample_answers(results, show):

@@ -1,47 +1,35 @@
 """`finefit plan`: what a run needs on a card, known before it runs."""
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, Set, announce_code, open_console
+from finefit.cli.console import AsJson, Set, announce_code, open_console, print_json
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from finefit.report.plan import RunPlan
     from finefit.spec.pipeline import Pipeline
 
-Cards = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--card",
-        metavar="CARD",
-        help=(
-            "A card's name, 24GiB, 8xA100-40GB, cpu or auto; with a price: A100-40GB@1.10/h. May be repeated; "
-            "default: the spec's."
-        ),
-    ),
-]
-Apply = Annotated[int | None, typer.Option("--apply", metavar="N", min=1, help="Write suggestion N into the spec.")]
-InFull = Annotated[
-    str | None,
-    typer.Option("--stage", metavar="STAGE", help="Of several stages, the one to show in full; default: the fullest."),
-]
+_CARD = (
+    "A card's name, 24GiB, 8xA100-40GB, cpu or auto; with a price: A100-40GB@1.10/h. May be repeated; default: the "
+    "spec's."
+)
+_STAGE = "Of several stages, the one to show in full; default: the fullest."
+_MEASURE = "Run one real step on the longest rows of this machine's card and compare."
 
 
 def plan(
     target: Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file.")],
-    cards: Cards = None,
+    cards: Annotated[list[str] | None, typer.Option("--card", metavar="CARD", help=_CARD)] = None,
     overrides: Set = None,
-    apply: Apply = None,
-    stage: InFull = None,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Run one real step on the longest rows of this machine's card and compare."),
-    ] = False,
+    apply: Annotated[int | None, typer.Option(metavar="N", min=1, help="Write suggestion N into the spec.")] = None,
+    stage: Annotated[str | None, typer.Option(metavar="STAGE", help=_STAGE)] = None,
+    measure: Annotated[bool, typer.Option("--measure", help=_MEASURE)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict what a run needs on a card, without a GPU and without weights: memory, the place of its peak, time, and
@@ -66,68 +54,59 @@ def plan(
     console = open_console(as_json=as_json)
     pipeline = load_pipeline(target, tuple(overrides or ()))
     if apply is not None and overrides:
-        raise UserError(
-            "--apply writes into the spec, which --set overrides only for this command",
-            "write the overrides into the spec first",
-        )
+        problem = "--apply writes into the spec, which --set overrides only for this command"
+        raise UserError(problem, "write the overrides into the spec first")
     asked = tuple(cards or (pipeline.card,))
     for card in asked:
         parse_card(card)  # a misspelt name is reported before anything is read
-    _require_stage(pipeline, stage, target)
+    if stage is not None:
+        _require_training(pipeline, stage, target)
     announce_code(pipeline, target.resolve().parent, console)
     if measure:
-        return _measure(target, pipeline, tuple(overrides or ()), as_json=as_json)
+        return _measure(target, pipeline, tuple(overrides or ()), console, as_json)
     with console.status("rehearsing"):
         costs = forecast_stages(pipeline, target.resolve().parent, cards=asked)
     free = tuple(free_bytes(Path("runs")) if is_this_machine(card) else None for card in asked)
     found = RunPlan(name=pipeline.name, is_flat=pipeline.is_flat, costs=costs, free=free)
     if as_json:
-        typer.echo(json.dumps(plan_document(found), indent=2))
+        print_json(plan_document(found))
     else:
-        show_plan(found, open_console(), now=datetime.now().astimezone(), only=stage)
+        show_plan(found, console, now=datetime.now().astimezone(), only=stage)
     if apply is not None:
-        _apply(target, found, apply, as_json=as_json)
+        console.print(f"{target} now says {', '.join(_apply(target, found, apply))}", soft_wrap=True)
     elif not any(found.fits(at) for at in range(found.num_cards)):
         raise typer.Exit(1)
     return None
 
 
-def _require_stage(pipeline: "Pipeline", stage: str | None, target: Path) -> None:
-    """`--stage` names a training, and only where there are several stages."""
-    if stage is None:
-        return
+def _require_training(pipeline: "Pipeline", stage: str, target: Path) -> None:
     if pipeline.is_flat:
         raise UserError(f"--stage {stage} is for specs with stages, and {target} has none", "leave it out")
     if stage not in pipeline.stages:
         raise UserError(f"there is no stage {stage}", f"the stages are {', '.join(pipeline.order())}")
     if pipeline.stages[stage].kind != "train":
-        raise UserError(
-            f"stage {stage} does not train, so there is no more to show of it", "name a stage of kind train"
-        )
+        problem = f"stage {stage} does not train, so there is no more to show of it"
+        raise UserError(problem, "name a stage of kind train")
 
 
-def _measure(target: Path, pipeline: "Pipeline", overrides: tuple[str, ...], *, as_json: bool) -> None:
+def _measure(target: Path, pipeline: "Pipeline", overrides: tuple[str, ...], console: "Console", as_json: bool) -> None:
     from finefit.report.layout import gib
-    from finefit.run.measure_step import measure_step
+    from finefit.run.command import measure_step
 
     if not pipeline.is_flat:
-        raise UserError(
-            "--measure runs one real step, and a pipeline has steps in every stage",
-            "measure a spec that holds one of its trainings",
-        )
-    console = open_console(as_json=as_json)
+        problem = "--measure runs one real step, and a pipeline has steps in every stage"
+        raise UserError(problem, "measure a spec that holds one of its trainings")
     with console.status("one real step on the longest rows"):
         found = measure_step(target, overrides)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
+        return print_json(found)
     predicted, measured = gib(found["predicted_bytes"]), gib(found["measured_bytes"])
     line = f"{predicted} predicted, {measured} measured on {found['card']}: {found['error']:+.2%}"
-    console.print(line, soft_wrap=True)
+    return console.print(line, soft_wrap=True)
 
 
-def _apply(target: Path, plan: "RunPlan", number: int, *, as_json: bool) -> None:
-    """Writes a suggestion into the spec file, by its number in the listing."""
+def _apply(target: Path, plan: "RunPlan", number: int) -> tuple[str, ...]:
+    """Writes a suggestion into the spec file, by its number in the listing, and returns its changes."""
     from finefit.artifacts.atomic import write_text
     from finefit.spec.load import changed_text, load_any, parse_any
 
@@ -141,9 +120,7 @@ def _apply(target: Path, plan: "RunPlan", number: int, *, as_json: bool) -> None
     changes = suggestions[number - 1].changes
     text = changed_text(target.read_text(encoding="utf-8-sig"), changes)
     if parse_any(text, where=str(target)) != load_any(target, changes):
-        raise UserError(
-            f"{', '.join(changes)} would mean something else in {target}, above its base",
-            "change the base, or write the keys by hand",
-        )
+        problem = f"{', '.join(changes)} would mean something else in {target}, above its base"
+        raise UserError(problem, "change the base, or write the keys by hand")
     write_text(target, text)
-    open_console(as_json=as_json).print(f"{target} now says {', '.join(changes)}", soft_wrap=True)
+    return changes

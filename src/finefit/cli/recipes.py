@@ -1,13 +1,12 @@
-"""`finefit recipes`: the shipped specs."""
+"""`finefit recipes`: the shipped specs; `finefit demo`: one of them trained, and the change shown."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from finefit.cli.console import AsJson
+from finefit.cli.console import AsJson, New, Runs, open_console, print_json
 
 
 def recipes(
@@ -31,19 +30,30 @@ def recipes(
     if name is None:
         found = all_recipes()
         if as_json:
-            typer.echo(json.dumps([asdict(recipe) for recipe in found], indent=2, default=str))
-        else:
-            width = max(len(recipe.name) for recipe in found)
-            for recipe in found:
-                typer.echo(f"{recipe.name:{width}} {recipe.purpose}")
-        return
+            return print_json([asdict(recipe) | {"spec": str(recipe.spec)} for recipe in found])
+        width = max(len(recipe.name) for recipe in found)
+        return typer.echo("\n".join(f"{recipe.name:{width}} {recipe.purpose}" for recipe in found))
     recipe = find_recipe(name)
     if to is not None:
         copy_recipe(recipe, to)
+    spec = recipe.spec if to is None else to / recipe.spec.name
     if as_json:
-        spec = to / recipe.spec.name if to else recipe.spec
-        typer.echo(json.dumps(asdict(recipe) | {"spec": str(spec)}, indent=2))
-    elif to is not None:
-        typer.echo(f"next     finefit run {to / recipe.spec.name}")
+        return print_json(asdict(recipe) | {"spec": str(spec)})
+    return typer.echo(whole_text(spec) if to is None else f"next     finefit run {spec}\n", nl=False)
+
+
+def demo(new: New = False, runs: Runs = Path("runs"), as_json: AsJson = False) -> None:
+    """Fine-tune SmolLM2-135M on two CPU cores in minutes and compare it with the base model on held-out items."""
+    from finefit.cli.run import open_place
+    from finefit.recipes import find_recipe
+    from finefit.report.run import ConsoleProgress, run_document, show_change
+    from finefit.run.command import RunArgs, carry_out, read_command
+
+    console = open_console(as_json=as_json)
+    command = read_command(RunArgs(target=find_recipe("demo").spec, new=new, runs=runs))
+    place = open_place(command, console)
+    carry_out(command, place, ConsoleProgress(place, console))
+    if as_json:
+        print_json(run_document(place))
     else:
-        typer.echo(whole_text(recipe.spec), nl=False)
+        show_change(place, console)

@@ -4,12 +4,13 @@ import json
 import os
 import secrets
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, open_console
+from finefit.cli.console import AsJson, open_console, print_json
 from finefit.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 TOKEN = "FINEFIT_TOKEN"
 _SHORTEST_TOKEN = 16
 _LOOPBACK = "127.0.0.1"
+_RUNS = "RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]"
 _TARGETS = "One or two evaluated runs, or PIPELINE/STAGE."
 _ANSWERS = "Answers from a file: CSV or JSONL with prompt and answer, or with prompt, answer_a and answer_b."
 _TASK = "The task whose answers are judged; by default the first one that all runs have results for."
 _CHECKPOINT = "For runs that name none: final, best, base or a step number."
 _NAME = "Name of the review: reviews/NAME.jsonl in the (first) run directory."
 _OVERLAP = "This many items for every rater, every other item for one rater; by default all items for all raters."
+_EXPORT_PAIRS = "Write preference pairs for DPO training to this .jsonl file."
 _HOST = "Listen on another address than loopback; raters then need a token."
 _USE_TOKEN = f"Require a token on loopback too: the value of ${TOKEN}, or a new one."
 
 
 def review(
-    targets: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]", help=_TARGETS)
-    ] = None,
+    targets: Annotated[list[str] | None, typer.Argument(metavar=_RUNS, help=_TARGETS)] = None,
     answers: Annotated[Path | None, typer.Option(help=_ANSWERS)] = None,
     task: Annotated[str | None, typer.Option(help=_TASK)] = None,
     checkpoint: Annotated[str | None, typer.Option(help=_CHECKPOINT)] = None,
@@ -47,9 +48,7 @@ def review(
     terminal: Annotated[bool, typer.Option("--terminal", help="Judge here instead of on a page.")] = False,
     results: Annotated[bool, typer.Option("--results", help="Show the results so far; they name the models.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write all verdicts to this .jsonl or .csv file.")] = None,
-    export_pairs: Annotated[
-        Path | None, typer.Option(help="Write preference pairs for DPO training to this .jsonl file.")
-    ] = None,
+    export_pairs: Annotated[Path | None, typer.Option(help=_EXPORT_PAIRS)] = None,
     host: Annotated[str, typer.Option(help=_HOST)] = _LOOPBACK,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 0,
     token: Annotated[bool, typer.Option("--token", help=_USE_TOKEN)] = False,
@@ -74,13 +73,12 @@ def review(
     console = open_console(as_json=as_json)
     review_set, folder = _review_set(targets or [], answers, task=task, checkpoint=checkpoint, name=name)
     if results or export or export_pairs:
-        files = (export, export_pairs)
-        return _report(review_set, folder, console, limit=limit, shows=results, files=files, as_json=as_json)
+        to = {"verdicts": export, "pairs": export_pairs}
+        return _report(review_set, folder, console, limit=limit, shows=results, as_json=as_json, **to)
     from finefit.review.session import open_session
 
-    with open_session(
-        review_set, folder, seed=seed, limit=limit, overlap=overlap, shows_reference=not no_reference
-    ) as session:
+    shown = not no_reference
+    with open_session(review_set, folder, seed=seed, limit=limit, overlap=overlap, shows_reference=shown) as session:
         if terminal:
             _in_terminal(session, rater, console)
         else:
@@ -92,7 +90,7 @@ def _review_set(
     targets: list[str], answers: Path | None, *, task: str | None, checkpoint: str | None, name: str | None
 ) -> "tuple[ReviewSet, Path]":
     """What is judged, and the folder that holds `reviews/`."""
-    from finefit.review.sources import RunTarget, review_set_of_runs
+    from finefit.review.items import RunTarget, review_set_of_rows, review_set_of_runs
 
     if name is not None and (not name.strip(".") or Path(name).name != name):
         raise UserError(f"--name {name} is not a file name", "give a plain name: it becomes reviews/NAME.jsonl")
@@ -100,27 +98,22 @@ def _review_set(
         if targets:
             problem = "both runs and --answers were given"
             raise UserError(problem, "review the file by itself: it may hold the answers of two models")
-        return _review_set_of_file(answers, name), answers.parent
+        from finefit.data.files import find_files
+        from finefit.data.records import read_records
+        from finefit.data.rows import BadRow
+
+        rows = []
+        files = find_files(answers.name, answers.parent, split="test")
+        for record in chain.from_iterable(map(read_records, files)):
+            if isinstance(record, BadRow):
+                raise DataError(f"{record.place} {record.reason}", "correct the row: all items count")
+            rows.append((f"{record.source}:{record.number}", record.value))
+        return review_set_of_rows(rows, file=answers.name, name=name or answers.stem), answers.parent
     if not 1 <= len(targets) <= 2:
         problem = f"{len(targets)} runs were named; one run is judged as good or bad, two are judged against each other"
         raise UserError(problem, "name one or two")
     named = [RunTarget.parse(target, checkpoint) for target in targets]
     return review_set_of_runs(named, task=task, name=name), named[0].run.path
-
-
-def _review_set_of_file(path: Path, name: str | None) -> "ReviewSet":
-    from finefit.data.files import find_files
-    from finefit.data.records import read_records
-    from finefit.data.rows import BadRow
-    from finefit.review.sources import review_set_of_rows
-
-    rows = []
-    for file in find_files(path.name, path.parent, split="test"):
-        for record in read_records(file):
-            if isinstance(record, BadRow):
-                raise DataError(f"{record.place} {record.reason}", "correct the row: all items count")
-            rows.append((f"{record.source}:{record.number}", record.value))
-    return review_set_of_rows(rows, file=path.name, name=name or path.stem)
 
 
 def _report(
@@ -130,7 +123,8 @@ def _report(
     *,
     limit: int | None,
     shows: bool,
-    files: tuple[Path | None, Path | None],
+    verdicts: Path | None,
+    pairs: Path | None,
     as_json: bool,
 ) -> None:
     from finefit.report.review import describe_pairs, results_document, results_view
@@ -138,7 +132,6 @@ def _report(
     from finefit.review.session import journal_of, sampled
     from finefit.review.verdicts import read_entries, results_of
 
-    verdicts, pairs = files
     entries = read_entries(journal_of(folder, review_set.name))
     review_set = sampled(review_set, entries, limit)
     found = results_of(review_set, entries)
@@ -154,11 +147,11 @@ def _report(
         document["pairs"] = {"path": str(pairs), "pairs": len(made.rows), "left_out": made.left_out}
         console.print(f"{describe_pairs(made)}; written to {pairs}", soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
 
 
 def _in_terminal(session: "Session", rater: str | None, console: "Console") -> None:
-    from finefit.cli.review_terminal import TerminalReview, open_keys
+    from finefit.cli.review_terminal import judge_all, open_keys
 
     with open_keys() as keys:
         if rater is None:
@@ -166,7 +159,7 @@ def _in_terminal(session: "Session", rater: str | None, console: "Console") -> N
             rater = keys.line()
         name = _rater_name(rater)
         try:
-            TerminalReview(session, name, console, keys).judge_all()
+            judge_all(session, name, console, keys)
         except KeyboardInterrupt:  # everything is saved
             console.print()
     turn = session.turn(name)
@@ -189,7 +182,10 @@ def _on_page(
     from finefit.web.server import Guard, Token, bound, is_loopback, names_of, serve
 
     name = None if rater is None else _rater_name(rater)
-    given = _given_token()
+    given = os.environ.get(TOKEN)  # not an option, because everybody on the machine can see command lines
+    if given is not None and len(given) < _SHORTEST_TOKEN:
+        problem = f"${TOKEN} has {len(given)} characters and could be guessed"
+        raise UserError(problem, f"give at least {_SHORTEST_TOKEN} characters, or unset it to get a new token")
     with bound(host, port) as listening:
         port = listening.getsockname()[1]
         token = None
@@ -209,12 +205,3 @@ def _on_page(
         with suppress(KeyboardInterrupt):  # the usual way to stop a server
             serve(app, listening, ready=ready)
     console.print("ended; all verdicts are saved, and the same command continues the review")
-
-
-def _given_token() -> str | None:
-    """Not an option, because everybody on the machine can see command lines."""
-    given = os.environ.get(TOKEN)
-    if given is not None and len(given) < _SHORTEST_TOKEN:
-        problem = f"${TOKEN} has {len(given)} characters and could be guessed"
-        raise UserError(problem, f"give at least {_SHORTEST_TOKEN} characters, or unset it to get a new token")
-    return given

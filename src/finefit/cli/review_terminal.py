@@ -31,90 +31,60 @@ class Keys(Protocol):
     def line(self) -> str: ...
 
 
-class _Marks:
-    """Reasons marked and the note written on the current item."""
-
-    def __init__(self, turn: Turn) -> None:
-        self.reasons: list[set[Reason]] = [set(names) for names in turn.draft.reasons]
-        self.note = turn.draft.note
-
-    def toggle(self, side: int, reason: Reason) -> None:
-        self.reasons[side] ^= {reason}
-
-
-class TerminalReview:
-    """One rater at one terminal."""
-
-    def __init__(self, session: Session, rater: str, console: Console, keys: Keys) -> None:
-        self._session = session
-        self._rater = rater
-        self._console = console
-        self._keys = keys
-
-    def judge_all(self) -> None:
-        """Until nothing is left or the rater quits; every decision is kept."""
-        turn: Turn | None = self._session.turn(self._rater)
-        while turn is not None:
-            turn = self._end(turn) if turn.item is None else self._judge(turn, turn.item)
-
-    def _end(self, turn: Turn) -> Turn | None:
-        """None if the rater quits."""
-        self._console.print("all judged; u undoes the last verdict, r shows the results, any other key quits")
-        match self._keys.key():
+def judge_all(session: Session, rater: str, console: Console, keys: Keys) -> None:
+    """Until nothing is left or the rater quits; every decision is kept."""
+    turn: Turn | None = session.turn(rater)
+    while turn is not None:
+        if turn.item is not None:
+            turn = _judge(session, turn, turn.item, console, keys)
+            continue
+        console.print("all judged; u undoes the last verdict, r shows the results, any other key quits")
+        match keys.key():
             case "u" if turn.can_undo:
-                return self._session.undo(turn.rater)
+                turn = session.undo(turn.rater)
             case "r":
-                return self._results(turn)
+                turn = _results(session, turn, console, keys)
             case _:
-                return None
+                return
 
-    def _judge(self, turn: Turn, item: BlindItem) -> Turn | None:
-        """The next turn; None if the rater quits."""
-        marks = _Marks(turn)
-        show_item(turn, item, marks.reasons, marks.note, self._console)
-        self._console.print(legend(len(item.answers)), style="dim")
-        while (key := self._keys.key()) not in _QUITS:
-            try:
-                if (after := self._pressed(key, turn, item, marks)) is not None:
-                    return after
-            except Refused as reason:
-                self._console.print(str(reason), style="red")
-        return None
 
-    def _pressed(self, key: str, turn: Turn, item: BlindItem, marks: _Marks) -> Turn | None:
-        """None if the item stays on screen."""
-        if key in _PRESSES:
-            return self._session.judge(
-                turn.rater,
-                item.handle,
-                _PRESSES[key],
-                reasons=[sorted(names) for names in marks.reasons],
-                note=marks.note,
-            )
-        if key == "u":
-            return self._session.undo(turn.rater)
-        if key == "r":
-            return self._results(turn)
+def _judge(session: Session, turn: Turn, item: BlindItem, console: Console, keys: Keys) -> Turn | None:
+    """The next turn; None if the rater quits."""
+    marked: list[set[Reason]] = [set(names) for names in turn.draft.reasons]
+    note = turn.draft.note
+    show_item(turn, item, marked, note, console)
+    console.print(legend(len(item.answers)), style="dim")
+    while (key := keys.key()) not in _QUITS:
+        try:
+            if key in _PRESSES:
+                reasons = [sorted(names) for names in marked]
+                return session.judge(turn.rater, item.handle, _PRESSES[key], reasons=reasons, note=note)
+            if key == "u":
+                return session.undo(turn.rater)
+            if key == "r":
+                return _results(session, turn, console, keys)
+        except Refused as reason:
+            console.print(str(reason), style="red")
+            continue
         if key.lower() in _REASONS:
-            marks.toggle(int(key.isupper() and len(item.answers) == 2), _REASONS[key.lower()])
-            self._console.print(describe_marks(marks.reasons))
+            marked[key.isupper() and len(item.answers) == 2] ^= {_REASONS[key.lower()]}
+            console.print(describe_marks(marked))
         elif key == "n":
-            self._console.print("note: ", end="")
-            marks.note = self._keys.line().strip()
-        return None
+            console.print("note: ", end="")
+            note = keys.line().strip()
+    return None
 
-    def _results(self, turn: Turn) -> Turn:
-        if not turn.has_seen_results:
-            left = turn.total - turn.judged - turn.skipped
-            self._console.print(
-                f"results name the models; {left} items are still to judge, and verdicts given afterwards count as not "
-                "blind. Press y to show them"
-            )
-            if self._keys.key() != "y":
-                return self._session.turn(turn.rater)
-            self._session.reveal(turn.rater)
-        self._console.print(results_view(results_of(self._session.review_set, self._session.entries)))
-        return self._session.turn(turn.rater)
+
+def _results(session: Session, turn: Turn, console: Console, keys: Keys) -> Turn:
+    if not turn.has_seen_results:
+        left = f"{turn.total - turn.judged - turn.skipped} items are still to judge"
+        blind = f"{left}, and verdicts given afterwards count as not blind"
+        console.print(f"results name the models; {blind}. Press y to show them")
+        if keys.key() != "y":
+            return session.turn(turn.rater)
+        session.reveal(turn.rater)
+    console.print(results_view(results_of(session.review_set, session.entries)))
+    return session.turn(turn.rater)
 
 
 class _Pipe:
@@ -130,8 +100,7 @@ class _Pipe:
 
 
 class _Terminal:
-    """Keys arrive as they are pressed. Keys pressed ahead wait; escape sequences, such as those of arrow keys, are
-    ignored."""
+    """Keys that are pressed ahead wait; escape sequences, such as those of arrow keys, are ignored."""
 
     def __init__(self, descriptor: int, saved: list[Any]) -> None:
         self._descriptor = descriptor

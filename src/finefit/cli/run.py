@@ -1,6 +1,5 @@
 """`finefit run`: fine-tune what a spec describes; the same command again goes on where it stopped."""
 
-import json
 import os
 from dataclasses import replace
 from functools import partial
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console
+from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,22 +18,19 @@ if TYPE_CHECKING:
     from finefit.artifacts.rundir import RunDir
     from finefit.run.command import RunArgs, RunCommand
 
+_DETACH = "Go on without this terminal; follow with `finefit watch`."
+_FROM = "Run this stage again, and all that depend on it."
+_FORCE = "Run this stage again; `all` for every one."
+
 
 def run(
     target: Annotated[Path, typer.Argument(metavar="SPEC_OR_RUN", help="A spec file, or a run directory to go on in.")],
     overrides: Set = None,
     new: New = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Go on without this terminal; follow with `finefit watch`.")
-    ] = False,
-    first: Annotated[
-        str | None,
-        typer.Option("--from", metavar="STAGE", help="Run this stage again, and all that depend on it."),
-    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help=_DETACH)] = False,
+    first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help=_FROM)] = None,
     only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Run this stage alone.")] = None,
-    force: Annotated[
-        list[str] | None, typer.Option("--force", metavar="STAGE", help="Run this stage again; `all` for every one.")
-    ] = None,
+    force: Annotated[list[str] | None, typer.Option("--force", metavar="STAGE", help=_FORCE)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which stages would run, and why.")] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
@@ -74,9 +70,7 @@ def run(
     if rank is not None:
         _require_rank(command, rank, detach=detach)
         if rank.size > 1:
-            if code := run_rank(args, as_json=as_json, command=command):
-                raise typer.Exit(code)
-            return None
+            raise typer.Exit(run_rank(args, as_json=as_json, command=command))
     if command.pipeline.is_flat and command.pipeline.flat_spec.launcher.kind == "slurm":
         return _submit(command, console, as_json)
     place = open_place(command, console)
@@ -109,11 +103,8 @@ def carry_out(command: "RunCommand", place: "RunDir", console: "Console") -> Non
     from finefit.report.run import ConsoleProgress
     from finefit.run.command import carry_out as run_pending
 
-    if not run_pending(command, place, ConsoleProgress(place, console)):
-        _say_finished(command, place, console)
-
-
-def _say_finished(command: "RunCommand", place: "RunDir", console: "Console") -> None:
+    if run_pending(command, place, ConsoleProgress(place, console)):
+        return
     remedy = "--new starts another run"
     if not command.pipeline.is_flat:
         remedy += ", --from STAGE runs a stage and all that depend on it again"
@@ -126,7 +117,7 @@ def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
     from finefit.report.run import run_document, show_end
 
     if as_json:
-        typer.echo(json.dumps(run_document(place), indent=2))
+        print_json(run_document(place))
     else:
         show_end(place, console)
 
@@ -139,11 +130,10 @@ def _show_decisions(command: "RunCommand", console: "Console", as_json: bool) ->
         stages, decisions = dry_run(command)
     run = None if stages.run is None else str(stages.run.path)
     if as_json:
-        document = {"run": run, "stages": decisions_document(stages.pipeline, decisions)}
-        typer.echo(json.dumps(document, indent=2))
-        return
-    console.print(decisions_table(stages.pipeline, decisions))
-    console.print(f"in       {run or 'a new run'}; nothing was started", soft_wrap=True)
+        print_json({"run": run, "stages": decisions_document(stages.pipeline, decisions)})
+    else:
+        console.print(decisions_table(stages.pipeline, decisions))
+        console.print(f"in       {run or 'a new run'}; nothing was started", soft_wrap=True)
 
 
 def _detach(command: "RunCommand", place: "RunDir", console: "Console", as_json: bool) -> bool:
@@ -154,7 +144,7 @@ def _detach(command: "RunCommand", place: "RunDir", console: "Console", as_json:
     if pid is None:
         return False
     if as_json:
-        typer.echo(json.dumps({"run": str(place.path), "pid": pid, "status": "running"}, indent=2))
+        print_json({"run": str(place.path), "pid": pid, "status": "running"})
     else:
         text = f"process {pid} goes on without this terminal\nnext     finefit watch {place.path}"
         console.print(text, highlight=False, soft_wrap=True)
@@ -178,22 +168,14 @@ def _submit(command: "RunCommand", console: "Console", as_json: bool) -> None:
     task = RankTask(partial(run_rank, args), partial(run_rank, replace(args, new=False)))
     sent = submit(spec, task, folder=args.runs / "slurm")
     if as_json:
-        document = {"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)}
-        typer.echo(json.dumps(document, indent=2))
-        return
-    console.print(
-        f"job      {sent.job} is queued; it saves before its time is up, and is queued again until it is done",
-        soft_wrap=True,
-    )
-    console.print(f"script   {sent.script}", soft_wrap=True)
-    console.print(f"next     squeue -j {sent.job}\n         tail -F {sent.log}", soft_wrap=True)
-
-
-# ranks that torchrun, accelerate or SLURM has started
+        return print_json({"job": sent.job, "status": "queued", "log": str(sent.log), "script": str(sent.script)})
+    queued = f"{sent.job} is queued; it saves before its time is up, and is queued again until it is done"
+    follow = f"next     squeue -j {sent.job}\n         tail -F {sent.log}"
+    return console.print(f"job      {queued}\nscript   {sent.script}\n{follow}", soft_wrap=True)
 
 
 def _set_rank_variables() -> None:
-    """Before torch is imported."""
+    """Of ranks that torchrun, accelerate or SLURM has started; before torch is imported."""
     from finefit.artifacts.processes import chosen_variables
 
     for name, value in chosen_variables(os.environ, deterministic=False).items():
@@ -205,68 +187,59 @@ def _require_rank(command: "RunCommand", rank: "RankEnv", *, detach: bool) -> No
     from finefit.run.external_launch import engine_overrides
 
     if not command.pipeline.is_flat:
-        raise RunError(
-            f"{command.args.target} has stages, and this process is rank {rank.rank} of {rank.size}, started from "
-            "outside",
-            "give `finefit run` alone: each stage starts its own ranks (engine.devices)",
-        )
+        problem = f"has stages, and this process is rank {rank.rank} of {rank.size}, started from outside"
+        remedy = "give `finefit run` alone: each stage starts its own ranks (engine.devices)"
+        raise RunError(f"{command.args.target} {problem}", remedy)
     if rank.size == 1:  # the only rank that was started from outside starts no others of its own
         engine_overrides(command.pipeline.flat_spec.engine, rank)
     elif detach:
-        raise RunError(
-            f"--detach does not go with ranks that were started from outside (WORLD_SIZE={rank.size})",
-            "let what started them go on alone",
-        )
+        problem = f"--detach does not go with ranks that were started from outside (WORLD_SIZE={rank.size})"
+        raise RunError(problem, "let what started them go on alone")
 
 
 def run_rank(args: "RunArgs", *, as_json: bool = False, command: "RunCommand | None" = None) -> int:
-    """Returns the exit code of a rank that follows; what stops the first is raised. `command`: the arguments, where
-    they are read already."""
+    """The exit code of a rank that follows; what stops the first is raised. `command`: `args`, if they are read."""
     from finefit.artifacts.processes import rank_env_of
 
     rank = rank_env_of(os.environ)
     assert rank is not None
     _set_rank_variables()
-    from finefit.run.external_launch import leave
+    from finefit.report.run import ConsoleProgress
+    from finefit.run.command import carry_out, read_command
+    from finefit.run.external_launch import Rendezvous, engine_overrides, leave, train_as_first_rank
     from finefit.train.ranks import RENDEZVOUS_TIMEOUT, open_store
 
-    store = open_store(rank, patience=RENDEZVOUS_TIMEOUT)
+    store = open_store(rank, timeout=RENDEZVOUS_TIMEOUT)
     if rank.rank != 0:
         return _other_rank(rank, store)
     try:
-        _first_rank(rank, store, args, command, as_json)
+        console = open_console(as_json=as_json)
+        with Rendezvous(store=store) as rendezvous:
+            command = command or read_command(args)
+            if command.run is None and (more := engine_overrides(command.pipeline.flat_spec.engine, rank)):
+                command = read_command(replace(args, overrides=(*args.overrides, *more)))
+            place = open_place(command, console, nodes=rank.num_nodes)
+            train = train_as_first_rank(rank, store, rendezvous)
+            carry_out(command, place, ConsoleProgress(place, console), train=train)
+        _show(place, console, as_json)
     finally:
         leave(store)
     return 0
 
 
-def _first_rank(rank: "RankEnv", store: "Store", args: "RunArgs", command: "RunCommand | None", as_json: bool) -> None:
-    from finefit.report.run import ConsoleProgress
-    from finefit.run.command import carry_out, read_command
-    from finefit.run.external_launch import Rendezvous, engine_overrides, train_as_first_rank
-
-    console = open_console(as_json=as_json)
-    with Rendezvous(store=store) as rendezvous:
-        command = command or read_command(args)
-        if command.run is None and (more := engine_overrides(command.pipeline.flat_spec.engine, rank)):
-            command = read_command(replace(args, overrides=(*args.overrides, *more)))
-        place = open_place(command, console, nodes=rank.num_nodes)
-        train = train_as_first_rank(rank, store, rendezvous)
-        carry_out(command, place, ConsoleProgress(place, console), train=train)
-    _show(place, console, as_json)
-
-
 def _other_rank(rank: "RankEnv", store: "Store") -> int:
     """Its failure goes to the first rank through the run directory, and in short to whoever reads this terminal."""
+    from finefit.artifacts.records import Failure
+    from finefit.artifacts.rundir import RunDir
     from finefit.errors import Interrupted
     from finefit.run.external_launch import await_run, leave_after_first, work_here
 
     found = await_run(store, rank)
-    code = found.failure.exit_code if found.failure is not None else 0
-    if found.run is not None:
-        code = work_here(found.run, rank, store)
+    code = found.exit_code if isinstance(found, Failure) else 0
+    if isinstance(found, RunDir):
+        code = work_here(found, rank, store)
         if code not in (0, Interrupted.exit_code):
-            typer.echo(f"rank {rank.rank} ended with code {code}: see {found.run.log_of(rank.rank)}", err=True)
+            typer.echo(f"rank {rank.rank} ended with code {code}: see {found.log_of(rank.rank)}", err=True)
     if code:
         leave_after_first(store)
     return code

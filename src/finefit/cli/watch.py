@@ -1,13 +1,12 @@
 """`finefit watch`: follow a run from another terminal."""
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, open_console
+from finefit.cli.console import AsJson, open_console, print_json
 
 _TICK_SECONDS = 0.5
 
@@ -30,7 +29,7 @@ def watch(
     run = open_any_run(target)
     if as_json:
         document, pid = run_document(run), holder_of(run.lock)
-        typer.echo(json.dumps(document | {"status": _status(document["status"], pid), "pid": pid}, indent=2))
+        print_json(document | {"status": _status(document["status"], pid), "pid": pid})
         return
     console = open_console()
     try:

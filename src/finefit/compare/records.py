@@ -1,5 +1,6 @@
 """The record of a comparison: plain data that tables, pages and `--json` are made from."""
 
+import math
 from dataclasses import field
 from typing import Any, Literal
 
@@ -53,17 +54,18 @@ class ScoreInterval(Record):
     high: float | None
 
 
-class SideDatasetScores(Record):
-    """Scores over the items of one data set."""
+def finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
 
+
+class SideDatasetScores(Record):
     n: int
     coverage: float
     metrics: dict[str, ScoreInterval]
 
 
 class SideScores(Record):
-    """The scores of one side on one task."""
-
     n: int
     available: int
     coverage: float
@@ -93,8 +95,6 @@ class MetricDifference(Record):
 
 
 class ItemChange(Record):
-    """One item with the answers of both groups."""
-
     key: str
     place: str
     prompt: str
@@ -107,8 +107,6 @@ class ItemChange(Record):
 
 
 class Pairing(Record):
-    """Two groups on one task."""
-
     first: int
     second: int
     n: int

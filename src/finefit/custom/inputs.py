@@ -1,7 +1,6 @@
 """What a custom model is given: rows become its inputs, images reach it unchanged, and a rehearsal gives it blank rows.
 
-A twin of the model on the meta device makes the inputs, so they cannot depend on a weight, and any process can make
-them.
+A twin of the model on the meta device makes the inputs, in any process, so they cannot depend on a weight.
 """
 
 import hashlib
@@ -9,12 +8,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from finefit.custom.model import CustomFamily, build_custom, cast_parameters
@@ -24,11 +21,11 @@ from finefit.data.image_check import ModelProcessor, ProcessorFactory, load_imag
 from finefit.errors import FinefitError, SpecError
 from finefit.model.load import make_trainable
 from finefit.model.resolve_model import CustomSource, custom_source, custom_source_in
-from finefit.objective.batch import Batch, Extra
-from finefit.objective.custom import COUNT, CustomRow
+from finefit.objective.batch import Batch, CustomRow, Extra
+from finefit.objective.losses import COUNT
 from finefit.spec.data import ImageLimits
 from finefit.spec.models import CustomModel, Lora, Model, Tuning
-from finefit.vision.family import Grid, ImageProcessor, ImageRows, Lengths, Pixels, Size, TokenIds
+from finefit.vision.family import Grid, ImageProcessor, ImageRows, Lengths, Pixels, TokenIds
 
 UNKNOWN_SIZE = (512, 512)
 """Of an image of which nothing is known."""
@@ -73,9 +70,6 @@ def custom_extra(source: CustomSource, rows: Sequence[CustomRow]) -> Extra:
     return Extra(tensors=inputs, host={COUNT: twin.count(inputs)}, identity=digest.hexdigest())
 
 
-# rehearsals
-
-
 def custom_on_meta(source: CustomSource, tuning: Tuning, dtype: torch.dtype, *, answers: bool) -> nn.Module:
     """As training loads it, or, for `answers`, as an evaluation does."""
     with torch.device("meta"):
@@ -97,19 +91,14 @@ def blank_rows(count: int, *, tokens: int, supervised: int, sizes: Sequence[tupl
 def blank_extra(
     source: CustomSource, *, rows: int, tokens: int, supervised: int, sizes: Sequence[tuple[int, ...]]
 ) -> Extra:
-    """On the meta device; not to be called under fake tensors. Without known `sizes` there are as many images as the
-    model requires."""
+    """On the meta device; never under fake tensors. Without `sizes` there are as many images as the model requires."""
     sizes = sizes or [UNKNOWN_SIZE] * (meta_twin(source).views or 0)
     blank = blank_rows(rows, tokens=tokens, supervised=supervised, sizes=sizes)
     return custom_extra(source, blank).moved(lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
-# images
-
-
 def processor_opener(model: Model, base: Path, folder: Path, limits: ImageLimits) -> ProcessorFactory:
-    """Of any model. `base`: the folder that the model's paths are relative to; `folder`: with its config and its
-    processor."""
+    """`base`: the folder that the model's paths are relative to; `folder`: with its config and its processor."""
     if not isinstance(model, CustomModel):
         return ModelProcessor(folder, folder / "config.json", limits)
     if limits != ImageLimits():
@@ -120,8 +109,7 @@ def processor_opener(model: Model, base: Path, folder: Path, limits: ImageLimits
 
 @dataclass(frozen=True, slots=True)
 class CustomProcessorOpener:
-    """A `ProcessorFactory`: opens in any process, by building the model without weights. A model that names neither
-    `image_text` nor `views` takes no images."""
+    """Builds the model without weights. A model that names neither `image_text` nor `views` takes no images."""
 
     config: str
     """As JSON, since it must be hashable."""
@@ -130,7 +118,7 @@ class CustomProcessorOpener:
         source = custom_source_in(json.loads(self.config))
         assert source is not None
         twin = meta_twin(source)
-        return RawImageProcessor(twin.image_text, twin.views) if twin.has_vision else None
+        return raw_image_processor(twin.image_text, twin.views) if twin.has_vision else None
 
 
 class RawImageGeometry:
@@ -145,30 +133,20 @@ class RawImageGeometry:
         return side, side
 
     def blank_pixels(self, grid: Grid) -> Pixels:
-        """`grid`: width and height."""
-        zero: NDArray[Any] = np.broadcast_to(np.uint8(0), (grid[1], grid[0], 3))
-        return {"image": zero}
+        width, height = grid
+        return {"image": np.broadcast_to(np.uint8(0), (height, width, 3))}
 
     def extra(self, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows, prompts: Lengths | None = None) -> Extra:  # noqa: ARG002
         raise FinefitError("a custom model makes its own inputs")
 
 
-class RawImageProcessor:
-    """An `ImageProcessor` that changes nothing."""
-
-    def __init__(self, image_text: str, views: int | None) -> None:
-        self.geometry, self.placeholder, self.views = RawImageGeometry(), "", views
-        self._text = image_text
-        self.identity = hashlib.sha256(f"custom {views} {image_text}".encode()).hexdigest()
-
-    def grid(self, size: Size) -> Grid:
-        return size
-
-    def text(self, size: Size) -> str:  # noqa: ARG002
-        return self._text
-
-    def plain_prompt(self, prompt: str, start: str) -> str:
-        return start + prompt
-
-    def pixels(self, image: PIL.Image.Image) -> Pixels:
-        return {"image": np.asarray(image)}
+def raw_image_processor(image_text: str = "", views: int | None = None) -> ImageProcessor:
+    return ImageProcessor(
+        geometry=RawImageGeometry(),
+        placeholder="",
+        identity=hashlib.sha256(f"custom {views} {image_text}".encode()).hexdigest(),
+        grid=lambda size: size,
+        text=lambda _: image_text,
+        pixels=lambda image: {"image": np.asarray(image)},
+        views=views,
+    )

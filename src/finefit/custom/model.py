@@ -1,8 +1,8 @@
 """Custom models: one Python file of the user's with a function that builds a module from a config.
 
-`OwnModel` says what that module has. It is built on the meta device, where tensors have shapes and no values, for plans
-and for making inputs, and on the CPU with the run's seed for training and answers. Errors in the file are reported with
-its name and line.
+docs/custom.md says what that module has. It is built on the meta device, where tensors have shapes and no values, for
+plans and for making inputs, and on the CPU with the run's seed for training and answers. Errors in the file are
+reported with its name and line.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -26,13 +26,13 @@ from transformers.pytorch_utils import Conv1D
 from finefit.artifacts.records import Levers
 from finefit.errors import FinefitError, ModelError, SpecError, is_out_of_memory
 from finefit.facts.files import WEIGHTS
-from finefit.model.adapter import load_adapter
+from finefit.model.adapter import first_words, load_adapter
 from finefit.model.family import FAMILY, Watch, family_of, match_targets
-from finefit.model.frozen_weights import FrozenWeights
 from finefit.model.load import adapter_to_load, device_here
 from finefit.model.resolve_model import CustomSource, custom_source, weight_files
-from finefit.objective.batch import Batch, Forward, Objective
-from finefit.objective.custom import CustomRow, custom_loss
+from finefit.model.saved_weights import FrozenWeights
+from finefit.objective.batch import Batch, CustomRow, Forward, Objective
+from finefit.objective.losses import custom_loss
 from finefit.spec.models import CustomModel, Lora, Tower
 from finefit.vision import is_inside
 
@@ -47,33 +47,6 @@ _NO_VALUES = (
 _NO_GPU = "build and inputs run without a GPU: leave the device to torch, and finefit moves what has to be moved"
 _LANGUAGE_MODEL_LEVERS = ("keep_attention", "loss_chunk", "offload", "mlp_tiles", "packing", "kernels", "compile")
 """Which act on parts of a language model that another model need not have."""
-
-
-class OwnModel(Protocol):
-    """What `build(config)` returns: an nn.Module that has these.
-
-    Optional: `towers`, a mapping of `language`, `vision`, `projector` to names of modules; `layers`, names of modules
-    that may be recomputed in backward, the first ones first; `image_text`, what replaces an image in a prompt; `views`,
-    the number of images that every row must have; `generate(inputs, *, max_new_tokens, stops) -> list[list[int]]`, new
-    tokens for every row."""
-
-    adaptable: tuple[str, ...]
-    """Dotted names of linear layers that may carry adapters; `tuning.targets` chooses among them, `all-linear` means
-    all."""
-
-    def inputs(self, rows: Sequence[CustomRow]) -> Inputs:
-        """On the CPU, by a twin of the model without weights, in a process without a GPU."""
-        ...
-
-    def count(self, inputs: Inputs) -> int:
-        """What the loss is a sum over, at least one; called with what `inputs` made, before it goes to the device. The
-        step divides by the sum of it over the global batch."""
-        ...
-
-    def loss(self, inputs: Inputs) -> Any:
-        """A sum over what `count` counts, as a scalar: of several rows the sum of what each has alone. Of a tuple the
-        first entry is the loss, of a mapping or an object its `loss`; the rest is ignored. Never read on the host."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +95,8 @@ class CustomFamily:
 
     def adapter_layers(self, tuning: Lora) -> set[str]:
         if not self.adaptable:
-            raise ModelError(
-                f"{self.name} names no layer as adaptable, so none can carry an adapter",
-                "train it in full: `tuning: {kind: full}`",
-            )
+            problem = f"{self.name} names no layer as adaptable, so none can carry an adapter"
+            raise ModelError(problem, "train it in full: `tuning: {kind: full}`")
         nothing, known = f"none of the layers that {self.name} calls adaptable", "their names end in"
         if not isinstance(tuning.targets, dict):
             return match_targets(set(self.adaptable), tuning.targets, "tuning.targets", nothing, known)
@@ -134,42 +105,31 @@ class CustomFamily:
             prefixes = self.towers.get(tower)
             if prefixes is None:
                 there = ", ".join(self.towers) or "no towers"
-                raise ModelError(
-                    f"tuning.targets names the tower {tower}; {self.name} has {there}",
-                    "name layers instead of towers, or `towers` in it",
-                )
+                problem = f"tuning.targets names the tower {tower}; {self.name} has {there}"
+                raise ModelError(problem, "name layers instead of towers, or `towers` in it")
             inside = {name for name in self.adaptable if is_inside(name, tuple(prefixes))}
             chosen |= match_targets(inside, targets, f"tuning.targets.{tower}", nothing, known)
         return chosen
 
     def inputs(self, rows: Sequence[CustomRow]) -> Inputs:
         found: Inputs = self._called("inputs", rows)
-        if (
-            not isinstance(found, dict)
-            or not found
-            or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items())
-        ):
+        named = found.items() if isinstance(found, dict) else ()
+        if not named or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in named):
             raise self.fault(f"has an inputs that gave {_brief(found)}; give a dict of tensors by name")
         for name, value in found.items():
             if value.device.type != "cpu":
-                raise self.fault(
-                    f"has an inputs whose {name} is on {value.device}: make it on the CPU, without a GPU; "
-                    "finefit moves it"
-                )
+                where = f"is on {value.device}: make it on the CPU, without a GPU; finefit moves it"
+                raise self.fault(f"has an inputs whose {name} {where}")
             if value.requires_grad:
-                raise self.fault(
-                    f"has an inputs whose {name} requires a gradient: a twin without weights makes it, so it "
-                    "is not trained"
-                )
+                why = "a twin without weights makes it, so it is not trained"
+                raise self.fault(f"has an inputs whose {name} requires a gradient: {why}")
         return found
 
     def count(self, inputs: Inputs) -> int:
         count = self._called("count", inputs)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise self.fault(
-                f"has a count that gave {_brief(count)} for a batch of rows; give a whole number of at least "
-                "1, not a tensor"
-            )
+            wanted = "give a whole number of at least 1, not a tensor"
+            raise self.fault(f"has a count that gave {_brief(count)} for a batch of rows; {wanted}")
         return count
 
     def loss(self, inputs: Inputs) -> Tensor:
@@ -182,15 +142,11 @@ class CustomFamily:
         else:
             total = given if isinstance(given, Tensor) else getattr(given, "loss", None)
         if not isinstance(total, Tensor):
-            raise self.fault(
-                f"has a loss that gave {_brief(given)}; give a tensor, a tuple that begins with it, or a "
-                "mapping with `loss`"
-            )
+            wanted = "give a tensor, a tuple that begins with it, or a mapping with `loss`"
+            raise self.fault(f"has a loss that gave {_brief(given)}; {wanted}")
         if total.ndim or not total.is_floating_point():
-            raise self.fault(
-                f"has a loss of shape {tuple(total.shape)} in {total.dtype}; give a scalar: the sum over what "
-                "count counts"
-            )
+            wanted = "give a scalar: the sum over what count counts"
+            raise self.fault(f"has a loss of shape {tuple(total.shape)} in {total.dtype}; {wanted}")
         return total
 
     def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward:
@@ -222,20 +178,17 @@ class CustomFamily:
             isinstance(row, list | tuple) and all(type(t) is int for t in row) for row in found
         )
         if not is_plain or len(found) != rows:
-            raise self.fault(
-                f"has a generate that gave {_brief(found)} for {rows} rows; give a list of token numbers for "
-                "each of them"
-            )
+            wanted = "give a list of token numbers for each of them"
+            raise self.fault(f"has a generate that gave {_brief(found)} for {rows} rows; {wanted}")
         return [list(row)[:max_new_tokens] for row in found]
 
     def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:  # noqa: ARG002
         """model.safetensors, which `load_custom_weights` reads."""
-        tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, tensor in (self.module.state_dict(keep_vars=True) if whole is None else whole).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                tensors[name] = tensor.detach().cpu().contiguous()
+        named = self.module.state_dict(keep_vars=True) if whole is None else whole
+        first_names: dict[int, str] = {}
+        for name, tensor in named.items():
+            first_names.setdefault(id(tensor), name)  # a tied tensor has several
+        tensors = {name: named[name].detach().cpu().contiguous() for name in first_names.values()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     def fault(self, problem: str) -> ModelError:
@@ -251,9 +204,6 @@ def custom_family_of(model: nn.Module) -> CustomFamily | None:
     return family if isinstance(family, CustomFamily) else None
 
 
-# building
-
-
 def build_custom(source: CustomSource, *, device: Literal["meta", "cpu"], seed: int = 0) -> nn.Module:
     """On the CPU from `seed`; on the meta device nothing is drawn."""
     entry = _entry(source)
@@ -267,10 +217,8 @@ def build_custom(source: CustomSource, *, device: Literal["meta", "cpu"], seed: 
         raise _fault(source.file, what + "; ".join(problems))
     tensors = (*module.named_parameters(), *module.named_buffers())
     if away := [name for name, tensor in tensors if tensor.device.type not in (device, "meta", "cpu")]:
-        raise _fault(
-            source.file,
-            f"builds {away[0]} on a GPU; build on the device that torch is set to, and finefit moves the model",
-        )
+        wanted = "build on the device that torch is set to, and finefit moves the model"
+        raise _fault(source.file, f"builds {away[0]} on a GPU; {wanted}")
     if device == "cpu" and (empty := [name for name, p in module.named_parameters() if p.is_meta]):
         raise _fault(source.file, f"builds {empty[0]} without values, on the meta device; leave the device to torch")
     setattr(module, FAMILY, partial(CustomFamily, source=source))
@@ -289,10 +237,9 @@ def _entry(source: CustomSource) -> Callable[[dict[str, Any]], Any]:
     entry: Callable[[dict[str, Any]], Any] | None = getattr(module, source.entry, None)
     if not callable(entry):
         own = (n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
-        raise SpecError(
-            f"model.entry: {source.file.name} has no function {source.entry}; it has {', '.join(own) or 'none'}",
-            "name the one that builds the model",
-        )
+        there = ", ".join(own) or "none"
+        problem = f"model.entry: {source.file.name} has no function {source.entry}; it has {there}"
+        raise SpecError(problem, "name the one that builds the model")
     try:
         inspect.signature(entry).bind({})
     except TypeError as error:
@@ -303,25 +250,6 @@ def _entry(source: CustomSource) -> Callable[[dict[str, Any]], Any]:
 
 def _problems(module: nn.Module) -> list[str]:
     """All that is missing or wrong, at once."""
-    found = [
-        *_call_problems(module),
-        *_name_problems(module, "adaptable", needed=True),
-        *_name_problems(module, "layers", needed=False),
-    ]
-    if not found:
-        kinds = {name: module.get_submodule(name) for name in module.adaptable}  # type: ignore[union-attr]
-        odd = {name: type(kind).__name__ for name, kind in kinds.items() if not isinstance(kind, nn.Linear | Conv1D)}
-        found = [f"adaptable names {name}, a {kind}, which is not a linear layer" for name, kind in odd.items()][:3]
-        found += _tower_problems(module)
-    views, text = getattr(module, "views", None), getattr(module, "image_text", None)
-    if views is not None and (type(views) is not int or views < 0):
-        found.append(f"views is {_brief(views)}: a number of images, or nothing")
-    if text is not None and not isinstance(text, str):
-        found.append(f"image_text is {_brief(text)}: a text, or nothing")
-    return found
-
-
-def _call_problems(module: nn.Module) -> list[str]:
     found = []
     for name in ("inputs", "count", "loss"):
         call = getattr(module, name, None)
@@ -332,32 +260,35 @@ def _call_problems(module: nn.Module) -> list[str]:
             inspect.signature(call).bind(None)
         except TypeError as error:
             found.append(f"{name}{inspect.signature(call)} is called with one argument: {error}")
+    for member in ("adaptable", "layers"):
+        names = getattr(module, member, None)
+        if names is None:
+            found += ["it has no adaptable"] if member == "adaptable" else []
+        elif not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+            found.append(f"{member} is {_brief(names)}: a tuple of names of modules")
+        else:
+            found += _unknown_names(module, member, names)
+    if not found:
+        kinds = {name: module.get_submodule(name) for name in module.adaptable}  # type: ignore[union-attr]
+        odd = {name: type(kind).__name__ for name, kind in kinds.items() if not isinstance(kind, nn.Linear | Conv1D)}
+        found = [f"adaptable names {name}, a {kind}, which is not a linear layer" for name, kind in odd.items()][:3]
+        towers = getattr(module, "towers", None) or {}
+        if not isinstance(towers, Mapping) or not all(isinstance(names, tuple | list) for names in towers.values()):
+            found.append(f"towers is {_brief(towers)}: a mapping of towers to names of modules")
+        else:
+            found += _unknown_names(module, "towers", [name for names in towers.values() for name in names])
+    views, text = getattr(module, "views", None), getattr(module, "image_text", None)
+    if views is not None and (type(views) is not int or views < 0):
+        found.append(f"views is {_brief(views)}: a number of images, or nothing")
+    if text is not None and not isinstance(text, str):
+        found.append(f"image_text is {_brief(text)}: a text, or nothing")
     return found
-
-
-def _name_problems(module: nn.Module, member: str, *, needed: bool) -> list[str]:
-    names = getattr(module, member, None)
-    if names is None:
-        return [f"it has no {member}"] if needed else []
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        return [f"{member} is {_brief(names)}: a tuple of names of modules"]
-    return _unknown_names(module, member, names)
-
-
-def _tower_problems(module: nn.Module) -> list[str]:
-    towers = getattr(module, "towers", None) or {}
-    if not isinstance(towers, Mapping) or not all(isinstance(names, tuple | list) for names in towers.values()):
-        return [f"towers is {_brief(towers)}: a mapping of towers to names of modules"]
-    return _unknown_names(module, "towers", [name for names in towers.values() for name in names])
 
 
 def _unknown_names(module: nn.Module, member: str, names: Sequence[Any]) -> list[str]:
     known = {name for name, _ in module.named_modules()}
     unknown = [str(name) for name in names if name not in known]
     return [f"{member} names {', '.join(unknown[:3])}, and there is no such module"] if unknown else []
-
-
-# weights
 
 
 def load_custom(
@@ -421,9 +352,6 @@ def load_custom_weights(module: nn.Module, weights: Path) -> None:
         raise ModelError(problem, "name weights that this model was saved with")
 
 
-# errors in the file
-
-
 def _guarded(file: Path, doing: str, act: Callable[[], T]) -> T:
     try:
         return act()
@@ -436,8 +364,6 @@ def _guarded(file: Path, doing: str, act: Callable[[], T]) -> T:
 
 
 def _error_in_file(file: Path, doing: str, error: BaseException) -> ModelError:
-    words = " ".join(str(error).split()) or "no reason given"
-    words = words if len(words) <= 300 else words[:300] + " ..."
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     if isinstance(error, SyntaxError) and error.filename == str(file):
         lines = [error.lineno]
@@ -448,7 +374,8 @@ def _error_in_file(file: Path, doing: str, error: BaseException) -> ModelError:
         remedy = _NO_VALUES
     else:
         remedy = _NO_GPU if any(word in text for word in ("CUDA", "cuda", "NVIDIA")) else _FIX
-    return ModelError(f"the model file {place} failed in {doing}: {kind.__name__}: {words}", remedy)
+    reason = f"{kind.__name__}: {first_words(error) or 'no reason given'}"
+    return ModelError(f"the model file {place} failed in {doing}: {reason}", remedy)
 
 
 def _fault(file: Path, problem: str) -> ModelError:

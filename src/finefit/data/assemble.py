@@ -1,63 +1,82 @@
 """The rows of a record, once it is known which column plays which part: one function per way of putting a row
-together."""
+together. Conversations come from lists of messages: `role`/`content` with tool calls, reasoning and image parts, or
+ShareGPT's `from`/`value`. A field of a message that a row has no place for is an error if it carries content or decides
+what is trained on; otherwise it is reported as not used."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, get_args
 
-from finefit.data.columns import (
-    Column,
-    RecordError,
-    Value,
-    answers,
-    distinct,
-    filled,
-    images,
-    is_given,
-    passages,
-    scalar,
-    several,
-    shown,
-    text,
-    verdict,
-)
-from finefit.data.conversations import (
-    IMAGE_PLACEHOLDER,
-    Conversation,
-    check_answered,
-    conversation,
-    is_conversation,
-    tools,
-)
-from finefit.data.records import Record
-from finefit.data.rows import BadRow, Image, Message, Row
+from finefit.data import columns
+from finefit.data.columns import Column, RecordError, Value, filled, is_given, shown, text
+from finefit.data.records import DataRecord
+from finefit.data.rows import IMAGE_PLACEHOLDER, BadRow, Image, Message, Role, Row, ToolCall
 
 Parts = Mapping[str, Column]
-"""By part: prompt, input, history, context, system, answer, references, wrong, messages, tools, chosen, rejected,
-label, text, images..."""
-Assemble = Callable[[Parts, Record], list[Row | BadRow]]
+"""By part: prompt, input, history, context, system, answer, references, messages, chosen, label, text, images..."""
+Assemble = Callable[[Parts, DataRecord], list[Row | BadRow]]
 
 _QUESTION = {name: Column(name, (name,)) for name in ("context", "prompt", "answer")}
+_ROLES: Final[dict[str, Role]] = {role: role for role in get_args(Role)}
+_SPEAKERS: Final[dict[str, Role]] = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
+}
+_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+_FIELDS: Final[dict[Role, frozenset[str]]] = {
+    **dict.fromkeys(("system", "user"), frozenset({"role", "content"})),
+    "assistant": frozenset({"role", "content", "tool_calls", *_REASONING}),
+    # calls and results are matched by their order, which is checked
+    "tool": frozenset({"role", "content", "tool_call_id", "name"}),
+}
+_SHAREGPT_FIELDS: Final = frozenset({"from", "value"})
+_WEIGHTS: Final = ("weight", "train")
+_CONTENT_FIELDS: Final = frozenset(
+    {*_WEIGHTS, *_REASONING, "mask", "masked", "supervised", "loss", "label", "name", "text", "parts", "prefix"}
+    | {"suffix", "refusal", "reasoning_details", "function", "function_call", "tool", "tools", "tool_calls"}
+    | {"tool_call_id", "tool_responses", "content", "value", "image", "images", "audio", "video", "videos", "file"}
+    | {"files", "attachments", "documents"}
+)
+"""Fields of a message that must not be lost; all others are its metadata."""
 
 
-def chat(parts: Parts, record: Record) -> list[Row | BadRow]:
-    return [_chat_row(parts, record)]
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: tuple[Message, ...]
+    images: tuple[Image, ...] = ()
+    """Inside the messages themselves."""
+    num_image_parts: int = 0
+    """Places for images; the images may be in a column of their own."""
+
+    @staticmethod
+    def of(parts: "Iterable[Conversation]") -> "Conversation":
+        parts = list(parts)
+        return Conversation(
+            tuple(message for part in parts for message in part.messages),
+            tuple(found for part in parts for found in part.images),
+            sum(part.num_image_parts for part in parts),
+        )
 
 
-def judged_chat(parts: Parts, record: Record) -> list[Row | BadRow]:
-    row = _chat_row(parts, record)
-    return [replace(row, num_given=len(row.messages) - 1, is_good=_verdict(parts, record))]
+def is_conversation(value: object) -> bool:
+    entry = value[0] if isinstance(value, list) and value else value
+    return isinstance(entry, dict) and ("role" in entry or "from" in entry)
 
 
-def question(parts: Parts, record: Record) -> list[Row | BadRow]:
+def chat(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
+    column = parts["messages"]
+    talk = _with_system(parts, record.value, conversation(column.value(record.value), column.name))
+    return [_row(parts, record, talk, num_given=len(talk.messages) - 1 if "label" in parts else 0)]
+
+
+def question(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
     return [_question_row(parts, record)]
 
 
-def judged(parts: Parts, record: Record) -> list[Row | BadRow]:
-    return [replace(_question_row(parts, record), is_good=_verdict(parts, record))]
-
-
-def pair(parts: Parts, record: Record) -> list[Row | BadRow]:
+def pair(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
     """The prompt is a column's, or else the messages that both endings begin with."""
     chosen, rejected = (_ending(parts[name].value(record.value), parts[name].name) for name in ("chosen", "rejected"))
     if chosen.messages == rejected.messages:
@@ -76,32 +95,40 @@ def pair(parts: Parts, record: Record) -> list[Row | BadRow]:
     return [replace(row, rejected=other)]
 
 
-def plain_text(parts: Parts, record: Record) -> list[Row | BadRow]:
+def plain_text(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
     column = parts["text"]
     return [Row(source=record.source, number=record.number, text=filled(column.value(record.value), column.name))]
 
 
-def several_questions(parts: Parts, record: Record) -> list[Row | BadRow]:
+def several_questions(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
     """Parallel lists of questions and answers: a row for each pair."""
-    columns = [parts["prompt"], parts["answer"]]
-    asked, answered = (_entries(column, record.value) for column in columns)
+    prompt, answer = parts["prompt"], parts["answer"]
+    asked, answered = _entries(prompt, record.value), _entries(answer, record.value)
     if len(asked) != len(answered):
-        raise RecordError(f"has {len(asked)} {columns[0].name} and {len(answered)} {columns[1].name}")
-    names = [column.keys[0] for column in columns]
-    values = [dict(zip(names, both, strict=True)) for both in zip(asked, answered, strict=True)]
-    return _each(parts, record, values, columns[0].name)
+        raise RecordError(f"has {len(asked)} {prompt.name} and {len(answered)} {answer.name}")
+    values = [{prompt.keys[0]: one, answer.keys[0]: other} for one, other in zip(asked, answered, strict=True)]
+    return _each(parts, record, values, prompt.name)
 
 
-def meeting(parts: Parts, record: Record) -> list[Row | BadRow]:
+def meeting(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
     """QMSum: a meeting, and queries about it."""
-    turns = enumerate(_entries(parts["context"], record.value))
-    transcript = "\n".join(_turn(entry, f"{parts['context'].name}[{at}]") for at, entry in turns)
-    columns = [parts[name] for name in ("general", "specific") if name in parts]
-    queries = [_query(entry, column.name) for column in columns for entry in _entries(column, record.value)]
-    return _each(_QUESTION, record, [{"context": transcript, **query} for query in queries], "queries")
+    turns: list[str] = []
+    for at, entry in enumerate(_entries(parts["context"], record.value)):
+        place = f"{parts['context'].name}[{at}]"
+        if not isinstance(entry, dict):
+            raise RecordError(f"{place} is {shown(entry)}; it needs `speaker` and `content`")
+        speaker, said = (text(entry.get(name), f"{place}.{name}") for name in ("speaker", "content"))
+        turns.append(f"{speaker}: {said}")
+    transcript, queries = "\n".join(turns), list[Value]()
+    for column in (parts[name] for name in ("general", "specific") if name in parts):
+        for entry in _entries(column, record.value):
+            if not isinstance(entry, dict):
+                raise RecordError(f"{column.name} holds {shown(entry)}; a query has `query` and `answer`")
+            queries.append({"context": transcript, "prompt": entry.get("query"), "answer": entry.get("answer")})
+    return _each(_QUESTION, record, queries, "queries")
 
 
-def _each(parts: Parts, record: Record, values: Sequence[Value], what: str) -> list[Row | BadRow]:
+def _each(parts: Parts, record: DataRecord, values: Sequence[Value], what: str) -> list[Row | BadRow]:
     if not values:
         raise RecordError(f"has no {what}")
     rows: list[Row | BadRow] = []
@@ -120,32 +147,14 @@ def _entries(column: Column, value: Value) -> list[Any]:
     return found or []
 
 
-def _turn(entry: object, place: str) -> str:
-    if not isinstance(entry, dict):
-        raise RecordError(f"{place} is {shown(entry)}; it needs `speaker` and `content`")
-    return f"{text(entry.get('speaker'), f'{place}.speaker')}: {text(entry.get('content'), f'{place}.content')}"
-
-
-def _query(entry: object, place: str) -> Value:
-    if not isinstance(entry, dict):
-        raise RecordError(f"{place} holds {shown(entry)}; a query has `query` and `answer`")
-    return {"prompt": entry.get("query"), "answer": entry.get("answer")}
-
-
-def _chat_row(parts: Parts, record: Record) -> Row:
-    column = parts["messages"]
-    talk = conversation(column.value(record.value), column.name)
-    return _row(parts, record, _with_system(parts, record.value, talk), num_given=0)
-
-
-def _question_row(parts: Parts, record: Record) -> Row:
-    column = parts["answer"]
-    asked = _asked(parts, record.value)
-    answer, votes = column.value(record.value), dict[str, int]()
+def _question_row(parts: Parts, record: DataRecord) -> Row:
+    column, value = parts["answer"], record.value
+    asked = _asked(parts, value)
+    answer, votes = column.value(value), dict[str, int]()
     if is_conversation(answer):
         ending = conversation(answer, column.name)
     else:
-        best, votes = answers(answer, column.name)
+        best, votes = columns.answers(answer, column.name)
         ending = Conversation((Message("assistant", best),))
     # All of a prompt is given; but the answers of a history are answers like the last one.
     num_given = len(asked.messages)
@@ -153,26 +162,21 @@ def _question_row(parts: Parts, record: Record) -> Row:
         num_given = next((at for at, message in enumerate(asked.messages) if message.role == "assistant"), num_given)
     row = _row(parts, record, Conversation.of((asked, ending)), num_given=num_given)
     row = replace(row, references=tuple(votes), votes=tuple(votes.values())) if votes else row
-    return _with_truths(parts, record.value, row)
-
-
-def _with_truths(parts: Parts, value: Value, row: Row) -> Row:
-    """Lists of right and wrong answers that a record has in columns of their own; these have no votes."""
-    if "references" in parts:
+    if "references" in parts:  # right answers in a column of their own have no votes
         right = (row.answer, *row.references, *_several(parts, "references", value))
-        row = replace(row, references=distinct(right), votes=())
+        row = replace(row, references=tuple(dict.fromkeys(right)), votes=())
     wrong = _several(parts, "wrong", value) + _several(parts, "best_wrong", value)
-    return replace(row, wrong=distinct(wrong)) if wrong else row
+    return replace(row, wrong=tuple(dict.fromkeys(wrong))) if wrong else row
 
 
 def _several(parts: Parts, name: str, value: Value) -> tuple[str, ...]:
     found = parts[name].get(value) if name in parts else None
     if not is_given(found):
         return ()
-    return (text(found, parts[name].name),) if name == "best_wrong" else several(found, parts[name].name)
+    return (text(found, parts[name].name),) if name == "best_wrong" else columns.several(found, parts[name].name)
 
 
-def _row(parts: Parts, record: Record, talk: Conversation, *, num_given: int) -> Row:
+def _row(parts: Parts, record: DataRecord, talk: Conversation, *, num_given: int) -> Row:
     check_answered(talk.messages)
     return Row(
         source=record.source,
@@ -181,48 +185,40 @@ def _row(parts: Parts, record: Record, talk: Conversation, *, num_given: int) ->
         num_given=num_given,
         tools=tools(parts["tools"].get(record.value), parts["tools"].name) if "tools" in parts else "",
         images=_images(parts, record.value, talk),
+        is_good=columns.verdict(parts["label"].value(record.value), parts["label"].name) if "label" in parts else None,
     )
 
 
 def _asked(parts: Parts, value: Value) -> Conversation:
     """What comes before the answer."""
     prompt = parts["prompt"].value(value) if "prompt" in parts else None
-    if not is_conversation(prompt):
-        talk = Conversation((*_history(parts, value), Message("user", _question(parts, value))))
-        return _with_system(parts, value, talk)
-    beside = [parts[name] for name in ("context", "input", "history") if name in parts]
-    if lost := [column.name for column in beside if is_given(column.get(value))]:
-        raise RecordError(f"{parts['prompt'].name} is a list of messages, in which {', '.join(lost)} has no place")
-    return _with_system(parts, value, conversation(prompt, parts["prompt"].name))
-
-
-def _question(parts: Parts, value: Value) -> str:
-    context = _optional(parts, "context", value)
-    if "prompt" not in parts:
-        return filled(context, parts["context"].name)
-    column = parts["prompt"]
-    # as LLaMA-Factory does: one line feed between Alpaca's instruction and its input
-    lines = (text(column.value(value), column.name), _optional(parts, "input", value))
-    asked = filled("\n".join(line for line in lines if line.strip()), column.name)
-    return f"{context}\n\n{asked}" if context.strip() else asked
-
-
-def _optional(parts: Parts, name: str, value: Value) -> str:
-    found = parts[name].get(value) if name in parts else None
-    if found is None:
-        return ""
-    return passages(found, parts[name].name) if name == "context" else scalar(found, parts[name].name)
-
-
-def _history(parts: Parts, value: Value) -> list[Message]:
-    """Alpaca's earlier turns: [question, answer] each."""
+    if is_conversation(prompt):
+        beside = [parts[name] for name in ("context", "input", "history") if name in parts]
+        if lost := [column.name for column in beside if is_given(column.get(value))]:
+            raise RecordError(f"{parts['prompt'].name} is a list of messages, in which {', '.join(lost)} has no place")
+        return _with_system(parts, value, conversation(prompt, parts["prompt"].name))
     messages: list[Message] = []
     for at, turn in enumerate(_entries(parts["history"], value) if "history" in parts else []):
         place = f"{parts['history'].name}[{at}]"
         if not isinstance(turn, list) or len(turn) != 2:
             raise RecordError(f"{place} is {shown(turn)}, not a question and its answer")
         messages += [Message("user", filled(turn[0], place)), Message("assistant", filled(turn[1], place))]
-    return messages
+    context = _optional(parts, "context", value)
+    if "prompt" in parts:
+        # as LLaMA-Factory does: one line feed between Alpaca's instruction and its input
+        lines = (text(prompt, parts["prompt"].name), _optional(parts, "input", value))
+        asked = filled("\n".join(line for line in lines if line.strip()), parts["prompt"].name)
+        asked = f"{context}\n\n{asked}" if context.strip() else asked
+    else:
+        asked = filled(context, parts["context"].name)
+    return _with_system(parts, value, Conversation((*messages, Message("user", asked))))
+
+
+def _optional(parts: Parts, name: str, value: Value) -> str:
+    found = parts[name].get(value) if name in parts else None
+    if found is None:
+        return ""
+    return columns.passages(found, parts[name].name) if name == "context" else columns.scalar(found, parts[name].name)
 
 
 def _with_system(parts: Parts, value: Value, talk: Conversation) -> Conversation:
@@ -249,17 +245,12 @@ def _num_inside(asked: Sequence[Message], chosen: Sequence[Message], rejected: S
     return next((at for at, (one, other) in both if one != other), min(len(chosen), len(rejected)))
 
 
-def _verdict(parts: Parts, record: Record) -> bool:
-    return verdict(parts["label"].value(record.value), parts["label"].name)
-
-
 def _images(parts: Parts, value: Value, talk: Conversation) -> tuple[Image, ...]:
-    """A question about an image needs one, or states by an empty list that it has none. A conversation has as many
-    images as placeholders."""
+    """A question needs its image, or an empty list that says it has none; a conversation as many as placeholders."""
     found = parts["images"].get(value) if "images" in parts else None
     if "images" in parts and not is_given(found) and found != [] and "messages" not in parts:
         raise RecordError(f"has no {parts['images'].name}")
-    beside = images(found, parts["images"].name) if is_given(found) else ()
+    beside = columns.images(found, parts["images"].name) if is_given(found) else ()
     if beside and talk.images:
         raise RecordError(f"has images both in its messages and in {parts['images'].name}")
     total = beside or talk.images
@@ -268,3 +259,149 @@ def _images(parts: Parts, value: Value, talk: Conversation) -> tuple[Image, ...]
         if num_placeholders and num_placeholders != len(total):
             raise RecordError(f"has {num_placeholders} {IMAGE_PLACEHOLDER} placeholders and {len(total)} images")
     return total
+
+
+def conversation(value: object, place: str) -> Conversation:
+    """A list of messages, or a single one."""
+    if isinstance(value, dict):
+        return _message(value, place)
+    if not isinstance(value, list) or not value:
+        raise RecordError(f"{place} is {shown(value)}, not a list of messages")
+    whole = Conversation.of(_message(entry, f"{place}[{at}]") for at, entry in enumerate(value))
+    # rows keep no ids, so only the order tells which call a result belongs to
+    called = [call.get("id") for entry in value for call in entry.get("tool_calls") or () if isinstance(call, dict)]
+    answered = [entry.get("tool_call_id") for entry in value if is_given(entry.get("tool_call_id"))]
+    if any(map(is_given, called)) and answered != called[: len(answered)]:
+        raise RecordError(f"{place} has tool results that do not come in the order of the calls")
+    return whole
+
+
+def _message(entry: object, place: str) -> Conversation:
+    if isinstance(entry, dict) and is_given(entry.get("role")):
+        role = _role(entry, "role", place)
+        is_answer = role == "assistant"
+        calls = _tool_calls(entry.get("tool_calls"), f"{place}.tool_calls") if is_answer else ()
+        parts = _content("" if calls and entry.get("content") is None else entry.get("content"), f"{place}.content")
+        names = [name for name in _REASONING if is_answer and is_given(entry.get(name))]
+        reasonings = {text(entry[name], f"{place}.{name}") for name in names}
+        if len(reasonings) > 1:
+            raise RecordError(f"{place} has two different reasonings, under {', '.join(names)}")
+        message = Message(role, parts.messages[0].content, "".join(reasonings), calls)
+        return Conversation((message,), parts.images, parts.num_image_parts)
+    if isinstance(entry, dict) and is_given(entry.get("from")):
+        role, said = _role(entry, "from", place), entry.get("value")
+        if entry["from"] != "function_call":
+            return Conversation((Message(role, text(said, f"{place}.value")),))
+        found = _loaded(said, f"{place}.value") if isinstance(said, str) else said
+        calls = _tool_calls(found if isinstance(found, list) else [found], f"{place}.value")
+        if not calls:
+            raise RecordError(f"{place}.value is {shown(said)}, which calls no function")
+        return Conversation((Message(role, "", tool_calls=calls),))
+    raise RecordError(f"{place} is {shown(entry)}; a message has `role` and `content`, or `from` and `value`")
+
+
+def _role(entry: dict[str, Any], key: Literal["role", "from"], place: str) -> Role:
+    """The role of a message that loses none of its fields."""
+    roles = _ROLES if key == "role" else _SPEAKERS
+    if not isinstance(entry[key], str) or entry[key] not in roles:
+        raise RecordError(f"{place} has the role {shown(entry[key])}; known are {', '.join(roles)}")
+    role = roles[entry[key]]
+    known = _FIELDS[role] if key == "role" else _SHAREGPT_FIELDS
+    lost = {name: entry[name] for name in entry if name in _CONTENT_FIELDS - known and is_given(entry[name])}
+    for name in _WEIGHTS:  # one that asks for the default is not lost: answers are supervised, everything else is not
+        if isinstance(lost.get(name), bool | int | float) and lost[name] == (role == "assistant"):
+            del lost[name]
+    if lost:
+        raise RecordError(f"{place} has the field {columns.printable(', '.join(sorted(lost)))}, which would be lost")
+    return role
+
+
+def check_answered(messages: Sequence[Message]) -> None:
+    if len(messages) < 2 or messages[-1].role != "assistant":
+        raise RecordError("has no answer: its last message is not the assistant's, or nothing comes before it")
+    if messages[0].role == "assistant":
+        raise RecordError("begins with an answer: nothing comes before it")
+    if any(m.role == "assistant" and not m.content.strip() and not m.tool_calls for m in messages):
+        raise RecordError("has an empty answer")
+    first = next(at for at, m in enumerate(messages) if m.role == "assistant")
+    if not any(m.content.strip() for m in messages[:first]):
+        raise RecordError("has an empty prompt")
+
+
+def tools(value: object, place: str) -> str:
+    """A list of tools, or its JSON, as a JSON list; empty where there are none."""
+    if not is_given(value):
+        return ""
+    found = _loaded(value, place) if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise RecordError(f"{place} is {shown(value)}, not a list of tools")
+    return _json(found, place) if found else ""
+
+
+def metadata(value: object) -> set[str]:
+    """Fields of messages that mean nothing to a model, such as a language or a time."""
+    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    known = _CONTENT_FIELDS | _SHAREGPT_FIELDS | frozenset().union(*_FIELDS.values())
+    given = {name for entry in entries for name in entry if isinstance(name, str) and is_given(entry[name])}
+    return given - known
+
+
+def _content(value: object, place: str) -> Conversation:
+    """Text, or parts of text and images; an image leaves a placeholder in the text."""
+    if not isinstance(value, list):
+        return Conversation((Message("user", text(value, place)),))
+    words: list[str] = []
+    found: list[Image] = []
+    for at, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            words.append(text(part.get("text"), f"{place}[{at}].text"))
+        elif kind in ("image", "image_url"):
+            words.append(IMAGE_PLACEHOLDER)
+            # a part without a value only marks the place of an image that a column holds
+            held = [part[name] for name in ("image", "image_url", "bytes", "path", "url") if is_given(part.get(name))]
+            found += [columns.image(entry, f"{place}[{at}]") for entry in held[:1]]
+        else:
+            raise RecordError(f"{place}[{at}] is {shown(part)}; a part is text or an image")
+    return Conversation((Message("user", "".join(words)),), tuple(found), words.count(IMAGE_PLACEHOLDER))
+
+
+def _tool_calls(value: object, place: str) -> tuple[ToolCall, ...]:
+    """Each is OpenAI's {"type": "function", "function": {...}}, or the function's name and arguments alone."""
+    if not is_given(value):
+        return ()
+    if not isinstance(value, list):
+        raise RecordError(f"{place} is {shown(value)}, not a list of calls")
+    calls: list[ToolCall] = []
+    for at, entry in enumerate(value):
+        its, call = f"{place}[{at}]", entry.get("function", entry) if isinstance(entry, dict) else entry
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise RecordError(f"{its} is {shown(entry)}; a call has `name` and `arguments`")
+        arguments = call.get("arguments")
+        found = _loaded(arguments, f"{its}.arguments") if isinstance(arguments, str) else arguments
+        if not isinstance(found, dict):
+            raise RecordError(f"{its}.arguments is {shown(arguments)}, not a JSON object")
+        written = text(arguments, its) if isinstance(arguments, str) else _json(found, f"{its}.arguments")
+        calls.append(ToolCall(text(call["name"], f"{its}.name"), written))
+    return tuple(calls)
+
+
+def _loaded(value: str, place: str) -> object:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{place} is not JSON: {error}") from None
+
+
+def _json(value: object, place: str) -> str:
+    try:
+        return text(json.dumps(_without_nulls(value), ensure_ascii=False, allow_nan=False), place)
+    except (TypeError, ValueError, RecursionError):
+        raise RecordError(f"{place} is {shown(value)}, which JSON cannot hold") from None
+
+
+def _without_nulls(value: object) -> object:
+    """Parquet gives every object the keys of all the others, null where it had none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

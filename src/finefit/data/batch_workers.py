@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import IO, Any, Final, Literal, NamedTuple
+from typing import IO, Any, Final
 
 import psutil
 
@@ -29,24 +28,11 @@ from finefit.facts.machine import count_cores
 
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Several workers share the cores with the process that trains, so each takes one."""
-_MAX_WORKERS: Final = 8
-_SIZE: Final = struct.Struct("<Q")
-_NEEDS_GPU: Final = re.compile(r"CUDA|NVIDIA|accelerator")
-"""In torch's message when code asks for a GPU and there is none."""
-_SIGNALS: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 def num_workers(num_ranks: int) -> int:
     """For one rank; its neighbours have as many."""
-    return max(1, min(_MAX_WORKERS, count_cores() // num_ranks))
-
-
-class _Failed(NamedTuple):
-    kind: Literal["ours", "gpu", "memory", "other"]
-    problem: str
-    remedy: str = ""
-    error: str = ""
-    """The type, where it is one of ours."""
+    return max(1, min(8, count_cores() // num_ranks))
 
 
 class BatchWorkers:
@@ -59,28 +45,11 @@ class BatchWorkers:
         self._lock, self._started, self._is_closed = threading.Lock(), list[subprocess.Popen[bytes]](), False
 
     def submit(self, call: Callable[..., Any], *args: object) -> "Future[Any]":
-        """The result of `call`. The call, its arguments and its result must be picklable in a process that has only
-        imported finefit."""
+        """The call, its arguments and its result must be picklable in a process that has only imported finefit."""
         return self._threads.submit(self._result, pickle.dumps((call, args)))
 
     def _result(self, request: bytes) -> Any:
-        process = self._process()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            _write(process.stdin, request)
-            answer = _read(process.stdout)
-        except (OSError, ValueError):  # its end is closed, or ours
-            answer = None
-        if answer is None:
-            raise _died(process)
-        found = pickle.loads(answer)  # from our own process, over a pipe that nobody else holds
-        if isinstance(found, _Failed):
-            raise _error_of(found)
-        return found
-
-    def _process(self) -> "subprocess.Popen[bytes]":
-        """Of this thread."""
+        """From the process of this thread."""
         if not hasattr(self._own, "process"):
             with self._lock:
                 if self._is_closed:
@@ -89,7 +58,26 @@ class BatchWorkers:
                 pipe, environment = subprocess.PIPE, os.environ | _ONE_THREAD | {"CUDA_VISIBLE_DEVICES": ""}
                 self._own.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
                 self._started.append(self._own.process)
-        return self._own.process  # type: ignore[no-any-return]
+        process: subprocess.Popen[bytes] = self._own.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _write(process.stdin, request)
+            answer = _read(process.stdout)
+        except (OSError, ValueError):  # its end is closed, or ours
+            answer = None
+        if answer is None:
+            code, free = process.wait(), psutil.virtual_memory().available / 2**30
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise WorkerDied(
+                f"a process that makes micro-batches {how}; {free:.1f} GiB of host memory are free now",
+                "look for a lack of host memory (dmesg), close other programs, and give the same command again, which "
+                "goes on from the last checkpoint",
+            )
+        found = pickle.loads(answer)  # from our own process, over a pipe that nobody else holds
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def __enter__(self) -> "BatchWorkers":
         return self
@@ -108,71 +96,47 @@ class BatchWorkers:
                     pipe.close()
 
 
-def _died(process: "subprocess.Popen[bytes]") -> WorkerDied:
-    code, free = process.wait(), psutil.virtual_memory().available / 2**30
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return WorkerDied(
-        f"a process that makes micro-batches {how}; {free:.1f} GiB of host memory are free now",
-        "look for a lack of host memory (dmesg), close other programs, and give the same command again, which goes on "
-        "from the last checkpoint",
-    )
-
-
-def _error_of(failed: _Failed) -> Exception:
-    match failed.kind:
-        case "ours":
-            kind: type[FinefitError] = getattr(errors, failed.error, FinefitError)
-            return kind(failed.problem, failed.remedy)
-        case "gpu":
-            problem = f"a process that makes micro-batches was asked for a GPU, and has none: {failed.problem}"
-            return ModelError(problem, "make batches on the CPU: the step moves them to the GPU")
-        case "memory":
-            return MemoryError(failed.problem)
-        case "other":
-            problem = f"a process that makes micro-batches failed:\n{failed.problem}"
-            return FinefitError(problem, "please report it with these lines")
-
-
 def _write(pipe: IO[bytes], content: bytes) -> None:
-    pipe.write(_SIZE.pack(len(content)))
-    pipe.write(content)
+    pickle.dump(content, pipe)  # it says how long the content is, whatever that holds
     pipe.flush()
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
     """None where the other side has ended."""
-    head = pipe.read(_SIZE.size)
-    if len(head) < _SIZE.size:
+    try:
+        content: bytes = pickle.load(pipe)
+        return content
+    except (EOFError, pickle.UnpicklingError):
         return None
-    (size,) = _SIZE.unpack(head)
-    content = pipe.read(size)
-    return content if len(content) == size else None
 
 
 def _answer(request: bytes) -> object:
+    """What the call returns, or the error that is raised where the batch was asked for."""
     try:
         call, args = pickle.loads(request)
         return call(*args)
     except FinefitError as error:
-        return _Failed("ours", error.problem, error.remedy, type(error).__name__)
+        kind: type[FinefitError] = getattr(errors, type(error).__name__, FinefitError)
+        return kind(error.problem, error.remedy)
     except MemoryError as error:
-        return _Failed("memory", str(error))
-    except Exception as error:  # noqa: BLE001 whatever it is, it is raised where the batch was asked for
-        if isinstance(error, RuntimeError | AssertionError) and _NEEDS_GPU.search(str(error)):
-            return _Failed("gpu", f"{_where(error)}: {str(error).splitlines()[0]}")
-        return _Failed("other", traceback.format_exc())
-
-
-def _where(error: BaseException) -> str:
-    """The last line of code that is not torch's own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
+        return MemoryError(str(error))
+    except Exception as error:  # noqa: BLE001 whatever it is, it is raised there
+        # torch's message when code asks for a GPU and there is none
+        if isinstance(error, RuntimeError | AssertionError) and re.search("CUDA|NVIDIA|accelerator", str(error)):
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
+            where = f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
+            what = f"was asked for a GPU, and has none: {where}: {str(error).splitlines()[0]}"
+            remedy = "make batches on the CPU: the step moves them to the GPU"
+            return ModelError(f"a process that makes micro-batches {what}", remedy)
+        problem = f"a process that makes micro-batches failed:\n{traceback.format_exc()}"
+        return FinefitError(problem, "please report it with these lines")
 
 
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
-    for name in _SIGNALS:  # it ends with its parent or is killed by it; a signal to the whole group is for the parent
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        # it ends with its parent or is killed by it; a signal to the whole group is for the parent
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what is called here may print, and must not be taken for an answer

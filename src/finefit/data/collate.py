@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,52 +22,34 @@ from finefit.vision.family import ImageGeometry, ImageInput
 LoadImage = Callable[[ImageRef], ImageInput]
 
 
-@runtime_checkable
-class KnowsLengths(Protocol):
-    """Examples whose lengths are known without reading them."""
-
-    lengths: NDArray[Any]
-    supervised_counts: NDArray[Any]
-
-
 def lengths_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
     """Those of pairs have a column for each side."""
-    return rows.lengths if isinstance(rows, KnowsLengths) else _counted(rows, lambda e: len(e.tokens))
+    return _counted(rows, "lengths", lambda e: len(e.tokens))
 
 
 def supervised_counts_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
     """Without first tokens, which nothing predicts. Those of pairs have a column for each side."""
-    return rows.supervised_counts if isinstance(rows, KnowsLengths) else _counted(rows, lambda e: sum(e.supervised[1:]))
-
-
-@runtime_checkable
-class KnowsPixels(Protocol):
-    """Examples whose number of pixel values is known without reading them."""
-
-    num_values: NDArray[Any]
-
-
-def num_values_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
-    """Numbers in the pixels of each row's images."""
-    if isinstance(rows, KnowsPixels):
-        return rows.num_values
-    return np.array([sum(ref.num_values for ref in images_of(row)) for row in rows], np.int64)
+    return _counted(rows, "supervised_counts", lambda e: sum(e.supervised[1:]))
 
 
 def images_of(row: TrainRow) -> tuple[ImageRef, ...]:
     return row.images if isinstance(row, Example) else row.chosen.images
 
 
-def _counted(rows: Sequence[TrainRow], count: Callable[[Example], int]) -> NDArray[Any]:
-    return np.array(
-        [[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows], dtype=np.int64
-    )
+def _counted(rows: Sequence[TrainRow], name: str, count: Callable[[Example], int]) -> NDArray[Any]:
+    """`name`: under which stored rows know it without being read."""
+    if hasattr(rows, name):
+        return np.asarray(getattr(rows, name))
+    counts = [[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows]
+    return np.array(counts, dtype=np.int64)
 
 
 def largest_row(rows: Sequence[TrainRow]) -> TrainRow:
-    """A row as long as the longest, with as many supervised tokens and as many pixels as any: what the plan predicts
-    memory for."""
-    lengths, num_values = longest_sides(lengths_of(rows)), num_values_of(rows)
+    """As long, with as many supervised tokens and pixels as any row: what the plan predicts memory for."""
+    lengths = longest_sides(lengths_of(rows))
+    num_values = getattr(rows, "num_values", None)
+    if num_values is None:
+        num_values = np.array([sum(ref.num_values for ref in images_of(row)) for row in rows], np.int64)
     found = rows[int(np.lexsort((lengths, num_values))[-1])]  # of those with the most pixels, the longest
     longest, supervised = int(lengths.max()), int(supervised_counts_of(rows).max())
     if isinstance(found, Example):
@@ -85,8 +67,7 @@ def _stretched(example: Example, length: int, supervised: int) -> Example:
 def collate(
     rows: Sequence[TrainRow], *, pad: int, geometry: ImageGeometry | None = None, load: LoadImage | None = None
 ) -> Batch:
-    """Padded on the right to the longest. `geometry`: of a vision-language model; `load` loads the pixels of an
-    image."""
+    """Padded on the right. `geometry`: of a vision-language model; `load` gives the pixels of an image."""
     examples, paired = _sequences(rows)
     lengths = [len(e.tokens) for e in examples]
     width = max(lengths)
@@ -105,14 +86,11 @@ def _extra(
     assert load is not None or not distinct, "rows with images need a loader"
     loaded = {} if load is None else {ref: load(ref) for ref in distinct}
     images = [[loaded[ref] for ref in example.images] for example in examples]
-    extra = geometry.extra(input_ids, [len(e.tokens) for e in examples], images, list(map(_prompt_length, examples)))
+    lengths = [len(example.tokens) for example in examples]
+    prompt_lengths = [(*example.supervised, True).index(True) for example in examples]
+    extra = geometry.extra(input_ids, lengths, images, prompt_lengths)
     content = "\n".join(" ".join(f"{ref.sha256}{ref.grid}" for ref in example.images) for example in examples)
     return replace(extra, identity=hashlib.sha256(content.encode()).hexdigest() if distinct else "")
-
-
-def _prompt_length(example: Example) -> int:
-    """Tokens before the first supervised one; all where there is none."""
-    return next((at for at, is_supervised in enumerate(example.supervised) if is_supervised), len(example.tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +99,6 @@ class Collator:
 
     pad: int
     processor_factory: ProcessorFactory | None = None
-    """None for a text model."""
 
     def __call__(self, rows: Sequence[TrainRow]) -> Batch:
         processor = None if self.processor_factory is None else image_processor_of(self.processor_factory)
@@ -187,8 +164,7 @@ def _tensor(values: NDArray[Any]) -> Tensor:
 def micro_batches(
     rows: Sequence[TrainRow], *, micro_batch: int, pad: int, capacity: Capacity | None = None
 ) -> list[Batch]:
-    """Of text. Packed where a capacity is given; else grouped by length. The sum over the global batch is the same in
-    any order."""
+    """Of text. Packed where a capacity is given; else grouped by length."""
     if capacity is None:
         return [collate([rows[row] for row in group], pad=pad) for group in grouped(lengths_of(rows), micro_batch)]
     return [pack([rows[row] for row in group]) for group in packs_of(rows, capacity)]
@@ -205,7 +181,6 @@ def packs_of(rows: Sequence[TrainRow], capacity: Capacity) -> list[list[int]]:
 
 
 def grouped(lengths: NDArray[Any], micro_batch: int) -> list[list[int]]:
-    """Rows of similar length share a micro-batch; the longest come first, so that what does not fit is known at
-    once."""
+    """Rows of similar length together; the longest come first, so that what does not fit is known at once."""
     order = np.argsort(-longest_sides(lengths), kind="stable").tolist()
     return [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]

@@ -2,13 +2,13 @@
 column, deeper in one, or in a text that names several in braces. Anything else is a RecordError."""
 
 import base64
-import binascii
 import difflib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -23,10 +23,6 @@ Value = dict[str, Any]
 # names as `plain` gives them
 PROMPTS: Final = frozenset({"question", "query", "problem", "instruction", "input", "prompt"})
 CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article", "dialogue", "transcript"})
-
-_MAX_SHOWN = 40
-"""Columns that a message names: an object keyed by ids has as many columns as records."""
-_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 
 
 class RecordError(Exception):
@@ -86,7 +82,14 @@ def passages(value: object, place: str) -> str:
 
 def inserted(value: object, place: str) -> str:
     """What replaces a name in braces: passages, or labelled choices with a line for each."""
-    labels, texts = _labelled(value)
+    labels: list[object] = []
+    texts: list[object] = []
+    if isinstance(value, dict) and value.keys() == {"label", "text"} and {*map(type, value.values())} == {list}:
+        labels, texts = value["label"], value["text"]  # as ARC has it
+    elif isinstance(value, dict):
+        given = {label: entry for label, entry in value.items() if entry is not None}  # tables fill in others' labels
+        if len(given) > 1 and all(len(str(label)) == 1 and str(label).isalnum() for label in given):
+            labels, texts = list(given), list(given.values())
     if len(labels) != len(texts):
         raise RecordError(f"{place} has {len(labels)} labels and {len(texts)} texts")
     if not labels:
@@ -95,35 +98,18 @@ def inserted(value: object, place: str) -> str:
     return "\n".join(f"{scalar(label, place)}. {scalar(entry, f'{place}.{label}')}" for label, entry in pairs)
 
 
-def _labelled(value: object) -> tuple[list[object], list[object]]:
-    """Labels and texts of {"label": ["A", "B"], "text": [...]} as ARC has it, or of {"A": ..., "B": ...}; empty for
-    anything else."""
-    if not isinstance(value, dict):
-        return [], []
-    if value.keys() == {"label", "text"} and isinstance(value["label"], list) and isinstance(value["text"], list):
-        return value["label"], value["text"]
-    given = {label: entry for label, entry in value.items() if entry is not None}  # tables fill in others' labels
-    are_labels = len(given) > 1 and all(len(str(label)) == 1 and str(label).isalnum() for label in given)
-    return (list(given), list(given.values())) if are_labels else ([], [])
-
-
 def answers(value: object, place: str) -> tuple[str, dict[str, int]]:
-    """The answer to train on and, for a list, all that count as right, with the count of each. The most frequent entry
-    wins, the first of equals."""
+    """The answer to train on (of a list the most frequent, the first of equals), and how often a list has each."""
     if isinstance(value, dict) and "text" in value:  # SQuAD keeps a list of texts beside a list of positions
         value, place = value["text"], f"{place}.text"
     if not isinstance(value, list):
         return filled(scalar(value, place), place), {}
     if not value:
         raise RecordError(f"{place} is an empty list, so there is no answer")
-    counts = Counter(_answer(entry, f"{place}[{at}]") for at, entry in enumerate(value))
+    # VQA's entries say who gave the answer and how sure they were
+    entries = [(e["answer"], ".answer") if isinstance(e, dict) and "answer" in e else (e, "") for e in value]
+    counts = Counter(scalar(entry, f"{place}[{at}]{deeper}") for at, (entry, deeper) in enumerate(entries))
     return filled(counts.most_common(1)[0][0], place), counts
-
-
-def _answer(value: object, place: str) -> str:
-    if isinstance(value, dict) and "answer" in value:  # VQA: each with who gave it and how sure they were
-        return scalar(value["answer"], f"{place}.answer")
-    return scalar(value, place)
 
 
 def several(value: object, place: str) -> tuple[str, ...]:
@@ -135,12 +121,8 @@ def several(value: object, place: str) -> tuple[str, ...]:
     return tuple(text(entry, f"{place}[{at}]") for at, entry in enumerate(value))
 
 
-def distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(texts))
-
-
 def verdict(value: object, place: str) -> bool:
-    found = _VERDICTS.get(scalar(value, place).strip().lower())
+    found = {"true": True, "false": False, "1": True, "0": False}.get(scalar(value, place).strip().lower())
     if found is None:
         raise RecordError(f"{place} is {shown(value)}, neither true nor false")
     return found
@@ -158,18 +140,15 @@ def image(value: object, place: str) -> Image:
     if isinstance(held, bytes):
         return Image(data=held)
     if held is None:
-        raise RecordError(
-            f"{place} is {shown(value)}, neither the path nor the bytes of an image (nothing is downloaded)"
-        )
+        kinds = "neither the path nor the bytes of an image (nothing is downloaded)"
+        raise RecordError(f"{place} is {shown(value)}, {kinds}")
     if not held.startswith("data:"):
         return Image(path=text(held, place))
     head, _, data = held.partition(",")
-    try:
-        if not (head.endswith(";base64") and data):
-            raise ValueError
-        return Image(data=base64.b64decode(data, validate=True))
-    except (ValueError, binascii.Error):
-        raise RecordError(f"{place} is {shown(held)}, which is not a base64 image") from None
+    with suppress(ValueError):
+        if head.endswith(";base64") and data:
+            return Image(data=base64.b64decode(data, validate=True))
+    raise RecordError(f"{place} is {shown(held)}, which is not a base64 image")
 
 
 def held_image(value: object) -> str | bytes | None:
@@ -195,7 +174,6 @@ class Column:
 
     @property
     def roots(self) -> frozenset[str]:
-        """The columns that are read for it."""
         return frozenset(self.keys[:1]).union(*(piece.roots for piece in self.pieces if isinstance(piece, Column)))
 
     def value(self, record: Value) -> Any:
@@ -223,15 +201,14 @@ def plain(name: str) -> str:
     return re.sub(r"[\s_-]", "", name.casefold())
 
 
-def listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return printable(", ".join(islice(names, _MAX_SHOWN))) + more if names else "(none)"
+def listed(names: Collection[str], most: int = 40) -> str:
+    """`most`: an object keyed by ids has as many columns as records."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return printable(", ".join(islice(names, most))) + more if names else "(none)"
 
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """The columns of the first records of a source."""
-
     source: str
     records: tuple[Value, ...]
     values: dict[str, list[Any]]
@@ -259,25 +236,24 @@ class SampleColumns:
         pieces: list[str | Column] = []
         for found in re.finditer(r"(\{\{|\}\})|\{([^{}]+)\}|([^{}]+|[{}])", written):
             brace, name, between = found.groups()
-            pieces.append(self._in_braces(name, field) if name else brace[0] if brace else between)
+            if not name:
+                pieces.append(brace[0] if brace else between)
+                continue
+            padded, _, width = name.rpartition(":")
+            if keys := _keys(name.strip(), self.records):
+                pieces.append(Column(name, keys))
+            elif re.fullmatch(r"0\d{1,2}", width) and (keys := _keys(padded.strip(), self.records)):
+                pieces.append(Column(padded, keys, digits=int(width)))
+            else:
+                raise self._missing(name, field)
         return Column(written, pieces=tuple(pieces))
-
-    def _in_braces(self, written: str, field: str) -> Column:
-        if keys := _keys(written.strip(), self.records):
-            return Column(written, keys)
-        name, _, width = written.rpartition(":")
-        if re.fullmatch(r"0\d{1,2}", width) and (keys := _keys(name.strip(), self.records)):
-            return Column(name, keys, digits=int(width))
-        raise self._missing(written, field)
 
     def _missing(self, name: str, field: str) -> DataError:
         known = {plain(column): column for column in self.values}
         close = difflib.get_close_matches(plain(name), known, n=1)
         hint = f"did you mean {known[close[0]]}? " if close else ""
-        return DataError(
-            f"{self.source} has no column {name}, which fields.{field} names",
-            f"{hint}the columns are {listed(self.values)}",
-        )
+        problem = f"{self.source} has no column {name}, which fields.{field} names"
+        return DataError(problem, f"{hint}the columns are {listed(self.values)}")
 
 
 def _keys(written: str, values: Sequence[Value]) -> tuple[str, ...]:

@@ -12,13 +12,11 @@ from typing import Literal
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from finefit.data.rows import Message
+from finefit.data.rows import IMAGE_PLACEHOLDER, Message
 from finefit.errors import DataError, ModelError
 
 Span = tuple[int, int]
 """The characters of a token: from, to."""
-
-_JOINTS = (("assistant\n", "Paris is"), ("[/INST]", " Paris is"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,29 +36,21 @@ def open_tokenizer(folder: Path | str, *, revision: str = "main", has_vision: bo
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         problem = f"{folder} has no tokenizer that can be loaded: {reason}"
         raise ModelError(problem, "put all of the model's tokenizer files there") from None
-    if has_vision:
-        tokenizer.chat_template = _processor_template(Path(folder)) or tokenizer.chat_template
+    beside = Path(folder) / "chat_template.json"
+    if has_vision and beside.is_file() and not beside.with_suffix(".jinja").is_file():
+        template = json.loads(beside.read_text(encoding="utf-8")).get("chat_template")
+        tokenizer.chat_template = (template if isinstance(template, str) else "") or tokenizer.chat_template
     if tokenizer.eos_token_id is None:
         problem = f"the tokenizer of {folder} has no eos_token, so the model could not learn to stop"
         raise ModelError(problem, "set eos_token in tokenizer_config.json")
     return tokenizer
 
 
-def _processor_template(folder: Path) -> str | None:
-    found = folder / "chat_template.json"
-    if not found.is_file() or (folder / "chat_template.jinja").is_file():
-        return None
-    template = json.loads(found.read_text(encoding="utf-8")).get("chat_template")
-    return template if isinstance(template, str) else None
-
-
 def require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
     if not tokenizer.chat_template:
-        raise ModelError(
-            f"{folder} has no chat template",
-            "choose: `data.template: plain` trains on prompt + completion + end token as they are; or take an instruct "
-            "model, which has one",
-        )
+        plain = "`data.template: plain` trains on prompt + completion + end token as they are"
+        remedy = f"choose: {plain}; or take an instruct model, which has one"
+        raise ModelError(f"{folder} has no chat template", remedy)
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
         problem = f"{folder} has the chat templates {names}, and none is called default"
@@ -68,7 +58,6 @@ def require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> 
 
 
 def model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
-    """The tokens that the model's generation settings stop at."""
     try:
         stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
     except OSError:  # it has none
@@ -111,11 +100,11 @@ class TextEncoder:
 
     @cached_property
     def _guard(self) -> tuple[str, int]:
-        """Some tokenizers write a blank before the first word of a text, but not after this text; and its number of
-        tokens."""
+        """A text after which the tokenizer writes no blank before a first word; and its number of tokens."""
+        joints = (("assistant\n", "Paris is"), ("[/INST]", " Paris is"))
         for guard in ("", str(self.tokenizer.eos_token), "\n"):
             size = len(self.ids([guard])[0])
-            pieces = [self.ids([left + right, left, guard + right]) for left, right in _JOINTS]
+            pieces = [self.ids([left + right, left, guard + right]) for left, right in joints]
             if all(whole == left + right[size:] for whole, left, right in pieces):
                 return guard, size
         return "", 0
@@ -127,6 +116,35 @@ class TextEncoder:
         spans: list[Span] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
         return spans
 
+    def fit(
+        self, messages: Sequence[Message], length: Callable[[Sequence[Message]], int], max_tokens: int, has_images: bool
+    ) -> tuple[Message, ...] | None:
+        """The messages, cut until `length` is at most `max_tokens`; None where even one token of each text is too much.
+        A message is one text, or where it has placeholders for images, the texts between them.
+
+        The length is measured again after every cut, because the tokens beside a cut may join differently. Each cut
+        removes characters, so this ends."""
+        kept = list(messages)
+        texts = [m.content.split(IMAGE_PLACEHOLDER) if has_images else [m.content] for m in messages]
+        while (excess := length(kept) - max_tokens) > 0:
+            found = self._longest(kept, texts)
+            if found is None:
+                return None
+            at, part = found
+            texts[at][part] = without_middle(texts[at][part], self.spans(texts[at][part]), excess)
+            kept[at] = replace(kept[at], content=IMAGE_PLACEHOLDER.join(texts[at]))
+        return tuple(kept)
+
+    def _longest(self, messages: Sequence[Message], texts: Sequence[Sequence[str]]) -> tuple[int, int] | None:
+        """Message and part of the longest text by a user or a tool, else by the system; an answer is never cut."""
+        for roles in (("user", "tool"), ("system",)):
+            chosen = [at for at, message in enumerate(messages) if message.role in roles]
+            parts = [(at, part, text) for at in chosen for part, text in enumerate(texts[at]) if len(text) > 1]
+            size, at, part = max(((len(self.spans(text)), -at, -part) for at, part, text in parts), default=(0, 0, 0))
+            if size > 1:
+                return -at, -part
+        return None
+
     @cached_property
     def start(self) -> tuple[int, ...]:
         """The first token of a plain text, where the tokenizer adds one."""
@@ -135,7 +153,6 @@ class TextEncoder:
 
     @cached_property
     def added(self) -> re.Pattern[str]:
-        """Tokens that were added to the vocabulary."""
         return _any_of(map(str, self.tokenizer.added_tokens_decoder.values()))
 
     @cached_property
@@ -144,8 +161,7 @@ class TextEncoder:
         return _any_of(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
     def unknown_in(self, text: str, ids: list[int]) -> str:
-        """A character that the tokenizer cannot write, so that the model would learn the unknown token in its place;
-        empty where there is none."""
+        """A character for which the model would learn the unknown token; empty where there is none."""
         token, spelled = self._unknown_token
         if token not in ids or spelled in text:
             return ""
@@ -180,53 +196,6 @@ def _choice(texts: Sequence[str]) -> str:
     return f"(?:{'|'.join(choices)}){'?' if '' in texts else ''}" if choices else ""
 
 
-def fit_messages(
-    messages: Sequence[Message],
-    *,
-    length: Callable[[Sequence[Message]], int],
-    spans: Callable[[str], Sequence[Span]],
-    max_tokens: int,
-    placeholder: str | None = None,
-) -> tuple[Message, ...] | None:
-    """The messages, cut until `length` is at most `max_tokens`; None where even one token of each text is too much. A
-    message is one text, or where it has placeholders for images, the texts between them.
-
-    The length is measured again after every cut, because the tokens beside a cut may join differently. Each cut removes
-    characters, so this ends.
-    """
-    kept = list(messages)
-    texts = [message.content.split(placeholder) if placeholder else [message.content] for message in messages]
-    while (excess := length(kept) - max_tokens) > 0:
-        found = _longest(kept, texts, spans)
-        if found is None:
-            return None
-        at, part = found
-        texts[at][part] = without_middle(texts[at][part], spans(texts[at][part]), excess)
-        kept[at] = replace(kept[at], content=(placeholder or "").join(texts[at]))
-    return tuple(kept)
-
-
-def _longest(
-    messages: Sequence[Message], texts: Sequence[Sequence[str]], spans: Callable[[str], Sequence[Span]]
-) -> tuple[int, int] | None:
-    """Message and part of the longest text by a user or a tool; a system message is cut only where those are used up,
-    an answer never."""
-    for roles in (("user", "tool"), ("system",)):
-        parts = [
-            (at, part, text)
-            for at, m in enumerate(messages)
-            if m.role in roles
-            for part, text in enumerate(texts[at])
-            if len(text) > 1
-        ]
-        sizes = [(len(spans(text)), -at, -part) for at, part, text in parts]
-        sizes = [size for size in sizes if size[0] > 1]
-        if sizes:
-            _, at, part = max(sizes)
-            return -at, -part
-    return None
-
-
 def without_middle(text: str, spans: Sequence[Span], excess: int) -> str:
     """`excess` tokens shorter, but never without any token. `spans` are those of `text`."""
     num_kept = max(len(spans) - excess, 1)
@@ -240,8 +209,7 @@ def without_middle(text: str, spans: Sequence[Span], excess: int) -> str:
 
 
 def _border(spans: Sequence[Span], at: int, *, inner: int) -> int:
-    """The character between token at - 1 and token at. One that both share is removed as a whole, so the border moves
-    to its outer side."""
+    """The character between token at - 1 and token at; the outer side of one that both share, which is removed."""
     left, right = spans[at - 1], spans[at]
     if left[1] <= right[0]:
         return left[1] if inner == 0 else right[0]

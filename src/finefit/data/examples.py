@@ -6,7 +6,6 @@ side. Each distinct image is stored once in a table; an example has the numbers 
 """
 
 import json
-import shutil
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ from finefit.data.rows import ImageRef
 Arrays = dict[str, NDArray[Any]]
 
 _DTYPES: dict[str, Any] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
+_STREAMED: dict[str, Any] = {"tokens": np.int32, "supervised": np.uint8}
+"""Too large for memory, so they are written to files of their own first."""
 _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
 
 
@@ -43,12 +44,10 @@ class Pair:
     chosen: Example
     rejected: Example
     reference: tuple[float, float] | None = None
-    """Summed log-probabilities of both sides under the starting weights, where they were computed before the first
-    step."""
+    """Summed log-probabilities of both sides under the starting weights, where they are computed beforehand."""
 
 
 TrainRow = Example | Pair
-"""A row of the order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +57,8 @@ class RenderedRow:
     examples: tuple[Example, ...] = ()
     """Several where the template rewrites an answer once more follows, and for long plain text."""
     rejected: tuple[Example, ...] = ()
-    """The other side of a preference pair."""
     cut_tokens: int = 0
     problem: str = ""
-    """Why it cannot be used."""
     remedy: str = ""
     is_too_long: bool = False
     num_tokens: int = 0
@@ -149,6 +146,7 @@ class _ImageTable:
         self._values.append(sum(ref.num_values for ref in images))
 
     def most_pixels(self, chosen: NDArray[np.int64]) -> tuple[int, tuple[ImageRef, ...]]:
+        """The images of the chosen example with the most pixels, and how many values those are."""
         values = np.array(self._values, np.int64)[chosen]
         if not self._numbers or not len(values):
             return 0, ()
@@ -173,16 +171,15 @@ class _ImageTable:
 
 
 class ExampleWriter:
-    """Appends tokens as they come; `close` says which examples an epoch sees. An example is `sides` sequences, one
-    after the other."""
+    """Appends tokens as they come; `close` says which examples an epoch sees. Each is `sides` sequences in a row."""
 
     def __init__(self, path: Path, *, sides: int = 1) -> None:
         self._path, self._sides = path, sides
-        self._parts = {name: path.with_name(f".{path.name}.{name}") for name in ("tokens", "supervised")}
+        self._parts = {name: path.with_name(f".{path.name}.{name}") for name in _STREAMED}
         self._files: dict[str, BinaryIO] = {name: part.open("wb") for name, part in self._parts.items()}
         self._lengths: list[NDArray[np.int32]] = []
         self._counts: list[NDArray[np.int32]] = []
-        self._images = _ImageTable()
+        self.images = _ImageTable()
         self.num_examples = 0
 
     def add(
@@ -192,13 +189,15 @@ class ExampleWriter:
         lengths: NDArray[np.int32],
         images: Sequence[Sequence[ImageRef]] | None = None,
     ) -> int:
-        """Sequences of these lengths, one after the other. Returns how many of their tokens are supervised. `images`:
-        of each example; None: none."""
+        """Sequences of these lengths, with the images of each example. Returns how many tokens are supervised."""
         for of_example in images if images is not None else [()] * (len(lengths) // self._sides):
-            self._images.add(of_example)
-        self._files["tokens"].write(np.ascontiguousarray(tokens, np.int32).data)
-        self._files["supervised"].write(np.ascontiguousarray(supervised, np.uint8).data)
-        counts = _supervised_counts(supervised, lengths)
+            self.images.add(of_example)
+        for name, values in (("tokens", tokens), ("supervised", supervised)):
+            self._files[name].write(np.ascontiguousarray(values, _STREAMED[name]).data)
+        counts = np.zeros(0, np.int32)
+        if len(lengths):  # nothing predicts the first token of a sequence
+            starts = _starts(lengths)
+            counts = np.add.reduceat(supervised, starts, dtype=np.int32) - supervised[starts].astype(np.int32)
         self._lengths.append(lengths.astype(np.int32))
         self._counts.append(counts)
         self.num_examples += len(lengths) // self._sides
@@ -207,19 +206,11 @@ class ExampleWriter:
     @property
     def lengths(self) -> NDArray[np.int32]:
         """With a column for each side, where there are several."""
-        return self._by_side(self._lengths)
+        return _by_side(self._lengths, self._sides)
 
     @property
     def supervised_counts(self) -> NDArray[np.int32]:
-        return self._by_side(self._counts)
-
-    def most_pixels(self, table: NDArray[np.int64]) -> tuple[int, tuple[ImageRef, ...]]:
-        """The images of the example in the table with the most pixels, and how many values those are."""
-        return self._images.most_pixels(table)
-
-    def _by_side(self, parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-        values = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        return values if self._sides == 1 else values.reshape(-1, self._sides)
+        return _by_side(self._counts, self._sides)
 
     def close(self, table: NDArray[np.int64]) -> None:
         """`table`: the examples of an epoch by number, repeated ones as often as they are seen."""
@@ -228,13 +219,9 @@ class ExampleWriter:
         lengths, counts = self.lengths, self.supervised_counts
         starts = _starts(lengths.reshape(-1))[:: self._sides]
         arrays: Arrays = {"starts": starts[table], "lengths": lengths[table], "supervised_counts": counts[table]}
-        files = {"tokens": (self._parts["tokens"], np.int32), "supervised": (self._parts["supervised"], np.uint8)}
-        _write(self._path, arrays | self._images.arrays(table), files)
-        self._remove_parts()
-
-    def _remove_parts(self) -> None:
-        for part in self._parts.values():
-            part.unlink(missing_ok=True)
+        arrays |= self.images.arrays(table)
+        arrays |= {name: np.memmap(self._parts[name], kind, mode="r") for name, kind in _STREAMED.items()}
+        _write(self._path, arrays)
 
     def __enter__(self) -> "ExampleWriter":
         return self
@@ -242,44 +229,34 @@ class ExampleWriter:
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
-        self._remove_parts()
+        for part in self._parts.values():
+            part.unlink(missing_ok=True)
 
 
-def _supervised_counts(supervised: NDArray[np.uint8], lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Of each example, without its first token."""
-    if not len(lengths):
-        return np.zeros(0, np.int32)
-    starts = _starts(lengths)
-    counts: NDArray[np.int32] = np.add.reduceat(supervised, starts, dtype=np.int32)
-    return counts - supervised[starts].astype(np.int32)
+def _by_side(parts: list[NDArray[np.int32]], sides: int) -> NDArray[np.int32]:
+    values = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return values if sides == 1 else values.reshape(-1, sides)
 
 
 def _starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[:-1]
 
 
-def _write(path: Path, arrays: Arrays, files: dict[str, tuple[Path, Any]]) -> None:
-    """A safetensors file whose large tensors come from files."""
+def _write(path: Path, arrays: Arrays) -> None:
+    """A safetensors file."""
     header: dict[str, Any] = {}
     end = 0
-    sizes = {name: array.nbytes for name, array in arrays.items()}
-    sizes |= {name: part.stat().st_size for name, (part, _) in files.items()}
-    kinds = {name: array.dtype for name, array in arrays.items()}
-    kinds |= {name: np.dtype(kind) for name, (_, kind) in files.items()}
-    for name in sorted(sizes, key=lambda name: -kinds[name].itemsize):  # wide ones first, so every tensor is aligned
-        begin, end = end, end + sizes[name]
-        shape = list(arrays[name].shape) if name in arrays else [sizes[name] // kinds[name].itemsize]
-        header[name] = {"dtype": _CODES[kinds[name]], "shape": shape, "data_offsets": [begin, end]}
+    wide_first = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # so every tensor is aligned
+    for name in wide_first:
+        begin, end = end, end + arrays[name].nbytes
+        kind, shape = _CODES[arrays[name].dtype], list(arrays[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name in header:
-            if name in arrays:
-                file.write(np.ascontiguousarray(arrays[name]).data)
-            else:
-                with files[name][0].open("rb") as part:
-                    shutil.copyfileobj(part, file, 1 << 20)
+        for name in wide_first:
+            file.write(np.ascontiguousarray(arrays[name]).data)
 
 
 def _map(path: Path) -> Arrays:

@@ -1,5 +1,4 @@
-"""The files that a source's `path` names (a file, a folder, a glob, or a dataset of the hub), how they are opened, and
-what keeps one from being read."""
+"""The files that a source's `path` names, how they are opened, and what keeps one from being read."""
 
 import codecs
 import glob
@@ -9,8 +8,9 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal, TextIO, cast
@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 import httpx
 from huggingface_hub import errors, snapshot_download
 
-from finefit.data.columns import Value, printable
+from finefit.data.columns import Value, listed, printable
 from finefit.errors import DataError
 
 Format = Literal["json", "jsonl", "csv", "parquet", "arrow", "text"]
@@ -29,7 +29,7 @@ _FORMATS |= {".txt": "text", ".text": "text", ".amr": "text"}
 _FORMATS |= {f"{ending}.gz": form for ending, form in _FORMATS.items()} | {".parquet": "parquet", ".arrow": "arrow"}
 _KNOWN = ", ".join(_FORMATS)
 
-# Files beside the data that are not data. The first two are for files without a known extension, the third for folders.
+# Files beside the data that are not data: the first two without a known extension, the third in folders.
 _NOT_DATA = re.compile(
     r".*\.(md|rst|pdf|html|bib|png|jpe?g|gif|webp|bmp|tiff?|svg|ya?ml|toml|ini|cfg|py|ipynb|sh|log|lock|md5|sha256)"
 )
@@ -46,14 +46,13 @@ _HUB = "hf://"
 _HUB_PATH = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>refs/convert/[^/]+|refs/pr/\d+|[^/]+))?(/(?P<inside>.*))?"
 )
-_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
     path: Path
     name: str
-    """As the user sees it: the user's own path of a single file, else relative to the spec file."""
+    """For the user: the user's own path of a single file, else relative to the spec file."""
     format: Format
 
 
@@ -95,27 +94,40 @@ def _find(path: str, base: Path, split: str, *, shown: str, prefix: str = "") ->
     place = base / path
     if place.is_file():
         return (DataFile(place, prefix + path, _format(path, shown)),)
-    found = sorted(set(_in_folder(path, base) if place.is_dir() else _matching(path, base)))
-    names = _with_rows(found) if place.is_dir() else [name for name in found if not _is_not_data(name)]
+    if place.is_dir():
+        found = sorted(set(_in_folder(path, base)))
+        paths = [PurePosixPath(name) for name in found]
+        others = {str(path) for path in paths if _NOT_ROWS.fullmatch(path.name.lower())}
+        # `datasets` writes a state beside its info; elsewhere a file of that name is data
+        others |= {str(path.with_name("state.json")) for path in paths if path.name == "dataset_info.json"}
+    else:
+        matching = glob.iglob(path, root_dir=base, recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
+        found = sorted({PurePosixPath(name).as_posix() for name in matching if (base / name).is_file()})
+        others = set()
+    names = [name for name in found if not _is_not_data(name) and name not in others]
     if not names:
         raise _nothing_found(place, shown, found)
     files = [DataFile(base / name, prefix + name, _format(name, f"{shown} holds {name}, which")) for name in names]
     if place.is_dir():
         files = _of_split(files, place, split, shown)
         _require_all_shards(files, shown)
-    _require_one_format(files, shown)
+    formats = sorted({file.format for file in files})
+    if len(formats) > 1:
+        by_format = {form: [file.name for file in files if file.format == form] for form in formats}
+        several = "; ".join(f"{form}: {listed(found, 10)}" for form, found in by_format.items())
+        remedy = f"name the files with a glob, such as {_example(files)}"
+        raise DataError(f"{shown} holds files of several formats: {several}", remedy)
     return tuple(files)
-
-
-def _matching(pattern: str, base: Path) -> Iterator[str]:
-    names = glob.iglob(pattern, root_dir=base, recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
-    return (PurePosixPath(name).as_posix() for name in names if (base / name).is_file())
 
 
 def _in_folder(path: str, base: Path) -> Iterator[str]:
     """Files below a folder, except hidden ones. Links are followed; each folder is entered once."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
     entered: set[Path] = set()
-    for current, folders, files in os.walk(base / path, followlinks=True, onerror=_raise):
+    for current, folders, files in os.walk(base / path, followlinks=True, onerror=stop):
         real = Path(current).resolve()
         if real in entered:
             folders.clear()
@@ -126,47 +138,30 @@ def _in_folder(path: str, base: Path) -> Iterator[str]:
         yield from ((inside / name).as_posix() for name in files if not name.startswith("."))
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _is_not_data(name: str) -> bool:
     last = PurePosixPath(name).name.lower()
-    return _known_format(name) is None and bool(_NOT_DATA.fullmatch(last) or _ABOUT_DATA.fullmatch(last))
-
-
-def _with_rows(names: list[str]) -> list[str]:
-    """The data files of a folder. `datasets` writes a state beside its info; elsewhere a file of that name is data."""
-    infos = [PurePosixPath(name) for name in names if PurePosixPath(name).name == "dataset_info.json"]
-    states = {str(info.with_name("state.json")) for info in infos}
-    return [
-        name
-        for name in names
-        if not (_is_not_data(name) or name in states or _NOT_ROWS.fullmatch(PurePosixPath(name).name.lower()))
-    ]
-
-
-def _known_format(name: str) -> Format | None:
-    return next((form for ending, form in _FORMATS.items() if name.lower().endswith(ending)), None)
+    return not last.endswith(tuple(_FORMATS)) and bool(_NOT_DATA.fullmatch(last) or _ABOUT_DATA.fullmatch(last))
 
 
 def _format(name: str, shown: str) -> Format:
-    if form := _known_format(name):
-        return form
+    for ending, form in _FORMATS.items():
+        if name.lower().endswith(ending):
+            return form
     remedy = f"known are {_KNOWN}; for a folder, name the files with a glob"
     raise DataError(f"{shown} has no known extension", remedy)
 
 
 def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
-    hint = "paths are relative to the spec file; a dataset of the hub is written hf://datasets/owner/name"
     if others:
         problem = f"{shown} has no data files, only {len(others)} files such as {others[0]}"
         return DataError(problem, f"known are {_KNOWN}")
+    problem = f"{shown} does not exist (looked for {place})"
     if place.is_dir():
-        return DataError(f"{shown} is a folder without files (looked in {place})", hint)
-    if glob.has_magic(shown):
-        return DataError(f"no file matches {shown} (looked for {place})", hint)
-    return DataError(f"{shown} does not exist (looked for {place})", hint)
+        problem = f"{shown} is a folder without files (looked in {place})"
+    elif glob.has_magic(shown):
+        problem = f"no file matches {shown} (looked for {place})"
+    hint = "paths are relative to the spec file; a dataset of the hub is written hf://datasets/owner/name"
+    return DataError(problem, hint)
 
 
 def _of_split(files: list[DataFile], folder: Path, split: str, shown: str) -> list[DataFile]:
@@ -175,18 +170,14 @@ def _of_split(files: list[DataFile], folder: Path, split: str, shown: str) -> li
     named = [file for file, its in splits if its is not None]
     if not named:
         return files
-    if len(named) < len(files):
-        others = _listed(file for file in files if file not in named)
-        raise DataError(
-            f"{shown} holds files of a split and others whose names tell none or several: {others}",
-            f"name the files for {split} with a glob, such as {_example(named)}",
-        )
-    if chosen := [file for file, its in splits if its == split]:
+    if others := [file.name for file, its in splits if its is None]:
+        what = f"files of a split and others whose names tell none or several: {listed(others, 10)}"
+    elif chosen := [file for file, its in splits if its == split]:
         return chosen
-    raise DataError(
-        f"{shown} holds no files for {split}; there is {_listed(files)}",
-        f"name the files for {split} with a glob, such as {_example(files)}",
-    )
+    else:
+        what = f"no files for {split}; there is {listed([file.name for file in files], 10)}"
+    remedy = f"name the files for {split} with a glob, such as {_example(named)}"
+    raise DataError(f"{shown} holds {what}", remedy)
 
 
 def _split_of(name: Path) -> str | None:
@@ -201,28 +192,13 @@ def _require_all_shards(files: list[DataFile], shown: str) -> None:
     shards = Counter(match.group("stem", "total", "ending") for file in files if (match := _SHARD.fullmatch(file.name)))
     for (stem, total, ending), count in shards.items():
         if count != int(total):
-            raise DataError(
-                f"{shown} holds {count} of the {int(total)} files {stem}-*-of-{total}{ending}",
-                "add the others, or name the files with a glob",
-            )
-
-
-def _require_one_format(files: list[DataFile], shown: str) -> None:
-    formats = sorted({file.format for file in files})
-    if len(formats) > 1:
-        listed = "; ".join(f"{form}: {_listed(file for file in files if file.format == form)}" for form in formats)
-        remedy = f"name the files with a glob, such as {_example(files)}"
-        raise DataError(f"{shown} holds files of several formats: {listed}", remedy)
+            problem = f"{shown} holds {count} of the {int(total)} files {stem}-*-of-{total}{ending}"
+            raise DataError(problem, "add the others, or name the files with a glob")
 
 
 def _example(files: list[DataFile]) -> str:
     folder, slash, name = files[0].name.rpartition("/")
     return f"{folder}{slash}*{PurePosixPath(name).suffix}"
-
-
-def _listed(files: Iterable[DataFile]) -> str:
-    names = [file.name for file in files]
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
 def _parse_hub_path(path: str) -> _HubPath:
@@ -241,13 +217,8 @@ def _snapshot(hub: _HubPath, *, local_files_only: bool = False) -> Path:
     if not hub.inside:
         wanted = [f"*{ending}" for known in _FORMATS for ending in (known, known.upper())]
     try:
-        folder = snapshot_download(
-            hub.repo,
-            repo_type="dataset",
-            revision=hub.revision,
-            allow_patterns=wanted,
-            local_files_only=local_files_only,
-        )
+        download = partial(snapshot_download, hub.repo, repo_type="dataset", revision=hub.revision)
+        folder = download(allow_patterns=wanted, local_files_only=local_files_only)
     except errors.GatedRepoError:
         remedy = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
         raise DataError(f"{hub} is gated", remedy) from None
@@ -271,8 +242,7 @@ def _first_line(error: Exception) -> str:
 
 
 Numbered = Iterator[tuple[int, Value | str]]
-"""What a reader gives for each record: its number, and its value or the reason why it has none."""
-
+"""For each record its number, and its value or the reason why it has none."""
 HEAD = 1 << 18
 """Characters at the start of a file that tell what it holds."""
 _CHUNK = 1 << 20
@@ -280,12 +250,7 @@ _CHUNK = 1 << 20
 
 
 class UnreadableFile(Exception):
-    """A fault after which the rest of the file cannot be read."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.remedy = remedy
+    """A fault after which the rest of the file cannot be read: its reason and remedy."""
 
 
 READ_ERRORS = (UnreadableFile, UnicodeDecodeError, EOFError, zlib.error, OSError)
@@ -309,7 +274,8 @@ def unreadable(file: DataFile, error: Exception, number: int) -> DataError:
         case UnicodeDecodeError():
             return DataError(f"{file.name} is not UTF-8: {_first_bad_byte(file)}", "save the file as UTF-8")
         case UnreadableFile():
-            return DataError(f"{place}: {error.reason}", error.remedy)
+            reason, remedy = error.args
+            return DataError(f"{place}: {reason}", remedy)
         case EOFError() | zlib.error() | gzip.BadGzipFile():
             problem = f"{place}: it is not a whole gzip file: {error}"
             return DataError(problem, "fetch the file again; `gzip -t` checks it")

@@ -1,9 +1,8 @@
-"""Fingerprints, by which rows are compared: hashes of the prompt, and windows of its text. They are the same in every
-process and run."""
+"""Fingerprints, by which rows are compared in every process and run: hashes of the prompt, windows of its text."""
 
 import os.path
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -12,8 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from finefit.data.conversations import IMAGE_PLACEHOLDER
-from finefit.data.rows import Image, Message, Row
+from finefit.data.rows import IMAGE_PLACEHOLDER, Message, Row
 from finefit.errors import DataError
 
 Windows = NDArray[np.uint32]
@@ -21,9 +19,7 @@ Windows = NDArray[np.uint32]
 _WINDOW_BYTES = 32
 CHOSEN_BITS = 29
 """Of 32: a window whose hash is below 2**29 is kept, one in eight."""
-_WORD_FACTORS = tuple(
-    np.uint64(f) for f in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
-)
+_WORD_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 _MIX_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)
 
@@ -43,8 +39,6 @@ _ASCII_FOLD = bytes(32 if c <= 32 or c == 127 or c in _PUNCTUATION else c for c 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """All that the comparison needs of a row; the same in every process and run."""
-
     exact: int
     """Of prompt and answer, unchanged."""
     asked: int
@@ -54,8 +48,7 @@ class Fingerprint:
     windows: Windows
     """Sorted, each once."""
     turns: tuple[int, ...] = ()
-    """Of the normalised prompts of earlier answers that are trained on too: everything before an answer, and the user's
-    last message alone."""
+    """Of the normalised prompts of earlier answers that are trained on: all before one, and the last message alone."""
 
 
 def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "last"] = "all") -> Fingerprint:
@@ -63,13 +56,17 @@ def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "l
     asked, images = _asked(row, with_system), _images(row)
     digest = blake2b(images, digest_size=8)
     digest.update(asked.encode("utf-8", "surrogatepass"))
-    asked_key = _as_int(digest.digest())
-    digest.update(_answer(row).encode("utf-8", "surrogatepass"))
+    asked_key = int.from_bytes(digest.digest(), "little")
+    if not row.text:
+        answer = row.messages[row.num_given :] if row.rejected else row.messages[-1:]
+        texts = ["", *map(_text, answer), f"\x1e{row.is_good}", *map(_text, row.rejected)]
+        digest.update("\x1e".join(texts).encode("utf-8", "surrogatepass"))
     folded = _folded_prompt(asked, images)
     # An image is half of the question, and whether two images are alike is not known here.
     windows = _windows(folded) if not images else np.empty(0, np.uint32)
     earlier = _turns(row, images, with_system) if turns == "all" else ()
-    return Fingerprint(_as_int(digest.digest()), asked_key, _key(images + folded), windows, earlier)
+    exact = int.from_bytes(digest.digest(), "little")
+    return Fingerprint(exact, asked_key, _key(images + folded), windows, earlier)
 
 
 def prompt_key(row: Row, *, with_system: bool = False) -> int:
@@ -93,8 +90,7 @@ def system_is_content(rows: Iterable[Row]) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Without case, sentence punctuation and the forms of spaces, quotes and letters; a text of nothing else is
-    unchanged."""
+    """Without case, sentence punctuation and the forms of letters; a text of nothing else is unchanged."""
     return _folded(text).decode("utf-8", "surrogatepass")
 
 
@@ -107,22 +103,19 @@ def _asked(row: Row, with_system: bool) -> str:
 
 
 def _turns(row: Row, images: bytes, with_system: bool) -> tuple[int, ...]:
-    earlier = [i for i in range(max(row.num_given, 1), len(row.messages) - 1) if row.messages[i].role == "assistant"]
-    if not earlier:
-        return ()
-    words = cache(_words)  # a message comes before every later answer
-    keys = []
-    for texts in _texts_before(row.messages, earlier, with_system):
-        folded = b" ".join(filter(None, map(words, texts))) or "\n".join(texts).encode("utf-8", "surrogatepass")
-        keys.append(_key(images + folded))
+    messages, words = row.messages, cache(_words)  # a message comes before every later answer
+    keys: list[int] = []
+    for at in range(max(row.num_given, 1), len(messages) - 1):
+        if messages[at].role != "assistant":
+            continue
+        prompts = [_texts(messages[:at], with_system)]
+        if messages[at - 1].role == "user":
+            system = (m for m in messages[:at] if m.role == "system")
+            prompts.append(_texts([*system, messages[at - 1]], with_system))
+        for texts in prompts:
+            folded = b" ".join(filter(None, map(words, texts))) or "\n".join(texts).encode("utf-8", "surrogatepass")
+            keys.append(_key(images + folded))
     return tuple(dict.fromkeys(keys))
-
-
-def _texts_before(messages: Sequence[Message], answers: Iterable[int], with_system: bool) -> Iterator[list[str]]:
-    for i in answers:
-        yield _texts(messages[:i], with_system)
-        if messages[i - 1].role == "user":
-            yield _texts([*(m for m in messages[:i] if m.role == "system"), messages[i - 1]], with_system)
 
 
 def _texts(messages: Sequence[Message], with_system: bool = True) -> list[str]:
@@ -131,41 +124,27 @@ def _texts(messages: Sequence[Message], with_system: bool = True) -> list[str]:
     return [_text(message) for message in chosen or messages]
 
 
-def _answer(row: Row) -> str:
-    if row.text:
-        return ""
-    answer = row.messages[row.num_given :] if row.rejected else row.messages[-1:]
-    return "\x1e".join(["", *map(_text, answer), f"\x1e{row.is_good}", *map(_text, row.rejected)])
-
-
 def _text(message: Message) -> str:
     if not message.reasoning and not message.tool_calls:
         return message.content
-    return "\n".join(
-        [message.reasoning, message.content, *(f"{call.name} {call.arguments}" for call in message.tool_calls)]
-    )
+    calls = (f"{call.name} {call.arguments}" for call in message.tool_calls)
+    return "\n".join([message.reasoning, message.content, *calls])
 
 
 def _images(row: Row) -> bytes:
     """By content, where they were checked: one image may lie at several places."""
     if row.image_refs:
         return b"".join(bytes.fromhex(ref.sha256)[:8] for ref in row.image_refs)
-    return b"".join(_image(row.source, image) for image in row.images)
-
-
-def _image(source: str, image: Image) -> bytes:
-    # A path is relative to its root, or to its file: train/1.png and test/1.png are two images.
-    path = os.path.join(image.root_name or os.path.dirname(source), image.path)  # noqa: PTH118, PTH120
-    content = image.data or path.encode("utf-8", "surrogatepass")
-    return blake2b(content, digest_size=8).digest()
+    contents: list[bytes] = []
+    for image in row.images:
+        # A path is relative to its root, or to its file: train/1.png and test/1.png are two images.
+        path = os.path.join(image.root_name or os.path.dirname(row.source), image.path)  # noqa: PTH118, PTH120
+        contents.append(image.data or path.encode("utf-8", "surrogatepass"))
+    return b"".join(blake2b(content, digest_size=8).digest() for content in contents)
 
 
 def _key(content: bytes) -> int:
-    return _as_int(blake2b(content, digest_size=8).digest())
-
-
-def _as_int(digest: bytes) -> int:
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def _folded(text: str) -> bytes:
@@ -220,27 +199,23 @@ def _windows(content: bytes) -> Windows:
     hashes ^= hashes >> HALF
     hashes *= _MIX_FACTOR
     mixed = (hashes >> HALF).astype(np.uint32)
-    chosen: Windows = mixed.compress(mixed < 2**CHOSEN_BITS)
-    chosen.sort()
-    return once(chosen)
+    return once(mixed.compress(mixed < 2**CHOSEN_BITS))
 
 
-def once(ordered: Windows) -> Windows:
+def once(windows: Windows) -> Windows:
+    """Sorted, each once; `np.unique` takes several times as long."""
+    ordered = np.sort(windows)
     is_new = np.ones(ordered.size, np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
     return ordered[is_new]
 
 
 def held_share(keys: NDArray[np.uint64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Which rows are held out: round(share * n), as nearly as whole groups of equal keys allow, whatever the order of
-    the rows."""
+    """Which rows are held out: round(share * n) as nearly as groups of equal keys allow, whatever their order."""
     groups, group_of, sizes = np.unique(keys, return_inverse=True, return_counts=True)
     if groups.size < 2:
-        raise DataError(
-            f"a share of {share:g} cannot be held out of {keys.size} rows with {groups.size} different prompts: equal "
-            "prompts stay together",
-            "give validation a path of its own",
-        )
+        rows = f"{keys.size} rows with {groups.size} different prompts: equal prompts stay together"
+        raise DataError(f"a share of {share:g} cannot be held out of {rows}", "give validation a path of its own")
     target = min(max(round(share * keys.size), 1), keys.size - 1)
     order = np.argsort(_mixed(groups ^ _mixed(np.array([seed % 2**64], np.uint64))))
     chosen = _fill(sizes[order], target)

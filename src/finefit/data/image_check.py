@@ -1,21 +1,23 @@
-"""Images, checked once when their rows are prepared: each is found, decoded and measured, or its row is bad. When an
-image is loaded again for a batch, it must not have changed."""
+"""Images as a model takes them. Each is checked once when its row is prepared: found, decoded and measured, or the row
+is bad. When it is loaded again for a batch, it must not have changed. In the text of a row a placeholder holds its
+place.
+"""
 
 import hashlib
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import PIL.Image
 
 from finefit.data.columns import RecordError
 from finefit.data.images import ImageLocation, content_at, decode, find_image, image_name
-from finefit.data.rows import IMAGE_ARCHIVE, Image, ImageRef, Row
+from finefit.data.rows import IMAGE_ARCHIVE, IMAGE_PLACEHOLDER, Image, ImageRef, Message, Row
 from finefit.errors import DataError
 from finefit.spec.data import ImageLimits
 from finefit.vision import open_image_processor
@@ -55,13 +57,6 @@ def copy_processor_files(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-@runtime_checkable
-class FixedImageCount(Protocol):
-    """An image processor of a model that says how many images every row must have."""
-
-    views: int | None
-
-
 class ImageChecker:
     """Finds, decodes and measures the images of rows. Remembers those that it has seen."""
 
@@ -72,18 +67,17 @@ class ImageChecker:
 
     def __call__(self, row: Row) -> tuple[ImageRef, ...]:
         """Raises RecordError where an image cannot be used."""
-        views = self._image_processor.views if isinstance(self._image_processor, FixedImageCount) else None
-        if views not in (None, len(row.images)):
-            raise RecordError(f"has {len(row.images)} images, and the model takes {views} with every row")
-        return tuple(self._checked(row, at) for at in range(len(row.images)))
-
-    def _checked(self, row: Row, at: int) -> ImageRef:
-        image = row.images[at]
-        try:
-            return self._of_file(image) if image.path else self._ref(image, IMAGE_ARCHIVE, None, image.data)
-        except RecordError as error:
-            which = f"image {at + 1} of {len(row.images)}: " if len(row.images) > 1 else ""
-            raise RecordError(f"{which}{error}") from None
+        total, views = len(row.images), self._image_processor.views
+        if views not in (None, total):
+            raise RecordError(f"has {total} images, and the model takes {views} with every row")
+        refs: list[ImageRef] = []
+        for at, image in enumerate(row.images, start=1):
+            try:
+                found = self._of_file(image) if image.path else self._ref(image, IMAGE_ARCHIVE, None, image.data)
+                refs.append(found)
+            except RecordError as error:
+                raise RecordError(f"image {at} of {total}: {error}" if total > 1 else str(error)) from None
+        return tuple(refs)
 
     def _found(self, image: Image) -> ImageRef:
         found = find_image(image)
@@ -93,19 +87,16 @@ class ImageChecker:
         """`member`: None where the image is to be kept under its digest."""
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in self._measures:
+            size = decode(image, content=content).size
+            try:
+                grid = self._image_processor.grid(size)
+            except ValueError as error:  # an image that the model's processor refuses, such as one of 1 x 1,000 pixels
+                raise RecordError(f"{image_name(image)} cannot be shown to the model: {error}") from None
+            pixels = self._image_processor.geometry.blank_pixels(grid)
             if len(self._measures) >= _MAX_CACHED:
                 self._measures.clear()
-            self._measures[sha256] = self._measured(image, content)
+            self._measures[sha256] = size, grid, sum(values.size for values in pixels.values())
         return ImageRef(path, sha256 if member is None else member, sha256, *self._measures[sha256])
-
-    def _measured(self, image: Image, content: bytes) -> tuple[Size, Grid, int]:
-        size = decode(image, content=content).size
-        try:
-            grid = self._image_processor.grid(size)
-        except ValueError as error:  # an image that the model's processor refuses, such as one of 1 x 1,000 pixels
-            raise RecordError(f"{image_name(image)} cannot be shown to the model: {error}") from None
-        pixels = self._image_processor.geometry.blank_pixels(grid)
-        return size, grid, sum(values.size for values in pixels.values())
 
 
 def image_input(image_processor: ImageProcessor, ref: ImageRef) -> ImageInput:
@@ -124,7 +115,7 @@ def load_image(ref: ImageRef) -> PIL.Image.Image:
 
 
 def read_unchanged(ref: ImageRef) -> bytes:
-    """The encoded image; an error where it is not what it was when its rows were prepared."""
+    """The encoded image, as it was when its rows were prepared; else an error."""
     try:
         content = content_at(ImageLocation(Path(ref.path), ref.member), ref.place)
     except RecordError as error:
@@ -151,13 +142,77 @@ class ImageArchive:
             self._zip.writestr(zipfile.ZipInfo(ref.member), image.data)  # dated 1980, so equal images give equal files
             self._there.add(ref.sha256)
 
-    def close(self) -> None:
-        if self._zip is not None:
-            self._zip.close()
-            self._zip = None
-
     def __enter__(self) -> "ImageArchive":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._zip is not None:
+            self._zip.close()
+
+
+def num_placeholders(messages: Iterable[Message]) -> int:
+    return sum(message.content.count(IMAGE_PLACEHOLDER) for message in messages)
+
+
+def with_placeholders(messages: Sequence[Message], num_images: int) -> tuple[Message, ...]:
+    """A placeholder for each image; where there are none, before the text of the first user message."""
+    if not num_images:
+        return tuple(messages)
+    if num_placeholders(message for message in messages if message.role == "assistant"):
+        problem = "an image is in an answer, and vision-language models write text alone"
+        raise DataError(problem, f"move {IMAGE_PLACEHOLDER} into the prompt")
+    found = num_placeholders(messages)
+    if found == num_images:
+        return tuple(messages)
+    if found:
+        problem = f"the messages have {found} {IMAGE_PLACEHOLDER} placeholders, and the row has {num_images} images"
+        raise DataError(problem, "give as many placeholders as images, or none")
+    first = next((at for at, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        problem = f"the row has {num_images} images, and no user message that they could belong to"
+        raise DataError(problem, "give the row a prompt")
+    asked = replace(messages[first], content=IMAGE_PLACEHOLDER * num_images + messages[first].content)
+    return (*messages[:first], asked, *messages[first + 1 :])
+
+
+def require_no_image_text(messages: Iterable[Message], image_texts: Iterable[str], *, has_images: bool) -> None:
+    """Text that the model would read as an image is an error; the placeholders of a row with images are not text."""
+    for message in messages:
+        texts = [message.reasoning, *(message.content.split(IMAGE_PLACEHOLDER) if has_images else [message.content])]
+        for image_text in filter(None, image_texts):
+            if any(image_text in text for text in texts):
+                what = f"{image_text!r}, which the model reads as an image, and no image belongs there"
+                remedy = f"give an image beside the text, with {IMAGE_PLACEHOLDER} in its place, or rephrase the text"
+                raise DataError(f"the text holds {what}", remedy)
+
+
+def fill_placeholders(
+    texts: Sequence[str], placeholder: str, image_processor: ImageProcessor, image_refs: Sequence[ImageRef]
+) -> list[str]:
+    """The texts with that of each image in place of a placeholder."""
+    if not placeholder:
+        return list(texts)
+    found = sum(text.count(placeholder) for text in texts)
+    if found != len(image_refs):
+        problem = f"the template writes {found} places for images ({placeholder}), and {len(image_refs)} belong there"
+        remedy = "change the messages to what the template takes: some write only the images of user messages"
+        raise DataError(problem, remedy)
+    filled = (image_processor.text(ref.size) for ref in image_refs)
+    split = (text.split(placeholder) for text in texts)
+    return ["".join([first, *(next(filled) + rest for rest in others)]) for first, *others in split]
+
+
+def num_image_tokens(image_processor: ImageProcessor | None, image_refs: Sequence[ImageRef]) -> int:
+    return sum(image_processor.geometry.num_tokens(ref.grid) for ref in image_refs) if image_processor else 0
+
+
+def require_image_tokens(
+    tokens: Sequence[int], image_processor: ImageProcessor | None, image_refs: Sequence[ImageRef]
+) -> None:
+    """There must be as many as features: the model replaces each by one."""
+    if image_processor is None:
+        return
+    found, expected = tokens.count(image_processor.geometry.image_token), num_image_tokens(image_processor, image_refs)
+    if found != expected:
+        problem = f"the prompt has {found} image tokens, and its {len(image_refs)} images are {expected} features"
+        raise DataError(problem, "look for the model's own placeholders in the text of the row")

@@ -19,7 +19,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -36,8 +36,6 @@ MAX_BYTES: Final = 256 << 20
 MAX_PIXELS: Final = 89_478_485
 """Pillow's own limit: a few bytes may decompress to more memory than there is."""
 _EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff")
-_ENDINGS: Final = (*_EXTENSIONS, *(ending.upper() for ending in _EXTENSIONS))
-_ENCRYPTED: Final = 0x1
 _CACHED_PLACES = 64
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")
 """No other is tried: some start programs of their own."""
@@ -49,7 +47,6 @@ _HEADS: Final = (
 """What a format begins with, and where width and height follow."""
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 """What Pillow raises on bytes that are not a whole image."""
-_WHITE: Final = (255, 255, 255, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,6 @@ class ImageLocation:
     path: Path
     """The file, or the zip that holds it."""
     member: str = ""
-    """Inside the zip."""
     size_bytes: int = 0
 
     def __str__(self) -> str:
@@ -78,8 +74,14 @@ def content_at(found: ImageLocation, name: str) -> bytes:
 
 
 def find_image(image: Image) -> ImageLocation:
-    root, shown = Path(image.root), printable(image.path)
-    name = _inside(root, image.path)
+    root, path, shown = Path(image.root), image.path, printable(image.path)
+    if "\0" in path:
+        raise RecordError(f"{shown!r} is not a path")
+    # Relative to the root. Links below the root are the user's own, and are followed.
+    name = posixpath.normpath(posixpath.relpath(path, root.as_posix()) if posixpath.isabs(path) else path)
+    if name in (".", "..") or name.startswith("../"):
+        problem = f"{shown} lies outside of {root}, where its images start"
+        raise RecordError(f"{problem}; name another folder with images_root")
     for places in _places(root):
         found = [at for place in places for at in (_in_folder if place.is_dir() else _in_zip)(place, name)]
         if len(found) > 1:
@@ -89,18 +91,6 @@ def find_image(image: Image) -> ImageLocation:
             return found[0]
     where = f"looked in {root}, and in the folders and zips in it"
     raise RecordError(f"{shown} is not there: {where}; name another place with images_root")
-
-
-def _inside(root: Path, path: str) -> str:
-    """Relative to the root, normalised. Links below the root are the user's own, and are followed."""
-    if "\0" in path:
-        raise RecordError(f"{printable(path)!r} is not a path")
-    name = posixpath.normpath(posixpath.relpath(path, root.as_posix()) if posixpath.isabs(path) else path)
-    if name in (".", "..") or name.startswith("../"):
-        raise RecordError(
-            f"{printable(path)} lies outside of {root}, where its images start; name another folder with images_root"
-        )
-    return name
 
 
 def _places(root: Path) -> Iterator[Sequence[Path]]:
@@ -117,34 +107,28 @@ def _places(root: Path) -> Iterator[Sequence[Path]]:
 @lru_cache(_CACHED_PLACES)
 def _inner(root: Path, changed: int) -> tuple[tuple[Path, ...], tuple[Path, ...]]:  # noqa: ARG001 a changed folder is listed again
     with os.scandir(root) as entries:
-        seen = sorted(
-            Path(entry.path)
-            for entry in entries
-            if not entry.name.startswith(".") and (entry.is_dir() or entry.name.lower().endswith(".zip"))
-        )
+        shown = [entry for entry in entries if not entry.name.startswith(".")]
+    seen = sorted(Path(e.path) for e in shown if e.is_dir() or e.name.lower().endswith(".zip"))
     return tuple(path for path in seen if path.is_dir()), tuple(path for path in seen if not path.is_dir())
 
 
 def _in_folder(folder: Path, name: str) -> list[ImageLocation]:
     for names in _names(name):
-        # Where case makes no difference, one file has several names.
-        there = {(s.st_dev, s.st_ino): path for path in (folder / each for each in names) if (s := _file_status(path))}
+        there: dict[tuple[int, int], ImageLocation] = {}
+        for path in (folder / each for each in names):
+            with suppress(OSError, ValueError):  # a name that no file can have
+                if path.is_file():
+                    status = path.stat()  # where case makes no difference, one file has several names
+                    there[status.st_dev, status.st_ino] = ImageLocation(path, size_bytes=status.st_size)
         if there:
-            return [ImageLocation(path, size_bytes=path.stat().st_size) for path in there.values()]
+            return list(there.values())
     return []
-
-
-def _file_status(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat() if path.is_file() else None
-    except (OSError, ValueError):  # a name that no file can have
-        return None
 
 
 def _names(name: str) -> Iterator[tuple[str, ...]]:
     yield (name,)
     if PurePosixPath(name).suffix.lower() not in _EXTENSIONS:
-        yield tuple(name + ending for ending in _ENDINGS)
+        yield tuple(name + ending for ending in (*_EXTENSIONS, *map(str.upper, _EXTENSIONS)))
 
 
 def _in_zip(path: Path, name: str) -> list[ImageLocation]:
@@ -154,15 +138,11 @@ def _in_zip(path: Path, name: str) -> list[ImageLocation]:
         found = [(each, member) for each in names for member in members.get(posixpath.basename(each), ())]
         whole = [member for each, member in found if member == each]
         if matching := whole or [member for each, member in found if member.endswith(f"/{each}")]:
-            return [_in_archive(path, member) for member in matching]
+            infos = [_archive(path).getinfo(member) for member in matching]
+            if encrypted := [info.filename for info in infos if info.flag_bits & 0x1]:
+                raise RecordError(f"{encrypted[0]} in {path} is encrypted")
+            return [ImageLocation(path, info.filename, info.file_size) for info in infos]
     return []
-
-
-def _in_archive(path: Path, member: str) -> ImageLocation:
-    info = _archive(path).getinfo(member)
-    if info.flag_bits & _ENCRYPTED:
-        raise RecordError(f"{member} in {path} is encrypted")
-    return ImageLocation(path, member, info.file_size)
 
 
 @lru_cache(_CACHED_PLACES)
@@ -189,51 +169,39 @@ def _open_archive(path: Path, changed: int, process: int) -> zipfile.ZipFile:  #
 
 def decode(image: Image, *, content: bytes | None = None, max_pixels: int = MAX_PIXELS) -> PIL.Image.Image:
     """`content`: where it has been read already."""
-    with _decode_errors(image), _open_image(image, max_pixels, content) as opened:
-        return _rgb(PIL.ImageOps.exif_transpose(opened), image_name(image))
+    name = image_name(image)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about broken EXIF: the image itself is whole
+            with _open_image(name, content_of(image) if content is None else content, max_pixels) as opened:
+                return _rgb(PIL.ImageOps.exif_transpose(opened), name)
+    except PIL.Image.DecompressionBombError as error:
+        raise RecordError(f"{name} has too many pixels: {error}") from None
+    except _BROKEN as error:
+        raise RecordError(f"{name} cannot be decoded: {printable(str(error)) or type(error).__name__}") from None
 
 
 def image_name(image: Image) -> str:
     return printable(image.path) if image.path else "its image"
 
 
-@contextmanager
-def _decode_errors(image: Image) -> Iterator[None]:
-    """Pillow's errors, with the name of the image. Its warnings about broken EXIF are ignored: the image itself is
-    whole."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except PIL.Image.DecompressionBombError as error:
-        raise RecordError(f"{image_name(image)} has too many pixels: {error}") from None
-    except _BROKEN as error:
-        reason = printable(str(error)) or type(error).__name__
-        raise RecordError(f"{image_name(image)} cannot be decoded: {reason}") from None
-
-
-def _open_image(image: Image, max_pixels: int, content: bytes | None) -> PIL.Image.Image:
+def _open_image(name: str, content: bytes, max_pixels: int) -> PIL.Image.Image:
     """Only its head is read so far."""
-    content = content_of(image) if content is None else content
     try:
         opened = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
     except PIL.UnidentifiedImageError:
-        raise RecordError(f"{image_name(image)} {_unidentified(content)}") from None
+        for start, size, offset in _HEADS:  # Pillow does not accept an image without pixels
+            if content.startswith(start) and len(content) >= offset + size.size:
+                width, height = size.unpack_from(content, offset)
+                if not width or not height:
+                    raise RecordError(f"{name} is empty: it has {width} x {height} pixels") from None
+        problem = f"its {len(content):,} bytes begin with {content[:8]!r}"
+        raise RecordError(f"{name} is not an image that can be read: {problem}") from None
     width, height = opened.size
     if width * height > max_pixels:
-        size = f"{width:,} x {height:,}, and at most {max_pixels:,} are decoded"
-        raise RecordError(f"{image_name(image)} has too many pixels: {size}")
+        shown = f"{width:,} x {height:,}, and at most {max_pixels:,} are decoded"
+        raise RecordError(f"{name} has too many pixels: {shown}")
     return opened
-
-
-def _unidentified(content: bytes) -> str:
-    """Why Pillow finds no image; it does not accept one without pixels."""
-    for start, size, offset in _HEADS:
-        if content.startswith(start) and len(content) >= offset + size.size:
-            width, height = size.unpack_from(content, offset)
-            if not width or not height:
-                return f"is empty: it has {width} x {height} pixels"
-    return f"is not an image that can be read: its {len(content):,} bytes begin with {content[:8]!r}"
 
 
 def _rgb(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
@@ -244,12 +212,9 @@ def _rgb(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
         raise RecordError(f"{name} {problem}; save it with 8 or 16")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image.convert("RGBA")).convert("RGB")
+    white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
-
-# The manifest of a preparation: which files its images came from, so that one that was changed, repaired or removed is
-# noticed without decoding all of them again. A file of the same size and time counts as the same; the content of any
-# other is read.
 
 FileState = tuple[str, int, int]
 """Path, bytes, and when it was last written, in nanoseconds."""
@@ -257,7 +222,9 @@ IMAGE_MANIFEST: Final = "image_manifest.jsonl"
 
 
 class ImageManifest:
-    """The files that the images of a preparation came from, and the content of the images in use."""
+    """The files that the images of a preparation came from, so that one that was changed, repaired or removed is
+    noticed without decoding all of them again. A file of the same size and time counts as the same; the content of any
+    other is read."""
 
     def __init__(self) -> None:
         self._contents: dict[str, dict[str, str]] = {}
@@ -298,8 +265,11 @@ def are_unchanged(folder: Path) -> bool:
     path = folder / IMAGE_MANIFEST
     if not path.is_file():
         return True
-    with path.open(encoding="utf-8") as file:
-        return all(_is_unchanged(json.loads(line)) for line in file)
+    try:
+        with path.open(encoding="utf-8") as file:
+            return all(_is_unchanged(json.loads(line)) for line in file)
+    except RecordError:
+        return False
 
 
 def _is_unchanged(line: dict[str, object]) -> bool:
@@ -308,19 +278,13 @@ def _is_unchanged(line: dict[str, object]) -> bool:
             found = file_state(path)
             if found is None or found == (path, size, time):
                 return found is not None
-            return all(_has(path, member, sha256) for member, sha256 in contents.items())
+            read = ((content_at(ImageLocation(Path(path), name), path), sha256) for name, sha256 in contents.items())
+            return all(hashlib.sha256(content).hexdigest() == sha256 for content, sha256 in read)
         case {"root": str(root), "path": str(path), "state": state}:
             found = _image_state(Image(path=path, root=root))
             return (None if found is None else list(found)) == state
         case _:
             return False
-
-
-def _has(path: str, member: str, sha256: str) -> bool:
-    try:
-        return hashlib.sha256(content_at(ImageLocation(Path(path), member), path)).hexdigest() == sha256
-    except RecordError:
-        return False
 
 
 def _image_state(image: Image) -> FileState | None:

@@ -19,10 +19,7 @@ T = TypeVar("T")
 Counts = Sequence[int] | NDArray[np.int64]
 
 _ROWS, _TOKENS_PER_ROW = 64, 32
-"""A pack has at most this many sequences, or one for each 32 tokens of its capacity: each costs the backward of
-attention up to 128 tokens more."""
-_SAMPLE_STEPS = 50
-"""Of the first epoch: enough to estimate efficiency, however many there are."""
+"""Sequences of a pack, or one for each 32 tokens of its capacity: attention pays up to 128 tokens for each."""
 
 
 @lru_cache(maxsize=2)
@@ -69,8 +66,7 @@ class Capacity:
 
 
 def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_step: int, sides: int = 1) -> Capacity:
-    """For `micro_batch` rows, each of `sides` sequences of the longest length with the most supervised tokens of
-    any."""
+    """For `micro_batch` rows of `sides` sequences, each of the longest length with the most supervised tokens."""
     tokens = micro_batch * sides * longest
     most = max(_ROWS, tokens // _TOKENS_PER_ROW) // sides
     rows = max(micro_batch, min(rows_per_step, most))
@@ -129,11 +125,17 @@ class _OpenPacks:
         self._packs: dict[int, list[tuple[int, int]]] = {}
 
     def take(self, length: int, count: int) -> tuple[int, int, int] | None:
-        """(tokens left, supervised left, pack) of the fullest pack with room for a row, which is taken out; None where
-        there is none."""
-        leaf = self._first(length, count)
-        if leaf is None:
-            return None
+        """(tokens left, supervised left, pack) of the fullest pack with room, which is taken out; else None."""
+        most, node = self._most.get, length + self._width
+        while most(node, -1) < count:  # up, and to the right, to the first node above a leaf with room
+            while node & 1:
+                node >>= 1
+            if node == 0:
+                return None
+            node += 1
+        while node < self._width:  # down to that leaf
+            node = 2 * node if most(2 * node, -1) >= count else 2 * node + 1
+        leaf = node - self._width
         left, pack = heappop(self._packs[leaf])
         self._update(leaf)
         return leaf, -left, pack
@@ -141,19 +143,6 @@ class _OpenPacks:
     def give(self, tokens_left: int, supervised_left: int, pack: int) -> None:
         heappush(self._packs.setdefault(tokens_left, []), (-supervised_left, pack))
         self._update(tokens_left)
-
-    def _first(self, start: int, count: int) -> int | None:
-        """The first leaf from `start` on whose packs have room for `count` supervised tokens."""
-        most, node = self._most.get, start + self._width
-        while most(node, -1) < count:  # up, and to the right
-            while node & 1:
-                node >>= 1
-            if node == 0:
-                return None
-            node += 1
-        while node < self._width:
-            node = 2 * node if most(2 * node, -1) >= count else 2 * node + 1
-        return node - self._width
 
     def _update(self, leaf: int) -> None:
         most, packs = self._most, self._packs[leaf]
@@ -168,12 +157,12 @@ def efficiency(
     lengths: NDArray[np.int32], supervised: NDArray[np.int32], levers: Levers, *, global_batch: int, seed: int
 ) -> Efficiency:
     """How much of what is computed is padding, for each layout of the rows of a step."""
-    steps = range(min(_SAMPLE_STEPS, steps_per_epoch(len(lengths), global_batch)))
+    steps = range(min(50, steps_per_epoch(len(lengths), global_batch)))  # enough to estimate it
     rows = [rows_of_step(step, num_rows=len(lengths), global_batch=global_batch, seed=seed) for step in steps]
-    own = sum(int(lengths[step].sum()) for step in rows)
-    in_order = [_cut(lengths[step], levers.micro_batch) for step in rows]
-    by_length = [_cut(lengths[step][np.argsort(-longest_sides(lengths[step]))], levers.micro_batch) for step in rows]
-    computed, batches = _padded(by_length), sum(map(len, by_length))
+    in_order = [lengths[step] for step in rows]
+    by_length = [step[np.argsort(-longest_sides(step))] for step in in_order]
+    own = sum(int(step.sum()) for step in in_order)
+    computed, batches = _padded(by_length, levers.micro_batch)
     grouped = own / computed
     if levers.packing:
         capacity = capacity_of(
@@ -186,13 +175,11 @@ def efficiency(
         limits = {"max_tokens": capacity.tokens, "max_supervised": capacity.supervised, "max_rows": capacity.rows}
         packs = [best_fit(both_sides(lengths[step]), both_sides(supervised[step]), **limits) for step in rows]
         computed, batches = own, sum(map(len, packs))
-    per_step, unsorted = batches / len(rows), own / _padded(in_order)
+    per_step, unsorted = batches / len(rows), own / _padded(in_order, levers.micro_batch)[0]
     return Efficiency(own=own / computed, batches_per_step=per_step, grouped=grouped, in_order=unsorted)
 
 
-def _cut(lengths: NDArray[np.int32], micro_batch: int) -> list[NDArray[np.int32]]:
-    return [lengths[at : at + micro_batch] for at in range(0, len(lengths), micro_batch)]
-
-
-def _padded(steps: list[list[NDArray[np.int32]]]) -> int:
-    return sum(batch.size * int(batch.max()) for step in steps for batch in step)
+def _padded(steps: list[NDArray[np.int32]], micro_batch: int) -> tuple[int, int]:
+    """The tokens that are computed, and the number of batches."""
+    batches = [step[at : at + micro_batch] for step in steps for at in range(0, len(step), micro_batch)]
+    return sum(batch.size * int(batch.max()) for batch in batches), len(batches)

@@ -43,11 +43,8 @@ _HOW: dict[OverlapKind, str] = {
     "contained": "holds it as a whole",
 }
 _KINDS = tuple(_HOW)
-_BLOCK_ROWS = 1024
 _NUM_EXAMPLES = 3
-_MAX_SEEN_BITS = 24
 _NUM_MINIMA = 32
-_MIN_EQUAL_MINIMA = round(NEAR * _NUM_MINIMA)
 _MINIMA_FACTORS = np.random.Generator(np.random.PCG64(20)).integers(0, 2**32, _NUM_MINIMA, np.uint32) | np.uint32(1)
 
 
@@ -61,18 +58,14 @@ def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
     many, many_of_all = min(max(len(prompts) // 100, 5), 20), min(max(len(prompts) // 4, 4), 20)
     is_open = (counts >= many) & (counts <= many_of_all)
     is_common = counts > many_of_all
-    if is_open.any():
-        is_common[is_open] = _count_groups(prompts, windows[is_open]) >= many
+    if is_open.any():  # how many prompts hold each window, where those that are nearly the same count as one
+        shared = [w[_are_among(w, windows[is_open])] for w in prompts]
+        holders = [i for i, w in enumerate(shared) if w.size]
+        groups = np.repeat(_groups([prompts[i] for i in holders]), [shared[i].size for i in holders])
+        owned = np.unique(np.concatenate(shared).astype(np.uint64) << HALF | groups)
+        num_groups = np.diff(np.searchsorted(owned >> HALF, windows[is_open]), append=owned.size)
+        is_common[is_open] = num_groups >= many
     return windows[is_common]
-
-
-def _count_groups(prompts: Sequence[Windows], windows: Windows) -> NDArray[np.intp]:
-    """How many prompts hold each window; those that are nearly the same as a whole count as one."""
-    shared = [w[_are_among(w, windows)] for w in prompts]
-    holders = [i for i, w in enumerate(shared) if w.size]
-    groups = np.repeat(_groups([prompts[i] for i in holders]), [shared[i].size for i in holders])
-    owned = np.unique(np.concatenate(shared).astype(np.uint64) << HALF | groups)
-    return np.diff(np.searchsorted(owned >> HALF, windows), append=owned.size)
 
 
 def _groups(prompts: Sequence[Windows]) -> NDArray[np.uint64]:
@@ -94,7 +87,6 @@ class Overlap:
     kind: OverlapKind
     split: str
     row: str
-    """Its place."""
     other_split: str
     other: str
     similarity: float = 1.0
@@ -103,6 +95,11 @@ class Overlap:
     def how(self) -> str:
         similarity = f" ({self.similarity:.2f})" if self.kind in ("near", "contained") else ""
         return _HOW[self.kind] + similarity
+
+
+_Match = tuple[int, float, str, str]
+"""The place of its kind among `_KINDS`, its distance, and the split and place of the held-out row: the least is the
+closest, and equals are ordered by place, so that the order of rows does not matter."""
 
 
 class OverlapIndex:
@@ -127,28 +124,30 @@ class OverlapIndex:
         found = min(self._equal(fp, split), default=None) or min(self._near(fp, split), default=None)
         if found is None:
             return None
-        kind, similarity = _KINDS[found.rank], 1 - found.distance
-        other_split, other = found.split, found.place
-        return Overlap(
-            kind=kind, split=split, row=row.place, other_split=other_split, other=other, similarity=similarity
-        )
+        rank, distance, held, place = found
+        kind, similarity = _KINDS[rank], 1 - distance
+        return Overlap(kind=kind, split=split, row=row.place, other_split=held, other=place, similarity=similarity)
 
-    def _equal(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
+    def _equal(self, fp: Fingerprint, split: str) -> Iterator[_Match]:
         for held in self._of_prompt(fp.prompt, split):
             kind = "row" if held.fp.exact == fp.exact else "prompt" if held.fp.asked == fp.asked else "normalised"
-            yield _Match(_KINDS.index(kind), 0.0, held.split, held.place)
+            yield _KINDS.index(kind), 0.0, held.split, held.place
         for turn in fp.turns:
             for held in self._of_prompt(turn, split):
-                yield _Match(_KINDS.index("turn"), 0.0, held.split, held.place)
+                yield _KINDS.index("turn"), 0.0, held.split, held.place
 
     def _of_prompt(self, prompt: int, split: str) -> Iterator["_HeldRow"]:
         return (held for i in self._by_prompt.get(prompt, ()) if (held := self._held[i]).split != split)
 
-    def _near(self, fp: Fingerprint, split: str) -> Iterator["_Match"]:
+    def _near(self, fp: Fingerprint, split: str) -> Iterator[_Match]:
         if fp.windows.size < MIN_WINDOWS:
             return
         if self._grown - {split}:  # rows of its own split need no table
-            self._seal()
+            splits = {held.split for held in self._held}
+            templates = (common_windows(held.fp for held in self._held if held.split == each) for each in splits)
+            common = np.unique(np.concatenate([self._common, *templates]))
+            self._table = _Table.of([held.fp.windows for held in self._held], common)
+            self._grown.clear()
         at = self._table.positions(fp.windows)
         if at.size < NEAR * MIN_WINDOWS:
             return
@@ -161,29 +160,13 @@ class OverlapIndex:
             if held.split != split:
                 kind = "near" if jaccard[j] >= NEAR else "contained"
                 similarity = float(jaccard[j] if kind == "near" else contained[j])
-                yield _Match(_KINDS.index(kind), 1 - similarity, held.split, held.place)
-
-    def _seal(self) -> None:
-        splits = {held.split for held in self._held}
-        templates = (common_windows(held.fp for held in self._held if held.split == split) for split in splits)
-        common = np.unique(np.concatenate([self._common, *templates]))
-        self._table = _Table.of([held.fp.windows for held in self._held], common)
-        self._grown.clear()
+                yield _KINDS.index(kind), 1 - similarity, held.split, held.place
 
 
 class _HeldRow(NamedTuple):
     split: str
     place: str
     fp: Fingerprint
-
-
-class _Match(NamedTuple):
-    """The least is the closest; equals are ordered by place, so that the order of rows does not matter."""
-
-    rank: int
-    distance: float
-    split: str
-    place: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +188,8 @@ class _Table:
         pairs |= np.repeat(np.arange(len(held), dtype=np.uint64), [w.size for w in held])
         pairs.sort()
         windows, owners = (pairs >> HALF).astype(np.uint32), pairs.astype(np.uint32)
-        keys = np.concatenate([windows, common])
-        keys.sort()
-        keys = once(keys)
-        seen = np.zeros(2 ** min(keys.size.bit_length() + 4, _MAX_SEEN_BITS), np.bool_)
+        keys = once(np.concatenate([windows, common]))
+        seen = np.zeros(2 ** min(keys.size.bit_length() + 4, 24), np.bool_)
         seen[keys >> _seen_shift(seen)] = True
         starts = np.append(np.searchsorted(windows, keys), windows.size).astype(np.uint32)
         is_common = np.zeros(keys.size, np.bool_)
@@ -237,22 +218,6 @@ def _seen_shift(seen: NDArray[np.bool_]) -> np.uint32:
     return np.uint32(CHOSEN_BITS + 1 - seen.size.bit_length())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DuplicateReport:
-    """Rows of train that repeat another row; each is counted under the first kind that applies."""
-
-    rows: int
-    exact: int
-    """Rows that repeat a row."""
-    prompt: int
-    """Rows that repeat a prompt, with another answer."""
-    normalised: int
-    """Rows that repeat a prompt but for case and punctuation."""
-    near: int
-    """Rows that nearly repeat a prompt: an estimate."""
-    examples: tuple[Overlap, ...]
-
-
 class TrainDuplicates:
     """Counts duplicates inside train in about 110 bytes a row."""
 
@@ -265,31 +230,24 @@ class TrainDuplicates:
     def add(self, row: Row, fp: Fingerprint) -> None:
         source = self._sources.setdefault(row.source, len(self._sources))
         self._pending.append(((fp.exact, fp.asked, fp.prompt, source, row.number, row.part), fp.windows))
-        if len(self._pending) == _BLOCK_ROWS:
+        if len(self._pending) == 1024:
             self._store()
 
-    def summary(self) -> DuplicateReport:
+    def summary(self) -> tuple[dict[OverlapKind, int], list[Overlap]]:
+        """How many rows repeat another, each counted under the first kind that applies, with some examples. The number
+        of those that nearly repeat a prompt is an estimate."""
         if self._pending:
             self._store()
         if not self._blocks:
-            return DuplicateReport(rows=0, exact=0, prompt=0, normalised=0, near=0, examples=())
+            return {}, []
         exact, asked, prompt = (np.concatenate([block.keys[:, i] for block in self._blocks]) for i in range(3))
-        repeats = (_repeats(exact), _repeats(asked, exact), _repeats(prompt, asked))
+        kinds: tuple[OverlapKind, ...] = ("row", "prompt", "normalised")
+        repeats = dict(zip(kinds, (_repeats(exact), _repeats(asked, exact), _repeats(prompt, asked)), strict=True))
         near, similarity = self._near(prompt)
         closest = np.lexsort((near[:, 1], -similarity))[:_NUM_EXAMPLES]
-        kinds = zip(_KINDS, repeats, strict=False)
-        examples = [self._example(kind, pair) for kind, pairs in kinds for pair in pairs[:_NUM_EXAMPLES]]
+        examples = [self._example(kind, pair) for kind, pairs in repeats.items() for pair in pairs[:_NUM_EXAMPLES]]
         examples += (self._example("near", near[i], float(similarity[i])) for i in closest)
-        num_exact, num_prompt, num_normalised = map(len, repeats)
-        num_near, several = np.unique(near[:, 1]).size, tuple(examples)
-        return DuplicateReport(
-            rows=exact.size,
-            exact=num_exact,
-            prompt=num_prompt,
-            normalised=num_normalised,
-            near=num_near,
-            examples=several,
-        )
+        return {kind: len(pairs) for kind, pairs in repeats.items()} | {"near": np.unique(near[:, 1]).size}, examples
 
     def _store(self) -> None:
         entries, windows = zip(*self._pending, strict=True)
@@ -314,14 +272,14 @@ class TrainDuplicates:
         return rows[order[pairs]], similarity
 
     def _example(self, kind: OverlapKind, pair: NDArray[np.intp], similarity: float = 1.0) -> Overlap:
-        other, row = (self._place(index) for index in sorted(pair.tolist()))
+        places: list[str] = []
+        for index in sorted(pair.tolist()):
+            block = self._blocks[bisect_right(self._blocks, index, key=lambda block: block.start) - 1]
+            at = index - block.start
+            source = next(islice(self._sources, int(block.source[at]), None))
+            places.append(Row(source=source, number=int(block.number[at]), part=int(block.part[at])).place)
+        other, row = places
         return Overlap(kind=kind, split="train", row=row, other_split="train", other=other, similarity=similarity)
-
-    def _place(self, index: int) -> str:
-        block = self._blocks[bisect_right(self._blocks, index, key=lambda block: block.start) - 1]
-        at = index - block.start
-        source = next(islice(self._sources, int(block.source[at]), None))
-        return Row(source=source, number=int(block.number[at]), part=int(block.part[at])).place
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,22 +336,17 @@ def _repeats(keys: NDArray[np.uint64], finer: NDArray[np.uint64] | None = None) 
 
 def _near_pairs(signatures: NDArray[np.uint16]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """Found by equal bands, measured on the whole of the signatures."""
-    bands = signatures.view(np.uint64)  # of 4 minima each
-    candidates = np.concatenate([_neighbours(bands[:, band]) for band in range(bands.shape[1])])
+    neighbours: list[NDArray[np.intp]] = []
+    for band in signatures.view(np.uint64).T:  # of 4 minima each
+        order = np.argsort(band, kind="stable")
+        is_same = band[order[1:]] == band[order[:-1]]
+        neighbours.append(np.stack([order[:-1][is_same], order[1:][is_same]], axis=1))
+    candidates = np.concatenate(neighbours)
     _, first = np.unique(candidates[:, 0] * len(signatures) + candidates[:, 1], return_index=True)
-    return _verified(signatures, candidates[first])
-
-
-def _neighbours(band: NDArray[np.uint64]) -> NDArray[np.intp]:
-    order = np.argsort(band, kind="stable")
-    is_same = band[order[1:]] == band[order[:-1]]
-    return np.stack([order[:-1][is_same], order[1:][is_same]], axis=1)
-
-
-def _verified(signatures: NDArray[np.uint16], pairs: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    pairs = candidates[first]
     equal = np.empty(len(pairs), np.intp)
     for start in range(0, len(pairs), 2**16):
         part = pairs[start : start + 2**16]
         equal[start : start + 2**16] = (signatures[part[:, 0]] == signatures[part[:, 1]]).sum(axis=1)
-    is_near = equal >= _MIN_EQUAL_MINIMA
+    is_near = equal >= round(NEAR * _NUM_MINIMA)
     return pairs[is_near], equal[is_near] / _NUM_MINIMA

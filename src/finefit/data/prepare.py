@@ -16,7 +16,7 @@ from finefit.artifacts.forecasts import Lengths
 from finefit.artifacts.stage_records import LedgerRow, Preparation, RowProblem, SourceLedger
 from finefit.data.encode import Budget
 from finefit.data.examples import ExampleWriter
-from finefit.data.fingerprint import fingerprint, system_is_content
+from finefit.data.fingerprint import Windows, fingerprint, system_is_content
 from finefit.data.image_check import ImageArchive, ModelProcessor, ProcessorFactory, image_processor_of
 from finefit.data.images import ImageManifest
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
@@ -34,11 +34,10 @@ Grids = tuple[tuple[int, ...], ...]
 BuildRow = Callable[[Row], Row | BadRow]
 
 SPLITS = ("test", "validation", "train")
-_SAMPLE_CHARACTERS = 32 << 20
 _MAX_SHOWN = 10
 _NOT_SFT: dict[Kind, tuple[str, str]] = {
-    "pair": ("preference pairs", "fields: {prompt: prompt, answer: chosen}"),
-    "judged": ("answers with a verdict", "fields: {prompt: prompt, answer: completion}"),
+    "pair": ("preference pairs", "{prompt: prompt, answer: chosen}; objective: {kind: dpo} learns from both sides"),
+    "judged": ("answers with a verdict", "{prompt: prompt, answer: completion}"),
 }
 """What a source of such rows holds, and how to name the answer to train on."""
 _NOT_PAIRS: dict[Kind, str] = {"chat": "single answers", "judged": "answers with a verdict", "text": "plain text"}
@@ -66,13 +65,8 @@ def prepare(
     processor, options = image_processor_of(processor_factory), data.template_options
     renderer = open_renderer(tokenizer, data.template, template_options=options, image_processor=processor)
     has_vision = renderer.image_processor is not None
-    readers, sides = _open_all(data, base, build, pairs=pairs, has_vision=has_vision), 2 if pairs else 1
+    readers = _open_all(data, base, build, pairs=pairs, has_vision=has_vision)
     with ExitStack() as stack:
-        ledger = Ledger(stack.enter_context(Journal(folder / "ledger.jsonl")))
-        writers = {
-            split: stack.enter_context(ExampleWriter(folder / f"{split}.safetensors", sides=sides))
-            for split in ("train", "validation")
-        }
         sample = _sample(readers["train"])
         with_system = system_is_content(sample)
         common = common_windows(fingerprint(row, with_system=with_system) for row in sample)
@@ -80,18 +74,9 @@ def prepare(
         pool = TokenizerPool(
             renderer, data, tokenizer, processor_factory, processes=processes, with_system=with_system, pairs=pairs
         )
-        preparer = _Preparer(
-            data=data,
-            ledger=ledger,
-            pool=stack.enter_context(pool),
-            writers=writers,
-            held_out=OverlapIndex(common),
-            duplicates=TrainDuplicates(common),
-            pairs=pairs,
-            archive=stack.enter_context(ImageArchive(folder)),
-            manifest=ImageManifest(),
-        )
-        prompt, prompt_grids = preparer.test_items(readers["test"], renderer, folder, seed, max_prompt_tokens)
+        preparer = _Preparer(data, folder, stack.enter_context(pool), stack, common, pairs=pairs)
+        ledger, writers = preparer.ledger, preparer.writers
+        prompt, prompt_grids = preparer.test_items(readers["test"], renderer, seed, max_prompt_tokens)
         for reader in readers["validation"]:
             limit = data.validation.limit if data.validation else None
             preparer.examples(ledger.open("validation", reader), reader, sampled(reader, 1.0, limit, seed))
@@ -106,8 +91,7 @@ def prepare(
             table.append(weighted(begin, writers["train"].num_examples, source.weight, seed))
             tally.repeated = len(table[-1]) - tally.examples
         preparer.note_duplicates()
-        lengths = _close(writers, np.concatenate(table), prompt, prompt_grids, sides=sides)
-        preparer.archive.close()
+        lengths = _close(writers, np.concatenate(table), prompt, prompt_grids, sides=2 if pairs else 1)
         preparer.manifest.write(folder)
         sources = ledger.close()
     return Preparation(
@@ -153,26 +137,21 @@ def _require_kind(reader: SourceReader, split: str, *, pairs: bool, has_vision: 
         problem = f"{reader.source} holds answers with a verdict, of which some are wrong: they are not references"
         raise DataError(problem, "take rows with right answers")
     if pairs and split != "test" and row.kind != "pair":
-        raise DataError(
-            f"{reader.source} holds {_NOT_PAIRS[row.kind]}, and objective dpo learns from pairs: an answer that is "
-            "preferred and one that is not",
-            "name the columns of both, for instance fields: {prompt: prompt, chosen: chosen, rejected: rejected}; or "
-            "set objective: {kind: sft}",
-        )
+        learns = "objective dpo learns from pairs: an answer that is preferred and one that is not"
+        fields = "fields: {prompt: prompt, chosen: chosen, rejected: rejected}; or set objective: {kind: sft}"
+        problem = f"{reader.source} holds {_NOT_PAIRS[row.kind]}, and {learns}"
+        raise DataError(problem, f"name the columns of both, for instance {fields}")
     if row.kind in _NOT_SFT and split != "test" and not pairs:
-        what, fields = _NOT_SFT[row.kind]
-        both = "; objective: {kind: dpo} learns from both sides" if row.kind == "pair" else ""
-        raise DataError(
-            f"{reader.source} holds {what}, and supervised fine-tuning learns from answers",
-            f"name the answer to train on, for instance {fields}{both}",
-        )
+        what, how = _NOT_SFT[row.kind]
+        problem = f"{reader.source} holds {what}, and supervised fine-tuning learns from answers"
+        raise DataError(problem, f"name the answer to train on, for instance fields: {how}")
     if row.images and not has_vision:
-        families = ", ".join(FAMILIES)
-        raise DataError(
-            f"{reader.source} holds images, which this model cannot see: its questions would be asked about nothing",
-            f"take a vision-language model ({families}), or name the columns of text alone: fields: {{prompt: ..., "
-            "answer: ...}",
+        problem = (
+            f"{reader.source} holds images, which this model cannot see: its questions would be asked about nothing"
         )
+        fields = "name the columns of text alone: fields: {prompt: ..., answer: ...}"
+        remedy = f"take a vision-language model ({', '.join(FAMILIES)}), or {fields}"
+        raise DataError(problem, remedy)
 
 
 @dataclass(slots=True)
@@ -196,11 +175,6 @@ class SourceTally:
     supervised_tokens: int = 0
     images: int = 0
     last: tuple[str, int] | None = None
-
-    def count(self, row: Row | BadRow) -> None:
-        """Every row of the files, whether it takes part in this split or not."""
-        self.records += self.counts_records and (row.source, row.number) != self.last
-        self.last = (row.source, row.number)
 
     def close(self) -> SourceLedger:
         values = {name: value for name, value in asdict(self).items() if name not in ("counts_records", "last")}
@@ -257,25 +231,27 @@ class Ledger:
         self.journal.write(**asdict(line))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparer:
-    """Where rows go as they stream by."""
+    """Where rows go as they stream by. Its files are closed with `stack`."""
 
-    data: Data
-    ledger: Ledger
-    pool: TokenizerPool
-    writers: dict[str, ExampleWriter]
-    held_out: OverlapIndex
-    duplicates: TrainDuplicates
-    pairs: bool
-    archive: ImageArchive
-    manifest: ImageManifest
+    def __init__(
+        self, data: Data, folder: Path, pool: TokenizerPool, stack: ExitStack, common: Windows, *, pairs: bool
+    ) -> None:
+        """`common`: the windows of training rows that are a template's."""
+        self.data, self.folder, self.pool, self.pairs = data, folder, pool, pairs
+        self.ledger = Ledger(stack.enter_context(Journal(folder / "ledger.jsonl")))
+        paths = {split: folder / f"{split}.safetensors" for split in ("train", "validation")}
+        self.writers = {
+            split: stack.enter_context(ExampleWriter(path, sides=2 if pairs else 1)) for split, path in paths.items()
+        }
+        self.held_out, self.duplicates = OverlapIndex(common), TrainDuplicates(common)
+        self.archive, self.manifest = stack.enter_context(ImageArchive(folder)), ImageManifest()
 
     def rows(self, tally: SourceTally, reader: SourceReader, selection: RowSelection) -> Iterator[Row]:
-        """Those that take part."""
         ordinal = -1
         for row in reader.rows():
-            tally.count(row)
+            tally.records += tally.counts_records and (row.source, row.number) != tally.last
+            tally.last = (row.source, row.number)
             ordinal += isinstance(row, Row)
             selection.require(ordinal, reader.source)
             if isinstance(row, BadRow):
@@ -298,16 +274,12 @@ class _Preparer:
             tally.used += int(kept.sum())
             tally.examples += len(lengths) // chunk.sides
             tally.tokens += len(tokens)
-            image_refs = [
-                _with_row(rows[at], chunk.image_refs[at][:count])
-                for at in np.flatnonzero(kept)
-                for count in chunk.num_images[at]
-            ]
-            writer = self.writers[tally.split]
-            tally.supervised_tokens += writer.add(tokens, chunk.supervised[of_tokens], lengths, image_refs)
+            counts = [(at, count) for at in np.flatnonzero(kept) for count in chunk.num_images[at]]
+            image_refs = [_with_row(rows[at], chunk.image_refs[at][:count]) for at, count in counts]
+            supervised = chunk.supervised[of_tokens]
+            tally.supervised_tokens += self.writers[tally.split].add(tokens, supervised, lengths, image_refs)
 
     def _keeps(self, tally: SourceTally, row: Row, chunk: RenderedChunk, at: int) -> bool:
-        """Whether the row is used; if not, the reason is recorded."""
         self.manifest.add(row.images, chunk.image_refs[at])
         if at in chunk.problems:
             self.ledger.unusable(tally, row, *chunk.problems[at])
@@ -343,29 +315,23 @@ class _Preparer:
         tally.images += len(image_refs)
 
     def note_duplicates(self) -> None:
-        """Several pairs may well compare answers to one prompt."""
-        report = self.duplicates.summary()
-        count = report.exact if self.pairs else report.exact + report.prompt + report.normalised + report.near
-        shown = [found for found in report.examples if found.kind == "row" or not self.pairs]
-        lines = tuple(f"{found.row} is {found.other}: {found.how}" for found in shown)
-        if count:
+        counts, examples = self.duplicates.summary()
+        if self.pairs:  # several may well compare answers to one prompt
+            counts, examples = {"row": counts.get("row", 0)}, [found for found in examples if found.kind == "row"]
+        if count := sum(counts.values()):
+            lines = tuple(f"{found.row} is {found.other}: {found.how}" for found in examples)
             fault = RowProblem(kind="duplicate", split="train", count=count, lines=lines)
             self.ledger.faults["duplicate", "train"] = fault
 
     def test_items(
-        self,
-        readers: Sequence[SourceReader],
-        renderer: Renderer,
-        folder: Path,
-        seed: int,
-        max_prompt_tokens: int | None,
+        self, readers: Sequence[SourceReader], renderer: Renderer, seed: int, max_prompt_tokens: int | None
     ) -> tuple[int | None, Grids]:
         """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of
         the longest prompt, and the images of the row with the most pixels."""
         if not readers:
             return None, ()
         longest, most, sources = 0, tuple[ImageRef, ...](), self.data.test_sources()
-        with (folder / "test.jsonl").open("w", encoding="utf-8") as file:
+        with (self.folder / "test.jsonl").open("w", encoding="utf-8") as file:
             for source, reader in zip(sources, readers, strict=True):
                 tally = self.ledger.open("test", reader)
                 rows = self.rows(tally, reader, sampled(reader, 1.0, source.limit, seed))
@@ -408,8 +374,7 @@ def _with_row(row: Row, image_refs: Sequence[ImageRef]) -> tuple[ImageRef, ...]:
 
 
 def _prompt_tokens(renderer: Renderer, row: Row, data: Data, max_tokens: int | None) -> tuple[Sequence[int], int]:
-    """What the model is given at once, and its number of tokens before it was cut; for plain text the longest
-    window."""
+    """What the model is given (of plain text the longest window), and its number of tokens before it was cut."""
     if row.kind == "text":
         (rendered,) = renderer.render([row], Budget(max_tokens=data.max_tokens, too_long="error", turns="last"))
         if rendered.problem:
@@ -418,19 +383,17 @@ def _prompt_tokens(renderer: Renderer, row: Row, data: Data, max_tokens: int | N
         return longest, len(longest)
     if row.images and not row.image_refs:
         raise DataError("holds images, which this model cannot see", "leave these rows out of data.test")
-    whole = renderer.prompt_tokens(row.prompt, tools=row.tools, image_refs=row.image_refs)
-    if max_tokens is None or len(whole) <= max_tokens:
-        return whole, len(whole)
-    cut = renderer.prompt_tokens(row.prompt, tools=row.tools, image_refs=row.image_refs, max_tokens=max_tokens)
-    return cut, len(whole)
+    tokens = whole = renderer.prompt_tokens(row.prompt, tools=row.tools, image_refs=row.image_refs)
+    if max_tokens is not None and len(whole) > max_tokens:
+        tokens = renderer.prompt_tokens(row.prompt, tools=row.tools, image_refs=row.image_refs, max_tokens=max_tokens)
+    return tokens, len(whole)
 
 
 def _sample(readers: Sequence[SourceReader]) -> list[Row]:
     """Enough of every source to know what is a template, which does not make rows alike."""
-    max_rows = -(-SAMPLE_ROWS // max(1, len(readers)))
+    limits = {"max_rows": -(-SAMPLE_ROWS // max(1, len(readers))), "max_characters": 32 << 20}
     sources = ((row for row in reader.rows() if isinstance(row, Row)) for reader in readers)
-    firsts = [chunked(rows, max_rows=max_rows, max_characters=_SAMPLE_CHARACTERS) for rows in sources]
-    return [row for first in firsts for row in next(first, [])]
+    return [row for rows in sources for row in next(chunked(rows, **limits), [])]
 
 
 def _close(
@@ -439,7 +402,7 @@ def _close(
     """The files are written as far as there are rows for them."""
     train, validation = writers["train"], writers["validation"]
     all_held = np.arange(validation.num_examples)
-    _, most = max(train.most_pixels(table), validation.most_pixels(all_held), key=lambda found: found[0])
+    _, most = max(train.images.most_pixels(table), validation.images.most_pixels(all_held), key=lambda found: found[0])
     held = (int(validation.lengths.max()), int(validation.supervised_counts.max())) if validation.num_examples else None
     if held:
         validation.close(all_held)

@@ -1,79 +1,270 @@
-"""Records of data files, one at a time: every record comes out, as a value or as a bad row with its reason. JSON is
-read by `json_records`; CSV, Parquet, Arrow, plain text and AMR are read here."""
+"""Records of data files, one at a time: every record comes out, as a value or as a bad row with its reason.
 
+JSON is an array, an object of records, or a value per line, and is streamed as far as the form allows: arrays are
+decoded through a buffer that slides along the file, so memory holds little more than one value."""
+
+import codecs
 import csv
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, dropwhile, groupby, islice
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
-from finefit.data.columns import Value
-from finefit.data.files import (
-    HEAD,
-    READ_ERRORS,
-    DataFile,
-    Numbered,
-    UnreadableFile,
-    holds_no_rows,
-    open_text,
-    require_distinct,
-    unreadable,
-)
-from finefit.data.json_records import read_json
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from finefit.data import files
+from finefit.data.columns import CONTEXTS, PROMPTS, Value, plain, printable
+from finefit.data.files import HEAD, READ_ERRORS, DataFile, Numbered, UnreadableFile, open_bytes, open_text
 from finefit.data.rows import BadRow
 from finefit.errors import DataError
 
 Unit = Literal["line", "paragraph", "document"]
 """What a record of a text file is."""
 
-_HEADER_LINES = 100
-"""More than the line breaks inside the column names of any CSV file."""
 _BATCH = 256
 """Rows of a table that are converted to Python at a time; rows may hold images."""
-_BUFFER = 1 << 20
-"""Bytes of a Parquet column that are read at a time."""
+_CHUNK = 1 << 20
+"""Characters that are read at a time."""
+_DECODER = json.JSONDecoder()
+_BLANK = re.compile(r"[ \t\r\n]*")
+_OPEN_NUMBERS = frozenset(("", ".", "e", "E", "e+", "e-", "E+", "E-"))
+"""What may come between a number and the end of the buffer while the number goes on."""
+_FIELD_NAMES = frozenset("text system tools completion answer answers response output".split())  # noqa: SIM905
+_FIELD_NAMES |= PROMPTS | CONTEXTS | {"chosen", "rejected", "messages", "conversations"}
+"""An object with one of these, as `plain` gives it, is itself a record, whatever list it holds besides."""
+_OF_ALL = ("data_subtype",)
+"""What a file of VQA states once for all records: which of COCO's folders their images lie in."""
+_KINDS: dict[type, str] = {type(None): "null", bool: "a truth value", int: "a number", float: "a number"}
+_KINDS |= {str: "a string", list: "a list"}
 _SENTENCE = re.compile(r"^[ \t]*#[ \t]*::snt(?!\S)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DataRecord:
     source: str
     number: int
     """Its line in a file of lines, else its place in the file, from 1."""
     value: Value
 
 
-def read_records(file: DataFile, *, unit: Unit | None = None) -> Iterator[Record | BadRow]:
-    """Records in the order of the file; `unit` is for text files. A file that cannot be read to the end is a
-    DataError."""
+def read_records(file: DataFile, *, unit: Unit | None = None) -> Iterator[DataRecord | BadRow]:
+    """In the order of the file; `unit` is for text files. A file that cannot be read to the end is a DataError."""
     number = 0
     try:
-        for number, found in _read(file, unit):
-            yield BadRow(file.name, number, found) if isinstance(found, str) else Record(file.name, number, found)
+        match file.format:
+            case "json" | "jsonl":
+                found = _read_json(file)
+            case "csv":
+                found = _read_csv(file)
+            case "parquet" | "arrow":
+                found = _read_table(file)
+            case "text":
+                found = _read_text(file, unit)
+        for number, value in found:
+            yield BadRow(file.name, number, value) if isinstance(value, str) else DataRecord(file.name, number, value)
     except READ_ERRORS as error:
-        raise unreadable(file, error, number) from None
+        raise files.unreadable(file, error, number) from None
 
 
 def is_amr(file: DataFile) -> bool:
     """Whether a text file holds AMR graphs, each below its sentence."""
+    if file.format != "text":
+        return False
     try:
-        return file.format == "text" and _holds_graphs(file)
+        with open_text(file) as handle:
+            return _SENTENCE.search(handle.read(HEAD)) is not None
     except READ_ERRORS as error:
-        raise unreadable(file, error, 0) from None
+        raise files.unreadable(file, error, 0) from None
 
 
-def _read(file: DataFile, unit: Unit | None) -> Numbered:
-    match file.format:
-        case "json" | "jsonl":
-            return read_json(file)
-        case "csv":
-            return _read_csv(file)
-        case "parquet" | "arrow":
-            return _read_table(file)
-        case "text":
-            return _read_text(file, unit)
+class JsonStream:
+    """Decodes one value after the other through the sliding buffer."""
+
+    def __init__(self, handle: TextIO) -> None:
+        self._handle, self._buffer, self._ended = handle, "", False
+        self._at = self._passed = 0
+
+    def peek(self) -> str:
+        """The next character that is not blank; empty at the end."""
+        while True:
+            blank = _BLANK.match(self._buffer, self._at)
+            self._at = blank.end() if blank else self._at
+            if self._at < len(self._buffer) or self._ended:
+                return self._buffer[self._at : self._at + 1]
+            self._grow()
+
+    def skip(self) -> str:
+        """Past the next character, to the one after it that is not blank."""
+        self._at += 1
+        return self.peek()
+
+    def value(self) -> tuple[Any, str]:
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                # A string that reaches to the end of the text: the error's place is where it begins.
+                is_open_string = error.msg.startswith("Unterminated string")
+                # More text cannot repair an earlier fault, and asking for it would read the whole file into memory.
+                is_at_end = error.pos >= len(self._buffer) - len(r"\ud83d\ude00")  # the longest token
+                if self._ended or not (is_open_string or is_at_end):
+                    self._at = len(self._buffer) if is_open_string else error.pos
+                    raise self.broken(_reason(error)) from None
+            except (ValueError, RecursionError) as error:
+                raise self.broken(_reason(error)) from None
+            else:
+                if self._ended or self._buffer[end : end + 3] not in _OPEN_NUMBERS:
+                    text = self._buffer[self._at : end]
+                    self._at = end
+                    return value, text
+            self._grow()
+
+    def broken(self, reason: str) -> UnreadableFile:
+        """At the next character."""
+        if not self.peek():
+            return UnreadableFile("it is JSON without an end: the file may be cut off", "fetch the file again")
+        problem = f"it is not JSON at character {self._passed + self._at}: {reason}"
+        return UnreadableFile(problem, "fix it; `jq empty FILE` checks it")
+
+    def _grow(self) -> None:
+        """At least doubles what is left, so that a long value is not decoded again for every chunk."""
+        more = self._handle.read(max(_CHUNK, len(self._buffer) - self._at))
+        self._buffer = self._buffer[self._at :] + more
+        self._passed += self._at
+        self._at = 0
+        self._ended = not more
+
+
+def _read_json(file: DataFile) -> Numbered:
+    """An array, an object, or a value per line: the content decides which, not the extension."""
+    with open_bytes(file) as handle:
+        pieces = (piece.removeprefix(codecs.BOM_UTF8).strip() for piece in iter(lambda: handle.readline(HEAD), b""))
+        first = next((piece[:1] for piece in pieces if piece), b"")
+    if not first:
+        raise files.holds_no_rows(file)
+    if first != b"[":
+        return _read_lines(file) if file.format == "jsonl" else _read_document(file)
+    with open_text(file) as text:
+        head = text.read(HEAD).lstrip()
+    try:
+        _, end = _DECODER.raw_decode(head)
+    except (ValueError, RecursionError):
+        end = len(head)
+    if not head[end:].strip():
+        return _read_array(file)
+    _require_one_line(file, head[:end])  # an array per line
+    return _read_lines(file)
+
+
+def _require_one_line(file: DataFile, text: str) -> None:
+    if "\n" in text:
+        problem = f"{file.name} holds several JSON values that are not one per line"
+        raise DataError(problem, f"convert it: jq -c . {file.name} > rows.jsonl")
+
+
+def _read_lines(file: DataFile) -> Numbered:
+    with open_bytes(file) as handle:
+        for number, line in enumerate(handle, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line and not line.isspace():
+                yield number, _line_value(line)
+
+
+def _line_value(line: bytes) -> Value | str:
+    cut = "" if line.endswith(b"\n") else "; it is the last line and has no line break: the file may be cut off"
+    try:
+        text = line.decode().strip(" \t\r\n")
+        value, end = _DECODER.raw_decode(text)
+    except UnicodeDecodeError as error:
+        if cut and error.reason == "unexpected end of data":
+            return f"is not JSON: it ends within a character{cut}"
+        raise
+    except (ValueError, RecursionError) as error:
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return f"is not JSON: {_reason(error)}{column}{cut}"
+    if end != len(text):
+        return f"is not JSON: more follows at column {end + 1}{cut}"
+    return _checked(value, text)
+
+
+def _read_array(file: DataFile) -> Numbered:
+    with open_text(file) as handle:
+        stream, number = JsonStream(handle), 0
+        stream.peek()
+        follows = stream.skip()
+        while follows != "]":
+            number += 1
+            yield number, _checked(*stream.value())
+            if (follows := stream.peek()) not in {",", "]"}:
+                raise stream.broken("neither a comma nor ] follows")
+            if follows == ",":
+                stream.skip()
+        if stream.skip():
+            raise stream.broken("more follows after the array")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _read_document(file: DataFile) -> Numbered:
+    with open_text(file) as handle:
+        stream = JsonStream(handle)
+        stream.peek()
+        document, text = stream.value()
+        is_followed = bool(stream.peek())
+    if is_followed:
+        _require_one_line(file, text)
+        yield from _read_lines(file)
+        return
+    # Lines and arrays are not checked for this: it would cost a third of their speed. Here it may hide a whole record.
+    try:
+        json.loads(text, object_pairs_hook=lambda pairs: files.require_distinct([name for name, _ in pairs]))
+    except RecursionError as error:
+        raise UnreadableFile(_reason(error), "make it flatter") from None
+    for number, value in enumerate(_entries(document), start=1):
+        yield number, _checked(value, text)
+
+
+def _entries(document: Any) -> list[Any]:
+    """The records of a JSON object: its values by id, its one list, or itself."""
+    if not isinstance(document, dict) or any(plain(name) in _FIELD_NAMES for name in document):
+        return [document]
+    if document and all(isinstance(entry, dict) and not _is_message(entry) for entry in document.values()):
+        return [entry if "id" in entry else {"id": name, **entry} for name, entry in document.items()]
+    lists = [value for value in document.values() if isinstance(value, list)]
+    lists = [entries for entries in lists if any(isinstance(entry, dict) for entry in entries)]
+    if len(lists) == 1 and not any(_is_message(entry) for entry in lists[0]):
+        of_all = {name: document[name] for name in _OF_ALL if isinstance(document.get(name), str)}
+        return [of_all | entry if isinstance(entry, dict) else entry for entry in lists[0]] if of_all else lists[0]
+    return [document]
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(keys <= entry.keys() for keys in ({"role", "content"}, {"from", "value"}))
+
+
+def _checked(value: Any, text: str) -> Value | str:
+    """The value, or why it is not a record."""
+    if not isinstance(value, dict):
+        return f"is {_KINDS[type(value)]}, not an object"
+    # only an escape can hold what UTF-8 cannot; Python would fail on it much later
+    for name, entry in value.items() if "\\ud" in text or "\\uD" in text else ():
+        try:
+            json.dumps({name: entry}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            return f"{printable(name)} holds half a character, {half}, which no tokenizer takes"
+        except RecursionError:
+            return f"{printable(name)} is nested too deep"
+    return value
 
 
 def _read_csv(file: DataFile) -> Numbered:
@@ -83,15 +274,13 @@ def _read_csv(file: DataFile) -> Numbered:
         rows = _csv_rows(_from_header(handle), delimiter)
         header = next(rows, None)
         if header is None:
-            raise holds_no_rows(file)
+            raise files.holds_no_rows(file)
         if isinstance(header, str):
             raise DataError(f"{file.name} has a header that is not CSV: {header}", "fix its quotes")
         if unnamed := [at for at, name in enumerate(header, start=1) if not name.strip()]:
-            raise DataError(
-                f"{file.name} has no name for column {unnamed[0]} of {len(header)}",
-                "name it in the first line; pandas leaves its index out with index=False",
-            )
-        require_distinct(header)
+            problem = f"{file.name} has no name for column {unnamed[0]} of {len(header)}"
+            raise DataError(problem, "name it in the first line; pandas leaves its index out with index=False")
+        files.require_distinct(header)
         for number, row in enumerate(rows, start=1):
             if isinstance(row, str):
                 yield number, f"is not CSV: {row}"
@@ -110,70 +299,50 @@ def _delimiter(file: DataFile) -> str:
     if ".tsv" in file.path.name.lower():
         return "\t"
     with open_text(file, newline="") as handle:
-        head = list(islice(_from_header(handle), _HEADER_LINES))
-    return max(",\t;", key=lambda delimiter: _num_columns(head, delimiter))
-
-
-def _num_columns(lines: list[str], delimiter: str) -> int:
-    try:
-        return len(next(csv.reader(lines, delimiter=delimiter, strict=True), []))
-    except csv.Error:
-        return 0
+        head = list(islice(_from_header(handle), 100))  # more than the line breaks inside the names of any file
+    num_columns: dict[str, int] = {}
+    for delimiter in ",\t;":
+        try:
+            num_columns[delimiter] = len(next(csv.reader(head, delimiter=delimiter, strict=True), []))
+        except csv.Error:
+            num_columns[delimiter] = 0
+    return max(num_columns, key=num_columns.__getitem__)
 
 
 def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[list[str] | str]:
-    """Rows, or what is wrong with one."""
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         try:
-            row = next(reader)
-        except StopIteration:
+            yield from filter(None, reader)
             return
         except csv.Error as error:
             if "unexpected end of data" in str(error):
                 remedy = "close it, or fetch the file again if it was cut off"
                 raise UnreadableFile("a quote is opened there and never closed", remedy) from None
             yield str(error)
-        else:
-            if row:
-                yield row
 
 
 def _read_table(file: DataFile) -> Numbered:
     if not file.path.stat().st_size:
-        raise holds_no_rows(file)
+        raise files.holds_no_rows(file)
     try:
-        import pyarrow as pa
-    except ImportError:
-        remedy = "install pyarrow, or convert the file to JSONL"
-        raise DataError(f"{file.name} needs pyarrow, which is not installed", remedy) from None
-    try:
-        number = 0
-        for batch in _parquet_batches(file) if file.format == "parquet" else _arrow_batches(file):
-            for value in _python_rows(batch):
-                number += 1
-                yield number, value
+        yield from enumerate(chain.from_iterable(map(_python_rows, _batches(file))), start=1)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UnreadableFile(f"it is not a whole {file.format} file: {error}", "fetch the file again") from None
 
 
-def _parquet_batches(file: DataFile) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=_BUFFER) as table:
-        require_distinct(table.schema_arrow.names)
-        yield from table.iter_batches(batch_size=_BATCH)
-
-
-def _arrow_batches(file: DataFile) -> Iterator[Any]:
-    """Of the file form or of the stream form, which `datasets` writes."""
-    import pyarrow as pa
-
+def _batches(file: DataFile) -> Iterator[Any]:
+    """Of Parquet, or of Arrow in its file form or in its stream form, which `datasets` writes."""
+    if file.format == "parquet":
+        with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
+            files.require_distinct(table.schema_arrow.names)
+            yield from table.iter_batches(batch_size=_BATCH)
+        return
     with file.path.open("rb") as handle:
         is_stream = handle.read(6) != b"ARROW1"
     with pa.memory_map(str(file.path)) as source:
         table = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
-        require_distinct(table.schema.names)
+        files.require_distinct(table.schema.names)
         for batch in table if is_stream else (table.get_batch(at) for at in range(table.num_record_batches)):
             batch.validate(full=True)  # nothing else keeps broken offsets from being read beyond the file's end
             yield from (batch.slice(start, _BATCH) for start in range(0, batch.num_rows, _BATCH))
@@ -190,33 +359,23 @@ def _python_rows(batch: Any) -> list[Value | str]:
     return rows
 
 
-def _holds_graphs(file: DataFile) -> bool:
-    with open_text(file) as handle:
-        return _SENTENCE.search(handle.read(HEAD)) is not None
-
-
 def _read_text(file: DataFile, unit: Unit | None) -> Numbered:
     """Line breaks come back as line feeds. A unit that the user names wins over what the file looks like."""
-    if unit is None and _holds_graphs(file):
+    if unit is None and is_amr(file):
         yield from _read_amr(file)
         return
-    found = False
-    for number, text in _texts(file, unit or _require_unit(file)):
-        found = True
-        yield number, {"text": text}
-    if not found:
-        raise holds_no_rows(file)
-
-
-def _require_unit(file: DataFile) -> Unit:
-    num_lines = sum(1 for _ in _texts(file, "line"))
-    if not num_lines:
-        raise holds_no_rows(file)
-    num_paragraphs = sum(1 for _ in _texts(file, "paragraph"))
-    raise DataError(
-        f"{file.name} is plain text: {num_lines} records by line, {num_paragraphs} by paragraph, 1 as a document",
-        "say which is meant with `fields: {text: line}`, `{text: paragraph}` or `{text: document}`",
-    )
+    num_texts = 0
+    for number, text in _texts(file, unit or "line"):
+        num_texts += 1
+        if unit is not None:
+            yield number, {"text": text}
+    if not num_texts:
+        raise files.holds_no_rows(file)
+    if unit is None:
+        num_paragraphs = sum(1 for _ in _texts(file, "paragraph"))
+        counts = f"{num_texts} records by line, {num_paragraphs} by paragraph, 1 as a document"
+        remedy = "say which is meant with `fields: {text: line}`, `{text: paragraph}` or `{text: document}`"
+        raise DataError(f"{file.name} is plain text: {counts}", remedy)
 
 
 def _texts(file: DataFile, unit: Unit) -> Iterator[tuple[int, str]]:
@@ -252,18 +411,23 @@ def _read_amr(file: DataFile) -> Numbered:
         if not graph and not sentences:
             continue  # comments alone, such as the head of a release
         number += 1
-        if fault := _amr_fault(graph, sentences, {name for name, _ in facts}):
-            yield number, fault
-            continue
-        value: Value = {}
-        for name, text in facts:  # a name that occurs twice, as the date of annotation and of alignment, keeps both
-            value[name] = f"{value[name]}\n{text}" if name in value else text
-        yield number, {**value, "amr": graph}
+        if not graph:
+            yield number, "has a ::snt line but no graph"
+        elif len(sentences) > 1:
+            yield number, f"has one graph below {len(sentences)} ::snt lines"
+        elif not any(sentences):
+            yield number, "has a graph but no sentence in a ::snt line"
+        elif any(name == "amr" for name, _ in facts):
+            yield number, "has metadata named ::amr, which is the field of the graph"
+        else:
+            value: Value = {}
+            for name, text in facts:  # a name that occurs twice, as the date of annotation and of alignment, keeps both
+                value[name] = f"{value[name]}\n{text}" if name in value else text
+            yield number, {**value, "amr": graph}
 
 
 def _graphs(block: list[str]) -> Iterator[list[str]]:
-    """A block, or its parts where the blank line before the next sentence is missing: metadata below a graph belongs to
-    the next one."""
+    """A block, or its parts where no blank line comes before the next sentence: metadata begins a part."""
     part: list[str] = []
     for line in block:
         if _metadata(line) and not all(map(_is_comment, part)):
@@ -287,13 +451,3 @@ def _metadata(line: str) -> list[tuple[str, str]]:
     facts = [re.split(r"\s+", fact, maxsplit=1) for fact in re.split(r"(?:^|(?<=\s))::(?=\S)", before)[1:]]
     named = [(fact[0], "".join(fact[1:]).strip()) for fact in facts]
     return [*named, ("snt", text[mark.end() :].strip())] if mark else named
-
-
-def _amr_fault(graph: str, sentences: list[str], names: set[str]) -> str | None:
-    if not graph:
-        return "has a ::snt line but no graph"
-    if len(sentences) > 1:
-        return f"has one graph below {len(sentences)} ::snt lines"
-    if not any(sentences):
-        return "has a graph but no sentence in a ::snt line"
-    return "has metadata named ::amr, which is the field of the graph" if "amr" in names else None

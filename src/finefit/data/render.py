@@ -18,27 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from finefit.data.conversations import IMAGE_PLACEHOLDER
-from finefit.data.encode import (
-    Budget,
-    TextEncoder,
-    fit_messages,
-    model_stops,
-    open_tokenizer,
-    require_characters,
-    require_template,
-)
+from finefit.data import encode, image_check
+from finefit.data.encode import Budget, TextEncoder, require_characters
 from finefit.data.examples import Example, RenderedRow
-from finefit.data.placeholders import (
-    fill_placeholders,
-    inline_images,
-    num_image_tokens,
-    num_placeholders,
-    require_image_tokens,
-    require_no_image_text,
-    with_placeholders,
-)
-from finefit.data.rows import ImageRef, Message, Row
+from finefit.data.image_check import fill_placeholders, num_image_tokens, require_image_tokens, with_placeholders
+from finefit.data.rows import IMAGE_PLACEHOLDER, ImageRef, Message, Row
 from finefit.data.template import ChatTemplate, TemplateFormat, read_tools, require_tools
 from finefit.errors import DataError
 from finefit.spec.data import TEMPLATE_OPTIONS
@@ -48,11 +32,10 @@ _TODAY = date(2024, 7, 26)
 """For templates that write the date (Llama 3.2, gpt-oss): a prompt must be the same tomorrow. Llama's own fallback."""
 _RESERVED = {"messages", "conversations", "tools", "documents", "chat_template"}
 _RESERVED |= {"add_generation_prompt", "continue_final_message"}
-_OTHER_OPENING = (
-    "the chat template writes answers after another text than it opens for generation; training and evaluation use the "
-    "first, other programs will open the turn differently"
-)
-_TOO_LONG = "raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut"
+
+_NO_VISION = ("the row has an image, and this model cannot see", "leave out the row, or the image in it")
+_NEEDS_CHAT = "use a model with a chat template"
+_NO_ANSWER = ("the row has no answer after its prompt", "end the row with an answer")
 
 Turns = Literal["all", "last"]
 
@@ -63,17 +46,12 @@ class Segment(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """An example in text."""
-
     segments: list[Segment]
     image_refs: tuple[ImageRef, ...] = ()
 
 
-class Rendering(NamedTuple):
-    """A row in text, example by example."""
-
-    examples: list[Segments]
-    rejected: list[Segments]
+Rendering = tuple[list[Segments], list[Segments]]
+"""A row in text: its examples, each in segments, and those of its rejected answer."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +63,6 @@ class Renderer:
     model_stops: tuple[int, ...] = ()
     """What the model's own generation settings stop at, besides the end of a turn."""
     image_processor: ImageProcessor | None = None
-    """Of a vision-language model."""
 
     @cached_property
     def _encoder(self) -> TextEncoder:
@@ -98,17 +75,14 @@ class Renderer:
         return int(pad if pad is not None else eos)
 
     @property
-    def uses_stock_prompt(self) -> bool:
-        """Whether other programs, which open the turn as the template does for generation, give the model the prompt of
-        its training."""
-        return self._format.is_stock
-
-    @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the template."""
+        opening = (
+            "the chat template writes answers after another text than it opens for generation; training and evaluation "
+            "use the first, other programs will open the turn differently"
+        )
         eos = str(self.tokenizer.eos_token)
         ending = f"the chat template writes no end after an answer, so {eos!r} is added: the model has to learn to stop"
-        return (*(() if self._format.is_stock else (_OTHER_OPENING,)), *(() if self._format.is_ended else (ending,)))
+        return (*(() if self._format.is_stock else (opening,)), *(() if self._format.is_ended else (ending,)))
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -117,8 +91,7 @@ class Renderer:
         return tuple(dict.fromkeys((end, int(self.tokenizer.eos_token_id), *self.model_stops)))
 
     def prompt_text(self, messages: Sequence[Message], *, tools: str = "", image_refs: Sequence[ImageRef] = ()) -> str:
-        """What comes before the answer, with the opening of the assistant's turn; images are the template's
-        placeholders."""
+        """Up to the opening of the assistant's turn; images are the template's placeholders."""
         messages = self._placed(messages, image_refs)
         if self.template == "plain":
             return self._plain_prompt(messages, tools, has_images=bool(image_refs))
@@ -136,8 +109,7 @@ class Renderer:
         image_refs: Sequence[ImageRef] = (),
         max_tokens: int | None = None,
     ) -> list[int]:
-        """A prompt longer than `max_tokens` is cut like that of a training row. `image_refs`: the images of the
-        messages."""
+        """A prompt longer than `max_tokens` is cut like that of a training row."""
         if max_tokens is not None:
             messages = self.cut_prompt(messages, tools=tools, image_refs=image_refs, max_tokens=max_tokens)
         tokens = self._prompt_tokens(messages, tools, image_refs)
@@ -149,26 +121,22 @@ class Renderer:
         self, messages: Sequence[Message], *, tools: str = "", image_refs: Sequence[ImageRef] = (), max_tokens: int
     ) -> tuple[Message, ...]:
         """The messages, cut so that their prompt fits. Images stay."""
-        kept = fit_messages(
-            with_placeholders(messages, len(image_refs)),
-            length=lambda cut: len(self._prompt_tokens(cut, tools, image_refs)),
-            spans=self._encoder.spans,
-            max_tokens=max_tokens,
-            placeholder=IMAGE_PLACEHOLDER if image_refs else None,
+        messages = with_placeholders(messages, len(image_refs))
+        kept = self._encoder.fit(
+            messages, lambda cut: len(self._prompt_tokens(cut, tools, image_refs)), max_tokens, bool(image_refs)
         )
         if kept is None:
             images = num_image_tokens(self.image_processor, image_refs)
             extra = f" and its images ({images} tokens)" if image_refs else ""
-            raise DataError(
-                f"the template's own text and one token of each message{extra} take more than {max_tokens} tokens",
-                "allow more tokens for the prompt" + (", or lower data.images.max_pixels" if image_refs else ""),
-            )
+            problem = f"the template's own text and one token of each message{extra} take more than {max_tokens} tokens"
+            lower = ", or lower data.images.max_pixels" if image_refs else ""
+            raise DataError(problem, f"allow more tokens for the prompt{lower}")
         return kept
 
     def _prompt_tokens(self, messages: Sequence[Message], tools: str, image_refs: Sequence[ImageRef]) -> list[int]:
         text = self.prompt_text(messages, tools=tools, image_refs=image_refs)
         if self.image_processor is not None:
-            (text,) = fill_placeholders([text], self.image_processor, image_refs)
+            (text,) = fill_placeholders([text], self.image_processor.placeholder, self.image_processor, image_refs)
         require_characters([text])
         (ids,) = self._encoder.ids([text])
         tokens = [*self._before(ids), *ids]
@@ -189,21 +157,18 @@ class Renderer:
         processor = self.image_processor
         if processor is None:
             if image_refs:
-                raise _no_vision()
+                raise DataError(*_NO_VISION)
             return tuple(messages)
-        messages = with_placeholders(messages, len(image_refs))
-        require_no_image_text(messages, (processor.placeholder, self._image_token), has_images=bool(image_refs))
-        return messages if processor.placeholder or not image_refs else inline_images(messages, processor, image_refs)
-
-    @cached_property
-    def _image_token(self) -> str:
-        assert self.image_processor is not None
-        token = self.image_processor.geometry.image_token
-        return str(self.tokenizer.convert_ids_to_tokens(token)) if token >= 0 else ""
+        messages, token = with_placeholders(messages, len(image_refs)), processor.geometry.image_token
+        spelled = str(self.tokenizer.convert_ids_to_tokens(token)) if token >= 0 else ""
+        image_check.require_no_image_text(messages, (processor.placeholder, spelled), has_images=bool(image_refs))
+        if processor.placeholder or not image_refs:
+            return messages
+        texts = fill_placeholders([m.content for m in messages], IMAGE_PLACEHOLDER, processor, image_refs)
+        return tuple(replace(message, content=text) for message, text in zip(messages, texts, strict=True))
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
-        """The answer in what a model wrote after a prompt, without the end, the text that the template writes around an
-        answer, and the reasoning."""
+        """The answer in what a model wrote, without its end, its reasoning and what the template writes around it."""
         form = self._format
         length = next((at for at, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
         text = self._encoder.decoded(tokens[:length])
@@ -224,27 +189,29 @@ class Renderer:
                 renderings.append(self._rendering(row, budget.turns))
             except DataError as error:
                 renderings.append(error)
-        segments = self._segment_ids([found for found in renderings if isinstance(found, Rendering)])
+        segments = self._segment_ids([found for found in renderings if not isinstance(found, DataError)])
         return [self._finished(row, found, segments, budget) for row, found in zip(rows, renderings, strict=True)]
 
     def _finished(
         self, row: Row, rendering: Rendering | DataError, segments: Iterator[list[int]], budget: Budget
     ) -> RenderedRow:
-        if isinstance(rendering, DataError):
-            return RenderedRow(problem=rendering.problem, remedy=rendering.remedy)
-        if row.kind == "text":
-            return self._windows(row.text, next(segments), budget.max_tokens)
-        whole = self._assembled(rendering, segments)
-        if whole.num_tokens <= budget.max_tokens or whole.problem:
-            return whole
-        if budget.too_long != "cut_prompt":
-            return self._too_long(row, whole.num_tokens, f"max_tokens is {budget.max_tokens}")
+        num_tokens = 0
         try:
-            return self._cut(row, whole, budget)
+            if isinstance(rendering, DataError):
+                raise rendering
+            if row.kind == "text":
+                return self._windows(row.text, next(segments), budget.max_tokens)
+            whole = self._assembled(rendering, segments)
+            num_tokens = whole.num_tokens
+            if num_tokens <= budget.max_tokens:
+                return whole
+            if budget.too_long != "cut_prompt":
+                return self._too_long(row, num_tokens, f"max_tokens is {budget.max_tokens}")
+            return self._cut(row, num_tokens, budget)
         except DataError as error:
-            return RenderedRow(problem=error.problem, remedy=error.remedy, num_tokens=whole.num_tokens)
+            return RenderedRow(problem=error.problem, remedy=error.remedy, num_tokens=num_tokens)
 
-    def _cut(self, row: Row, whole: RenderedRow, budget: Budget) -> RenderedRow:
+    def _cut(self, row: Row, num_tokens: int, budget: Budget) -> RenderedRow:
         """Both sides of a pair keep the same prompt, so only what they share is cut."""
         num_shared = row.num_given if row.rejected else len(row.messages)
         row = replace(row, messages=with_placeholders(row.messages, len(row.image_refs)))
@@ -254,35 +221,32 @@ class Renderer:
             rendering = self._rendering(cut, budget.turns)
             return self._assembled(rendering, self._segment_ids([rendering]))
 
-        kept = fit_messages(
-            row.messages[:num_shared],
-            length=lambda cut: rendered(cut).num_tokens,
-            spans=self._encoder.spans,
-            max_tokens=budget.max_tokens,
-            placeholder=IMAGE_PLACEHOLDER if row.image_refs else None,
+        kept = self._encoder.fit(
+            row.messages[:num_shared], lambda cut: rendered(cut).num_tokens, budget.max_tokens, bool(row.image_refs)
         )
         if kept is None:
             why = f"and without what can be cut from the prompt still more than max_tokens {budget.max_tokens}"
-            return self._too_long(row, whole.num_tokens, why)
+            return self._too_long(row, num_tokens, why)
         shorter = rendered(kept)
-        return replace(shorter, cut_tokens=whole.num_tokens - shorter.num_tokens, num_tokens=whole.num_tokens)
+        return replace(shorter, cut_tokens=num_tokens - shorter.num_tokens, num_tokens=num_tokens)
 
     def _too_long(self, row: Row, num_tokens: int, why: str) -> RenderedRow:
         num_images = num_image_tokens(self.image_processor, row.image_refs)
         images = f" ({num_images} of images, which are never cut)" if row.image_refs else ""
         problem = f"too long: {num_tokens} tokens{images}, {why}"
-        return RenderedRow(problem=problem, remedy=_TOO_LONG, is_too_long=True, num_tokens=num_tokens)
+        remedy = "raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut"
+        return RenderedRow(problem=problem, remedy=remedy, is_too_long=True, num_tokens=num_tokens)
 
     def _rendering(self, row: Row, turns: Turns) -> Rendering:
         if row.images and not row.image_refs:
-            raise _no_vision()
+            raise DataError(*_NO_VISION)
         if row.kind == "text":
             require_characters([row.text])
             self._placed([Message("user", row.text)], ())
-            return Rendering([Segments([Segment(row.text, True)])], [])
+            return [Segments([Segment(row.text, True)])], []
         examples = self._examples(row.messages, row, turns)
         if not row.rejected:
-            return Rendering(examples, [])
+            return examples, []
         rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
         if examples == rejected:
             problem = "both sides of the pair are rendered alike, so there is nothing to prefer"
@@ -290,11 +254,10 @@ class Renderer:
         if max(len(examples), len(rejected)) > 1:
             problem = "the chat template rewrites an earlier answer of a pair once more follows, so it is not one text"
             raise DataError(problem, "set data.turns: last, which compares the last answers alone")
-        return Rendering(examples, rejected)
+        return examples, rejected
 
     def _examples(self, messages: Sequence[Message], row: Row, turns: Turns) -> list[Segments]:
-        """Prompt and answer in turns: one example as long as each prompt continues the last answer as it was
-        trained."""
+        """Prompts and answers: one example as long as each prompt continues the last answer as it was trained."""
         marked = with_placeholders(messages, len(row.image_refs))
         messages = self._placed(messages, row.image_refs)
         if self.template == "plain":
@@ -305,7 +268,7 @@ class Renderer:
         dicts = template.dicts(messages, has_images=bool(row.image_refs))
         answers = [at for at, message in enumerate(messages) if at >= row.num_given and message.role == "assistant"]
         if not answers:
-            raise _no_answer()
+            raise DataError(*_NO_ANSWER)
         examples: list[list[Segment]] = []
         num_images: list[int] = []
         done = ""
@@ -319,36 +282,34 @@ class Renderer:
             new = Segment(prompt[len(done) :], False), Segment(turn, True)
             require_characters(segment.text for segment in new)
             examples[-1] += new
-            num_images[-1] = num_placeholders(marked[:at]) if row.image_refs else 0
+            num_images[-1] = image_check.num_placeholders(marked[:at]) if row.image_refs else 0
             done = prompt + turn
         return [self._with_images(e, row.image_refs[:n]) for e, n in zip(examples, num_images, strict=True)]
 
     def _with_images(self, segments: list[Segment], image_refs: tuple[ImageRef, ...]) -> Segments:
-        if self.image_processor is None:
+        processor = self.image_processor
+        if processor is None:
             return Segments(segments)
-        texts = fill_placeholders([segment.text for segment in segments], self.image_processor, image_refs)
+        texts = fill_placeholders([s.text for s in segments], processor.placeholder, processor, image_refs)
         filled = [Segment(text, segment.supervised) for segment, text in zip(segments, texts, strict=True)]
         return Segments(filled, image_refs)
 
     def _plain_segments(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> list[Segment]:
         if not messages or messages[-1].role != "assistant":
-            raise _no_answer()
+            raise DataError(*_NO_ANSWER)
         answer, eos = messages[-1], str(self.tokenizer.eos_token)
         if answer.reasoning or answer.tool_calls:
-            problem = "the plain template has no place for reasoning or tool calls"
-            raise DataError(problem, "use a model with a chat template")
+            raise DataError("the plain template has no place for reasoning or tool calls", _NEEDS_CHAT)
         prompt = self._plain_prompt(messages[:-1], tools, has_images=has_images)
         require_characters([prompt, answer.content])
         return [Segment(prompt, False), Segment(answer.content.removesuffix(eos) + eos, True)]
 
     def _plain_prompt(self, messages: Sequence[Message], tools: str, *, has_images: bool) -> str:
         if tools or any(m.role == "tool" or m.tool_calls for m in messages):
-            raise DataError("the plain template does not support tools", "use a model with a chat template")
+            raise DataError("the plain template does not support tools", _NEEDS_CHAT)
         if [m.role for m in messages if m.role != "system"] != ["user"]:
-            problem = (
-                f"the plain template takes one prompt and one completion, this row has {len(messages) + 1} messages"
-            )
-            raise DataError(problem, "use a model with a chat template")
+            given = f"this row has {len(messages) + 1} messages"
+            raise DataError(f"the plain template takes one prompt and one completion, {given}", _NEEDS_CHAT)
         prompt, processor = "\n\n".join(m.content for m in messages), self.image_processor
         if processor is None:
             return prompt
@@ -357,20 +318,18 @@ class Renderer:
         return processor.plain_prompt(prompt, str(self.tokenizer.bos_token) if self._encoder.start else "")
 
     def _assembled(self, rendering: Rendering, ids: Iterator[list[int]]) -> RenderedRow:
-        sides: list[tuple[Example, ...]] = []
         tokenised = [[[(segment, next(ids)) for segment in one.segments] for one in side] for side in rendering]
         for segment, piece in chain.from_iterable(chain.from_iterable(tokenised)):
             if segment.supervised and (unknown := self._encoder.unknown_in(segment.text, piece)):
-                return _unknown_character(unknown)
-        for side, several in zip(tokenised, rendering, strict=True):
-            joined = (self._joined(pieces, one.image_refs) for pieces, one in zip(side, several, strict=True))
-            sides.append(tuple(joined))
-        try:
-            for example in chain(*sides):
-                require_image_tokens(example.tokens, self.image_processor, example.images)
-        except DataError as error:
-            return RenderedRow(problem=error.problem, remedy=error.remedy)
-        return RenderedRow(examples=sides[0], rejected=sides[1], num_tokens=max(len(e.tokens) for e in chain(*sides)))
+                raise _unknown_character(unknown)
+        examples, rejected = (
+            tuple(self._joined(pieces, one.image_refs) for pieces, one in zip(side, several, strict=True))
+            for side, several in zip(tokenised, rendering, strict=True)
+        )
+        for example in (*examples, *rejected):
+            require_image_tokens(example.tokens, self.image_processor, example.images)
+        longest = max(len(example.tokens) for example in (*examples, *rejected))
+        return RenderedRow(examples=examples, rejected=rejected, num_tokens=longest)
 
     def _joined(self, pieces: Sequence[tuple[Segment, list[int]]], image_refs: tuple[ImageRef, ...]) -> Example:
         start = self._before(pieces[0][1])
@@ -385,7 +344,7 @@ class Renderer:
     def _windows(self, text: str, ids: list[int], max_tokens: int) -> RenderedRow:
         """Plain text in consecutive examples. Nothing comes before a window that could predict its first token."""
         if unknown := self._encoder.unknown_in(text, ids):
-            return _unknown_character(unknown)
+            raise _unknown_character(unknown)
         eos = int(self.tokenizer.eos_token_id)
         tokens = (*self._encoder.start, *ids, *(() if ids[-1:] == [eos] else (eos,)))
         borders = list(range(0, len(tokens), max_tokens))
@@ -446,25 +405,16 @@ def open_renderer(
     image_processor: ImageProcessor | None = None,
 ) -> Renderer:
     """`image_processor`: of a vision-language model; without it only text is rendered."""
-    tokenizer = open_tokenizer(folder, revision=revision, has_vision=image_processor is not None)
+    tokenizer = encode.open_tokenizer(folder, revision=revision, has_vision=image_processor is not None)
     if template == "chat":
-        require_template(tokenizer, folder)
+        encode.require_template(tokenizer, folder)
     options = dict(template_options or {})
     if reserved := sorted(_RESERVED & set(options)):
         problem = f"data.template_options sets {', '.join(reserved)}, which the rows give"
         raise DataError(problem, "take it out of data.template_options")
-    return Renderer(tokenizer, template, options, model_stops(folder, revision), image_processor)
+    return Renderer(tokenizer, template, options, encode.model_stops(folder, revision), image_processor)
 
 
-def _no_vision() -> DataError:
-    return DataError("the row has an image, and this model cannot see", "leave out the row, or the image in it")
-
-
-def _no_answer() -> DataError:
-    return DataError("the row has no answer after its prompt", "end the row with an answer")
-
-
-def _unknown_character(character: str) -> RenderedRow:
+def _unknown_character(character: str) -> DataError:
     problem = f"the tokenizer has no token for {character!r}, so the model cannot be taught to write it"
-    remedy = "take the character out of the row, or take a model whose tokenizer knows it"
-    return RenderedRow(problem=problem, remedy=remedy)
+    return DataError(problem, "take the character out of the row, or take a model whose tokenizer knows it")

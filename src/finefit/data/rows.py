@@ -15,8 +15,11 @@ from finefit.errors import DataError, FinefitError
 Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["chat", "pair", "judged", "text"]
 
+IMAGE_PLACEHOLDER: Final = "<image>"
+"""Marks in the text where an image belongs."""
 IMAGE_ARCHIVE: Final = "images.zip"
 """Among the prepared files: images that came as bytes, stored under their digests."""
+_ITEM: Final = ("source", "number", "dataset", "part", "messages", "tools", "references", "votes", "wrong", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,6 @@ class Row:
     rejected: tuple[Message, ...] = ()
     """The other ending of a preference pair, in place of the messages after the given ones."""
     is_good: bool | None = None
-    """The verdict on a judged answer."""
     text: str = ""
     """Plain text, of which every token is supervised."""
     tools: str = ""
@@ -116,7 +118,6 @@ class Row:
     """Of the row that `data.task` built this one from, without its images: it stays the same item, whatever it was
     built into. An item that was read back has its whole key here."""
     repairs: tuple[str, ...] = ()
-    """What was repaired when it was built."""
 
     @property
     def kind(self) -> Kind:
@@ -142,8 +143,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A record, or a row of one, that cannot be used."""
-
     source: str
     number: int
     reason: str
@@ -159,17 +158,14 @@ def _place(source: str, number: int, part: int) -> str:
 
 
 def as_item(row: Row) -> Row:
-    """A row as an evaluation gets it: the rejected answer of a preference pair is a wrong one; plain text is an answer
-    without a prompt."""
+    """A row for an evaluation: a rejected answer is a wrong one; plain text is an answer without a prompt."""
     match row.kind:
         case "text":
             return replace(row, messages=(Message("assistant", row.text),))
         case "pair":
             if len(row.rejected) != 1 or len(row.messages) != row.num_given + 1:
-                raise DataError(
-                    "is a pair whose sides differ in more than their last answer",
-                    "give test pairs that share all but the last answer",
-                )
+                problem = "is a pair whose sides differ in more than their last answer"
+                raise DataError(problem, "give test pairs that share all but the last answer")
             return replace(row, rejected=(), wrong=(row.rejected[0].content,))
         case "chat" | "judged":
             return row
@@ -182,36 +178,24 @@ def is_asked(row: Row, sources: tuple[str, ...]) -> bool:
 
 def item_line(row: Row) -> str:
     """What an evaluation needs of a row, with its place, so that an item can be found again."""
-    item = {
-        "source": row.source,
-        "number": row.number,
-        "dataset": row.dataset,
-        "part": row.part,
-        "messages": [] if row.text else [asdict(message) for message in row.messages],
-        "tools": row.tools,
-        "references": row.references,
-        "votes": row.votes,
-        "wrong": row.wrong,
-        "text": row.text,
-        "key": key_of(row) if row.images else row.key,
-        "repairs": row.repairs,
-        "image_refs": [ref.to_json() for ref in row.image_refs],
-    }
+    item = {name: getattr(row, name) for name in _ITEM}
+    item["messages"] = [] if row.text else [asdict(message) for message in row.messages]
+    item |= {"key": key_of(row) if row.images else row.key, "repairs": row.repairs}
+    item["image_refs"] = [ref.to_json() for ref in row.image_refs]
     return json.dumps(item, ensure_ascii=False) + "\n"
 
 
 def read_items(path: Path) -> list[Row]:
+    items: list[Row] = []
     with path.open(encoding="utf-8") as file:
-        return [_read_item(json.loads(line), path.parent) for line in file]
-
-
-def _read_item(item: dict[str, Any], folder: Path) -> Row:
-    messages = tuple(
-        Message(**m | {"tool_calls": tuple(ToolCall(**call) for call in m["tool_calls"])}) for m in item.pop("messages")
-    )
-    lists: dict[str, Any] = {name: tuple(item.pop(name, ())) for name in ("references", "votes", "wrong", "repairs")}
-    image_refs = tuple(ImageRef.from_json(values, folder) for values in item.pop("image_refs", ()))
-    return as_item(Row(messages=messages, image_refs=image_refs, **lists, **item))
+        for item in map(json.loads, file):
+            for message in item["messages"]:
+                message["tool_calls"] = tuple(ToolCall(**call) for call in message["tool_calls"])
+            messages = tuple(Message(**message) for message in item.pop("messages"))
+            image_refs = tuple(ImageRef.from_json(values, path.parent) for values in item.pop("image_refs", ()))
+            item |= {name: tuple(item.get(name, ())) for name in ("references", "votes", "wrong", "repairs")}
+            items.append(as_item(Row(messages=messages, image_refs=image_refs, **item)))
+    return items
 
 
 def key_of(row: Row) -> str:

@@ -4,42 +4,27 @@ ambiguous source is an error that lists the candidates and the line to write."""
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
-from finefit.data import assemble
-from finefit.data.assemble import Assemble
-from finefit.data.columns import (
-    CONTEXTS,
-    PROMPTS,
-    Column,
-    RecordError,
-    SampleColumns,
-    held_image,
-    inserted,
-    listed,
-    plain,
-)
-from finefit.data.conversations import is_conversation, metadata
-from finefit.data.records import Record
+from finefit.data import assemble, columns
+from finefit.data.assemble import Assemble, is_conversation, metadata
+from finefit.data.columns import CONTEXTS, PROMPTS, Column, RecordError, SampleColumns, listed, plain
+from finefit.data.records import DataRecord
 from finefit.data.rows import BadRow, Kind, Row
 from finefit.errors import DataError
 from finefit.spec.data import Fields
 
+_QUESTIONS = ("Alpaca", "prompt and completion", "question and answer", "document and summary", "TruthfulQA", "AMR")
 _SHAPES: Final[dict[str, tuple[Kind, Assemble]]] = {
+    **dict.fromkeys(_QUESTIONS, ("chat", assemble.question)),
     "chat messages": ("chat", assemble.chat),
     "ShareGPT conversations": ("chat", assemble.chat),
-    "Alpaca": ("chat", assemble.question),
-    "prompt and completion": ("chat", assemble.question),
-    "question and answer": ("chat", assemble.question),
-    "document and summary": ("chat", assemble.question),
     "several questions": ("chat", assemble.several_questions),
     "QMSum": ("chat", assemble.meeting),
-    "TruthfulQA": ("chat", assemble.question),
     "preference pairs": ("pair", assemble.pair),
-    "judged answers": ("judged", assemble.judged),
-    "judged conversations": ("judged", assemble.judged_chat),
+    "judged answers": ("judged", assemble.question),
+    "judged conversations": ("judged", assemble.chat),
     "plain text": ("text", assemble.plain_text),
-    "AMR": ("chat", assemble.question),
 }
 
 # names as `plain` gives them
@@ -52,12 +37,10 @@ _CHATS: Final = frozenset({"messages", "conversation", "conversations", "dialogu
 _SYSTEMS: Final = frozenset({"system", "systemprompt"})
 _TEXTS: Final = frozenset({"text", "content"})
 _IMAGES: Final = frozenset({"image", "images", "img", "imgname", "imagepath", "imagelocalname", "imagefilename"})
-_IMAGE_URLS: Final = frozenset({"imageurl"})
 _CHOICES: Final = frozenset({"choices", "options"})
-_OTHERS: Final = frozenset(
+_MEANT: Final = (PROMPTS | _ANSWERS | CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _CHOICES).union(
     {"tools", "chosen", "rejected", "ktotag", "history", "questions", "correctanswers", "incorrectanswers"}
 )
-_MEANT: Final = PROMPTS | _ANSWERS | CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _CHOICES | _OTHERS
 
 _BESIDE: Final = frozenset({"system", "tools", "images"})
 _DECLARED: Final[dict[frozenset[str], str]] = {
@@ -99,7 +82,7 @@ class Shape:
     def kind(self) -> Kind:
         return _SHAPES[self.name][0]
 
-    def rows(self, record: Record) -> list[Row | BadRow]:
+    def rows(self, record: DataRecord) -> list[Row | BadRow]:
         """At least one for every record."""
         try:
             shape = self._for(record)
@@ -107,7 +90,7 @@ class Shape:
         except RecordError as error:
             return [BadRow(record.source, record.number, str(error))]
 
-    def _for(self, record: Record) -> "Shape":
+    def _for(self, record: DataRecord) -> "Shape":
         """A later record may have a column that the first ones lack, such as `system`; its own shape is found then."""
         if self.columns is None or record.value.keys() <= self.columns:
             return self
@@ -119,42 +102,33 @@ class Shape:
         except DataError as error:
             raise RecordError(f"has {', '.join(new)}, which the first records lack: {error.problem}") from None
         if own.kind != self.kind:
-            raise RecordError(
-                f"has {', '.join(new)}, which makes it {own.name}, while the first records are {self.name}"
-            )
+            kinds = f"makes it {own.name}, while the first records are {self.name}"
+            raise RecordError(f"has {', '.join(new)}, which {kinds}")
         return own
 
 
-def find_shape(sample: Sequence[Record], fields: Fields, *, source: str) -> Shape:
+def find_shape(sample: Sequence[DataRecord], fields: Fields, *, source: str) -> Shape:
     if not sample:
         raise DataError(f"{source} holds no records", "check the path, or leave the source out")
     seen = SampleColumns.of([record.value for record in sample], source)
     declared: dict[str, str] = fields.model_dump(exclude_none=True, exclude={"join"})
     if declared.keys() - _BESIDE:
-        return _declared(seen, declared)
+        name = _DECLARED.get(frozenset(declared) - _BESIDE)
+        if name is None or (name == "plain text" and len(declared) > 1):
+            known = "; ".join(" and ".join(sorted(names, key=list(Fields.model_fields).index)) for names in _DECLARED)
+            remedy = f"give one of: {known}; all but text may have system, tools, images"
+            raise DataError(f"{seen.source}: fields with {', '.join(declared)} are not a shape", remedy)
+        parts = {field: seen.column(written, field) for field, written in declared.items()}
+        return _shape(seen, name, parts, is_declared=True)
     shape = _recognised(seen)
     if not declared:
         return shape
     # Only an addition to a shape is declared, such as the column of an image.
     if shape.name == "plain text":
-        raise DataError(
-            f"{seen.source} holds plain text, which has no {', '.join(declared)}",
-            "take these out of fields, or name a prompt and an answer",
-        )
+        problem = f"{seen.source} holds plain text, which has no {', '.join(declared)}"
+        raise DataError(problem, "take these out of fields, or name a prompt and an answer")
     parts = dict(shape.parts) | {field: seen.column(written, field) for field, written in declared.items()}
     return replace(_shape(seen, shape.name, parts), beside=fields)
-
-
-def _declared(seen: SampleColumns, fields: dict[str, str]) -> Shape:
-    name = _DECLARED.get(frozenset(fields) - _BESIDE)
-    if name is None or (name == "plain text" and len(fields) > 1):
-        known = "; ".join(" and ".join(sorted(names, key=list(Fields.model_fields).index)) for names in _DECLARED)
-        raise DataError(
-            f"{seen.source}: fields with {', '.join(fields)} are not a shape",
-            f"give one of: {known}; all but text may have system, tools, images",
-        )
-    parts = {field: seen.column(written, field) for field, written in fields.items()}
-    return _shape(seen, name, parts, is_declared=True)
 
 
 def _recognised(seen: SampleColumns) -> Shape:
@@ -179,10 +153,10 @@ def _pair(seen: SampleColumns) -> Shape | None:
     parts = _columns(seen, chosen={"chosen"}, rejected={"rejected"})
     if len(parts) < 2:
         return None
-    lists = (value for value in seen.values[parts["chosen"].name] if isinstance(value, list) and is_conversation(value))
-    if any(value[0].get("role", value[0].get("from")) in ("system", "user", "human") for value in lists):
+    first = [talk[0] for talk in _conversations(seen, parts["chosen"].name)]
+    if any(message.get("role", message.get("from")) in ("system", "user", "human") for message in first):
         return _shape(seen, "preference pairs", parts | _beside(seen), prompt="what both begin with")
-    prompts = _prompts(seen) + [{"prompt": Column(name, (name,))} for name in _chat_columns(seen)]
+    prompts = _prompts(seen) + [{"prompt": _named(name)} for name in _chat_columns(seen)]
     if not prompts:
         problem = f"{seen.source} has pairs but no prompt that is known; its columns are {listed(seen.values)}"
         raise DataError(problem, f"name the prompt: {_line({'prompt': Column('...')} | parts)}")
@@ -198,41 +172,41 @@ def _chat(seen: SampleColumns) -> Shape | None:
         raise _ambiguous(seen, f"may have its messages in {' or '.join(found)}", ways)
     if not found:
         return None
-    parts = {"messages": Column(found[0], (found[0],))} | _beside(seen)
+    parts = {"messages": _named(found[0])} | _beside(seen)
     if label := _verdict(seen):
         return _shape(seen, "judged conversations", parts | {"label": label})
-    lists = (value for value in seen.values[found[0]] if isinstance(value, list) and is_conversation(value))
-    is_sharegpt = any("from" in value[0] for value in lists)
+    is_sharegpt = any("from" in talk[0] for talk in _conversations(seen, found[0]))
     return _shape(seen, "ShareGPT conversations" if is_sharegpt else "chat messages", parts)
 
 
 def _chat_columns(seen: SampleColumns) -> list[str]:
-    return [
-        name
-        for name in seen.named(_CHATS)
-        if any(isinstance(value, list) and is_conversation(value) for value in seen.values[name])
-    ]
+    return [name for name in seen.named(_CHATS) if _conversations(seen, name)]
+
+
+def _conversations(seen: SampleColumns, name: str) -> list[list[Any]]:
+    return [value for value in seen.values[name] if isinstance(value, list) and is_conversation(value)]
 
 
 def _several(seen: SampleColumns) -> Shape | None:
     parts = _columns(seen, prompt={"questions"}, answer={"answers"})
-    is_parallel = len(parts) == 2 and all(
-        isinstance(value, list) for column in parts.values() for value in seen.values[column.name]
-    )
-    contexts = _columns(seen, context=CONTEXTS)
-    return _shape(seen, "several questions", parts | contexts | _beside(seen)) if is_parallel else None
+    values = [value for column in parts.values() for value in seen.values[column.name]]
+    if len(parts) < 2 or not all(isinstance(value, list) for value in values):
+        return None
+    return _shape(seen, "several questions", parts | _columns(seen, context=CONTEXTS) | _beside(seen))
 
 
 def _question(seen: SampleColumns) -> Shape | None:
     """A question and its answer under their many names, including a document and its summary."""
-    answers = seen.named(_ANSWERS)
-    prompts = _prompts(seen)
-    label = _judge(seen, answers)
+    answers, prompts, label = seen.named(_ANSWERS), _prompts(seen), _verdict(seen)
+    # `kto_tag` judges any answer; `label` may be the answer itself, except beside a completion.
+    if label and plain(label.name) == "label" and {plain(answer) for answer in answers} != {"completion", "label"}:
+        label = None
     answers = [name for name in answers if label is None or name != label.name]
-    name: str | None = None
+    name = "judged answers" if label else ""
     if not prompts and answers and {plain(answer) for answer in answers} <= _SUMMARIES:
-        prompts, name = [{"context": Column(found, (found,))} for found in seen.named(CONTEXTS)], "document and summary"
-    ways: list[Parts] = [prompt | {"answer": Column(answer, (answer,))} for prompt, answer in product(prompts, answers)]
+        prompts = [{"context": _named(found)} for found in seen.named(CONTEXTS)]
+        name = name or "document and summary"
+    ways: list[Parts] = [prompt | {"answer": _named(answer)} for prompt, answer in product(prompts, answers)]
     if len(ways) > 1:
         problem = f"may have its prompt in {_either(prompts)} and its answer in {' or '.join(answers)}"
         raise _ambiguous(seen, problem, ways)
@@ -243,21 +217,16 @@ def _question(seen: SampleColumns) -> Shape | None:
         wrong = {"wrong": {"incorrectanswers"}, "best_wrong": {"bestincorrectanswer"}}
         parts = parts | _columns(seen, references={"correctanswers"}, **wrong)
     parts = parts | _beside(seen) | ({"label": label} if label else {})
-    _require_no_choices(seen, parts)
-    return _shape(seen, "judged answers" if label else name or _name(parts), parts)
-
-
-def _require_no_choices(seen: SampleColumns, parts: Parts) -> None:
-    """A question that was asked with choices cannot be answered without them."""
-    found = [name for name in seen.named(_CHOICES) if any(map(_holds_choices, seen.values[name]))]
-    if "prompt" in parts and found:
-        problem = f"has {' and '.join(found)} beside {parts['prompt'].name}, and they would not be part of the prompt"
-        raise _ambiguous(seen, problem, [*(parts | {"choices": Column(name, (name,))} for name in found), parts])
+    choices = [name for name in seen.named(_CHOICES) if any(map(_holds_choices, seen.values[name]))]
+    if "prompt" in parts and choices:  # a question that was asked with choices cannot be answered without them
+        problem = f"has {' and '.join(choices)} beside {parts['prompt'].name}, and they would not be part of the prompt"
+        raise _ambiguous(seen, problem, [*(parts | {"choices": _named(name)} for name in choices), parts])
+    return _shape(seen, name or _name(parts), parts)
 
 
 def _holds_choices(value: object) -> bool:
     try:
-        return isinstance(value, str | list | dict) and bool(inserted(value, "").strip())
+        return isinstance(value, str | list | dict) and bool(columns.inserted(value, "").strip())
     except RecordError:
         return False
 
@@ -270,10 +239,9 @@ def _prompts(seen: SampleColumns) -> list[Parts]:
     if asked == {"instruction", "input"} and not contexts:
         return [alpaca]
     history = {"history": alpaca["history"]} if asked == {"instruction"} and "history" in alpaca else {}
-    questions: list[Parts] = [{"prompt": Column(name, (name,)), **history} for name in seen.named(PROMPTS)]
-    if not contexts:
-        return questions
-    return [question | {"context": Column(name, (name,))} for question in questions for name in contexts]
+    questions: list[Parts] = [{"prompt": _named(name), **history} for name in seen.named(PROMPTS)]
+    in_contexts = [question | {"context": _named(name)} for question in questions for name in contexts]
+    return in_contexts if contexts else questions
 
 
 def _name(parts: Parts) -> str:
@@ -295,29 +263,23 @@ def _verdict(seen: SampleColumns) -> Column | None:
     return label if values and are_verdicts else None
 
 
-def _judge(seen: SampleColumns, answers: Iterable[str]) -> Column | None:
-    """`kto_tag` judges any answer; `label` may be the answer itself, except beside a completion."""
-    label = _verdict(seen)
-    if label is None or plain(label.name) != "label":
-        return label
-    return label if {plain(name) for name in answers} == {"completion", "label"} else None
-
-
 def _text(seen: SampleColumns) -> Shape:
     """Tried last, because many other shapes have a `text` too."""
     texts = [name for name in seen.named(_TEXTS) if any(isinstance(value, str) for value in seen.values[name])]
     others = seen.named(PROMPTS) + seen.named(_ANSWERS)
     if len(texts) == 1 and not others:
-        return _shape(seen, "plain text", {"text": Column(texts[0], (texts[0],))})
+        return _shape(seen, "plain text", {"text": _named(texts[0])})
     if texts:
         ways: list[Parts] = [{"text": Column(name)} for name in texts]
         ways += [{"prompt": Column(name), "answer": Column(other)} for name, other in product(texts, others)]
         raise _ambiguous(seen, f"has {', '.join(texts + others)}: plain text, or a prompt and an answer", ways)
     example = {"prompt": Column("..."), "answer": Column("...")}
-    raise DataError(
-        f"{seen.source}: the shape of its records is not recognised; their columns are {listed(seen.values)}",
-        f"name the columns, for example {_line(example)} or {_line({'messages': Column('...')})}",
-    )
+    problem = f"{seen.source}: the shape of its records is not recognised; their columns are {listed(seen.values)}"
+    raise DataError(problem, f"name the columns, for example {_line(example)} or {_line({'messages': Column('...')})}")
+
+
+def _named(name: str) -> Column:
+    return Column(name, (name,))
 
 
 def _columns(seen: SampleColumns, **names: Iterable[str]) -> Parts:
@@ -326,57 +288,47 @@ def _columns(seen: SampleColumns, **names: Iterable[str]) -> Parts:
     for part, known in names.items():
         found = seen.named(frozenset(known))
         if len(found) > 1:
-            raise DataError(
-                f"{seen.source} may have its {part} in {' or '.join(found)}",
-                "rename one of these columns, or declare the shape with fields:",
-            )
+            problem = f"{seen.source} may have its {part} in {' or '.join(found)}"
+            raise DataError(problem, "rename one of these columns, or declare the shape with fields:")
         if found:
-            parts[part] = Column(found[0], (found[0],))
+            parts[part] = _named(found[0])
     return parts
 
 
 def _beside(seen: SampleColumns) -> Parts:
+    def image_rank(name: str) -> tuple[int, bool]:
+        """Bytes before paths before anything else; then the column that is called just `image`."""
+        first = next(iter(seen.values[name]), None)
+        held = columns.held_image(first[0] if isinstance(first, list) else first)
+        return 0 if isinstance(held, bytes) else 1 if held else 2, plain(name) not in ("image", "images", "img")
+
     parts = _columns(seen, system=_SYSTEMS, tools={"tools"})
-    if found := seen.named(_IMAGES):
-        name = min(found, key=lambda name: _image_rank(seen, name))
-        parts["images"] = Column(name, (name,))
-        return parts
     given = {name for name, values in seen.values.items() if values}
-    if found := [name for columns, name in _PUBLISHED_IMAGES.items() if columns <= given]:
+    if found := seen.named(_IMAGES):
+        name = min(found, key=image_rank)
+        parts["images"] = _named(name)
+    elif found := [name for columns, name in _PUBLISHED_IMAGES.items() if columns <= given]:
         parts["images"] = seen.column(found[0], "images")
     return parts
 
 
-def _image_rank(seen: SampleColumns, name: str) -> tuple[int, bool]:
-    """Bytes before paths before anything else; then the column that is called just `image`."""
-    first = next(iter(seen.values[name]), None)
-    held = held_image(first[0] if isinstance(first, list) else first)
-    return 0 if isinstance(held, bytes) else 1 if held else 2, plain(name) not in ("image", "images", "img")
-
-
 def _shape(seen: SampleColumns, name: str, parts: Parts, *, is_declared: bool = False, **notes: str) -> Shape:
+    def held(part: str) -> list[object]:
+        column = parts.get(part)
+        return [] if column is None or column.pieces else [column.get(record) for record in seen.records]
+
     mapping = notes | {part: column.name for part, column in parts.items()}
-    if "answer" in parts and name != "several questions" and _has_several(seen, parts["answer"]):
+    has_several = any(isinstance(answer, list | dict) and not is_conversation(answer) for answer in held("answer"))
+    if has_several and name != "several questions":
         mapping["answer"] += " (the most frequent)"
-    if "images" not in parts and (urls := seen.named(_IMAGE_URLS)):
+    if "images" not in parts and (urls := seen.named({"imageurl"})):
         mapping["images"] = f"none: {urls[0]} is a URL, and nothing is downloaded"
     used = {key for column in parts.values() for key in column.roots}
-    if unused := [*(column for column in seen.values if column not in used), *_unused_in_messages(seen, parts)]:
+    unused = [column for column in seen.values if column not in used]
+    unused += [f"{mapping['messages']}[].{field}" for field in sorted(set().union(*map(metadata, held("messages"))))]
+    if unused:
         mapping["not used"] = listed(unused)
     return Shape(name=name, parts=parts, mapping=mapping, columns=None if is_declared else frozenset(seen.values))
-
-
-def _unused_in_messages(seen: SampleColumns, parts: Parts) -> list[str]:
-    column = parts.get("messages")
-    if column is None or column.pieces:
-        return []
-    unused = set().union(*(metadata(column.get(record)) for record in seen.records))
-    return [f"{column.name}[].{name}" for name in sorted(unused)]
-
-
-def _has_several(seen: SampleColumns, column: Column) -> bool:
-    held = [] if column.pieces else [column.get(record) for record in seen.records]
-    return any(isinstance(value, list | dict) and not is_conversation(value) for value in held)
 
 
 def _either(prompts: Iterable[Parts]) -> str:

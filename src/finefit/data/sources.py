@@ -5,7 +5,7 @@ and decided before anything is rendered."""
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import get_args
 
@@ -15,21 +15,19 @@ from numpy.typing import NDArray
 from finefit.data.columns import RecordError, Value, is_given, plain, scalar, shown
 from finefit.data.files import DataFile, find_files
 from finefit.data.fingerprint import held_share, prompt_key
-from finefit.data.records import Record, Unit, read_records
+from finefit.data.records import DataRecord, Unit, read_records
 from finefit.data.rows import BadRow, Row
 from finefit.data.shapes import Shape, find_shape, numbered_split
 from finefit.errors import DataError
 from finefit.spec.data import Data, Fields, Source
 
 Wanted = Mapping[str, tuple[str, ...]]
-"""By column, the values that a record may have, as `scalar` writes them. Other records are not rows of the source, like
-files of another split."""
+"""By column, the values, as `scalar` writes them, that a row of the source may have."""
 Keys = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 
 _SAMPLE = 100
 """Records at the start of a file that its shape is recognised by."""
-_UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +39,18 @@ class Join:
     partners: dict[str | int, Value | None]
     """None for an id that occurs more than once."""
 
-    def joined(self, record: Record) -> Record | BadRow:
-        found = self._partner(record)
-        if isinstance(found, str):
-            return BadRow(record.source, record.number, found)
-        return replace(record, value=record.value | found)
-
-    def _partner(self, record: Record) -> Value | str:
-        """The record's partner, or why it has none."""
+    def joined(self, record: DataRecord) -> DataRecord | BadRow:
         at = record.value.get(self.column)
         if not isinstance(at, str | int):
-            return f"has no {self.column} to join {self.path} by"
-        if at not in self.partners:
-            return f"has the {self.column} {shown(at)}, which {self.path} lacks"
-        partner = self.partners[at]
+            return BadRow(record.source, record.number, f"has no {self.column} to join {self.path} by")
+        partner, its = self.partners.get(at), f"has the {self.column} {shown(at)}, which"
         if partner is None:
-            return f"has the {self.column} {shown(at)}, which occurs more than once in {self.path}"
-        for name in partner.keys() & record.value.keys():
-            if partner[name] != record.value[name]:
-                return f"has another {name} than its partner in {self.path}: {shown(partner[name])}"
-        return partner
+            fault = f"occurs more than once in {self.path}" if at in self.partners else f"{self.path} lacks"
+            return BadRow(record.source, record.number, f"{its} {fault}")
+        if others := [name for name in partner.keys() & record.value.keys() if partner[name] != record.value[name]]:
+            fault = f"has another {others[0]} than its partner in {self.path}: {shown(partner[others[0]])}"
+            return BadRow(record.source, record.number, fault)
+        return replace(record, value=record.value | partner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +67,6 @@ class SourceReader:
     images_root: tuple[str, Path] | None = None
     """Where paths of images start, as the user names it and resolved; None: in the folder of their file."""
     build: Callable[[Row], Row | BadRow] | None = None
-    """What `data.task` makes of a row."""
 
     def rows(self) -> Iterator[Row | BadRow]:
         """Every record of every file yields at least one."""
@@ -85,21 +74,16 @@ class SourceReader:
             name, root = self.images_root or ("", file.path.parent)
             for record in _selected(_records(file, self.unit, self.join), self.wanted):
                 for row in [record] if isinstance(record, BadRow) else shape.rows(record):
-                    row = _rooted(row, name, str(root))
+                    if isinstance(row, Row) and row.images:
+                        images = (replace(i, root=str(root), root_name=name) if i.path else i for i in row.images)
+                        row = replace(row, images=tuple(images))
                     yield row if self.build is None or isinstance(row, BadRow) else self.build(row)
-
-
-def _rooted(row: Row | BadRow, name: str, root: str) -> Row | BadRow:
-    if isinstance(row, BadRow) or not row.images:
-        return row
-    rooted = (replace(image, root=root, root_name=name) if image.path else image for image in row.images)
-    return replace(row, images=tuple(rooted))
 
 
 def open_source(source: Source, base: Path, *, split: str) -> SourceReader:
     path, fields = source.path, source.fields
     files = find_files(path, base, split=split)
-    unit = next((unit for unit in _UNITS if unit == fields.text), None) if files[0].format == "text" else None
+    unit = next((unit for unit in get_args(Unit) if unit == fields.text), None) if files[0].format == "text" else None
     if unit:
         fields = fields.model_copy(update={"text": None})
     join = _join(fields.join, files, base, split) if fields.join else None
@@ -111,28 +95,30 @@ def open_source(source: Source, base: Path, *, split: str) -> SourceReader:
     if wanted and not any(samples):
         raise _none_selected(path, wanted)
     shapes = _shapes(path, files, samples, fields)
-    root = None if source.images_root is None else (source.images_root, _root(path, source.images_root, base))
-    reader = SourceReader(source=path, files=files, shapes=shapes, unit=unit, join=join, images_root=root)
+    root = None
+    if source.images_root is not None:
+        root = (source.images_root, base / source.images_root)
+        if not (root[1].is_dir() or zipfile.is_zipfile(root[1])):
+            problem = f"{path}: images_root {root[0]} is neither a folder nor a zip (looked for {root[1]})"
+            raise DataError(problem, "its path is relative to the spec file")
     if not wanted:  # one file may hold all splits of a published dataset
         columns = [shape.columns or frozenset() for shape in shapes]
         wanted = numbered_split(frozenset.intersection(*columns), split)
         records = (record for file in files for record in _records(file, unit, join))
         if wanted and next(_selected(records, wanted), None) is None:
             raise _none_selected(path, wanted)
-    if not wanted:
-        return reader
-    mapping = {"only": _described(wanted)}
-    return replace(reader, wanted=wanted, shapes=tuple(replace(s, mapping=mapping | s.mapping) for s in shapes))
+    if wanted:
+        shapes = tuple(replace(shape, mapping={"only": _described(wanted)} | shape.mapping) for shape in shapes)
+    return SourceReader(source=path, files=files, shapes=shapes, unit=unit, join=join, wanted=wanted, images_root=root)
 
 
 def _shapes(
-    path: str, files: Sequence[DataFile], samples: Sequence[Sequence[Record | BadRow]], fields: Fields
+    path: str, files: Sequence[DataFile], samples: Sequence[Sequence[DataRecord | BadRow]], fields: Fields
 ) -> tuple[Shape, ...]:
     """A file of which nothing can be read has the shape of the first that can."""
-    found: list[Shape | None] = []
-    for file, sample in zip(files, samples, strict=True):
-        records = [record for record in sample if isinstance(record, Record)]
-        found.append(find_shape(records, fields, source=file.name) if records else None)
+    records = [[record for record in sample if isinstance(record, DataRecord)] for sample in samples]
+    both = zip(files, records, strict=True)
+    found = [find_shape(read, fields, source=file.name) if read else None for file, read in both]
     first = next((shape for shape in found if shape), None)
     if first is None:
         bad = [record for sample in samples for record in sample if isinstance(record, BadRow)]
@@ -149,24 +135,20 @@ def _shapes(
     return shapes
 
 
-def _selected(records: Iterable[Record | BadRow], wanted: Wanted) -> Iterator[Record | BadRow]:
+def _selected(records: Iterable[DataRecord | BadRow], wanted: Wanted) -> Iterator[DataRecord | BadRow]:
     """The records that have what `where` names. A record without such a column is a bad one."""
     for record in records:
-        if isinstance(record, BadRow):
-            yield record
-            continue
         try:
-            if all(_value(record, name) in values for name, values in wanted.items()):
+            if isinstance(record, BadRow) or all(_matches(record, *want) for want in wanted.items()):
                 yield record
         except RecordError as error:
             yield BadRow(record.source, record.number, str(error))
 
 
-def _value(record: Record, name: str) -> str:
-    value = record.value.get(name)
-    if not is_given(value):
+def _matches(record: DataRecord, name: str, values: tuple[str, ...]) -> bool:
+    if not is_given(record.value.get(name)):
         raise RecordError(f"has no {name}, by which rows are chosen")
-    return scalar(value, name)
+    return scalar(record.value[name], name) in values
 
 
 def _described(wanted: Wanted) -> str:
@@ -178,52 +160,38 @@ def _none_selected(path: str, wanted: Wanted) -> DataError:
     return DataError(f"{path} has no record with {_described(wanted)}", remedy)
 
 
-def _root(path: str, images_root: str, base: Path) -> Path:
-    root = base / images_root
-    if not (root.is_dir() or zipfile.is_zipfile(root)):
-        problem = f"{path}: images_root {images_root} is neither a folder nor a zip (looked for {root})"
-        raise DataError(problem, "its path is relative to the spec file")
-    return root
-
-
-def _records(file: DataFile, unit: Unit | None, join: Join | None) -> Iterator[Record | BadRow]:
+def _records(file: DataFile, unit: Unit | None, join: Join | None) -> Iterator[DataRecord | BadRow]:
     records = read_records(file, unit=unit)
     if join is None:
         return records
-    return (join.joined(record) if isinstance(record, Record) else record for record in records)
+    return (join.joined(record) if isinstance(record, DataRecord) else record for record in records)
 
 
 def _join(path: str, files: tuple[DataFile, ...], base: Path, split: str) -> Join:
     others = find_files(path, base, split=split)
-    column = _shared_id(path, files, others)
+    ours, theirs = _first_columns(files), _first_columns(others)
+    # all questions about an image share its id, so that does not identify a record
+    shared = [name for name in ours if name in theirs and plain(name).endswith("id") and plain(name) != "imageid"]
+    if len(shared) != 1:
+        what = f"no id column is in both: {', '.join(ours)}; {', '.join(theirs)}"
+        what = f"{', '.join(shared)} are all ids that both have" if shared else what
+        remedy = "keep exactly one id column that both files have, such as question_id"
+        raise DataError(f"{path} cannot be joined: {what}", remedy)
     partners: dict[str | int, Value | None] = {}
     for file in others:
         for record in read_records(file):
-            at = record.value.get(column) if isinstance(record, Record) else None
+            at = record.value.get(shared[0]) if isinstance(record, DataRecord) else None
             if isinstance(record, BadRow) or not isinstance(at, str | int):
-                reason = record.reason if isinstance(record, BadRow) else f"has no {column}"
+                reason = record.reason if isinstance(record, BadRow) else f"has no {shared[0]}"
                 problem = f"{file.name}:{record.number} {reason}, so it cannot be joined"
                 raise DataError(problem, "fix or remove this record")
             partners[at] = None if at in partners else record.value
-    return Join(path=path, column=column, partners=partners)
-
-
-def _shared_id(path: str, files: tuple[DataFile, ...], others: tuple[DataFile, ...]) -> str:
-    """The id column that both have. All questions about an image share its id, so that does not identify a record."""
-    ours, theirs = _first_columns(files), _first_columns(others)
-    shared = [name for name in ours if name in theirs and plain(name).endswith("id") and plain(name) != "imageid"]
-    if len(shared) == 1:
-        return shared[0]
-    what = f"no id column is in both: {', '.join(ours)}; {', '.join(theirs)}"
-    if shared:
-        what = f"{', '.join(shared)} are all ids that both have"
-    remedy = "keep exactly one id column that both files have, such as question_id"
-    raise DataError(f"{path} cannot be joined: {what}", remedy)
+    return Join(path=path, column=shared[0], partners=partners)
 
 
 def _first_columns(files: tuple[DataFile, ...]) -> list[str]:
     first = islice((record for file in files for record in read_records(file)), _SAMPLE)
-    values = [record.value for record in first if isinstance(record, Record)]
+    values = [record.value for record in first if isinstance(record, DataRecord)]
     return list(dict.fromkeys(name for value in values for name in value if is_given(value[name])))
 
 
@@ -289,34 +257,28 @@ def sampled(reader: SourceReader, weight: float, limit: int | None, seed: int) -
 def sampled_rows(reader: SourceReader, source: Source, seed: int) -> Iterator[Row | BadRow]:
     """All rows of a source; those that its limit or weight leaves out come as bad rows with a reason of `LEFT_OUT`."""
     selection = sampled(reader, source.weight, source.limit, seed)
-    ordinal = 0
+    ordinal = -1
     for row in reader.rows():
-        if isinstance(row, BadRow):
-            yield row
-            continue
+        ordinal += isinstance(row, Row)
         selection.require(ordinal, source.path)
-        is_taken = selection.taken is None or bool(selection.taken[ordinal])
+        is_taken = isinstance(row, BadRow) or selection.taken is None or selection.taken[ordinal]
         yield row if is_taken else BadRow(row.source, row.number, selection.reason, row.part)
-        ordinal += 1
 
 
 def _keys(reader: SourceReader, *, with_system: bool) -> tuple[Keys, Keys]:
     """For every row the key of its prompt, and its record's place among the records."""
     prompts: list[int] = []
     records: list[int] = []
-    last, number = None, 0
-    for row in reader.rows():
-        if isinstance(row, Row):
-            number += (row.source, row.number) != last
-            last = (row.source, row.number)
-            prompts.append(prompt_key(row, with_system=with_system))
-            records.append(number)
+    usable = (row for row in reader.rows() if isinstance(row, Row))
+    for number, (_, rows) in enumerate(groupby(usable, key=lambda row: (row.source, row.number)), start=1):
+        found = [prompt_key(row, with_system=with_system) for row in rows]
+        prompts += found
+        records += [number] * len(found)
     return np.array(prompts, np.uint64), np.array(records, np.uint64)
 
 
 def group_keys(prompts: Keys, records: Keys) -> Keys:
-    """A key for each group of rows that share a prompt or a record, directly or through others: the least of the keys
-    of their prompts."""
+    """The least prompt key of all rows that share a prompt or a record with this one, directly or through others."""
     groups = [np.unique(keys, return_inverse=True)[1] for keys in (records, prompts)]
     keys, before = prompts, None
     while before is None or (keys != before).any():

@@ -1,9 +1,9 @@
-"""What a chat template writes around an answer, learned by rendering marked conversations with it. No template is known
-by name."""
+"""What a chat template writes around an answer, learned by rendering marked conversations; none is known by name."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finefit.data.conversations import IMAGE_PLACEHOLDER
-from finefit.data.rows import Message
+from finefit.data.rows import IMAGE_PLACEHOLDER, Message
 from finefit.errors import DataError, ModelError
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -31,8 +30,6 @@ Tools = list[Json] | None
 
 
 class TemplateFormat(NamedTuple):
-    """What a template writes around an answer."""
-
     is_stock: bool
     """An answer follows the prompt that the template itself opens for generation."""
     opening: str
@@ -40,7 +37,6 @@ class TemplateFormat(NamedTuple):
     closing: str
     """Between the answer and the end of generation, the end included."""
     is_ended: bool
-    """Whether the template writes an end after an answer."""
     thought: tuple[str, str] | None
     """Before the reasoning, and between it and the answer, where the template has a place for it after the prompt."""
 
@@ -58,13 +54,8 @@ class ChatTemplate:
     def write(self, messages: Sequence[Json], *, opening: bool, tools: Tools = None) -> str:
         """`opening`: with the opening of the assistant's turn."""
         try:
-            written, _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.source,
-                add_generation_prompt=opening,
-                **self.variables,
-            )
+            variables = {**self.variables, "add_generation_prompt": opening}
+            written, _ = render_jinja_template([messages], tools=tools, chat_template=self.source, **variables)
         except TemplateSyntaxError as error:
             problem = f"the chat template of the model cannot be read: line {error.lineno}: {error.message}"
             remedy = "use the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json"
@@ -78,15 +69,14 @@ class ChatTemplate:
         return str(written[0])
 
     def prompt(self, messages: Sequence[Json], tools: Tools) -> str:
-        """The template's own opening for generation, or where it writes no answer after that, all that comes before
-        an answer."""
+        """The template's own opening for generation, or all before an answer where it writes none after that."""
         return self._prompt(self.write(messages, opening=True, tools=tools), messages, tools)
 
     def _prompt(self, stock: str, messages: Sequence[Json], tools: Tools) -> str:
-        marked = self.write([*messages, self._assistant(_ANSWER)], opening=False, tools=tools)
+        marked = self.write([*messages, self._said("assistant", _ANSWER)], opening=False, tools=tools)
         if marked.startswith(stock):
             return stock
-        thinking = [*messages, self._assistant(_ANSWER, _THOUGHT)]
+        thinking = [*messages, self._said("assistant", _ANSWER, _THOUGHT)]
         if self.writes_reasoning and self.write(thinking, opening=False, tools=tools).startswith(stock):
             return stock
         place = marked.rfind(_ANSWER)
@@ -126,102 +116,85 @@ class ChatTemplate:
         for call in message.tool_calls:
             if call.name not in whole[len(prompt) :]:
                 raise DataError(f"the chat template leaves out the call of the tool {call.name!r}", _OTHER_MODEL)
-        if not message.tool_calls:
-            return prompt, self._ended(whole, len(prompt), end)
-        return prompt, self._ended_call(whole, len(prompt), max(end, whole.rfind(message.tool_calls[-1].name)))
+        end = max([end, *(whole.rfind(call.name) for call in message.tool_calls[-1:])])
+        return prompt, self._ended(whole, len(prompt), end, is_call=bool(message.tool_calls))
 
-    def _ended(self, whole: str, start: int, end: int) -> str:
-        """From `start` to the end of generation after `end`: the tokenizer's end token, or the first added tokens."""
+    def _ended(self, whole: str, start: int, end: int, *, is_call: bool = False) -> str:
+        """From `start` to the end of generation after `end`: the tokenizer's end token, or the first added tokens. A
+        call's own text holds special tokens, so the last of those ends its turn."""
         eos = whole.find(self.eos, end)
         if eos >= 0:
             return whole[start : eos + len(self.eos)]
-        delimiter = self.added.search(whole, end)
-        return whole[start : delimiter.end()] if delimiter else whole[start:] + self.eos
-
-    def _ended_call(self, whole: str, start: int, end: int) -> str:
-        """A call's own text holds special tokens, so the last of those ends the turn."""
-        eos = whole.find(self.eos, end)
-        if eos >= 0:
-            return whole[start : eos + len(self.eos)]
-        ends = [mark.end() for mark in self.special.finditer(whole, end)]
-        return whole[start : ends[-1]] if ends else whole[start:] + self.eos
+        marks = list(self.special.finditer(whole, end))[-1:] if is_call else [self.added.search(whole, end)]
+        return whole[start : marks[0].end()] if marks and marks[0] else whole[start:] + self.eos
 
     def _no_room(self, message: Message, before: Sequence[Json], tools: Tools) -> DataError:
-        thinking = replace(self, variables={**self.variables, "enable_thinking": True})
-        if not self.variables["enable_thinking"] and thinking._takes(message, before, tools):
-            remedy = "set `data.template_options: {enable_thinking: true}`"
-            return DataError(f"{_NO_ROOM}: it closes the thinking at once", remedy)
+        if not self.variables["enable_thinking"]:
+            thinking = replace(self, variables={**self.variables, "enable_thinking": True})
+            with suppress(DataError):
+                stock = thinking.write(before, opening=True, tools=tools)
+                whole = thinking.write([*before, thinking._dict(message)], opening=False, tools=tools)
+                thinking._rare_turn(message, before, tools, stock, whole)
+                remedy = "set `data.template_options: {enable_thinking: true}`"
+                return DataError(f"{_NO_ROOM}: it closes the thinking at once", remedy)
         return DataError(_NO_ROOM, _WITHOUT_REASONING)
-
-    def _takes(self, message: Message, before: Sequence[Json], tools: Tools) -> bool:
-        try:
-            stock = self.write(before, opening=True, tools=tools)
-            whole = self.write([*before, self._dict(message)], opening=False, tools=tools)
-            self._rare_turn(message, before, tools, stock, whole)
-        except DataError:
-            return False
-        return True
 
     def _misplaced(self, message: Message, prompt: str, whole: str) -> DataError:
         if "</think>" in message.content:
             return DataError(f"{_NO_ROOM}: it leaves out what is in <think>", _WITHOUT_REASONING)
         if self.variables["enable_thinking"] and self.writes_reasoning and not whole.startswith(prompt):
-            return DataError(
-                "the chat template opens the thinking, and this answer has no reasoning before it",
-                "take enable_thinking out of data.template_options, or give every answer its reasoning",
-            )
+            remedy = "take enable_thinking out of data.template_options, or give every answer its reasoning"
+            return DataError("the chat template opens the thinking, and this answer has no reasoning before it", remedy)
         return _lost(prompt, whole)
 
     @cached_property
     def format(self) -> TemplateFormat:
         """Learned from the simplest conversation that the template accepts."""
-        for before in ([_user(self)], [{"role": "system", "content": self._content("Be brief.")}, _user(self)]):
-            try:
+        for before in ([self._said("user", "Hi.")], [self._said("system", "Be brief."), self._said("user", "Hi.")]):
+            with suppress(DataError):
                 return self._format_of(before)
-            except DataError:
-                continue
         return TemplateFormat(True, "", self.eos, True, None)
 
     def _format_of(self, before: Sequence[Json]) -> TemplateFormat:
         prompt = self.prompt(before, None)
-        marked = self.write([*before, self._assistant(_ANSWER)], opening=False)
+        marked = self.write([*before, self._said("assistant", _ANSWER)], opening=False)
         place = marked.rfind(_ANSWER)
         if place < 0:
             raise _lost(prompt, marked)
         end = place + len(_ANSWER)
-        closing = self._ended(marked, end, end)
+        closing, thought = self._ended(marked, end, end), None
+        if self.writes_reasoning:
+            whole = self.write([*before, self._said("assistant", _ANSWER, _THOUGHT)], opening=False)
+            start, stop = whole.find(_THOUGHT, len(prompt)), whole.rfind(_ANSWER)
+            if whole.startswith(prompt) and 0 <= start < stop:
+                thought = (whole[len(prompt) : start], whole[start + len(_THOUGHT) : stop])
         return TemplateFormat(
             is_stock=prompt == self.write(before, opening=True),
             opening=marked[len(prompt) : place] if marked.startswith(prompt) else "",
             closing=closing,
             is_ended=marked[end:].startswith(closing),
-            thought=self._thought(before, prompt),
+            thought=thought,
         )
-
-    def _thought(self, before: Sequence[Json], prompt: str) -> tuple[str, str] | None:
-        if not self.writes_reasoning:
-            return None
-        marked = self.write([*before, self._assistant(_ANSWER, _THOUGHT)], opening=False)
-        if not marked.startswith(prompt):
-            return None
-        start, place = marked.find(_THOUGHT, len(prompt)), marked.rfind(_ANSWER)
-        return (marked[len(prompt) : start], marked[start + len(_THOUGHT) : place]) if 0 <= start < place else None
 
     def thoughts_apart(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Reasoning inside an answer moves to where the template looks for it, if it does."""
-        if not any(m.role == "assistant" and "<think>" in m.content for m in messages) or not self.writes_reasoning:
-            return messages
-        return [_thought_apart(message) for message in messages]
+        apart = list(messages)
+        for at, message in enumerate(messages):
+            if message.role == "assistant" and not message.reasoning and "<think>" in message.content:
+                found = _THINKING.fullmatch(message.content) if self.writes_reasoning else None
+                if found:
+                    apart[at] = replace(message, reasoning=found[1].strip(), content=found[2].strip())
+        return apart
 
     def dicts(self, messages: Sequence[Message], *, has_images: bool = False) -> list[Json]:
-        """As templates expect them. A tool's answer names its call, which some templates look for. `has_images`:
-        placeholders in the messages stand for images."""
+        """As templates expect them: a tool's answer names its call. `has_images`: placeholders stand for images."""
         dicts: list[Json] = []
         open_calls: Iterator[Json] = iter(())
         for message in messages:
             written = self._dict(message)
             if has_images and IMAGE_PLACEHOLDER in message.content:
-                written["content"] = _parts(message.content)
+                texts = [_typed(text) if text else [] for text in message.content.split(IMAGE_PLACEHOLDER)]
+                written["content"] = texts[0] + [part for text in texts[1:] for part in ({"type": "image"}, *text)]
             if message.tool_calls:
                 open_calls = iter(written["tool_calls"])
             elif message.role == "tool" and (call := next(open_calls, None)):
@@ -230,15 +203,11 @@ class ChatTemplate:
         return dicts
 
     def _dict(self, message: Message) -> Json:
-        written: Json = {"role": message.role, "content": self._content(message.content)}
-        if message.reasoning:
-            if not self.writes_reasoning:
-                raise DataError(
-                    "the chat template does not write the reasoning of a message",
-                    "put it into the answer, as <think>reasoning</think>answer, or leave it out, or take a model whose "
-                    "template writes it",
-                )
-            written |= _reasoning(message.reasoning)
+        if message.reasoning and not self.writes_reasoning:
+            problem = "the chat template does not write the reasoning of a message"
+            inside = "put it into the answer, as <think>reasoning</think>answer"
+            raise DataError(problem, f"{inside}, or leave it out, or take a model whose template writes it")
+        written = self._said(message.role, message.content, message.reasoning)
         if message.tool_calls:
             if self.call_form is None:
                 raise DataError("the chat template does not write tool calls", _OTHER_MODEL)
@@ -251,26 +220,28 @@ class ChatTemplate:
     def _content(self, text: str) -> str | list[dict[str, str]]:
         return _typed(text) if self.is_typed else text
 
-    def _assistant(self, content: str, reasoning: str = "") -> Json:
-        return {"role": "assistant", "content": self._content(content), **(_reasoning(reasoning) if reasoning else {})}
+    def _said(self, role: str, content: str, reasoning: str = "") -> Json:
+        names = ("reasoning_content", "reasoning", "thinking") if reasoning else ()  # where templates look for it
+        return {"role": role, "content": self._content(content), **dict.fromkeys(names, reasoning)}
 
     @cached_property
     def is_typed(self) -> bool:
         """Whether the template takes a content only as a list of typed parts, as those of vision models may."""
-        plain, typed = ([_message("user", form("Hi.")), _message("assistant", form(_ANSWER))] for form in (str, _typed))
+        said = (("user", "Hi."), ("assistant", _ANSWER))
+        plain, typed = ([{"role": role, "content": form(text)} for role, text in said] for form in (str, _typed))
         return not self._shows(plain, _ANSWER) and self._shows(typed, _ANSWER)
 
     @cached_property
     def writes_reasoning(self) -> bool:
-        return self._shows([_user(self), self._assistant(_ANSWER, _THOUGHT)], _THOUGHT)
+        return self._shows([self._said("user", "Hi."), self._said("assistant", _ANSWER, _THOUGHT)], _THOUGHT)
 
     @cached_property
     def call_form(self) -> "_CallForm | None":
         """Whether the template takes arguments as an object or as JSON text, and missing content as "" or None."""
         for form in (_CallForm(*choice) for choice in product((False, True), ("", None))):
             calls = [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]
-            message = _message("assistant", form.no_content) | {"tool_calls": calls}
-            if self._shows([_user(self), message], _NAME, _ANSWER):
+            message = {"role": "assistant", "content": form.no_content, "tool_calls": calls}
+            if self._shows([self._said("user", "Hi."), message], _NAME, _ANSWER):
                 return form
         return None
 
@@ -287,30 +258,8 @@ class _CallForm(NamedTuple):
     no_content: str | None
 
 
-def _message(role: str, content: object) -> Json:
-    return {"role": role, "content": content}
-
-
-def _user(template: ChatTemplate) -> Json:
-    return _message("user", template._content("Hi."))
-
-
 def _typed(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
-
-
-def _parts(text: str) -> list[dict[str, str]]:
-    """Texts and images in their order."""
-    parts: list[dict[str, str]] = []
-    for at, between in enumerate(text.split(IMAGE_PLACEHOLDER)):
-        parts += [{"type": "image"}] if at else []
-        parts += _typed(between) if between else []
-    return parts
-
-
-def _reasoning(text: str) -> Json:
-    """Under each of the names by which templates look for it."""
-    return {"reasoning_content": text, "reasoning": text, "thinking": text}
 
 
 def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
@@ -325,11 +274,6 @@ def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
     return {"id": f"call{at:05}", "type": "function", "function": function}
 
 
-def _thought_apart(message: Message) -> Message:
-    found = _THINKING.fullmatch(message.content) if message.role == "assistant" and not message.reasoning else None
-    return replace(message, reasoning=found[1].strip(), content=found[2].strip()) if found else message
-
-
 def _end_of(answer: str, whole: str, start: int) -> int | None:
     """Where the answer that begins at `start` ends; templates may trim its blanks."""
     text, blanks = answer.strip(), _BLANKS.match(whole, start)
@@ -339,10 +283,8 @@ def _end_of(answer: str, whole: str, start: int) -> int | None:
 
 def _lost(prompt: str, whole: str) -> DataError:
     written = whole[len(prompt) :] if whole.startswith(prompt) else whole
-    return DataError(
-        f"the chat template does not write the answer unchanged; after {prompt[-40:]!r} comes {written[-80:]!r}",
-        "a model whose template does, or `data.template: plain`, can be trained on these rows",
-    )
+    problem = f"the chat template does not write the answer unchanged; after {prompt[-40:]!r} comes {written[-80:]!r}"
+    return DataError(problem, "a model whose template does, or `data.template: plain`, can be trained on these rows")
 
 
 def read_tools(tools: str) -> Tools:

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from finefit.artifacts.processes import end_with_parent
 from finefit.data.columns import RecordError
-from finefit.data.conversations import IMAGE_PLACEHOLDER
 from finefit.data.encode import Budget
 from finefit.data.examples import RenderedRow
 from finefit.data.fingerprint import Fingerprint, fingerprint
 from finefit.data.image_check import ImageChecker, ProcessorFactory, image_processor_of
 from finefit.data.render import Renderer, open_renderer
-from finefit.data.rows import ImageRef, Row
+from finefit.data.rows import IMAGE_PLACEHOLDER, ImageRef, Row
 from finefit.data.sources import SourceReader
 from finefit.errors import WorkerDied
 from finefit.facts.machine import count_cores
@@ -62,49 +61,35 @@ class RenderedChunk:
     special: dict[int, tuple[str, ...]]
     fingerprints: list[Fingerprint]
     image_refs: list[tuple[ImageRef, ...]]
-    """Of each row."""
     num_images: list[list[int]]
     """For each example of each row, how many of the row's images it has: the first ones."""
 
 
 class ChunkRenderer:
-    """Checks the images of rows, and renders them."""
-
     def __init__(self, renderer: Renderer, budget: Budget, *, with_system: bool = False, pairs: bool = False) -> None:
         """`pairs`: rows are preference pairs, and both their sides are kept."""
         self._renderer, self._budget, self._with_system, self._pairs = renderer, budget, with_system, pairs
+        self.has_vision = renderer.image_processor is not None
         self._checker = None if renderer.image_processor is None else ImageChecker(renderer.image_processor)
 
-    @property
-    def has_vision(self) -> bool:
-        return self._checker is not None
-
     def check_images(self, rows: Sequence[Row]) -> list[CheckedImages]:
-        return [self._checked(row) for row in rows]
-
-    def _checked(self, row: Row) -> CheckedImages:
-        if self._checker is None:
-            return ()  # a renderer without an image processor refuses rows with images
-        try:
-            return self._checker(row)
-        except RecordError as error:
-            return str(error)
+        found: list[CheckedImages] = []
+        for row in rows:
+            try:  # a renderer without an image processor refuses rows with images
+                found.append(() if self._checker is None else self._checker(row))
+            except RecordError as error:
+                found.append(str(error))
+        return found
 
     def render(self, rows: Sequence[Row]) -> RenderedChunk:
         checked = self.check_images(rows)
+        faults = {at: RenderedRow(problem=f, remedy=FIX_IMAGES) for at, f in enumerate(checked) if isinstance(f, str)}
         both = zip(rows, checked, strict=True)
         seen = [row if isinstance(found, str) else replace(row, image_refs=found) for row, found in both]
-        usable = [row for row, found in zip(seen, checked, strict=True) if not isinstance(found, str)]
-        made = iter(self._renderer.render(usable, self._budget))
-        rendered = [
-            RenderedRow(problem=found, remedy=FIX_IMAGES)
-            if isinstance(found, str)
-            else _of_kind(next(made), pairs=self._pairs)
-            for found in checked
-        ]
+        made = iter(self._renderer.render([row for at, row in enumerate(seen) if at not in faults], self._budget))
+        rendered = [faults.get(at) or _of_kind(next(made), pairs=self._pairs) for at in range(len(rows))]
         examples = [example for found in rendered for example in (*found.examples, *found.rejected)]
         numbered = list(enumerate(rendered))
-        problems = {at: (r.problem, r.remedy) for at, r in numbered if r.problem and not r.is_too_long}
         return RenderedChunk(
             tokens=_flat([e.tokens for e in examples], np.int32),
             supervised=_flat([e.supervised for e in examples], np.uint8),
@@ -112,7 +97,7 @@ class ChunkRenderer:
             examples=[len(found.examples) for found in rendered],
             sides=2 if self._pairs else 1,
             cut=[found.cut_tokens for found in rendered],
-            problems=problems,
+            problems={at: (r.problem, r.remedy) for at, r in numbered if r.problem and not r.is_too_long},
             too_long={at: found.problem for at, found in numbered if found.is_too_long},
             special={at: found for at, row in enumerate(rows) if (found := self._special_tokens(row))},
             fingerprints=[fingerprint(row, with_system=self._with_system, turns=self._budget.turns) for row in seen],
@@ -190,14 +175,9 @@ def _start_worker(
     _worker = ChunkRenderer(renderer, _budget(data), with_system=with_system, pairs=pairs)
 
 
-def _render(rows: Sequence[Row]) -> RenderedChunk:
+def _in_worker(work: Callable[[ChunkRenderer, Sequence[Row]], Made], rows: Sequence[Row]) -> Made:
     assert _worker is not None
-    return _worker.render(rows)
-
-
-def _check_images(rows: Sequence[Row]) -> list[CheckedImages]:
-    assert _worker is not None
-    return _worker.check_images(rows)
+    return work(_worker, rows)
 
 
 def _budget(data: Data) -> Budget:
@@ -218,17 +198,15 @@ class TokenizerPool:
         with_system: bool,
         pairs: bool = False,
     ) -> None:
-        self.with_system = with_system
         self._here = ChunkRenderer(renderer, _budget(data), with_system=with_system, pairs=pairs)
         self._pool: ProcessPoolExecutor | None = None
-        self._ahead = 3 * processes
-        self.largest_token = 0
+        self.with_system, self._ahead, self.largest_token = with_system, 3 * processes, 0
         if processes > 1:
             arguments = (os.getpid(), tokenizer, data, processor_factory, with_system, pairs)
             self._pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, arguments)
 
     def render(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], RenderedChunk]]:
-        for rows_, chunk in self._in_chunks(iter(rows), self._here.render, _render):
+        for rows_, chunk in self._in_chunks(rows, ChunkRenderer.render):
             self.largest_token = max(self.largest_token, int(chunk.tokens.max(initial=0)))
             yield rows_, chunk
 
@@ -236,20 +214,20 @@ class TokenizerPool:
         if not self._here.has_vision:
             yield from ((row, ()) for row in rows)
             return
-        for chunk, found in self._in_chunks(iter(rows), self._here.check_images, _check_images):
+        for chunk, found in self._in_chunks(rows, ChunkRenderer.check_images):
             yield from zip(chunk, found, strict=True)
 
     def _in_chunks(
-        self, rows: Iterator[Row], here: Callable[[Sequence[Row]], Made], there: Callable[[Sequence[Row]], Made]
+        self, rows: Iterable[Row], work: Callable[[ChunkRenderer, Sequence[Row]], Made]
     ) -> Iterator[tuple[list[Row], Made]]:
         chunks = chunked(rows, max_rows=_CHUNK_ROWS, max_characters=_CHUNK_CHARACTERS)
         if self._pool is None:
-            yield from ((chunk, here(chunk)) for chunk in chunks)
+            yield from ((chunk, work(self._here, chunk)) for chunk in chunks)
             return
         waiting: deque[tuple[list[Row], Future[Made]]] = deque()
         try:
             for chunk in chunks:
-                waiting.append((chunk, self._pool.submit(there, chunk)))
+                waiting.append((chunk, self._pool.submit(_in_worker, work, chunk)))
                 if len(waiting) > self._ahead:
                     first, future = waiting.popleft()
                     yield first, future.result()

@@ -21,7 +21,7 @@ from finefit.data.image_check import ProcessorFactory, image_input, image_proces
 from finefit.data.render import Renderer
 from finefit.data.rows import ImageRef, Row
 from finefit.errors import DataError, Resumable, is_out_of_memory
-from finefit.evaluate.decoding import ChooseTokens, MakeImageInputs, causal_of, decode, likeliest
+from finefit.evaluate.decoding import ChooseTokens, causal_of, decode, likeliest
 from finefit.model.attention import turns_by_longest
 from finefit.objective.batch import Extra
 from finefit.vision.family import ImageGeometry, ImageInput, ImageProcessor
@@ -34,10 +34,8 @@ Submit = Callable[..., "Future[Any]"]
 """(function, *arguments) -> its result, such as `BatchWorkers.submit`."""
 ImageRefs = Sequence[Sequence[ImageRef]]
 """The images of each row."""
-_VALUES_AHEAD: Final = 1 << 28
-"""Pixel values that may wait for their batch: 1 GiB."""
-_READERS: Final = 8
-_NUM_SHOWN: Final = 5
+_VALUES_AHEAD: Final = 1 << 28  # pixel values that may wait for their batch: 1 GiB
+_READERS, _NUM_SHOWN = 8, 5
 
 
 def in_batches(
@@ -48,29 +46,30 @@ def in_batches(
     warn: Warn,
     ahead: Ahead = lambda _now, _then: None,
 ) -> Iterator[tuple[int, T]]:
-    """(index, result) of every row. `lengths`: tokens of each row at its end; `compute` gets the indices of a batch. A
-    batch that runs out of memory is halved, and so is the limit for those after it."""
+    """(index, result) of every row. `lengths`: tokens at its end; `compute` gets the indices of a batch: the longest
+    row, and as many after it as fit when padded. One that runs out of memory is halved, and so are those after it."""
     waiting = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     while waiting:
-        chosen = first_batch(waiting, lengths, batch_limit)
+        length = lengths[waiting[0]]
+        chosen = waiting[: max(1, min(batch_limit.rows, batch_limit.tokens // max(1, length)))]
         ahead(chosen, waiting[len(chosen) :])
         found = _attempt(compute, chosen)
         if not isinstance(found, str):
             yield from zip(chosen, found, strict=True)
             waiting = waiting[len(chosen) :]
             continue
-        num_rows, length = len(chosen), lengths[chosen[0]]
-        batch_limit = _halved(batch_limit, num_rows, length, found)
+        num_rows = len(chosen)
+        if num_rows == 1:
+            row = f"a single row of {length:,} tokens, prompt and answer together,"
+            again = "the answers so far are kept: free the card and give the same command again, or evaluate on a"
+            fewer = "with smaller max_new_tokens, or with prompts cut by data.too_long: cut_prompt"
+            remedy = f"{again} larger card, with --device cpu, {fewer}"
+            raise Resumable(f"{row} does not fit in the free memory: {found}", remedy)
+        batch_limit = replace(batch_limit, rows=batch_limit.rows // 2, tokens=num_rows // 2 * length)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         warn(f"out of memory with {num_rows} rows of up to {length:,} tokens at once; went on with {num_rows // 2}")
-
-
-def first_batch(waiting: Sequence[int], lengths: Sequence[int], batch_limit: EvalBatchLimit) -> list[int]:
-    """The longest row, and as many after it as fit when all are padded to its length; never empty."""
-    rows = min(batch_limit.rows, batch_limit.tokens // max(1, lengths[waiting[0]]))
-    return list(waiting[: max(1, rows)])
 
 
 def _attempt(compute: Callable[[list[int]], Sequence[T]], chosen: list[int]) -> Sequence[T] | str:
@@ -83,26 +82,10 @@ def _attempt(compute: Callable[[list[int]], Sequence[T]], chosen: list[int]) -> 
         return str(error).strip() or type(error).__name__
 
 
-def _halved(batch_limit: EvalBatchLimit, num_rows: int, length: int, message: str) -> EvalBatchLimit:
-    if num_rows == 1:
-        raise Resumable(
-            (
-                f"a single row of {length:,} tokens, prompt and answer together, does not fit in the free memory: "
-                f"{message}"
-            ),
-            "the answers so far are kept: free the card and give the same command again, or evaluate on a larger card, "
-            "with --device cpu, with smaller max_new_tokens, or with prompts cut by data.too_long: cut_prompt",
-        )
-    return replace(batch_limit, rows=batch_limit.rows // 2, tokens=num_rows // 2 * length)
-
-
 def limit_for(model: nn.Module, lengths: Sequence[int], batch_limit: EvalBatchLimit) -> EvalBatchLimit:
     """One row at a time where a long row would change the others beside it."""
     is_changing = turns_by_longest(causal_of(model).config, max(lengths, default=0))
     return replace(batch_limit, rows=1) if is_changing else batch_limit
-
-
-# Images
 
 
 class ImagePrefetch:
@@ -144,8 +127,6 @@ def _processor(processor_factory: ProcessorFactory) -> ImageProcessor:
 
 
 def prefetching(images: ImagePrefetch | None, image_refs: ImageRefs) -> Ahead:
-    """Decodes the images of the next rows while those before them are computed."""
-
     def ahead(now: Sequence[int], then: Sequence[int]) -> None:
         if images is not None:
             images.ahead(*(chain.from_iterable(image_refs[at] for at in indices) for indices in (now, then)))
@@ -153,39 +134,25 @@ def prefetching(images: ImagePrefetch | None, image_refs: ImageRefs) -> Ahead:
     return ahead
 
 
-def image_inputs(images: ImagePrefetch, image_refs: ImageRefs) -> MakeImageInputs:
-    """Of the prompts that show these images."""
-
-    def make(input_ids_BT: NDArray[np.int64], lengths: Sequence[int]) -> Extra:
-        return images.geometry.extra(input_ids_BT, lengths, [[images.load(ref) for ref in row] for row in image_refs])
-
-    return make
-
-
 def require_images(rows: Sequence[Row]) -> None:
-    """Before a model is loaded, every image must be what it was when its row was prepared; all faults are reported at
-    once, by file and row."""
+    """Before a model is loaded: every image must be what it was when its row was prepared. All faults are reported."""
     first: dict[ImageRef, str] = {}
     for row in rows:
         first |= {ref: row.place for ref in row.image_refs if ref not in first}
+
+    def fault_of(ref: ImageRef) -> str | None:
+        try:
+            read_unchanged(ref)
+        except RecordError as fault:
+            return f"{first[ref]}: its image {fault}"
+        return None
+
     with ThreadPoolExecutor(_READERS) as readers:
-        found = zip(first, readers.map(_image_fault, first), strict=True)
-        faults = [f"{first[ref]}: its image {fault}" for ref, fault in found if fault]
+        faults = [fault for fault in readers.map(fault_of, first) if fault]
     if faults:
         more = f"\nand {len(faults) - _NUM_SHOWN} more" if len(faults) > _NUM_SHOWN else ""
         remedy = "put the images back as they were, or prepare the rows anew: start again with --new"
         raise DataError("\n".join(faults[:_NUM_SHOWN]) + more, remedy)
-
-
-def _image_fault(ref: ImageRef) -> str | None:
-    try:
-        read_unchanged(ref)
-    except RecordError as fault:
-        return str(fault)
-    return None
-
-
-# Answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,13 +177,16 @@ def answers(
     images: ImagePrefetch | None = None,
     image_refs: ImageRefs = (),
 ) -> Iterator[tuple[int, Answer]]:
-    """(index, answer) for every prompt. The other prompts of a batch change an answer only by the rounding of kernels.
-    `choose`: how the tokens of a batch are chosen, by the indices of its prompts. `images`: for a vision-language
-    model, with the `image_refs` of all prompts."""
-    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
-    stops = renderer.stop_tokens
+    """(index, answer) for every prompt. The others of a batch change it only by the rounding of kernels. `choose`: how
+    the tokens of a batch are chosen, by the indices of its prompts. `images`: with the `image_refs` of all prompts."""
+    lengths, stops = [len(prompt) + max_new_tokens for prompt in prompts], renderer.stop_tokens
 
     def compute(chosen: list[int]) -> list[Answer]:
+        def make_images(input_ids_BT: NDArray[np.int64], lengths: Sequence[int]) -> Extra:
+            assert images is not None
+            shown = [[images.load(ref) for ref in image_refs[at]] for at in chosen]
+            return images.geometry.extra(input_ids_BT, lengths, shown)
+
         written = decode(
             model,
             [prompts[at] for at in chosen],
@@ -225,7 +195,7 @@ def answers(
             pad=renderer.pad,
             device=device,
             choose=choose(chosen),
-            make_images=None if images is None else image_inputs(images, [image_refs[at] for at in chosen]),
+            make_images=None if images is None else make_images,
         )
         return [
             Answer(text=renderer.decode_answer(tokens), new_tokens=len(tokens), is_cut=tokens[-1] not in stops)

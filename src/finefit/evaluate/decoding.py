@@ -52,7 +52,6 @@ class DecodeState:
     """Of a vision-language model: the hidden state of the prompts' last tokens, which gives the first new tokens."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drops all other rows."""
         self.cache.batch_select_indices(torch.tensor(rows))  # on the host: layers may lie on several cards
         index = torch.tensor(rows, device=self.positions_B1.device)
         self.positions_B1 = self.positions_B1[index]
@@ -77,8 +76,7 @@ def vision_prefill(
     model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], extra: Extra, *, max_new_tokens: int
 ) -> DecodeState:
     """Reads whole prompts with their images: in some families earlier tokens attend to the last one. `extra` is on the
-    device. The cache keeps all tokens in every layer: a sliding one would drop a row's own tokens and keep its
-    padding."""
+    device. The cache keeps all tokens: a sliding layer would drop a row's own tokens and keep its padding."""
     causal, vision_forward = causal_of(model), vision_forward_in(model)
     assert vision_forward is not None
     width, device = input_ids_BT.shape[1], input_ids_BT.device
@@ -101,15 +99,13 @@ def _own(lengths: Sequence[int], width: int, max_new_tokens: int, device: torch.
     return (slots_S < lengths_B1) | (slots_S >= width)
 
 
-def _likeliest(logits_BV: Tensor) -> Tensor:
-    return logits_BV.argmax(-1)
-
-
 def decode_step(
-    model: nn.Module, state: DecodeState, tokens_B: Tensor, pick: Callable[[Tensor], Tensor] = _likeliest
+    model: nn.Module,
+    state: DecodeState,
+    tokens_B: Tensor,
+    pick: Callable[[Tensor], Tensor] = lambda logits_BV: logits_BV.argmax(-1),
 ) -> Tensor:
-    """The next token of each row after `tokens_B`, as `pick` chooses it from the logits; right after `vision_prefill`
-    these tokens do not matter."""
+    """As `pick` chooses from the logits after `tokens_B`; right after `vision_prefill` these tokens do not matter."""
     if vision_forward_in(model) is not None:
         return pick(_vision_logits(model, state, tokens_B)[:, -1])
     state.slots += 1
@@ -128,7 +124,6 @@ def decode_step(
 
 
 def _vision_logits(model: nn.Module, state: DecodeState, tokens_B: Tensor) -> Tensor:
-    """Logits_B1V of a vision-language model."""
     causal = causal_of(model)
     hidden_B1H, state.last_hidden_B1H = state.last_hidden_B1H, None
     if hidden_B1H is None:
@@ -173,7 +168,7 @@ def _taken(masks: dict[str, Tensor | None], text: PretrainedConfig, dtype: torch
 
 
 def likeliest(_rows_B: Tensor, _step: int, logits_BV: Tensor) -> Tensor:
-    return _likeliest(logits_BV)
+    return logits_BV.argmax(-1)
 
 
 def decode(
@@ -187,8 +182,7 @@ def decode(
     choose: ChooseTokens,
     make_images: MakeImageInputs | None = None,
 ) -> list[list[int]]:
-    """What follows each prompt, up to and with the first stop token. `make_images`: the prompts' image inputs, for a
-    vision-language model."""
+    """Up to and with the first stop token. `make_images`: the prompts' image inputs, for a vision-language model."""
     longest = max(map(len, prompts)) + max_new_tokens
     new, stop_set = max_new_tokens, frozenset(stops)
     how: dict[str, Any] = {"max_new_tokens": new, "stops": stop_set, "device": device, "choose": choose}
@@ -295,13 +289,8 @@ def causal_of(model: nn.Module) -> PreTrainedModel:
     return causal
 
 
-# Sampled tokens, for several answers to one prompt. The random numbers of a row are fixed by (seed, row, sample), so
-# that the rows that share its batch change an answer only by the rounding of kernels.
-
-
 def uniform_draws(seed: int, row: str, sample: int, *, steps: int) -> list[float]:
-    """Uniform random numbers from 0 to 1, one for each step. `row`: the prompt, so that the order of rows does not
-    matter."""
+    """From 0 to 1, one for each step, whichever rows share the batch. `row`: the prompt."""
     digest = blake2b(f"{seed}\x1e{sample}\x1e{row}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
     drawn: list[float] = np.random.Generator(np.random.PCG64(int.from_bytes(digest))).random(steps).tolist()
     return drawn
@@ -309,13 +298,13 @@ def uniform_draws(seed: int, row: str, sample: int, *, steps: int) -> list[float
 
 def sample_by(draws: Sequence[Sequence[float]], *, temperature: float, device: str) -> ChooseTokens:
     """`draws`: for each row, one for each step."""
-    return partial(_sampled, torch.tensor(draws, dtype=torch.float64, device=device), temperature)
+    draws_BS = torch.tensor(draws, dtype=torch.float64, device=device)
 
+    def sampled(rows_B: Tensor, step: int, logits_BV: Tensor) -> Tensor:
+        """The first word whose cumulative probability exceeds the draw; in float64, or the tail would be cut off."""
+        summed_BV = torch.softmax(logits_BV.to(torch.float64) / temperature, dim=-1).cumsum(-1)
+        wanted_B1 = draws_BS[rows_B, step].unsqueeze(1) * summed_BV[:, -1:]
+        tokens_B: Tensor = torch.searchsorted(summed_BV, wanted_B1, right=True).squeeze(1)
+        return tokens_B.clamp_(max=logits_BV.shape[1] - 1)
 
-def _sampled(draws: Tensor, temperature: float, rows_B: Tensor, step: int, logits_BV: Tensor) -> Tensor:
-    """The first word at which the cumulative probability exceeds the draw. In float64: smaller types would cut off the
-    tail of the vocabulary."""
-    summed_BV = torch.softmax(logits_BV.to(torch.float64) / temperature, dim=-1).cumsum(-1)
-    wanted_B1 = draws[rows_B, step].unsqueeze(1) * summed_BV[:, -1:]
-    tokens_B: Tensor = torch.searchsorted(summed_BV, wanted_B1, right=True).squeeze(1)
-    return tokens_B.clamp_(max=logits_BV.shape[1] - 1)
+    return sampled

@@ -12,20 +12,19 @@ from finefit.artifacts.stage_records import Stage
 from finefit.data.image_check import ModelProcessor
 from finefit.data.render import open_renderer
 from finefit.errors import ModelError, RunError
-from finefit.model import embedded
-from finefit.model.resolve_model import ADAPTER_CONFIG, ResolvedModel, adapter_fingerprint, resolve_model
+from finefit.model import resolve_model as models
 from finefit.spec.data import Data, ImageLimits, Source
 from finefit.spec.load import spec_from_json
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, ShapeModel, Tuning
 from finefit.spec.schema import AdamW, Evaluation, Spec
 from finefit.spec.stages import moved
 from finefit.spec.tasks import CustomTask
+from finefit.vision.family import ImageProcessor
 
 FORMS = "a run directory, a folder with a model or an adapter, hub:owner/name, or embedded:smollm2-135m"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _EMBEDDED: Literal["smollm2-135m"] = "smollm2-135m"
-_MAX_NAME = 64
-_SEED = 42
+_MAX_NAME, _SEED = 64, 42
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class ExternalModel:
     label: str = "model"
     """Scores are filed under it, where those of a run have the name of a checkpoint."""
     model: Model
-    resolved: ResolvedModel
+    resolved: models.ResolvedModel
     weights: Path | None = None
     """A folder with an adapter over the model."""
     tuning: Tuning
@@ -48,25 +47,15 @@ class ExternalModel:
 
     @property
     def fingerprint(self) -> list[str]:
-        return [self.resolved.fingerprint, *([] if self.weights is None else [adapter_fingerprint(self.weights)])]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainingRun:
-    """The run that a checkpoint lies in; it knows model, template and form."""
-
-    run: Path
-    stage: Stage
-    spec: Spec
+        adapter = [] if self.weights is None else [models.adapter_fingerprint(self.weights)]
+        return [self.resolved.fingerprint, *adapter]
 
 
 def find_external_model(target: str, *, base: str | None = None) -> ExternalModel:
     """`base`: the model below an adapter, where the adapter's config does not lead to it."""
     folder = Path(target).resolve()
-    if (folder / ADAPTER_CONFIG).is_file():
-        trained, config = _training_run_of(folder), _adapter_config(folder)
-        model = _model_named(base) if base is not None else _base_of(config, folder, trained)
-        return _with_adapter(folder, model, trained, config)
+    if (folder / models.ADAPTER_CONFIG).is_file():
+        return _with_adapter(folder, None if base is None else _model_named(base))
     if base is not None:
         raise ModelError(f"--base is for adapters, and {target} is not one", "leave it out")
     return _whole_model(_model_named(target), _run_name(target), _training_run_of(folder) if folder.is_dir() else None)
@@ -74,11 +63,8 @@ def find_external_model(target: str, *, base: str | None = None) -> ExternalMode
 
 def stage_model(name: str, wired: WiredModel, prompts: Spec) -> ExternalModel:
     """A model of a pipeline. It is prompted as the stage that asks it says, not as it was trained."""
-    if wired.adapter is None:
-        found = _whole_model(wired.model, name, None)
-    else:
-        folder = Path(wired.adapter).resolve()
-        found = _with_adapter(folder, wired.model, _training_run_of(folder), _adapter_config(folder))
+    adapter = None if wired.adapter is None else Path(wired.adapter).resolve()
+    found = _with_adapter(adapter, wired.model) if adapter else _whole_model(wired.model, name, None)
     return replace(found, name=name, label=name, prompts=prompts, max_prompt_tokens=prompts.max_prompt_tokens())
 
 
@@ -126,45 +112,68 @@ def _enclosing_run(path: Path) -> Path | None:
     return next((parent for parent in path.parents if is_run(parent)), None)
 
 
-def _training_run_of(folder: Path) -> _TrainingRun | None:
+def _training_run_of(folder: Path) -> tuple[Path, Stage, Spec] | None:
+    """The run that a checkpoint lies in; it knows model, template and form."""
     run, where = _enclosing_run(folder), StageDir(folder.parent.parent)
     if run is None or not where.stage.is_file():
         return None
     spec = spec_from_json(RunDir(run).spec_json.read_text(encoding="utf-8"))
-    return _TrainingRun(run=run, stage=read_record(where.stage, Stage), spec=spec)
+    return run, read_record(where.stage, Stage), spec
 
 
-def _with_adapter(folder: Path, model: Model, trained: _TrainingRun | None, config: dict[str, Any]) -> ExternalModel:
-    tuning = _tuning(config) if trained is None else trained.stage.tuning
-    if isinstance(tuning, Lora):
-        tuning = tuning.model_copy(
-            update={"adapter": None}
-        )  # the adapter that training went on from is part of this one
-    has_tokenizer = any((folder / file).is_file() for file in _TOKENIZER_FILES) and not _has_vision(model)
+def _with_adapter(folder: Path, model: Model | None) -> ExternalModel:
+    """`model`: the one below the adapter; None for what the adapter itself says."""
+    path, trained = folder / models.ADAPTER_CONFIG, _training_run_of(folder)
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}", "name another adapter") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds a {type(config).__name__}, not an object", "name another adapter")
+    if model is None and trained is not None:
+        run, stage, _ = trained
+        model = moved(stage.model, lambda path: str((run / path).resolve()))
+    elif model is None:
+        model = _base_of(config, folder)
+    tuning: Tuning
+    if trained is None:  # as large as the adapter is, which memory depends on; its weights are loaded as they are
+        targets = config.get("target_modules")
+        named: tuple[str, ...] | Literal["all-linear"] = (
+            tuple(sorted(targets)) if isinstance(targets, list) and targets else "all-linear"
+        )
+        rank, alpha = int(config.get("r") or 16), float(config.get("lora_alpha") or 32)
+        tuning = Lora(kind="lora", rank=rank, alpha=alpha, targets=named, dora=bool(config.get("use_dora")))
+    else:
+        tuning = trained[1].tuning
+    if isinstance(tuning, Lora):  # the adapter that training went on from is part of this one
+        tuning = tuning.model_copy(update={"adapter": None})
+    # rows of a vision-language model need the processor beside the model, which an adapter comes without
+    has_vision = not isinstance(model, CustomModel) and _processor_in(models.resolve_model(model, Path.cwd()).folder)
+    has_tokenizer = any((folder / file).is_file() for file in _TOKENIZER_FILES) and not has_vision
     found = _whole_model(model, _run_name(str(folder)), trained, tokenizer=folder if has_tokenizer else None)
     return replace(found, weights=folder, tuning=tuning)
 
 
-def _has_vision(model: Model) -> bool:
-    """Rows of a vision-language model need the processor beside the model, which an adapter comes without."""
-    if isinstance(model, CustomModel):
-        return False
-    folder = resolve_model(model, Path.cwd()).folder
-    return ModelProcessor(folder, folder / "config.json", ImageLimits())() is not None
+def _processor_in(folder: Path) -> ImageProcessor | None:
+    return ModelProcessor(folder, folder / "config.json", ImageLimits())()
 
 
 def _whole_model(
-    model: Model, name: str, trained: _TrainingRun | None, *, tokenizer: Path | None = None
+    model: Model, name: str, trained: tuple[Path, Stage, Spec] | None, *, tokenizer: Path | None = None
 ) -> ExternalModel:
-    resolved = resolve_model(model, Path.cwd())
+    resolved = models.resolve_model(model, Path.cwd())
     if isinstance(model, HubModel):  # the snapshot's folder is named by its commit
         model = model.model_copy(update={"revision": resolved.folder.name})
     folder = tokenizer or resolved.folder
     if trained is None:
-        prompts = rows_spec(Data(train=(Source(path=""),), template=_template(folder)), seed=_SEED)
+        # the chat template of the tokenizer, or of the model's processor, where there is one
+        opened = open_renderer(folder, "plain", image_processor=_processor_in(folder)).tokenizer
+        template: Literal["chat", "plain"] = "chat" if opened.chat_template else "plain"
+        prompts, max_prompt_tokens = rows_spec(Data(train=(Source(path=""),), template=template), seed=_SEED), None
     else:
-        data = without_rows(trained.spec.data, form_base=trained.run)
-        prompts = trained.spec.model_copy(update={"data": data})
+        run, stage, spec = trained
+        prompts = spec.model_copy(update={"data": without_rows(spec.data, form_base=run)})
+        max_prompt_tokens = stage.max_prompt_tokens
     return ExternalModel(
         name=name,
         model=model,
@@ -172,50 +181,20 @@ def _whole_model(
         tuning=Full(kind="full"),
         tokenizer=folder,
         prompts=prompts,
-        max_prompt_tokens=None if trained is None else trained.stage.max_prompt_tokens,
+        max_prompt_tokens=max_prompt_tokens,
     )
 
 
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    path = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}", "name another adapter") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}, not an object", "name another adapter")
-    return config
-
-
-def _base_of(config: dict[str, Any], folder: Path, trained: _TrainingRun | None) -> Model:
-    if trained is not None:
-        return moved(trained.stage.model, lambda path: str((trained.run / path).resolve()))
+def _base_of(config: dict[str, Any], folder: Path) -> Model:
     named = config.get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         raise ModelError(f"the adapter in {folder} does not say what model it belongs to", "name it with --base")
     for place in (Path(named), folder / named):
         if place.is_dir():
             return FolderModel(kind="folder", path=str(place.resolve()))
-    if named == embedded.hub_id_of(_EMBEDDED):
+    if named == models.EMBEDDED_HUB_IDS[_EMBEDDED]:
         return EmbeddedModel(kind="embedded", name=_EMBEDDED)
     if Path(named).is_absolute() or named.startswith("."):
         problem = f"the adapter in {folder} was made for {named}, which is not there"
         raise ModelError(problem, "name the model with --base FOLDER")
     return HubModel(kind="hub", id=named)
-
-
-def _tuning(config: dict[str, Any]) -> Lora:
-    """As large as the adapter is, which memory depends on; its weights are loaded as they are."""
-    targets = config.get("target_modules")
-    named: tuple[str, ...] | Literal["all-linear"] = (
-        tuple(sorted(targets)) if isinstance(targets, list) and targets else "all-linear"
-    )
-    rank, alpha = int(config.get("r") or 16), float(config.get("lora_alpha") or 32)
-    return Lora(kind="lora", rank=rank, alpha=alpha, targets=named, dora=bool(config.get("use_dora")))
-
-
-def _template(folder: Path) -> Literal["chat", "plain"]:
-    """The chat template of the tokenizer, or of the model's processor, where there is one."""
-    image_processor = ModelProcessor(folder, folder / "config.json", ImageLimits())()
-    tokenizer = open_renderer(folder, "plain", image_processor=image_processor).tokenizer
-    return "chat" if tokenizer.chat_template else "plain"

@@ -1,8 +1,6 @@
 """Everything that a task needs from a model for its items: a generated answer, the likelihoods of given answers, or
-both. An item is yielded as soon as it is complete.
-
-Given answers are rendered as training rows are, and the tokens that count are the supervised ones: the answer with its
-end. Plain text counts as a whole, window by window."""
+both. Given answers are rendered as training rows are, and the tokens that count are the supervised ones: the answer
+with its end. Plain text counts as a whole, window by window."""
 
 import sys
 from array import array
@@ -10,34 +8,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.forecasts import EvalBatchLimit
-from finefit.custom.model import custom_family_of
+from finefit.custom.inputs import meta_twin
+from finefit.custom.model import CustomFamily, custom_family_of
 from finefit.data.collate import collate
 from finefit.data.encode import Budget
 from finefit.data.examples import Example
+from finefit.data.image_check import load_image
 from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row
-from finefit.errors import DataError
-from finefit.evaluate.batches import Answer, ImagePrefetch, Warn, answers, in_batches, limit_for, prefetching
-from finefit.evaluate.custom import CustomPrompt, custom_answers, require_custom_answers
-from finefit.evaluate.decoding import causal_of
-from finefit.objective.batch import Batch
+from finefit.errors import DataError, ModelError
+from finefit.evaluate import batches
+from finefit.evaluate.decoding import causal_of, until_stop
+from finefit.objective.batch import Batch, CustomRow, seed_of
 from finefit.step.forward import bind
 from finefit.tasks import Likelihood, Reply, Task
 
-LOGITS_AT_ONCE = 256
-"""Tokens whose logits exist at the same time."""
+LOGITS_AT_ONCE = 256  # tokens whose logits exist at the same time
 _SLICE = 16
 """Batches of items that are completed before the next begin, where an item needs both: what a kill can cost."""
 
 
+Candidates = tuple[Sequence[str], Sequence[str]]
+"""Right and wrong answers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerModel:
-    """A loaded model and how it is prompted."""
-
     model: nn.Module
     renderer: Renderer
     batch_limit: EvalBatchLimit
@@ -45,8 +46,8 @@ class AnswerModel:
     max_new_tokens: int
     max_prompt_tokens: int | None
     """Longer prompts are cut in the middle, as training rows are."""
-    warn: Warn
-    images: ImagePrefetch | None = None
+    warn: batches.Warn
+    images: batches.ImagePrefetch | None = None
     """Of a vision-language model."""
 
 
@@ -55,7 +56,7 @@ class ItemReply:
     at: int
     prompt: str
     reply: Reply
-    answer: Answer | None
+    answer: batches.Answer | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,13 +72,18 @@ class _Item:
     """Examples whose likelihood is not known yet."""
 
 
-def replies(speaker: AnswerModel, task: Task, rows: Mapping[int, Row]) -> Iterator[ItemReply]:
+def generate(speaker: AnswerModel, task: Task, rows: Mapping[int, Row]) -> Iterator[ItemReply]:
     """Of every row, by its number; those with the longest prompts first."""
     items = sorted((_open_item(speaker, task, at, row) for at, row in rows.items()), key=lambda item: -len(item.tokens))
     candidates = {item.at: task.candidates(item.row) for item in items}
     weighs = any(right or wrong for right, wrong in candidates.values())
     if (family := custom_family_of(speaker.model)) is not None:
-        require_custom_answers(family, task.name, weighs=weighs or not task.generates)
+        if weighs or not task.generates:
+            problem = f"{task.name} asks for likelihoods of given answers, which {family.name} does not compute"
+            raise ModelError(problem, "evaluate a task that reads an answer")
+        if not family.generates:
+            problem = f"{task.name} needs answers, and {family.name} has no generate"
+            raise ModelError(problem, "give the model a generate(inputs, *, max_new_tokens, stops)")
     size = _SLICE * speaker.batch_limit.rows if task.generates and weighs else max(1, len(items))
     for begin in range(0, len(items), size):
         weighed = _with_likelihoods(speaker, task, items[begin : begin + size], candidates)
@@ -102,22 +108,59 @@ def _open_item(speaker: AnswerModel, task: Task, at: int, row: Row) -> _Item:
 
 
 def _with_answers(speaker: AnswerModel, items: Sequence[_Item]) -> Iterator[ItemReply]:
-    how: dict[str, Any] = {
-        "max_new_tokens": speaker.max_new_tokens,
-        "batch_limit": speaker.batch_limit,
-        "device": speaker.device,
-        "warn": speaker.warn,
-    }
     if (family := custom_family_of(speaker.model)) is not None:
-        prompts = [CustomPrompt(at=item.at, tokens=item.tokens, image_refs=item.row.image_refs) for item in items]
-        found = custom_answers(family, speaker.renderer, prompts, **how)
+        found = _custom_answers(family, speaker, items)
     else:
-        tokens, refs = [item.tokens for item in items], [item.row.image_refs for item in items]
-        found = answers(speaker.model, speaker.renderer, tokens, images=speaker.images, image_refs=refs, **how)
+        found = batches.answers(
+            speaker.model,
+            speaker.renderer,
+            [item.tokens for item in items],
+            max_new_tokens=speaker.max_new_tokens,
+            batch_limit=speaker.batch_limit,
+            device=speaker.device,
+            warn=speaker.warn,
+            images=speaker.images,
+            image_refs=[item.row.image_refs for item in items],
+        )
     return (_item_reply(speaker, items[at], answer) for at, answer in found)
 
 
-def _item_reply(speaker: AnswerModel, item: _Item, answer: Answer | None) -> ItemReply:
+def _custom_answers(
+    family: CustomFamily, speaker: AnswerModel, items: Sequence[_Item]
+) -> Iterator[tuple[int, batches.Answer]]:
+    """By the model's own `generate`, from what its `inputs` makes of prompts. A row's random numbers are the same in
+    every run."""
+    stops, limit, renderer = frozenset(speaker.renderer.stop_tokens), speaker.max_new_tokens, speaker.renderer
+
+    def row(item: _Item) -> CustomRow:
+        tokens = np.asarray(item.tokens, dtype=np.int64)
+        return CustomRow(
+            tokens=tokens,
+            supervised=np.zeros(len(tokens), np.bool_),
+            images=tuple(load_image(ref) for ref in item.row.image_refs),
+            seed=seed_of(0, "answer", item.at),
+            is_prompt=True,
+        )
+
+    def answer(written: Sequence[int]) -> batches.Answer:
+        tokens = until_stop(written, stops)
+        # below the limit it has ended, with a stop token or without
+        is_cut = len(tokens) >= limit and tokens[-1] not in stops
+        text = renderer.decode_answer(tokens) if tokens else ""
+        return batches.Answer(text=text, new_tokens=len(tokens), is_cut=is_cut)
+
+    def compute(chosen: list[int]) -> list[batches.Answer]:
+        inputs = meta_twin(family.source).inputs([row(items[at]) for at in chosen])
+        with torch.inference_mode():
+            here = {name: tensor.to(speaker.device) for name, tensor in inputs.items()}
+            written = family.generate(here, rows=len(chosen), max_new_tokens=limit, stops=stops)
+        return [answer(tokens) for tokens in written]
+
+    lengths = [len(item.tokens) + limit for item in items]
+    return batches.in_batches(lengths, speaker.batch_limit, compute, warn=speaker.warn)
+
+
+def _item_reply(speaker: AnswerModel, item: _Item, answer: batches.Answer | None) -> ItemReply:
     row, prompt = item.row, ""
     if not row.text:
         prompt = speaker.renderer.prompt_text(item.messages, tools=row.tools, image_refs=row.image_refs)
@@ -126,10 +169,7 @@ def _item_reply(speaker: AnswerModel, item: _Item, answer: Answer | None) -> Ite
 
 
 def _with_likelihoods(
-    speaker: AnswerModel,
-    task: Task,
-    items: Sequence[_Item],
-    candidates: Mapping[int, tuple[Sequence[str], Sequence[str]]],
+    speaker: AnswerModel, task: Task, items: Sequence[_Item], candidates: Mapping[int, Candidates]
 ) -> Iterator[_Item]:
     """The items with the likelihoods of their candidates, each when its last one is known."""
     examples, owners = list[Example](), list[tuple[_Item, list[Likelihood], int]]()
@@ -156,9 +196,6 @@ def _with_likelihoods(
             yield item
 
 
-# Likelihoods
-
-
 def examples_of(
     renderer: Renderer, row: Row, text: str, *, prompt: Sequence[Message], window: int
 ) -> tuple[Example, ...]:
@@ -181,8 +218,8 @@ def logprobs(
     pad: int,
     batch_limit: EvalBatchLimit,
     device: str,
-    warn: Warn,
-    images: ImagePrefetch | None = None,
+    warn: batches.Warn,
+    images: batches.ImagePrefetch | None = None,
 ) -> Iterator[tuple[int, float]]:
     """(index, summed log-probability of the supervised tokens) of every example."""
     geometry, load = (None, None) if images is None else (images.geometry, images.load)
@@ -190,23 +227,23 @@ def logprobs(
     *_, last = causal_of(model).base_model.parameters()  # of the final norm: a model over several GPUs ends there
     last_device = torch.device(last.device)
 
+    def moved(batch: Batch) -> Batch:
+        """A model over several GPUs takes tokens on its first one and answers on its last."""
+        on_first = batch.moved(lambda tensor: tensor.to(device))
+        positions_N, targets_N = batch.positions_N.to(last_device), batch.targets_N.to(last_device)
+        return replace(on_first, positions_N=positions_N, targets_N=targets_N)
+
     def compute(chosen: list[int]) -> list[float]:
         batch = collate([examples[at] for at in chosen], pad=pad, geometry=geometry, load=load)
         with torch.inference_mode():
-            found_N = forward(_moved(batch, device, last_device)).to("cpu", torch.float64)
+            found_N = forward(moved(batch)).to("cpu", torch.float64)
         parts: Sequence[Tensor] = torch.split(found_N, [num_counted(examples[at]) for at in chosen])
         return [float(part.sum()) for part in parts]
 
-    ahead = prefetching(images, [example.images for example in examples])
-    return in_batches(lengths, limit_for(model, lengths, batch_limit), compute, warn=warn, ahead=ahead)
+    ahead = batches.prefetching(images, [example.images for example in examples])
+    return batches.in_batches(lengths, batches.limit_for(model, lengths, batch_limit), compute, warn=warn, ahead=ahead)
 
 
 def num_counted(example: Example) -> int:
     """The first token counts never: nothing predicts it."""
     return sum(example.supervised[1:])
-
-
-def _moved(batch: Batch, device: str, last_device: torch.device) -> Batch:
-    """A model over several GPUs takes tokens on its first one and answers on its last."""
-    on_first = batch.moved(lambda tensor: tensor.to(device))
-    return replace(on_first, positions_N=batch.positions_N.to(last_device), targets_N=batch.targets_N.to(last_device))

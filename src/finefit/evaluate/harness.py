@@ -1,9 +1,6 @@
 """`python -m finefit.evaluate.harness REQUEST.json`: tasks of lm-evaluation-harness, by its own package in a process of
-its own (`harness_child`), as one record.
-
-Its samples become items, and intervals are computed from them as for every task. A metric that is not a mean of its
-samples keeps the figure and the standard error that lm-eval reports, and a warning says so.
-"""
+its own, as one record. Intervals are computed from its samples as for every task. A metric that is not a mean of its
+samples keeps the figure and the standard error that lm-eval reports, and a warning says so."""
 
 import importlib.util
 import json
@@ -33,24 +30,21 @@ from finefit.model.resolve_model import ADAPTER_WEIGHTS, resolve_start
 from finefit.spec.tasks import LmEval
 from finefit.stats.metrics import Metric, cautions
 
-INSTALL = "pip install 'finefit[lm-eval]'"
 _SEE_LOG = "see logs/run.log"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_CLOSE = 1e-6
-_NORMAL = 1.96
-_TAIL_LINES = 15
+_CLOSE, _NORMAL, _TAIL_LINES = 1e-6, 1.96, 15
 
 
 def evaluate(where: StageDir, request: EvalRequest, folder: Path) -> EvalResult:
     """`folder`: of the request, where a user's own task files lie too."""
-    task = _task_of(request)
     if importlib.util.find_spec("lm_eval") is None:
-        raise RunError(f"{request.evaluation.label} needs lm-eval, which is not installed", INSTALL)
+        problem = f"{request.evaluation.label} needs lm-eval, which is not installed"
+        raise RunError(problem, "pip install 'finefit[lm-eval]'")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="finefit-lm-eval-") as scratch:
         output = Path(scratch) / "output"
-        cwd = Path(scratch) if task.folder is None else folder / task.folder
-        _run(command_of(where, request, folder, output), cwd=cwd)
+        own = _task_of(request).folder
+        _run(command_of(where, request, folder, output), cwd=Path(scratch) if own is None else folder / own)
         found = read_output(output)
     return replace(make_result(request, found), seconds=time.perf_counter() - began)
 
@@ -61,8 +55,21 @@ def _task_of(request: EvalRequest) -> LmEval:
 
 
 def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path) -> list[str]:
-    subject, limit, task = request.subject, request.evaluation.limit, _task_of(request)
-    model = {"tokenizer": str(where.tokenizer), "dtype": _DTYPES[subject.precision]} | _weights(where, request)
+    subject, task, run = request.subject, _task_of(request), where.run
+    resolved = resolve_start(subject.model, subject.tuning, run)
+    if resolved.fingerprint != subject.model_fingerprint:
+        raise RunError(f"the model {subject.model_name} has changed since this run began")
+    # an adapter over the model: a checkpoint's, or the one that training went on from
+    pretrained, adapter = resolved.folder, starting_adapter(subject.tuning, run)
+    if subject.weights is not None:
+        path = run / subject.weights
+        pretrained, adapter = (pretrained, path) if (path / ADAPTER_WEIGHTS).exists() else (path, None)
+    model: dict[str, object] = {"tokenizer": where.tokenizer, "dtype": _DTYPES[subject.precision]}
+    model["pretrained"] = pretrained.resolve()
+    if adapter is not None:
+        model["peft"] = adapter.resolve()
+    if (bits := base_bits(subject.tuning)) is not None:
+        model[f"load_in_{bits}bit"] = "True"
     options: dict[str, object] = {
         "model": "hf",
         "model_args": ",".join(f"{key}={value}" for key, value in model.items()),
@@ -72,29 +79,13 @@ def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path
         "seed": subject.seed,
         "output_path": output,
         "num_fewshot": task.shots,
-        "limit": limit,
+        "limit": request.evaluation.limit,
         "include_path": None if task.folder is None else folder / task.folder,
     }
-    command = [sys.executable, "-P", "-m", "finefit.evaluate.harness_child", str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "finefit.artifacts.processes", str(os.getpid()), "lm_eval"]
     for name, value in options.items():
         command += [] if value is None else [f"--{name}", str(value)]
     return [*command, "--log_samples", *(["--apply_chat_template"] if subject.template == "chat" else [])]
-
-
-def _weights(where: StageDir, request: EvalRequest) -> dict[str, str]:
-    """The model, and an adapter over it: a checkpoint's, or the one that training went on from."""
-    subject, run = request.subject, where.run
-    resolved = resolve_start(subject.model, subject.tuning, run)
-    if resolved.fingerprint != subject.model_fingerprint:
-        raise RunError(f"the model {subject.model_name} has changed since this run began")
-    pretrained, adapter = resolved.folder, starting_adapter(subject.tuning, run)
-    if subject.weights is not None:
-        path = run / subject.weights
-        pretrained, adapter = (pretrained, path) if (path / ADAPTER_WEIGHTS).exists() else (path, None)
-    found = {"pretrained": str(pretrained.resolve())}
-    found |= {"peft": str(adapter.resolve())} if adapter is not None else {}
-    bits = base_bits(subject.tuning)
-    return found | ({f"load_in_{bits}bit": "True"} if bits is not None else {})
 
 
 def _run(command: list[str], *, cwd: Path) -> None:
@@ -116,9 +107,6 @@ def _run(command: list[str], *, cwd: Path) -> None:
         raise RunError(f"lm-eval ended with code {child.returncode}. Its last lines:\n{lines}", _SEE_LOG)
 
 
-# What lm-eval wrote
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessOutput:
     results: Mapping[str, Mapping[str, Any]]
@@ -130,11 +118,15 @@ class HarnessOutput:
 
 
 def read_output(folder: Path) -> HarnessOutput:
-    found = sorted(folder.rglob("results_*.json"))
-    if not found:
+    if not (written := sorted(folder.rglob("results_*.json"))):
         raise RunError("lm-eval left no results", _SEE_LOG)
-    document = json.loads(found[-1].read_bytes())
-    samples = {task: _lines(path) for task in document["results"] for path in _files_of(folder, task)[-1:]}
+    document, samples = json.loads(written[-1].read_bytes()), dict[str, list[dict[str, Any]]]()
+    for task in document["results"]:
+        # the time after its name tells a task from one with a longer name; a group of tasks has no file of its own
+        name = re.compile(rf"samples_{re.escape(task)}_\d{{4}}-\d\d-\d\dT.*\.jsonl")
+        for path in sorted(path for path in folder.rglob("samples_*.jsonl") if name.fullmatch(path.name))[-1:]:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            samples[task] = [json.loads(line) for line in lines if line.strip()]
     counts = document.get("n-samples", {})
     available = [int(counts.get(task, {}).get("original", _num_items(lines))) for task, lines in samples.items()]
     return HarnessOutput(
@@ -150,20 +142,8 @@ def _num_items(lines: list[dict[str, Any]]) -> int:
     return len({line["doc_id"] for line in lines})
 
 
-def _files_of(folder: Path, task: str) -> list[Path]:
-    """The time after its name tells a task from one with a longer name. A group of tasks has no file of its own."""
-    name = re.compile(rf"samples_{re.escape(task)}_\d{{4}}-\d\d-\d\dT.*\.jsonl")
-    return sorted(path for path in folder.rglob("samples_*.jsonl") if name.fullmatch(path.name))
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """One metric of one task as it was reported."""
-
     name: str
     task: str
     metric: str
@@ -203,21 +183,24 @@ def _figures(found: HarnessOutput) -> Iterator[_Figure]:
 
 
 def make_result(request: EvalRequest, found: HarnessOutput) -> EvalResult:
-    figures = list(_figures(found))
-    if not figures:
+    if not (figures := list(_figures(found))):
         raise RunError("lm-eval reported no figure", _SEE_LOG)
     items = _items(found, figures)
-    definitions = tuple(_metric(figure, found, items) for figure in figures if figure.is_mean(items))
+    means = [figure for figure in figures if figure.is_mean(items)]
+    others = [figure for figure in figures if figure not in means]
+    definitions = [_metric(figure, found, items) for figure in means]
     metrics = {metric.name: score_of(metric, items) for metric in definitions}
-    others = [figure for figure in figures if figure.name not in metrics]
+    for figure in others:  # as reported; without a standard error its interval is infinite
+        error = math.inf if figure.error is None else _NORMAL * figure.error
+        metrics[figure.name] = Score(value=figure.value, low=figure.value - error, high=figure.value + error)
     return EvalResult(
         task=request.evaluation.label,
         checkpoint=request.checkpoint,
         n=len(items),
         available=found.available,
         coverage=1.0 if items else 0.0,
-        metrics=metrics | {figure.name: _as_reported(figure) for figure in others},
-        definitions=definitions,
+        metrics=metrics,
+        definitions=tuple(definitions),
         signature=_signature(request, found),
         warnings=tuple(_warnings(request, found, len(items), others)),
         seconds=0.0,
@@ -232,26 +215,22 @@ def _items(found: HarnessOutput, figures: list[_Figure]) -> list[EvalItem]:
         own = [figure for figure in figures if figure.task == task]
         for line in lines:
             key = (task, line["doc_id"])
-            before = items.get(key) or _item(len(items), task, line, zeros)
+            before = items.get(key) or EvalItem(
+                item=len(items),
+                key=str(line.get("doc_hash", f"{task} {line['doc_id']}"))[:16],
+                place=f"{task}:{line['doc_id']}",
+                prompt=_prompt(line.get("arguments")),
+                reference=str(line.get("target", "")),
+                answer=_plain(line.get("filtered_resps", line.get("resps"))),
+                extracted=None,
+                counts=zeros,
+                scores={},
+                failure=None,
+            )
             scores = {figure.name: value for figure in own if (value := figure.of(line)) is not None}
             counted = {figure.count: 1.0 for figure in own if figure.name in scores}
             items[key] = replace(before, counts=before.counts | scores | counted, scores=before.scores | scores)
     return list(items.values())
-
-
-def _item(at: int, task: str, line: Mapping[str, Any], counts: dict[str, float]) -> EvalItem:
-    return EvalItem(
-        item=at,
-        key=str(line.get("doc_hash", f"{task} {line['doc_id']}"))[:16],
-        place=f"{task}:{line['doc_id']}",
-        prompt=_prompt(line.get("arguments")),
-        reference=str(line.get("target", "")),
-        answer=_plain(line.get("filtered_resps", line.get("resps"))),
-        extracted=None,
-        counts=dict(counts),
-        scores={},
-        failure=None,
-    )
 
 
 def _prompt(arguments: Any) -> str:
@@ -281,12 +260,6 @@ def _metric(figure: _Figure, found: HarnessOutput, items: list[EvalItem]) -> Met
     return Metric(aggregate="ratio", counts=(figure.name, figure.count), **about)
 
 
-def _as_reported(figure: _Figure) -> Score:
-    """Without a standard error its interval is infinite."""
-    error = math.inf if figure.error is None else _NORMAL * figure.error
-    return Score(value=figure.value, low=figure.value - error, high=figure.value + error)
-
-
 def _warnings(request: EvalRequest, found: HarnessOutput, n: int, others: list[_Figure]) -> Iterator[str]:
     if (limit := request.evaluation.limit) is not None and n < found.available:
         yield f"{n} of {found.available} items: lm-eval takes the first {limit} of each task, not a random sample"
@@ -310,9 +283,6 @@ def _signature(request: EvalRequest, found: HarnessOutput) -> dict[str, str]:
         "chat template": "applied" if request.subject.template == "chat" else "not applied",
         "precision": request.subject.precision,
     }
-
-
-# The process
 
 
 def work(path: Path) -> int:

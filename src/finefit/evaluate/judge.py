@@ -6,10 +6,9 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -20,8 +19,7 @@ from finefit.spec.tasks import Judge
 from finefit.tasks import Task
 from finefit.tasks.judge_marks import NOT_MARKED, counts_of_mark, judge_question, mark_in
 
-_AT_ONCE = 8
-_SHOWN = 200
+_AT_ONCE, _SHOWN = 8, 200
 _KEPT = "answers and verdicts so far are kept, so give the same command again"
 
 
@@ -35,6 +33,9 @@ class RetryPolicy:
     """For one reply; a judge that reasons takes long."""
 
 
+_RETRY = RetryPolicy()
+
+
 def judge_items(
     task: Task,
     items: Sequence[EvalItem],
@@ -42,25 +43,29 @@ def judge_items(
     *,
     verdicts: Path,
     seed: int = 0,
-    patience: RetryPolicy | None = None,
+    retries: RetryPolicy = _RETRY,
 ) -> list[EvalItem]:
-    """Every item with a result gets a verdict and a mark. `verdicts`: the file that keeps them; what it holds is not
-    asked again."""
-    questions = {
-        item.item: judge_question(judge, prompt=item.prompt, answer=item.answer, reference=item.reference)
-        for item in items
-        if item.failure is None
-    }
-    who = f"{judge.model}\n{judge.url}"
-    keys = {at: hashlib.sha256(f"{who}\n{question}".encode()).hexdigest() for at, question in questions.items()}
-    known = {str(line["key"]): str(line["verdict"]) for line in read_lines(verdicts)}
-    missing = {key: questions[at] for at, key in keys.items() if key not in known}  # equal questions are asked once
+    """Every item with a result gets a verdict and a mark. What the file `verdicts` holds is not asked again."""
+    keys, known = dict[int, str](), {str(line["key"]): str(line["verdict"]) for line in read_lines(verdicts)}
+    missing: dict[str, str] = {}  # by key, so that equal questions are asked once
+    for item in items:
+        if item.failure is None:
+            question = judge_question(judge, prompt=item.prompt, answer=item.answer, reference=item.reference)
+            key = hashlib.sha256(f"{judge.model}\n{judge.url}\n{question}".encode()).hexdigest()
+            keys[item.item] = key
+            if key not in known:
+                missing[key] = question
     if missing:
-        with Journal(verdicts) as journal, _open(judge, seed, patience or RetryPolicy()) as client:
-            for key, verdict in _replies(client, missing):
+        with Journal(verdicts) as journal, _open(judge, seed, retries) as client:
+            for key, verdict in _ask_all(client, missing):
                 journal.write(key=key, verdict=verdict)
                 known[key] = verdict
-    return [_judged(task, item, known[keys[item.item]]) if item.item in keys else item for item in items]
+
+    def judged(item: EvalItem, verdict: str) -> EvalItem:
+        counts = item.counts | counts_of_mark(mark_in(verdict))
+        return replace(item, counts=counts, scores=task.scores(counts), verdict=verdict)
+
+    return [judged(item, known[keys[item.item]]) if item.item in keys else item for item in items]
 
 
 def with_current_marks(task: Task, item: EvalItem) -> EvalItem:
@@ -73,54 +78,48 @@ def with_current_marks(task: Task, item: EvalItem) -> EvalItem:
     return replace(item, counts=counts, scores=task.scores(counts))
 
 
-def _judged(task: Task, item: EvalItem, verdict: str) -> EvalItem:
-    counts = item.counts | counts_of_mark(mark_in(verdict))
-    return replace(item, counts=counts, scores=task.scores(counts), verdict=verdict)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JudgeClient:
     client: httpx.Client
     judge: Judge
     secret: str | None
     seed: int
-    patience: RetryPolicy
+    retries: RetryPolicy
     is_over: threading.Event
 
     def ask(self, question: str) -> str:
         """Its reply. What may pass is tried again with growing pauses; anything else is reported at once."""
+        address, messages = self.judge.url.rstrip("/") + "/chat/completions", [{"role": "user", "content": question}]
+        body = {"model": self.judge.model, "messages": messages, "temperature": 0, "seed": self.seed}
         problem, wait = "", 0.0
-        for attempt in range(self.patience.attempts):
+        for attempt in range(self.retries.attempts):
             if self.is_over.wait(wait):
                 break
-            wait = min(self.patience.first_seconds * 2**attempt, self.patience.longest_seconds)
+            wait = min(self.retries.first_seconds * 2**attempt, self.retries.longest_seconds)
             try:
-                response = self._post(question)
+                response = self.client.post(address, json=body)
             except httpx.TransportError as error:
                 problem = f"cannot be reached: {type(error).__name__} {self._shown(str(error))}"
                 continue
             if response.status_code in (408, 429) or response.status_code >= 500:
                 problem = f"answers {response.status_code}: {self._shown(response.text)}"
-                wait = max(wait, _asked_to_wait(response, self.patience))
+                asked = response.headers.get("retry-after", "")  # seconds; dates are ignored
+                wait = max(wait, min(float(asked), self.retries.longest_seconds) if asked.isdigit() else 0.0)
                 continue
             if response.status_code != httpx.codes.OK:
                 refusal = f"{response.status_code} {self._shown(response.text)}"
                 remedy = f"check judge.url, judge.model and judge.key; {_KEPT}"
                 raise RunError(f"the judge {self.judge.model} at {self.judge.url} refuses: {refusal}", remedy)
-            content = _content(response)
-            if content is not None:
-                return content
+            with suppress(ValueError, LookupError, TypeError, AttributeError):  # not a chat completion
+                content = response.json()["choices"][0]["message"].get("content")
+                if content is None or isinstance(content, str):
+                    return content or ""  # a reply without text holds no mark
             problem = f"gives no chat completion: {self._shown(response.text)}"
         raise Resumable(
-            f"the judge {self.judge.model} at {self.judge.url} {problem} ({self.patience.attempts} attempts)",
+            f"the judge {self.judge.model} at {self.judge.url} {problem} ({self.retries.attempts} attempts)",
             "check that it runs and that judge.url is an OpenAI-compatible address, such as "
             f"http://localhost:8000/v1; {_KEPT}",
         )
-
-    def _post(self, question: str) -> httpx.Response:
-        messages = [{"role": "user", "content": question}]
-        body = {"model": self.judge.model, "messages": messages, "temperature": 0, "seed": self.seed}
-        return self.client.post(self.judge.url.rstrip("/") + "/chat/completions", json=body)
 
     def _shown(self, text: str) -> str:
         """The secret never appears in a message, even where the other side repeats it."""
@@ -128,48 +127,26 @@ class _JudgeClient:
         return " ".join(hidden.split())[:_SHOWN]
 
 
-def _content(response: httpx.Response) -> str | None:
-    """Empty for a reply without text, which holds no mark; None where it is not a chat completion."""
-    try:
-        content: Any = response.json()["choices"][0]["message"].get("content")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None
-    return content if isinstance(content, str) else "" if content is None else None
-
-
-def _asked_to_wait(response: httpx.Response, patience: RetryPolicy) -> float:
-    """By the server, in seconds; dates are ignored."""
-    asked = response.headers.get("retry-after", "")
-    return min(float(asked), patience.longest_seconds) if asked.isdigit() else 0.0
-
-
 @contextmanager
-def _open(judge: Judge, seed: int, patience: RetryPolicy) -> Iterator[_JudgeClient]:
-    secret, is_over = _secret(judge), threading.Event()
-    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
-    with httpx.Client(headers=headers, timeout=httpx.Timeout(patience.reply_seconds)) as client:
+def _open(judge: Judge, seed: int, retries: RetryPolicy) -> Iterator[_JudgeClient]:
+    secret, headers, is_over = None, dict[str, str](), threading.Event()
+    if judge.key is not None:
+        variable = f"judge.key names the environment variable {judge.key}, which"
+        secret = os.environ.get(judge.key, "").strip()  # a secret read from a file often ends with a newline
+        if not secret:
+            raise RunError(f"{variable} is not set", f"export {judge.key}=...; {_KEPT}")
+        if not (secret.isascii() and secret.isprintable()):
+            problem = f"{variable} has characters other than printable ASCII"
+            raise RunError(problem, f"export {judge.key}=... with the secret alone; {_KEPT}")
+        headers = {"Authorization": f"Bearer {secret}"}
+    with httpx.Client(headers=headers, timeout=httpx.Timeout(retries.reply_seconds)) as client:
         try:
-            yield _JudgeClient(client=client, judge=judge, secret=secret, seed=seed, patience=patience, is_over=is_over)
+            yield _JudgeClient(client=client, judge=judge, secret=secret, seed=seed, retries=retries, is_over=is_over)
         finally:
             is_over.set()
 
 
-def _secret(judge: Judge) -> str | None:
-    if judge.key is None:
-        return None
-    secret = os.environ.get(judge.key, "").strip()  # a secret read from a file often ends with a newline
-    if not secret:
-        problem = f"judge.key names the environment variable {judge.key}, which is not set"
-        raise RunError(problem, f"export {judge.key}=...; {_KEPT}")
-    if not (secret.isascii() and secret.isprintable()):
-        problem = (
-            f"judge.key names the environment variable {judge.key}, which has characters other than printable ASCII"
-        )
-        raise RunError(problem, f"export {judge.key}=... with the secret alone; {_KEPT}")
-    return secret
-
-
-def _replies(client: _JudgeClient, questions: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _ask_all(client: _JudgeClient, questions: dict[str, str]) -> Iterator[tuple[str, str]]:
     """In parallel, as they come. The first failure ends it, after the replies that have arrived by then."""
     todo: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[str, str | Exception]] = queue.SimpleQueue()

@@ -1,5 +1,4 @@
-"""Items become one record. All items count, one without a result as nothing found; every score has an interval and
-n."""
+"""Items become one record. An item without a result counts as nothing found; every score has an interval and n."""
 
 import math
 from collections.abc import Sequence
@@ -28,6 +27,13 @@ def score_item(
     failure = reading.failure
     if failure is not None and is_cut:
         failure += f" (cut at {new_tokens} tokens)"
+    candidates = tuple(
+        CandidateAnswer(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens)
+        for is_right, side in ((True, reply.right), (False, reply.wrong))
+        for one in side
+    )
+    # a record cannot hold a likelihood that is not finite: the item's failure says so
+    is_storable = all(math.isfinite(one.logprob) for one in candidates)
     return EvalItem(
         item=at,
         key=key_of(row),
@@ -40,21 +46,10 @@ def score_item(
         counts=dict(reading.counts),
         scores=task.scores(reading.counts),
         failure=failure,
-        candidates=_candidates(reply),
+        candidates=candidates if is_storable else (),
         new_tokens=new_tokens,
         is_cut=is_cut,
-        images=tuple(ItemImage(name=picture.place, sha256=picture.sha256) for picture in row.image_refs),
-    )
-
-
-def _candidates(reply: Reply) -> tuple[CandidateAnswer, ...]:
-    """None where one of them is not finite, which a record cannot hold: the item's failure says so."""
-    found = [*((True, one) for one in reply.right), *((False, one) for one in reply.wrong)]
-    if not all(math.isfinite(one.logprob) for _, one in found):
-        return ()
-    return tuple(
-        CandidateAnswer(text=one.text, is_right=is_right, logprob=one.logprob, tokens=one.tokens)
-        for is_right, one in found
+        images=tuple(ItemImage(name=image.place, sha256=image.sha256) for image in row.image_refs),
     )
 
 
@@ -63,13 +58,13 @@ def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem
     if task.finish is None:
         return [item for _, item in items]
     found = [(row, item) for row, item in items if item.failure is None]
-    further = task.finish([(row, reply_of(item)) for row, item in found])
+    further = task.finish([(row, _reply_of(item)) for row, item in found])
     counted = {item.item: item.counts | dict(counts) for (_, item), counts in zip(found, further, strict=True)}
     with_counts = [(item, counted.get(item.item, item.counts)) for _, item in items]
     return [replace(item, counts=counts, scores=task.scores(counts)) for item, counts in with_counts]
 
 
-def reply_of(item: EvalItem) -> Reply:
+def _reply_of(item: EvalItem) -> Reply:
     """The reply that the item was scored by."""
     sides: dict[bool, list[Likelihood]] = {True: [], False: []}
     for found in item.candidates:
@@ -78,14 +73,19 @@ def reply_of(item: EvalItem) -> Reply:
 
 
 def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, available: int, seconds: float) -> EvalResult:
+    parts: dict[str, list[EvalItem]] = {}
+    for item in items:
+        parts.setdefault(item.dataset, []).append(item)
+    whole = _dataset_scores(task, items)
     return EvalResult(
         task=task.name,
         checkpoint=checkpoint,
-        n=len(items),
+        n=whole.n,
         available=available,
-        coverage=_coverage(items),
-        metrics=_scores(task, items),
-        by_dataset=_by_dataset(task, items),
+        coverage=whole.coverage,
+        metrics=whole.metrics,
+        # data sets differ in difficulty, so the score of a mixture alone says little
+        by_dataset={name: _dataset_scores(task, part) for name, part in parts.items()} if len(parts) > 1 else {},
         definitions=task.metrics,
         signature=dict(task.signature),
         warnings=cautions(len(items)),
@@ -95,25 +95,12 @@ def summarise(task: Task, checkpoint: str, items: Sequence[EvalItem], *, availab
     )
 
 
-def _coverage(items: Sequence[EvalItem]) -> float:
-    return sum(item.failure is None for item in items) / len(items)
-
-
-def _scores(task: Task, items: Sequence[EvalItem]) -> dict[str, Score]:
-    return {metric.name: score_of(metric, items) for metric in task.metrics}
-
-
-def _by_dataset(task: Task, items: Sequence[EvalItem]) -> dict[str, DatasetScores]:
-    """Empty for a single data set. Data sets differ in difficulty, so the score of a mixture alone says little."""
-    parts: dict[str, list[EvalItem]] = {}
-    for item in items:
-        parts.setdefault(item.dataset, []).append(item)
-    if len(parts) < 2:
-        return {}
-    return {
-        name: DatasetScores(n=len(part), coverage=_coverage(part), metrics=_scores(task, part))
-        for name, part in parts.items()
-    }
+def _dataset_scores(task: Task, items: Sequence[EvalItem]) -> DatasetScores:
+    return DatasetScores(
+        n=len(items),
+        coverage=sum(item.failure is None for item in items) / len(items),
+        metrics={metric.name: score_of(metric, items) for metric in task.metrics},
+    )
 
 
 def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:

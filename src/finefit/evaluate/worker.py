@@ -1,10 +1,6 @@
 """`python -m finefit.evaluate.worker REQUEST.json`: answers every item of a task with one model and leaves one record.
-Every item is scored and written down as soon as it is complete.
-
-On several GPUs the items are shared: each process has a whole model and answers every n-th item. The first is the
-evaluation itself; the others (`--part k/n`) are its children. They end when it ends, and it fails when one of them
-does.
-"""
+On several GPUs each process has a whole model and answers every n-th item. The first is the evaluation itself; the
+others (`--part k/n`) are its children: they end when it ends, and it fails when one of them does."""
 
 import argparse
 import gc
@@ -16,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -33,16 +30,16 @@ from finefit.artifacts.checkpoint import problems
 from finefit.artifacts.processes import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import Failure, Levers, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, StageDir
-from finefit.artifacts.stage_records import EvalFailure, EvalItem, EvalRequest, EvalResult, Subject
+from finefit.artifacts.stage_records import EvalFailure, EvalItem, EvalRequest, EvalResult
 from finefit.custom.inputs import processor_opener
 from finefit.custom.model import load_custom_for_answers
 from finefit.data.batch_workers import BatchWorkers, num_workers
 from finefit.data.image_check import image_processor_of
-from finefit.data.render import Renderer, open_renderer
+from finefit.data.render import open_renderer
 from finefit.data.rows import Row, is_asked, key_of, read_items
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError, WorkerDied, is_out_of_memory
 from finefit.evaluate.batches import ImagePrefetch, require_images
-from finefit.evaluate.generate import AnswerModel, replies
+from finefit.evaluate.generate import AnswerModel, generate
 from finefit.evaluate.judge import judge_items, with_current_marks
 from finefit.evaluate.score import finished, made_with, score_item, summarise
 from finefit.model.attention import attention_here, for_answers
@@ -50,20 +47,18 @@ from finefit.model.load import base_bits, load_for_answers, quiet, starting_adap
 from finefit.model.resolve_model import ResolvedModel, resolve_start
 from finefit.spec.models import CustomModel
 from finefit.step.levers import apply_levers
-from finefit.tasks import Task, make_task
-from finefit.vision.family import ImageProcessor
+from finefit.tasks import Task
+from finefit.tasks.make import make_task
 
 log = logging.getLogger("finefit")
 MODULE = "finefit.evaluate.worker"
-_GRACE_SECONDS = 30.0
-"""For a child to end after SIGTERM."""
+_GRACE_SECONDS = 30.0  # for a child to end after SIGTERM
 _ITEM = TypeAdapter(EvalItem)
+Check = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalJob:
-    """One request and where it lies."""
-
     where: StageDir
     path: Path
     """Of the request; a user's own task file lies beside it."""
@@ -81,21 +76,28 @@ def read_job(path: Path) -> EvalJob:
 
 def evaluate(job: EvalJob) -> EvalResult:
     request, (task, rows, asked, chosen) = job.request, _items_of(job)
-    cost = _answer_all(job, task, rows, chosen)
+    limit, done = request.batch_limit, answered(job.paths)
+    num_missing = sum(at not in done for at in chosen)
+    share = ItemShare(of=1 if limit.is_spread else max(1, min(limit.devices, num_missing)))
+    with other_shares(job.path, job.paths, share.of) as check_others:
+        cost = answer_items(job, task, rows, share.missing(chosen, done), share, check_others)
+        answered_at = time.perf_counter()
+    seconds = cost.seconds + time.perf_counter() - answered_at
     gc.collect()
     torch.cuda.empty_cache()  # finishing the task may need a model of its own
-    items = _scored_items(job, task, rows, chosen)
-    result = summarise(task, request.checkpoint, items, available=len(asked), seconds=cost.seconds)
+    # what is counted once every item is answered: by the task itself, and by a judge
+    done, judge = answered(job.paths), request.evaluation.judge
+    items = finished(task, [(rows[at], with_current_marks(task, done[at])) for at in chosen])
+    if judge is not None:
+        items = judge_items(task, items, judge, verdicts=job.paths.verdicts, seed=request.subject.seed)
+    result = summarise(task, request.checkpoint, items, available=len(asked), seconds=seconds)
     warnings = dict.fromkeys(str(line["warning"]) for line in read_lines(job.paths.warnings))
     decoding = f"greedy, at most {request.evaluation.max_new_tokens} new tokens"
     signature = {**made_with(), "decoding": decoding, "precision": request.subject.precision}
+    memory: dict[str, Any] = {"loaded_bytes": cost.loaded_bytes, "peak_bytes": cost.peak_bytes}
+    warned = (*warnings, *result.warnings)
     return replace(
-        result,
-        signature=result.signature | signature,
-        warnings=(*warnings, *result.warnings),
-        loaded_bytes=cost.loaded_bytes,
-        peak_bytes=cost.peak_bytes,
-        predicted_bytes=request.batch_limit.reserved_bytes,
+        result, signature=result.signature | signature, warnings=warned, predicted_bytes=limit.reserved_bytes, **memory
     )
 
 
@@ -109,8 +111,7 @@ def _items_of(job: EvalJob) -> tuple[Task, list[Row], list[int], list[int]]:
 
 
 def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | None = None) -> list[int]:
-    """The same items for every model and every run that has them, whatever its seed; a smaller sample is a part of a
-    larger one."""
+    """The same items for every model and run, whatever its seed; a smaller sample is a part of a larger one."""
     everything = range(len(rows)) if among is None else among
     if limit is None or limit >= len(everything):
         return list(everything)
@@ -124,18 +125,6 @@ def answered(paths: EvalPaths) -> dict[int, EvalItem]:
     return {item.item: item for item in found}
 
 
-def _scored_items(job: EvalJob, task: Task, rows: Sequence[Row], chosen: Sequence[int]) -> list[EvalItem]:
-    """With what is counted once every item is answered: by the task itself, and by a judge."""
-    done, judge = answered(job.paths), job.request.evaluation.judge
-    items = finished(task, [(rows[at], with_current_marks(task, done[at])) for at in chosen])
-    if judge is None:
-        return items
-    return judge_items(task, items, judge, verdicts=job.paths.verdicts, seed=job.request.subject.seed)
-
-
-# Shares of the items
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemShare:
     """Which of the processes that share the items this is."""
@@ -143,45 +132,31 @@ class ItemShare:
     number: int = 0
     of: int = 1
 
+    @classmethod
+    def read(cls, text: str) -> "ItemShare":
+        number, of = map(int, text.split("/"))
+        return cls(number=number, of=of)
+
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
 
-    def mine(self, items: list[int]) -> list[int]:
+    def missing(self, items: Sequence[int], done: Container[int]) -> list[int]:
         """By place among all items, so that all processes divide alike whatever is answered already."""
-        return items[self.number :: self.of]
+        return [at for at in items[self.number :: self.of] if at not in done]
 
 
-ALONE = ItemShare()
-
-
-def read_share(text: str) -> ItemShare:
-    number, of = map(int, text.split("/"))
-    return ItemShare(number=number, of=of)
-
-
-def _answer_all(job: EvalJob, task: Task, rows: Sequence[Row], chosen: list[int]) -> "AnswerCost":
-    limit, done = job.request.batch_limit, answered(job.paths)
-    num_missing = sum(at not in done for at in chosen)
-    share = ItemShare(of=1 if limit.is_spread else max(1, min(limit.devices, num_missing)))
-    with other_shares(job.path, job.paths, share.of) as check_others:
-        todo = [at for at in share.mine(chosen) if at not in done]
-        cost = answer_items(job, task, rows, todo, share=share, after_each=check_others)
-        answered_at = time.perf_counter()
-    return replace(cost, seconds=cost.seconds + time.perf_counter() - answered_at)
+_ALONE = ItemShare()
 
 
 def answer_share(job: EvalJob, share: ItemShare) -> None:
-    """For one of several processes: its items and nothing else."""
     task, rows, _, chosen = _items_of(job)
-    done = answered(job.paths)
-    answer_items(job, task, rows, [at for at in share.mine(chosen) if at not in done], share=share)
+    answer_items(job, task, rows, share.missing(chosen, answered(job.paths)), share)
 
 
 @contextmanager
-def other_shares(request: Path, paths: EvalPaths, num_shares: int) -> Iterator[Callable[[], None]]:
-    """Starts the other processes and waits for them at the end. Yields a check that raises the failure of one of
-    them. A child's standard input is a pipe whose end tells it that this process is gone; it inherits the run's
-    lock."""
+def other_shares(request: Path, paths: EvalPaths, num_shares: int) -> Iterator[Check]:
+    """Starts the other processes and waits for them at the end. Yields a check that raises the failure of one of them.
+    A child knows by the end of its standard input that this process is gone; it inherits the run's lock."""
     children: dict[int, subprocess.Popen[bytes]] = {}
     for number in range(1, num_shares):
         share = ItemShare(number=number, of=num_shares)
@@ -199,21 +174,17 @@ def other_shares(request: Path, paths: EvalPaths, num_shares: int) -> Iterator[C
             child.wait()
         check()
     finally:
-        _end_children(list(children.values()))
-
-
-def _end_children(children: "list[subprocess.Popen[bytes]]") -> None:
-    for child in children:
-        if child.poll() is None:
-            child.terminate()
-    for child in children:
-        try:
-            child.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        if child.stdin is not None:
-            child.stdin.close()
+        for child in children.values():
+            if child.poll() is None:
+                child.terminate()
+        for child in children.values():
+            try:
+                child.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            if child.stdin is not None:
+                child.stdin.close()
 
 
 def _share_failure(paths: EvalPaths, number: int, num_shares: int, code: int) -> FinefitError:
@@ -229,13 +200,8 @@ def _share_failure(paths: EvalPaths, number: int, num_shares: int, code: int) ->
     return FinefitError(problem, "please report it with these lines")
 
 
-# One process answers its items
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCost:
-    """Of answering in this process."""
-
     seconds: float = 0.0
     """Loading excluded."""
     loaded_bytes: int | None = None
@@ -245,46 +211,35 @@ class AnswerCost:
 
 
 def answer_items(
-    job: EvalJob,
-    task: Task,
-    rows: Sequence[Row],
-    todo: Sequence[int],
-    *,
-    share: ItemShare,
-    after_each: Callable[[], None] = lambda: None,
+    job: EvalJob, task: Task, rows: Sequence[Row], todo: Sequence[int], share: ItemShare, check: Check = lambda: None
 ) -> AnswerCost:
+    """`check`: called after each item."""
     if not todo:
         return AnswerCost()
-    device = job.request.subject.device
+    subject, device = job.request.subject, job.request.subject.device
     require_images([rows[at] for at in todo])
-    _set_up_device(job.request.subject, share)
-    with _open_model(job, share) as speaker, Journal(job.paths.items_of(share.number)) as items:
-        loaded_bytes, began = held_bytes(device), time.perf_counter()
-        for found in replies(speaker, task, {at: rows[at] for at in todo}):
-            new_tokens, is_cut = (found.answer.new_tokens, found.answer.is_cut) if found.answer else (None, False)
-            row, prompt, reply = rows[found.at], found.prompt, found.reply
-            item = score_item(task, found.at, row, prompt=prompt, reply=reply, new_tokens=new_tokens, is_cut=is_cut)
-            items.write(**_ITEM.dump_python(item, mode="json"))
-            after_each()
-        seconds = time.perf_counter() - began
-        return AnswerCost(seconds=seconds, loaded_bytes=loaded_bytes, peak_bytes=_peak_bytes(device))
-
-
-def _set_up_device(subject: Subject, share: ItemShare) -> None:
-    """Each process on a GPU of its own; on a CPU with its share of the threads."""
     torch.manual_seed(subject.seed)
     torch.set_num_threads(max(1, subject.threads // share.of))
-    if subject.device == "cuda" and share.of > 1:
+    if device == "cuda" and share.of > 1:  # each process on a GPU of its own
         if (found := torch.cuda.device_count()) < share.of:
             problem = f"the items are to be shared over {share.of} cards, and torch sees {found} here"
             raise RunError(problem, "`finefit doctor` says why")
         torch.cuda.set_device(share.number)
+    with _open_model(job, share) as speaker, Journal(job.paths.items_of(share.number)) as items:
+        loaded_bytes, began = held_bytes(device), time.perf_counter()
+        for one in generate(speaker, task, {at: rows[at] for at in todo}):
+            new_tokens, is_cut = (one.answer.new_tokens, one.answer.is_cut) if one.answer else (None, False)
+            row, prompt, reply = rows[one.at], one.prompt, one.reply
+            item = score_item(task, one.at, row, prompt=prompt, reply=reply, new_tokens=new_tokens, is_cut=is_cut)
+            items.write(**_ITEM.dump_python(item, mode="json"))
+            check()
+        seconds = time.perf_counter() - began
+        return AnswerCost(seconds=seconds, loaded_bytes=loaded_bytes, peak_bytes=_peak_bytes(device))
 
 
 @contextmanager
 def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
-    """A vision-language model has processes that decode images, each started with its first image; a user's own model
-    is given images as they are."""
+    """A vision-language model has processes that decode images; a user's own model is given images as they are."""
     subject, settings, limit, run = job.request.subject, job.request.evaluation, job.request.batch_limit, job.where.run
     resolved = resolve_start(subject.model, subject.tuning, run)
     if resolved.fingerprint != subject.model_fingerprint:
@@ -292,7 +247,11 @@ def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
     factory = processor_opener(subject.model, run, resolved.folder, subject.images)
     image_processor = image_processor_of(factory)
     with BatchWorkers(num_workers(share.of)) as workers:
-        renderer = _renderer(job, image_processor)
+        options: dict[str, Any] = {"template_options": subject.template_options, "image_processor": image_processor}
+        renderer = open_renderer(job.where.tokenizer, subject.template, **options)
+        if renderer.sha256() != subject.template_sha256:
+            problem = "the prompt template of this run has changed since it was trained"
+            raise RunError(f"{problem}: its scores would mean nothing")
         try:
             model = _load(job, resolved)
         except (RuntimeError, MemoryError) as error:
@@ -318,18 +277,6 @@ def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
             warn=warn,
             images=ImagePrefetch(factory, workers.submit) if has_images else None,
         )
-
-
-def _renderer(job: EvalJob, image_processor: ImageProcessor | None) -> Renderer:
-    subject, options = job.request.subject, job.request.subject.template_options
-    renderer = open_renderer(
-        job.where.tokenizer, subject.template, template_options=options, image_processor=image_processor
-    )
-    if renderer.sha256() != subject.template_sha256:
-        raise RunError(
-            "the prompt template of this run has changed since it was trained: its scores would mean nothing"
-        )
-    return renderer
 
 
 def _load(job: EvalJob, resolved: ResolvedModel) -> nn.Module:
@@ -368,18 +315,15 @@ def _peak_bytes(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# The process
-
-
-def _stop(number: int, _: FrameType | None) -> None:
-    raise Interrupted(f"stopped by {signal.Signals(number).name}")
-
-
 def exit_code_of(act: Callable[[], None], failure: Path) -> int:
-    """Of a worker's whole work. It stops on a signal and when its launcher ends; the reason of a failure is written to
-    a record of its own."""
+    """Of a worker's whole work, which a signal and the end of its launcher stop. A failure's reason becomes a
+    record."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise Interrupted(f"stopped by {signal.Signals(number).name}")
+
     failure.unlink(missing_ok=True)
-    signals = on_stop_signals(_stop)
+    signals = on_stop_signals(stop)
     try:
         when_launcher_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
         act()
@@ -392,7 +336,7 @@ def exit_code_of(act: Callable[[], None], failure: Path) -> int:
     return 0
 
 
-def work(path: Path, share: ItemShare = ALONE) -> int:
+def work(path: Path, share: ItemShare = _ALONE) -> int:
     job = read_job(path)
 
     def act() -> None:
@@ -407,7 +351,7 @@ def work(path: Path, share: ItemShare = ALONE) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog=MODULE)
     parser.add_argument("request", type=lambda text: Path(text).resolve())
-    parser.add_argument("--part", type=read_share, default=ALONE)
+    parser.add_argument("--part", type=ItemShare.read, default=_ALONE)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     quiet()

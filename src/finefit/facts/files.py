@@ -49,13 +49,9 @@ def read_file(path: Path, relative_to: Path) -> FileFact:
 
 def free_bytes(path: Path) -> int:
     """That this user may still write at `path`, which need not exist yet."""
-    disk = os.statvfs(nearest_existing(path))
-    return disk.f_bavail * disk.f_frsize  # not f_bfree: that counts blocks reserved for root
-
-
-def nearest_existing(path: Path) -> Path:
     absolute = path.resolve()
-    return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+    disk = os.statvfs(next(folder for folder in (absolute, *absolute.parents) if folder.exists()))
+    return disk.f_bavail * disk.f_frsize  # not f_bfree: that counts blocks reserved for root
 
 
 def finefit_cache() -> Path:
@@ -86,10 +82,8 @@ INDEX = "model.safetensors.index.json"
 NUM_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
 HEAD_BYTES = 4 * 1024
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"} | {
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 COMPUTED = ".rotary_emb.inv_freq"
 """Suffix of a tensor that old versions of transformers stored; a model computes it from its config."""
 FETCH_AGAIN = "the file was not copied or downloaded to its end; fetch it again"
@@ -132,8 +126,16 @@ def read_model_folder(path: Path) -> ModelHeader:
     try:
         require_folder(path)
         config = read_config(path)
-        weights = [read_weight_file(path / name) for name in find_weight_files(path)]
-        return _summarise(config, find_texts(path), weights)
+        texts, weights = find_texts(path), [read_weight_file(path / name) for name in find_weight_files(path)]
+        tensors = [tensor for file in weights for tensor in file.tensors.values()]
+        return ModelHeader(
+            config=config,
+            num_parameters=None if "quantization_config" in config else sum(prod(tensor.shape) for tensor in tensors),
+            weight_bytes=sum(end - start for start, end in (tensor.data_offsets for tensor in tensors)),
+            fingerprint=fingerprint(texts, weights),
+            files=(*texts, *(weight.path.name for weight in weights)),
+            dtype=next(iter(_dtypes(tensors)), None),
+        )
     except OSError as error:
         problem = f"{error.filename or path} cannot be read: {error.strerror}"
         raise ModelError(problem, "check that this user may read it") from error
@@ -143,18 +145,6 @@ def find_texts(path: Path) -> dict[str, Path]:
     """The existing small files of the fingerprint, by their names in the folder."""
     templates = sorted(f"{TEMPLATES}/{file.name}" for file in (path / TEMPLATES).glob("*.jinja"))
     return {name: path / name for name in (*TEXT_FILES, *templates) if (path / name).is_file()}
-
-
-def _summarise(config: dict[str, Any], texts: dict[str, Path], weights: list[WeightFile]) -> ModelHeader:
-    tensors = [tensor for file in weights for tensor in file.tensors.values()]
-    return ModelHeader(
-        config=config,
-        num_parameters=None if "quantization_config" in config else sum(prod(tensor.shape) for tensor in tensors),
-        weight_bytes=sum(end - start for start, end in (tensor.data_offsets for tensor in tensors)),
-        fingerprint=fingerprint(texts, weights),
-        files=(*texts, *(weight.path.name for weight in weights)),
-        dtype=next(iter(_dtypes(tensors)), None),
-    )
 
 
 def stored_dtypes(path: Path) -> tuple[str, ...]:
@@ -169,7 +159,11 @@ def stored_dtypes(path: Path) -> tuple[str, ...]:
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
-        raise ModelError(f"{path} has no config.json, so it is not a model folder", _remedy_without_config(path))
+        inside = [name for name in _folders(path) if (path / name / "config.json").is_file()]
+        remedy = _suggest(path, inside[:3]) or "name a folder that transformers can load"
+        if (path / "adapter_config.json").is_file():
+            remedy = "it is an adapter: name the model that it was trained on, or merge the two first"
+        raise ModelError(f"{path} has no config.json, so it is not a model folder", remedy)
     config = _read_json(file)
     if not isinstance(config, dict):
         problem = f"{file} holds a {type(config).__name__}, not an object"
@@ -182,27 +176,21 @@ def find_weight_files(path: Path) -> tuple[str, ...]:
     if (path / WEIGHTS).is_file():
         return (WEIGHTS,)
     if (path / INDEX).is_file():
-        return _find_shards(path)
-    pickled = sorted(file.name for file in path.glob("*.bin") if file.name.startswith("pytorch_model"))
-    if pickled:
+        index = _read_json(path / INDEX)
+        try:
+            shards = sorted(set(SHARDS.validate_python(index["weight_map"]).values()))
+        except (KeyError, TypeError, ValidationError) as error:
+            raise ModelError(f"{path / INDEX} has no weight_map of tensor and file names", FETCH_AGAIN) from error
+        if missing := [name for name in shards if not (path / name).is_file()]:
+            problem = f"{path} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}"
+            raise ModelError(problem, "fetch what is missing")
+        return tuple(shards)
+    if pickled := sorted(file.name for file in path.glob("*.bin") if file.name.startswith("pytorch_model")):
         problem = f"{path / pickled[0]} is pickled, which runs code when it is loaded; {path} has no {WEIGHTS}"
         remedy = "convert it to safetensors: load the model with transformers and call save_pretrained on it"
         raise ModelError(problem, remedy)
     problem = f"{path} has no weights: neither {WEIGHTS} nor {INDEX} is there"
     raise ModelError(problem, "fetch the weights, or name the folder that holds them")
-
-
-def _find_shards(path: Path) -> tuple[str, ...]:
-    index = _read_json(path / INDEX)
-    try:
-        shards = sorted(set(SHARDS.validate_python(index["weight_map"]).values()))
-    except (KeyError, TypeError, ValidationError) as error:
-        raise ModelError(f"{path / INDEX} has no weight_map of tensor and file names", FETCH_AGAIN) from error
-    missing = [name for name in shards if not (path / name).is_file()]
-    if missing:
-        problem = f"{path} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}"
-        raise ModelError(problem, "fetch what is missing")
-    return tuple(shards)
 
 
 def read_weight_file(path: Path) -> WeightFile:
@@ -217,21 +205,17 @@ def read_weight_file(path: Path) -> WeightFile:
             problem = f"{path} is truncated: {size_bytes:,} bytes do not hold its header of {header_bytes:,}"
             raise ModelError(problem, FETCH_AGAIN)
         header = file.read(header_bytes)
-    tensors = _parse_header(path, header)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        tensors = TENSORS.validate_python(entries)
+    except (ValueError, AttributeError, TypeError) as error:  # not JSON, not an object, or not entries of tensors
+        problem = f"{path} has a header that is not safetensors', so its tensors are unknown"
+        raise ModelError(problem, FETCH_AGAIN) from error
     expected = 8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if size_bytes < expected:
         raise ModelError(f"{path} is truncated: it has {size_bytes:,} of {expected:,} bytes", FETCH_AGAIN)
     return WeightFile(path=path, size_bytes=size_bytes, header=header, tensors=tensors)
-
-
-def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
-    try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        return TENSORS.validate_python(entries)
-    except (ValueError, AttributeError, TypeError) as error:  # not JSON, not an object, or not entries of tensors
-        problem = f"{path} has a header that is not safetensors', so its tensors are unknown"
-        raise ModelError(problem, FETCH_AGAIN) from error
 
 
 def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str:
@@ -242,13 +226,13 @@ def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str
     for file in weights:
         digest.update(f"{file.path.name} {file.size_bytes} {len(file.header)}\n".encode() + file.header)
         with file.path.open("rb") as opened:
-            for start, length in _sampled_spans(file):
+            for start, length in _spans(file):
                 opened.seek(start)
                 digest.update(opened.read(length))
     return digest.hexdigest()
 
 
-def _sampled_spans(file: WeightFile) -> list[tuple[int, int]]:
+def _spans(file: WeightFile) -> list[tuple[int, int]]:
     """Starts and lengths, in the order of the file; the whole file if the blocks would cover it."""
     if file.size_bytes <= NUM_BLOCKS * BLOCK_BYTES:
         return [(0, file.size_bytes)]
@@ -283,13 +267,6 @@ def require_folder(path: Path) -> None:
     near = get_close_matches(path.name, siblings, n=3, cutoff=0.5)
     remedy = _suggest(path.parent, near) or "paths are relative to the spec file"
     raise ModelError(f"the model folder {path} does not exist", remedy)
-
-
-def _remedy_without_config(path: Path) -> str:
-    if (path / "adapter_config.json").is_file():
-        return "it is an adapter: name the model that it was trained on, or merge the two first"
-    inside = [name for name in _folders(path) if (path / name / "config.json").is_file()]
-    return _suggest(path, inside[:3]) or "name a folder that transformers can load"
 
 
 def _folders(path: Path) -> list[str]:

@@ -111,16 +111,15 @@ def read_memory_bytes(limits: tuple[Path, ...]) -> int:
 
 def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
     """Memory that can be taken now, within the host's and each limit. Cached pages of files count as free."""
-    left = (max(0, int(limit) - _held_bytes(path)) for path in limits if (limit := _read_text(path)).isdigit())
-    return min([psutil.virtual_memory().available, *left])
-
-
-def _held_bytes(limit: Path) -> int:
-    used = _read_text(limit.with_name(MEMORY_USED[limit.name]))
-    entries = dict(line.split() for line in _read_text(limit.with_name("memory.stat")).splitlines())
-    kinds = ("active_file", "inactive_file")
-    pages = (entries.get(f"total_{kind}", entries.get(kind, 0)) for kind in kinds)  # v1 has sums over inner groups
-    return int(used or 0) - sum(int(page) for page in pages)
+    free = psutil.virtual_memory().available
+    for path in limits:
+        if (limit := _read_text(path)).isdigit():
+            used = int(_read_text(path.with_name(MEMORY_USED[path.name])) or 0)
+            stat = dict(line.split() for line in _read_text(path.with_name("memory.stat")).splitlines())
+            kinds = ("active_file", "inactive_file")
+            pages = (stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in kinds)  # v1 has sums over inner groups
+            free = min(free, max(0, int(limit) - used + sum(map(int, pages))))
+    return free
 
 
 def _read_text(path: Path) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import TypeVar
 
 import pynvml  # type: ignore[import-untyped]
@@ -132,15 +131,11 @@ def read_card_processes() -> tuple[CardProcess, ...]:
 def _processes(number: int) -> Iterator[CardProcess]:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
     for process in _unless_unknown(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ():
-        yield CardProcess(pid=process.pid, name=_process_name(process.pid), memory_bytes=process.usedGpuMemory)
-
-
-def _process_name(pid: int) -> str:
-    """A process of another container has no name here."""
-    try:
-        return str(pynvml.nvmlSystemGetProcessName(pid))
-    except (pynvml.NVMLError, UnicodeDecodeError):
-        return "[Not Found]"
+        try:
+            name = str(pynvml.nvmlSystemGetProcessName(process.pid))
+        except (pynvml.NVMLError, UnicodeDecodeError):  # of another container
+            name = "[Not Found]"
+        yield CardProcess(pid=process.pid, name=name, memory_bytes=process.usedGpuMemory)
 
 
 def used_bytes(numbers: Collection[int] | None = None) -> int | None:
@@ -207,8 +202,6 @@ class CardUsage:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(timeout=5)

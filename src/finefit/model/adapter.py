@@ -31,17 +31,18 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
     """`base`: the folder that the path of an adapter to continue from is relative to; None: a new one of its shape."""
     family = family_of(model)
     chosen = family.adapter_layers(tuning)
+    # last parts of the names where they mean the same modules, as other tools expect them in adapter_config.json
+    last = {name.rsplit(".", 1)[-1] for name in chosen}
+    meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in last}
     if tuning.dora and tuning.base_bits == 8 and model.device.type == "cpu":
-        raise SpecError(
-            "tuning.dora with tuning.base_bits 8 needs a CUDA device: on a CPU peft loses the scales of the packed "
-            "weights",
-            "set tuning.base_bits: 4, or tuning.dora: false",
-        )
+        why = "on a CPU peft loses the scales of the packed weights"
+        problem = f"tuning.dora with tuning.base_bits 8 needs a CUDA device: {why}"
+        raise SpecError(problem, "set tuning.base_bits: 4, or tuning.dora: false")
     config = peft.LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.alpha,
         lora_dropout=tuning.dropout,
-        target_modules=_shortest(chosen, model),
+        target_modules=sorted(last if meant == chosen else chosen),
         use_rslora=tuning.rank_stabilised,
         use_dora=tuning.dora,
         task_type=family.peft_task,
@@ -61,19 +62,6 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
     return adapted
 
 
-def resolve_targets(model: PreTrainedModel, tuning: Lora) -> list[str]:
-    """Names of the modules that get an adapter, and of no others."""
-    return _shortest(family_of(model).adapter_layers(tuning), model)
-
-
-def _shortest(chosen: set[str], model: PreTrainedModel) -> list[str]:
-    """Last parts of the names where they mean the same modules, as other tools expect them in adapter_config.json; else
-    whole names."""
-    last = {name.rsplit(".", 1)[-1] for name in chosen}
-    meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in last}
-    return sorted(last if meant == chosen else chosen)
-
-
 def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
     """Peft matches names by their ends, so it may adapt too many layers; and nothing but adapters may be trained."""
     carrying = {name.removeprefix(_PREFIX) for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
@@ -85,9 +73,8 @@ def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
         (chosen - trained, "has an adapter that is not trained"),
     ):
         if odd:
-            raise ModelError(
-                f"tuning.targets: {_few(odd)} {what}", "name the layers in tuning.targets by more of their names"
-            )
+            remedy = "name the layers in tuning.targets by more of their names"
+            raise ModelError(f"tuning.targets: {_few(odd)} {what}", remedy)
 
 
 def _layer_of(parameter: str) -> str:
@@ -117,19 +104,13 @@ def _continue_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: st
             problem = f"the adapter in {folder.name} {what}: {_few(layers)}"
             raise ModelError(problem, "write its own layers into tuning.targets")
     if odd := stored.keys() ^ wanted.keys() or {key for key in wanted if stored[key].shape != wanted[key].shape}:
-        raise ModelError(
-            f"the adapter in {folder.name} was made for another model: {_few(odd)} differ",
-            "name another one in tuning.adapter",
-        )
+        problem = f"the adapter in {folder.name} was made for another model: {_few(odd)} differ"
+        raise ModelError(problem, "name another one in tuning.adapter")
     peft.set_peft_model_state_dict(adapted, stored, adapter_name=TRAINED)
 
 
-# what training started from
-
-
 def freeze_reference(model: peft.PeftModel) -> None:
-    """Adds a frozen, inactive copy of the adapter as it is now; `as_reference` then answers with it. Call it before a
-    checkpoint is restored."""
+    """Adds a frozen, inactive copy of the adapter for `as_reference`. Call it before a checkpoint is restored."""
     config = copy.deepcopy(model.peft_config[TRAINED])
     config.inference_mode, config.lora_dropout = True, 0.0
     model.add_adapter(REFERENCE, config)
@@ -152,8 +133,7 @@ def as_reference(model: nn.Module) -> Iterator[None]:
     """The model answers as it did before its first step: with the frozen copy where there is one, else without its
     adapter. Only without gradients: a recomputation in backward would use the other one.
 
-    Peft's own switches also toggle requires_grad, of tensors that an engine may have wrapped or sharded; here none is
-    touched."""
+    Peft's own switches also toggle requires_grad, of tensors that an engine may have wrapped or sharded."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if not layers:
         raise FinefitError("a model without adapters holds no reference")
@@ -170,37 +150,28 @@ def as_reference(model: nn.Module) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, is_disabled
 
 
-# adapters of other tools
-
-
 def load_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
     """Any adapter that peft can read. A tensor without a place in the model, or a place without a tensor, is an error:
     peft would go on with the tensors that fit."""
     try:
         config: peft.PeftConfig = peft.PeftConfig.from_pretrained(folder)
     except (ValueError, KeyError, TypeError, OSError) as error:
-        problem = f"{folder / ADAPTER_CONFIG} describes no adapter that peft can read: {_first(error)}"
+        problem = f"{folder / ADAPTER_CONFIG} describes no adapter that peft can read: {first_words(error)}"
         raise ModelError(problem, "`finefit doctor` shows the installed versions") from None
     if config.is_prompt_learning:
-        raise ModelError(
-            f"{folder.name} holds {config.peft_type.value} prompts, which precede the model's input and are "
-            "not part of "
-            "its weights",
-            "finefit evaluates adapters of weights, such as LoRA and DoRA",
-        )
+        what = f"{config.peft_type.value} prompts, which precede the model's input and are not part of its weights"
+        raise ModelError(f"{folder.name} holds {what}", "finefit evaluates adapters of weights, such as LoRA and DoRA")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*missing adapter keys.*")
         try:
             adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
         except UserWarning as missing:
-            problem = f"the adapter in {folder.name} lacks tensors that this model needs: {_first(missing)}"
+            problem = f"the adapter in {folder.name} lacks tensors that this model needs: {first_words(missing)}"
             raise ModelError(problem, _OTHER_BASE) from None
         except (RuntimeError, ValueError, OSError) as error:  # shapes or names that do not fit, an unreadable file
-            problem = f"the adapter in {folder.name} does not fit this model: {_first(error)}"
+            problem = f"the adapter in {folder.name} does not fit this model: {first_words(error)}"
             raise ModelError(problem, _OTHER_BASE) from None
-    if (
-        adapted.active_peft_config.peft_type == peft.PeftType.LORA
-    ):  # whose tensors are named after the layers they adapt
+    if config.peft_type == peft.PeftType.LORA:  # whose tensors are named after the layers they adapt
         held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         stored = peft.load_peft_weights(str(folder), device="cpu")
         if left := sorted(name for name in stored if ".lora_" in name and name not in held):
@@ -209,6 +180,6 @@ def load_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
     return adapted
 
 
-def _first(error: BaseException) -> str:
+def first_words(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return words if len(words) <= 300 else words[:300] + " ..."

@@ -41,6 +41,8 @@ PACKABLE = frozenset(_PACKABLE_TYPES.split())
 """Model types whose packed rows were compared with the same rows alone; tests/step/test_packing.py does it again for
 each."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_WHOLE = nn.Module()
+"""Stands for an attention module whose heads share nothing."""
 _UNUSUAL = ("position_bias", "s_aux", "softcap")
 """Further arguments of some models' attention."""
 
@@ -91,26 +93,15 @@ def _grouped(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """With one token per row, the heads that share a key take the place of tokens: each sees the same keys under the
-    same mask."""
+    """With one token per row, heads that share a key take the place of tokens: all have the same keys and mask."""
     groups = query.shape[1] // key.shape[1]
     is_plain = not any(kwargs.get(name) is not None for name in _UNUSUAL)
     if query.shape[2] != 1 or groups == 1 or attention_mask is None or not is_plain:
         return attend(module, query, key, value, attention_mask, **kwargs)
     side_by_side = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
-    answer = scaled_dot_product_attention(
-        side_by_side, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
-    )
+    scale = kwargs.get("scaling")
+    answer = scaled_dot_product_attention(side_by_side, key, value, attn_mask=attention_mask, scale=scale)
     return answer.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
-
-
-class _Whole(nn.Module):
-    """Stands for an attention module whose heads share nothing."""
-
-    is_causal = True
-
-
-_WHOLE = _Whole()
 
 
 def _repeated(
@@ -122,9 +113,6 @@ def _repeated(
         _WHOLE, query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, **kwargs
     )
     return answer
-
-
-# packed rows
 
 
 def can_pack(config: PretrainedConfig, longest: int) -> str | None:
@@ -171,21 +159,14 @@ def run_backbone(causal: nn.Module, batch: Batch) -> ModelOutput:
     vision_forward, backbone = vision_forward_in(causal), causal.base_model
     if vision_forward is not None:
         return vision_forward(backbone, batch.input_ids_BT, batch.extra, use_cache=False)  # type: ignore[arg-type]
-    output: ModelOutput = backbone(input_ids=batch.input_ids_BT, use_cache=False, **packed_inputs(batch.packed))  # type: ignore[operator]
+    told: dict[str, Any] = {}
+    if (packed := batch.packed) is not None:
+        # A four-dimensional mask is passed on as it is: without one transformers would search the positions for packed
+        # rows, wait for the device, and make a mask of T x T.
+        told = {"position_ids": packed.position_ids_BT, "attention_mask": packed.boundaries_R1[None, None, None]}
+        told["packed"] = packed
+    output: ModelOutput = backbone(input_ids=batch.input_ids_BT, use_cache=False, **told)  # type: ignore[operator]
     return output
-
-
-def packed_inputs(packed: Packed | None) -> dict[str, Any]:
-    """Arguments of the backbone that tell its attention where rows begin. A four-dimensional mask is passed on as it
-    is: without one transformers would search the positions for packed rows, wait for the device, and make a mask of T x
-    T."""
-    if packed is None:
-        return {}
-    return {
-        "position_ids": packed.position_ids_BT,
-        "attention_mask": packed.boundaries_R1[None, None, None],
-        "packed": packed,
-    }
 
 
 def _by_row(
@@ -199,26 +180,18 @@ def _by_row(
     packed: Packed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """What `can_pack` refuses must fail here too: it would silently train another model."""
     if packed is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
-    _require_plain(packed, **kwargs)
-    if has_varlen(query, key, value, widest):
-        return flash_packed(
-            query, key, value, packed, dropout=kwargs.get("dropout", 0.0), scaling=kwargs.get("scaling")
-        ), None
-    return row_by_row(partial(attend, module, attention_mask=None, **kwargs), query, key, value, packed.lengths), None
-
-
-def _require_plain(packed: Packed, sliding_window: int | None = None, **kwargs: Any) -> None:
-    """What `can_pack` refuses must fail here too: it would silently train another model."""
+    window, remedy = kwargs.get("sliding_window"), "set data.packing: none"
     if odd := [name for name in _UNUSUAL if kwargs.get(name) is not None]:
-        raise ModelError(
-            f"this model's attention uses {odd[0]}, which packed rows cannot have", "set data.packing: none"
-        )
-    if sliding_window and max(packed.lengths) > sliding_window:
-        raise ModelError(
-            f"a packed row is longer than the model's window of {sliding_window} tokens", "set data.packing: none"
-        )
+        raise ModelError(f"this model's attention uses {odd[0]}, which packed rows cannot have", remedy)
+    if window and max(packed.lengths) > window:
+        raise ModelError(f"a packed row is longer than the model's window of {window} tokens", remedy)
+    if has_varlen(query, key, value, widest):
+        dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+        return flash_packed(query, key, value, packed, dropout=dropout, scaling=scaling), None
+    return row_by_row(partial(attend, module, attention_mask=None, **kwargs), query, key, value, packed.lengths), None
 
 
 def row_by_row(attend: Attention, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -229,7 +202,5 @@ def row_by_row(attend: Attention, query: Tensor, key: Tensor, value: Tensor, len
 def flash_packed(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, *, dropout: float, scaling: float | None
 ) -> Tensor:
-    longest = max(packed.lengths)
-    return flash_varlen(
-        query, key, value, packed.boundaries_R1, longest, dropout=dropout, scaling=scaling, is_causal=True
-    )
+    how: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": True}
+    return flash_varlen(query, key, value, packed.boundaries_R1, max(packed.lengths), **how)

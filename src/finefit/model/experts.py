@@ -23,23 +23,20 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from finefit.objective.losses import Routed
 
 PLACEHOLDER_SIZE = 1
-"""Neurons of the shared expert of a mixture built without one, where the architecture requires it: zeros, which get no
-gradient."""
+"""Neurons, all zero and without gradient, of a shared expert that only the architecture requires."""
 GROUPED = "grouped_under_autocast"
 _WITHOUT_KERNEL = (8, 0)
 """Older GPUs have no grouped product; transformers has a loop for them, which waits for the GPU."""
 
 
 def choose_experts() -> str:
-    """Transformers' name of the implementation, for training, answers and rehearsal; models without experts ignore
-    it."""
+    """Transformers' name of the implementation, for all that runs a model; models without experts ignore it."""
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _grouped)
     return GROUPED
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By name: modules that hold the weights of several experts in one tensor each, as `use_experts_implementation` of
-    transformers marks them."""
+    """By name: modules that hold several experts in one tensor, as transformers' `use_experts_implementation` does."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -50,10 +47,8 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 def placeholder_experts(model: nn.Module) -> tuple[str, ...]:
     """Dotted names of the shared experts of zeros and of their gates, which get no gradient either."""
     config = getattr(model, "config", None)
-    if (
-        not isinstance(config, PretrainedConfig)
-        or getattr(config.get_text_config(), "shared_expert_intermediate_size", None) != PLACEHOLDER_SIZE
-    ):
+    text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+    if getattr(text, "shared_expert_intermediate_size", None) != PLACEHOLDER_SIZE:
         return ()
     return tuple(name for name, _ in model.named_modules() if name.endswith((".shared_expert", ".shared_expert_gate")))
 
@@ -65,12 +60,11 @@ def active_parameters(model: nn.Module) -> int:
     total = sum(p.numel() for p in model.parameters())
     if not isinstance(chosen, int):
         return total
-    return total - sum(_left_out(experts, chosen) for experts in experts_of(model).values())
-
-
-def _left_out(experts: Any, chosen: int) -> int:
-    num_experts, values = int(experts.num_experts), sum(int(p.numel()) for p in experts.parameters())
-    return values * max(0, num_experts - chosen) // num_experts
+    for experts in experts_of(model).values():
+        num_experts: int = experts.num_experts  # type: ignore[assignment]
+        values = sum(p.numel() for p in experts.parameters())
+        total -= values * max(0, num_experts - chosen) // num_experts
+    return total
 
 
 def _grouped(experts: Any, hidden_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -150,9 +144,6 @@ def _sum(rows_SH: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
     return rows_SH.index_select(0, back_S).view(-1, num_chosen, rows_SH.shape[-1]).sum(dim=1, dtype=rows_SH.dtype)
 
 
-# routers
-
-
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """By name, in the order of the layers. A router is recognised by a row of weights for each expert and `top_k`."""
     return {name: module for name, module in model.named_modules() if _is_router(module)}
@@ -172,15 +163,9 @@ def top_k_of(router: nn.Module) -> int:
     return top_k
 
 
-def is_normalised(router: nn.Module) -> bool:
-    """Whether the weights of the chosen experts sum to one; they do where a router has no switch for it."""
-    return bool(getattr(router, "norm_topk_prob", True))
-
-
 @contextmanager
 def record_routing(routers: Iterable[nn.Module]) -> Iterator[list[Routed]]:
-    """The outputs of the routers within the block, in the order of their calls. A recomputation in backward comes after
-    the block and is not recorded again."""
+    """The outputs of the routers, in the order of their calls; a recomputation in backward comes after the block."""
     found: list[Routed] = []
 
     def note(_: nn.Module, __: Any, answer: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -18,9 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
 from finefit.model.experts import experts_of, placeholder_experts
-from finefit.model.frozen_weights import FrozenWeights, save_with_frozen
 from finefit.model.resolve_model import ADAPTER_CONFIG
-from finefit.model.saved_weights import TRAINED, whole_weights
+from finefit.model.saved_weights import TRAINED, FrozenWeights, save_with_frozen, whole_weights
 from finefit.objective.batch import Forward, Objective
 from finefit.spec.models import Layers, Lora, Tower
 from finefit.vision import is_inside, tower_of, unused_modules, vision_forward_in, without_adapter
@@ -35,42 +34,33 @@ class ModelFamily(Protocol):
     @property
     def module(self) -> nn.Module:
         """Without adapters."""
-        ...
 
     @property
     def name(self) -> str:
         """For messages: a class, or the user's file."""
-        ...
 
     @property
     def peft_task(self) -> str | None:
         """None for a model that need not be one of transformers'."""
-        ...
 
     def adapter_layers(self, tuning: Lora) -> set[str]:
         """Names of exactly the modules that get an adapter."""
-        ...
 
     def layers(self) -> list[nn.Module]:
         """Those that `levers.recompute` counts, the first ones first."""
-        ...
 
     def refused_levers(self, levers: Levers) -> list[str]:
         """Levers that cannot be applied to this model, with their values."""
-        ...
 
     def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward | None:
         """Of a model that computes its own loss; None where log-probabilities are computed from its logits."""
-        ...
 
     def own_objective(self) -> Objective | None:
         """Of a model that computes its own loss; None where the spec's objective applies."""
-        ...
 
     def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:
         """The whole model. `whole`: the weights by name, where the model's own are sharded; `frozen`: files with the
         frozen weights as they were before anything was rounded."""
-        ...
 
 
 def family_of(model: nn.Module) -> ModelFamily:
@@ -90,9 +80,8 @@ def save_weights(
     model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[TRAINED], state_dict=whole)
     config = folder / ADAPTER_CONFIG
     values = json.loads(config.read_text(encoding="utf-8"))
-    values["target_modules"] = sorted(
-        values["target_modules"]
-    )  # peft writes a set in any order; equal files are wanted
+    # peft writes a set in any order; equal files are wanted
+    values["target_modules"] = sorted(values["target_modules"])
     config.write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -114,22 +103,17 @@ class TransformersFamily:
             if isinstance(module, nn.Linear | Conv1D) and module is not head and not is_inside(name, excluded)
         }
         if not linear:
-            raise ModelError(
-                f"{type(model).__name__} has no linear layer that could carry an adapter",
-                "train it in full: `tuning: {kind: full}`",
-            )
-        place = "the tower {tower}" if vision_forward_in(model) is not None else "the model"
-        return {
-            name
-            for tower, targets in targets_by_tower(tuning).items()
-            for name in match_targets(
-                self._of_tower(linear, tower),
-                targets,
-                "tuning.targets",
-                f"no linear layer of {place.format(tower=tower)}",
-                "its linear layers are",
-            )
-        }
+            problem = f"{self.name} has no linear layer that could carry an adapter"
+            raise ModelError(problem, "train it in full: `tuning: {kind: full}`")
+        # names without a tower belong to the language tower, which is all of a model that takes no images
+        given = tuning.targets
+        by_tower: dict[Tower, Layers] = given if isinstance(given, dict) else {"language": given}
+        chosen: set[str] = set()
+        for tower, targets in by_tower.items():
+            place = "the model" if vision_forward_in(model) is None else f"the tower {tower}"
+            nothing, known = f"no linear layer of {place}", "its linear layers are"
+            chosen |= match_targets(self._of_tower(linear, tower), targets, "tuning.targets", nothing, known)
+        return chosen
 
     def _of_tower(self, linear: set[str], tower: Tower) -> set[str]:
         vision_forward = vision_forward_in(self.module)
@@ -139,10 +123,8 @@ class TransformersFamily:
         elif tower == "language":
             found = linear
         else:
-            raise ModelError(
-                f"tuning.targets names layers of the tower {tower}, and {self.name} has none: it takes no images",
-                "write the layers without a tower, or name a vision-language model",
-            )
+            problem = f"tuning.targets names layers of the tower {tower}, and {self.name} has none: it takes no images"
+            raise ModelError(problem, "write the layers without a tower, or name a vision-language model")
         if not found:
             raise ModelError(
                 f"tuning.targets: the tower {tower} of {self.name} has no linear layer that could carry an adapter",
@@ -176,19 +158,13 @@ class TransformersFamily:
             save_with_frozen(model, folder, frozen, found)
             return
         if whole is None and model.device.type != "cpu" and experts_of(model):
-            # experts are stored one by one; taking them apart copies them, and the GPU's memory was planned without
-            # that
+            # experts are stored one by one; taking them apart copies them, which the planned memory has no place for
             whole = whole_weights(model, _to_host, keeps=True)
         model.save_pretrained(folder, state_dict=whole)
 
 
 def _to_host(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().cpu()
-
-
-def targets_by_tower(tuning: Lora) -> dict[Tower, Layers]:
-    """Names without a tower belong to the language tower, which is all of a model that takes no images."""
-    return tuning.targets if isinstance(tuning.targets, dict) else {"language": tuning.targets}
 
 
 def match_targets(allowed: set[str], targets: Layers, key: str, nothing: str, known: str) -> set[str]:

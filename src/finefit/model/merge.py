@@ -54,12 +54,9 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, dtype: torch.dtype | 
     """`dtype`: None, as the base is stored. Tokenizer and template are those beside the adapter, where it has them."""
     dtype = dtype or stored_dtype(base)
     if packed := read_config(base).get("quantization_config"):  # rounding to 4 bits would lose what was learnt
-        raise ModelError(
-            f"{base.name} holds packed weights ({packed.get('quant_method', 'quantised')}), into which no "
-            "adapter can be "
-            "merged",
-            "name the model that it was packed from",
-        )
+        kind = packed.get("quant_method", "quantised")
+        problem = f"{base.name} holds packed weights ({kind}), into which no adapter can be merged"
+        raise ModelError(problem, "name the model that it was packed from")
     model = load_base(base, device="cpu", dtype=dtype)
     vocabulary = model.config.get_text_config().vocab_size
     probe = torch.randint(vocabulary, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -85,7 +82,11 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, dtype: torch.dtype | 
     )
     _require_equal(proof, _moved(again, said))
     with report_disk_full(out, size):
-        _save(merged, base, adapter, out)
+        merged.generation_config = GenerationConfig()  # the base's file is copied: transformers refuses to save some
+        merged.save_pretrained(out, max_shard_size=_SHARD)
+        (out / "generation_config.json").unlink(missing_ok=True)
+        for folder in (base, adapter):
+            copy_texts(folder, out)
     del model, adapted, merged
     gc.collect()  # two models are never in memory at once
     again_model = auto_class(AutoConfig.from_pretrained(out)).from_pretrained(out, dtype="auto").eval()
@@ -104,10 +105,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
     for dtype in _TOLERANCE:
         if str(dtype) == f"torch.{named}":
             return dtype
-    raise ModelError(
-        f"{folder.name} is stored in {named}, into which no adapter can be merged",
-        "name the precision to write: bf16, fp16 or fp32",
-    )
+    problem = f"{folder.name} is stored in {named}, into which no adapter can be merged"
+    raise ModelError(problem, "name the precision to write: bf16, fp16 or fp32")
 
 
 def _logits(model: nn.Module, probe: Tensor) -> Tensor:
@@ -132,16 +131,9 @@ def _routed_as(model: nn.Module, said: Sequence[Routed]) -> Iterator[list[Routed
 
 
 def _moved(found: Sequence[Routed], wanted: Sequence[Routed]) -> float:
-    """The share of a token's probability that routers give to other experts: the mean over tokens, in the layer where
-    it is the largest."""
-
-    def shares(routed: Routed) -> Tensor:
-        return routed.logits_NE.double().softmax(-1)
-
-    return max(
-        (float((shares(a) - shares(b)).abs().sum(-1).mean()) / 2 for a, b in zip(found, wanted, strict=True)),
-        default=0.0,
-    )
+    """The mean share of a token's probability that routers give to other experts, in the layer where it is largest."""
+    shares = ([routed.logits_NE.double().softmax(-1) for routed in pair] for pair in zip(found, wanted, strict=True))
+    return max((float((ours - theirs).abs().sum(-1).mean()) / 2 for ours, theirs in shares), default=0.0)
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
@@ -159,14 +151,6 @@ def _require_equal(proof: MergeProof, moved: float) -> None:
                 f"{what.format(value)}, and rounding to {proof.dtype} explains {proof.tolerance:g}",
                 "nothing was written; please report this with the adapter's adapter_config.json",
             )
-
-
-def _save(model: PreTrainedModel, base: Path, adapter: Path, out: Path) -> None:
-    model.generation_config = GenerationConfig()  # the base's own file is copied: transformers refuses to save some
-    model.save_pretrained(out, max_shard_size=_SHARD)
-    (out / "generation_config.json").unlink(missing_ok=True)
-    for folder in (base, adapter):
-        copy_texts(folder, out)
 
 
 def copy_texts(folder: Path, out: Path) -> None:

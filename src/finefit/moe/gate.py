@@ -20,6 +20,10 @@ from finefit.artifacts.records import SequenceGate, read_record
 from finefit.errors import ModelError
 from finefit.facts.files import find_weight_files
 
+GATE_RECORD = "gate.json"
+GATE_TABLE = "gate.safetensors"
+GATE_SCORES = "scores"
+"""Of the table's tensors the one that choosing needs: tokens x experts."""
 # Shapes: N prompts, V tokens of the vocabulary, D width of an embedding, K experts.
 _NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _ROWS = 8192
@@ -31,8 +35,7 @@ _DECAY = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGate:
-    """Scores are weight_KD times the distance of a mean from the centre of all experts' prompts, in units of their
-    spread."""
+    """Scores are weight_KD times the distance of a mean from the centre of all prompts, in units of their spread."""
 
     weight_KD: Tensor
     centre_D: Tensor
@@ -50,16 +53,14 @@ def mean_embeddings(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
         for start, part in _parts(table):
             inside = (tokens >= start) & (tokens < start + len(part))
             places = torch.stack([row_of[inside], tokens[inside] - start])
-            counts = torch.sparse_coo_tensor(
-                places, torch.ones(places.shape[1]), (len(prompts), len(part)), check_invariants=True
-            )
+            ones, size = torch.ones(places.shape[1]), (len(prompts), len(part))
+            counts = torch.sparse_coo_tensor(places, ones, size, check_invariants=True)
             sums_ND += torch.sparse.mm(counts, part)
     return sums_ND / lengths_N[:, None]
 
 
 def fit_gate(means_ND: Tensor, labels_N: Tensor, *, num_experts: int, epochs: int, lr: float, seed: int) -> PromptGate:
-    """Experts have equal weight, however many prompts they have: in the cross-entropy, and in the centre, since there
-    is no bias."""
+    """Experts weigh equally, whatever their number of prompts: in the loss, and, without a bias, in the centre."""
     weights_K = len(labels_N) / (num_experts * torch.bincount(labels_N, minlength=num_experts).float())
     weights_N1 = weights_K[labels_N][:, None]
     centre_D = (weights_N1 * means_ND).mean(0)
@@ -69,32 +70,19 @@ def fit_gate(means_ND: Tensor, labels_N: Tensor, *, num_experts: int, epochs: in
     optimizer = torch.optim.AdamW([weight_KD], lr=lr, weight_decay=_DECAY)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        for chosen in _shuffled(len(labels_N), generator):
+        for chosen in torch.split(torch.randperm(len(labels_N), generator=generator), _PROMPTS):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(
-                inputs_ND[chosen] @ weight_KD.T, labels_N[chosen], weight=weights_K
-            )
+            scores_NK = inputs_ND[chosen] @ weight_KD.T
+            loss = torch.nn.functional.cross_entropy(scores_NK, labels_N[chosen], weight=weights_K)
             torch.autograd.backward(loss)
             optimizer.step()
     return PromptGate(weight_KD=weight_KD.detach(), centre_D=centre_D, unit=unit)
-
-
-def _shuffled(num_prompts: int, generator: torch.Generator) -> Iterator[Tensor]:
-    order = torch.randperm(num_prompts, generator=generator)
-    for start in range(0, num_prompts, _PROMPTS):
-        yield order[start : start + _PROMPTS]
 
 
 def token_scores(folder: Path, gate: PromptGate) -> Tensor:
     """V x K: the gate as a table, which no longer needs the model."""
     with _embeddings(folder) as table:
         return torch.cat([((part - gate.centre_D) / gate.unit) @ gate.weight_KD.T for _, part in _parts(table)])
-
-
-def prompt_scores(scores_VK: Tensor, prompt: Sequence[int]) -> Tensor:
-    tokens = torch.tensor(list(prompt))
-    _require_known(tokens, len(scores_VK))
-    return scores_VK[tokens].mean(0)
 
 
 def _parts(table: Any) -> Iterator[tuple[int, Tensor]]:
@@ -111,10 +99,8 @@ def _embeddings(folder: Path) -> Iterator[Any]:
             if found:
                 table = opened.get_slice(found[0])
                 if len(table.get_shape()) != 2 or table.get_dtype() not in ("F32", "F16", "BF16", "F64"):
-                    raise ModelError(
-                        f"{found[0]} of {folder} is stored as {table.get_dtype()}, which is not a plain table",
-                        "take an unquantised base",
-                    )
+                    problem = f"{found[0]} of {folder} is stored as {table.get_dtype()}, which is not a plain table"
+                    raise ModelError(problem, "take an unquantised base")
                 yield table
                 return
     raise ModelError(f"{folder} has no input embeddings under a known name: {', '.join(_NAMES)}", "take another base")
@@ -124,18 +110,8 @@ def _require_known(tokens: Tensor, size: int) -> None:
     if not len(tokens):
         raise ModelError("a prompt has no tokens, so no expert can be chosen", "give every row a prompt")
     if int(tokens.max()) >= size:
-        raise ModelError(
-            f"token {int(tokens.max())} is beyond the base's {size} embeddings",
-            "take the tokenizer that the base came with",
-        )
-
-
-# Which expert answers a prompt: the choice of a sequence gate, by the prompt's tokens alone.
-
-GATE_RECORD = "gate.json"
-GATE_TABLE = "gate.safetensors"
-GATE_SCORES = "scores"
-"""Of the table's tensors the one that choosing needs: tokens x experts."""
+        problem = f"token {int(tokens.max())} is beyond the base's {size} embeddings"
+        raise ModelError(problem, "take the tokenizer that the base came with")
 
 
 def choose_experts(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
@@ -144,11 +120,13 @@ def choose_experts(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
     try:
         scores_VK = load_file(folder / GATE_TABLE)[GATE_SCORES]
     except (FileNotFoundError, SafetensorError, KeyError) as error:
-        raise ModelError(
-            f"{folder / GATE_TABLE} holds no gate: {error}", "make it again: finefit run SPEC --force STAGE"
-        ) from None
+        problem = f"{folder / GATE_TABLE} holds no gate: {error}"
+        raise ModelError(problem, "make it again: finefit run SPEC --force STAGE") from None
     return experts_chosen(scores_VK, experts, tokens)
 
 
 def experts_chosen(scores_VK: Tensor, experts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[str]:
-    return [experts[int(prompt_scores(scores_VK, prompt).argmax())] for prompt in tokens]
+    prompts = [torch.tensor(list(prompt)) for prompt in tokens]
+    for prompt in prompts:
+        _require_known(prompt, len(scores_VK))
+    return [experts[int(scores_VK[prompt].mean(0).argmax())] for prompt in prompts]

@@ -8,7 +8,7 @@ sides of a row's pairs are in one fifth.
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -23,6 +23,7 @@ Counts = Mapping[Hashable, float]
 Scores = NDArray[np.float64]
 
 LENGTH_LIMIT, WORDS_LIMIT = 0.6, 0.8
+_SIDES = ("rejected", "chosen")
 _FOLDS = 5
 _FEWEST = 30
 """With fewer pairs a guess is often right by chance."""
@@ -31,13 +32,10 @@ _MAX_SWEEPS = 8
 _SHARED = 3
 """Rows whose options have a word, before it matters on which side the word is."""
 _LENGTH, _WORD, _RULE = 2.0, 1.0, 0.5
-"""The weights of uneven counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """Two answers of a row."""
-
     row: str
     """Equal for pairs that must not be separated."""
     chosen: str
@@ -63,12 +61,11 @@ class LengthBucket:
 
     up_to: int
     longer: int
-    """Wrong sides that are longer."""
     shorter: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
+class PairAudit:
     pairs: int
     length: Mapping[str, Auc]
     """By measure."""
@@ -78,22 +75,32 @@ class Audit:
     warnings: tuple[str, ...]
 
 
-def audit(sides: Sequence[Sides], measures: Mapping[str, Measure]) -> Audit | None:
-    """None without pairs."""
+def audit(sides: Sequence[Sides], measures: Mapping[str, Measure]) -> PairAudit | None:
     if not sides:
         return None
-    length = {name: _by_length(sides, measure) for name, measure in measures.items()}
-    words = _by_words(sides)
-    sizes, warnings = _buckets(sides, next(iter(measures.values()))), tuple(_warnings(len(sides), length, words))
-    return Audit(pairs=len(sides), length=length, words=words, sizes=sizes, warnings=warnings)
-
-
-def _buckets(sides: Sequence[Sides], measure: Measure) -> tuple[LengthBucket, ...]:
-    differences = [measure(pair.rejected) - measure(pair.chosen) for pair in sides]
-    longer = Counter(bucket_of(difference) for difference in differences if difference > 0)
-    shorter = Counter(bucket_of(difference) for difference in differences if difference < 0)
-    sizes = sorted(longer.keys() | shorter.keys())
-    return tuple(LengthBucket(up_to=size, longer=longer[size], shorter=shorter[size]) for size in sizes)
+    length, sizes = dict[str, Auc](), Counter[tuple[int, bool]]()
+    for name, measure in measures.items():
+        rejected, chosen = (np.array([measure(getattr(pair, side)) for pair in sides], float) for side in _SIDES)
+        within, across = _within(rejected, chosen), _area(rejected, chosen)
+        # nothing is learnt here: it does not matter whether the longer or the shorter side is wrong
+        length[name] = Auc(within=max(within, 1 - within), across=max(across, 1 - across))
+        if len(length) == 1:
+            sizes.update((bucket_of(int(by)), bool(by > 0)) for by in rejected - chosen if by)
+    # within a pair only the words that differ count; across sides all of them do
+    bags = [(Counter(words_of(pair.rejected)), Counter(words_of(pair.chosen))) for pair in sides]
+    changed = [(rejected - chosen, chosen - rejected) for rejected, chosen in bags]
+    folds = np.array([fold_of(pair.row) for pair in sides])
+    words = Auc(within=_within(*_scored(changed, folds)), across=_area(*_scored(bags, folds)))
+    return PairAudit(
+        pairs=len(sides),
+        length=length,
+        words=words,
+        sizes=tuple(
+            LengthBucket(up_to=size, longer=sizes[size, True], shorter=sizes[size, False])
+            for size in sorted({size for size, _ in sizes})
+        ),
+        warnings=tuple(_warnings(len(sides), length, words)),
+    )
 
 
 def bucket_of(difference: int) -> int:
@@ -101,62 +108,39 @@ def bucket_of(difference: int) -> int:
     return 1 << (abs(difference) - 1).bit_length()
 
 
-def _warnings(num_pairs: int, length: Mapping[str, Auc], words: Auc) -> list[str]:
+def _warnings(num_pairs: int, length: Mapping[str, Auc], words: Auc) -> Iterator[str]:
     if num_pairs < _FEWEST:
         few = f"{num_pairs} pairs are too few to say whether their sides can be told apart by length or words"
-        return [f"{few}; {_FEWEST} or more are needed"]
+        yield f"{few}; {_FEWEST} or more are needed"
+        return
     told_apart = f"the sides of the {num_pairs} pairs can be told apart by"
-    found = [
-        f"{told_apart} their number of {name} (AUC {auc.worst:.2f}, at most {LENGTH_LIMIT} is wanted), so training may "
-        "learn to prefer a length: give more rows, or allow more rules"
-        for name, auc in length.items()
-        if auc.worst > LENGTH_LIMIT
-    ]
+    for name, auc in length.items():
+        if auc.worst > LENGTH_LIMIT:
+            problem = f"{told_apart} their number of {name} (AUC {auc.worst:.2f}, at most {LENGTH_LIMIT} is wanted)"
+            yield f"{problem}, so training may learn to prefer a length: give more rows, or allow more rules"
     if words.worst > WORDS_LIMIT:
-        found.append(
-            f"{told_apart} single words (AUC {words.worst:.2f}, at most {WORDS_LIMIT} is wanted), so training "
-            "may learn "
-            "to prefer words, whatever they say: give more rows, allow more rules, or add opposites to the word lists"
-        )
-    return found
-
-
-def _by_length(sides: Sequence[Sides], measure: Measure) -> Auc:
-    rejected = np.array([measure(pair.rejected) for pair in sides], float)
-    chosen = np.array([measure(pair.chosen) for pair in sides], float)
-    within, across = _within(rejected, chosen), _area(rejected, chosen)
-    # nothing is learnt here: it does not matter whether the longer or the shorter side is wrong
-    return Auc(within=max(within, 1 - within), across=max(across, 1 - across))
-
-
-def _by_words(sides: Sequence[Sides]) -> Auc:
-    """Within a pair only the words that differ count; across sides all of them do."""
-    bags = [(Counter(words_of(pair.rejected)), Counter(words_of(pair.chosen))) for pair in sides]
-    changed = [(rejected - chosen, chosen - rejected) for rejected, chosen in bags]
-    folds = np.array([_fold(pair.row) for pair in sides])
-    return Auc(within=_within(*_scored(changed, folds)), across=_area(*_scored(bags, folds)))
+        problem = f"{told_apart} single words (AUC {words.worst:.2f}, at most {WORDS_LIMIT} is wanted)"
+        remedy = "give more rows, allow more rules, or add opposites to the word lists"
+        yield f"{problem}, so training may learn to prefer words, whatever they say: {remedy}"
 
 
 def _scored(bags: Sequence[tuple[Counter[str], Counter[str]]], folds: NDArray[np.int64]) -> tuple[Scores, Scores]:
     """How wrong each side looks by what was learnt from the other folds."""
     scores = np.zeros((2, len(bags)))
     for fold in np.unique(folds):
-        learnt = _word_weights([bag for bag, own in zip(bags, folds, strict=True) if own != fold])
+        wrong, right = Counter[str](), Counter[str]()
+        for at in map(int, np.flatnonzero(folds != fold)):
+            wrong.update(bags[at][0])
+            right.update(bags[at][1])
+        words = wrong.keys() | right.keys()
+        of_right, of_wrong = (sum(side.values()) + _SMOOTHING * len(words) + 1 for side in (right, wrong))
+        shift = math.log(of_right / of_wrong)
+        learnt = {  # the log-odds of each word, smoothed
+            word: math.log((wrong[word] + _SMOOTHING) / (right[word] + _SMOOTHING)) + shift for word in words
+        }
         for at in map(int, np.flatnonzero(folds == fold)):
             scores[:, at] = [sum(learnt.get(word, 0.0) * count for word, count in side.items()) for side in bags[at]]
     return scores[0], scores[1]
-
-
-def _word_weights(bags: Sequence[tuple[Counter[str], Counter[str]]]) -> dict[str, float]:
-    """Log-odds of each word, smoothed."""
-    wrong, right = Counter[str](), Counter[str]()
-    for rejected, chosen in bags:
-        wrong.update(rejected)
-        right.update(chosen)
-    words = wrong.keys() | right.keys()
-    totals = (sum(side.values()) + _SMOOTHING * len(words) + 1 for side in (right, wrong))
-    shift = math.log(next(totals) / next(totals))
-    return {word: math.log((wrong[word] + _SMOOTHING) / (right[word] + _SMOOTHING)) + shift for word in words}
 
 
 def _within(rejected: Scores, chosen: Scores) -> float:
@@ -171,19 +155,15 @@ def _area(above: Scores, below: Scores) -> float:
     return float((smaller + up_to) / 2 / (len(above) * len(below)))
 
 
-def _fold(row: str) -> int:
+def fold_of(row: str) -> int:
     return blake2b(row.encode("utf-8", "surrogatepass"), digest_size=4).digest()[0] % _FOLDS
-
-
-# Choosing one option for every row. Each option adds to some counts; the cost is the sum of squared distances of the
-# counts from their targets. Choices are revised one by one, each for the least cost given all others, until none
-# changes.
 
 
 def balance(
     choices: Sequence[Sequence[Counts]], *, targets: Counts, weights: Counts, chance: random.Random
 ) -> list[int]:
-    """The index of the option taken in each choice. The target of a count is 0 by default; a count without a weight is
+    """The index of the option taken in each choice, for the least sum of squared distances of the counts from their
+    targets: choices are revised one by one until none changes. The default target is 0; a count without a weight is
     ignored."""
     choices = [
         [{name: count for name, count in option.items() if name in weights} for option in options]
@@ -197,7 +177,12 @@ def balance(
         changed = False
         for choice, options in enumerate(choices):
             _add(off, options[taken[choice]], -1)
-            best = min(range(len(options)), key=lambda at: (_cost(off, options[at], weights), at != taken[choice]))
+            # what each option adds to the sum of squares
+            costs = [
+                sum(weights[name] * count * (2 * off[name] + count) for name, count in option.items())
+                for option in options
+            ]
+            best = min(range(len(options)), key=lambda at: (costs[at], at != taken[choice]))
             changed |= best != taken[choice]
             taken[choice] = best
             _add(off, options[best])
@@ -211,22 +196,6 @@ def _add(total: defaultdict[Hashable, float], counts: Counts, sign: int = 1) -> 
         total[name] += sign * count
 
 
-def _cost(off: Mapping[Hashable, float], option: Counts, weights: Counts) -> float:
-    """What the option adds to the sum of squares."""
-    return sum(weights[name] * count * (2 * off[name] + count) for name, count in option.items())
-
-
-# The options of made pairs are those that leave no length and no word more often on one side than on the other, over
-# all rows. Words are made as even as a fair coin would leave them, not more: if words were exactly even, the rows that
-# a classifier has not seen would have what the others lack, and it would be wrong more often than a guess.
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    change: Falsified
-    counts: Counts
-
-
 def take_evenly(
     options: Mapping[str, Sequence[Falsified]],
     *,
@@ -235,25 +204,27 @@ def take_evenly(
     lengths: Mapping[str, Measure],
     seed: int,
 ) -> dict[str, list[Falsified]]:
-    """By the key of a row; up to `per_row` changes each, by different rules. The order of rows does not matter."""
+    """By the key of a row; up to `per_row` changes each, by different rules. The order of rows does not matter.
+
+    No length and no word shall be more often on one side than on the other. Words are made as even as a fair coin would
+    leave them, not more: if they were exactly even, the rows that a classifier has not seen would have what the others
+    lack, and it would be wrong more often than a guess."""
     left = {
-        key: [_Option(change, _counts(change, lengths)) for change in options[key]]
-        for key in sorted(options)
-        if options[key]
+        key: [(change, _counts(change, lengths)) for change in options[key]] for key in sorted(options) if options[key]
     }
     taken: dict[str, list[Falsified]] = {key: [] for key in left}
     owed: defaultdict[Hashable, float] = defaultdict(float)
     for turn in range(per_row):
         chance = seeded(seed, f"turn {turn}")
         left = {key: rest for key, rest in left.items() if rest}
-        choices = [[option.counts for option in rest] for rest in left.values()]
+        choices = [[counts for _, counts in rest] for rest in left.values()]
         _add(owed, _wanted(choices, shares, chance))
         chosen = balance(choices, targets=owed, weights=_count_weights(choices), chance=chance)
         for (key, rest), at in zip(left.items(), chosen, strict=True):
-            option = rest[at]
-            taken[key].append(option.change)
-            _add(owed, option.counts, -1)
-            left[key] = [other for other in rest if other.change.rule != option.change.rule]
+            change, counts = rest[at]
+            taken[key].append(change)
+            _add(owed, counts, -1)
+            left[key] = [other for other in rest if other[0].rule != change.rule]
     return taken
 
 

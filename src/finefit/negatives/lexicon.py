@@ -1,13 +1,11 @@
-"""What the rules know: word lists (ours, or a user's file in their place), the sentences and terms of a text, and those
-of all rows."""
+"""What the rules know: word lists (ours or a user's file), and the sentences and terms of a text and of all rows."""
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -16,7 +14,7 @@ from ruamel.yaml.error import YAMLError
 
 from finefit.data.fingerprint import normalise
 from finefit.errors import DataError
-from finefit.spec.part import Part
+from finefit.spec import Part
 
 
 class _LexiconPart(Part):
@@ -92,8 +90,6 @@ def _parse(text: str, name: str) -> Words:
         raise DataError(f"{name} holds other than lists of words: {'; '.join(faults)}", remedy) from None
 
 
-# Sentences and words, found by full stops and capitals alone
-
 _WORD = re.compile(r"[^\W_]+(?:['’.,/-][^\W_]+)*%?")
 _BOUNDARY = re.compile(r"""(?P<stop>[.!?]["')\]”’]*)\s+(?=["'(\[“‘]?[^\Wa-z_])|\s*\n\s*""")
 _LAST_WORD = re.compile(r"[\w.]+$")
@@ -101,9 +97,15 @@ _LAST_WORD = re.compile(r"[\w.]+$")
 
 @dataclass(frozen=True, slots=True)
 class Span:
+    """A sentence, or a term of some kind."""
+
     start: int
-    end: int
     text: str
+    kind: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
 
 
 def words_of(text: str) -> list[str]:
@@ -113,40 +115,21 @@ def words_of(text: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def sentences_of(text: str, words: Words) -> tuple[Span, ...]:
-    """In order, without the white space between them."""
-    cuts = [
-        (found.start() + len(found["stop"] or ""), found.end())
-        for found in _BOUNDARY.finditer(text)
-        if _ends(text, found, words)
-    ]
-    starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
-    spans = (_trimmed(text, start, end) for start, end in zip(starts, ends, strict=True))
-    return tuple(span for span in spans if span.text)
+    """Found by full stops and capitals alone; in order, without the white space between them."""
+    starts, ends = [0], list[int]()
+    for found in _BOUNDARY.finditer(text):
+        stop = found["stop"] or ""
+        last = _LAST_WORD.search(text[max(0, found.start() - 20) : found.start()]) if stop.startswith(".") else None
+        is_initial = last is not None and len(last[0]) == 1 and last[0].isupper()
+        if last is None or not (is_initial or last[0].lower() in words.sentences.abbreviations):
+            ends.append(found.start() + len(stop))
+            starts.append(found.end())
+    spans = []
+    for start, end in zip(starts, [*ends, len(text)], strict=True):
+        if sentence := text[start:end].strip():
+            spans.append(Span(end - len(text[start:end].lstrip()), sentence))
+    return tuple(spans)
 
-
-def gap_before(text: str, spans: tuple[Span, ...]) -> str:
-    """What separates the sentences of a text; a space where it has only one."""
-    return next((text[one.end : other.start] for one, other in pairwise(spans)), " ")
-
-
-def _ends(text: str, found: re.Match[str], words: Words) -> bool:
-    if not found["stop"] or found["stop"][0] != ".":
-        return True
-    last = _LAST_WORD.search(text[max(0, found.start() - 20) : found.start()])
-    # a single capital is an initial
-    return last is None or not (
-        last[0].lower() in words.sentences.abbreviations or (len(last[0]) == 1 and last[0].isupper())
-    )
-
-
-def _trimmed(text: str, start: int, end: int) -> Span:
-    piece = text[start:end]
-    start += len(piece) - len(piece.lstrip())
-    return Span(start, start + len(piece.strip()), piece.strip())
-
-
-# Terms by kind: words of the lists, words with the ending of a kind, acronyms and names. Terms of a kind can replace
-# each other.
 
 _ACRONYM = re.compile(r"(?<![\w-])(?=[\w-]*[A-Z][\w-]*[A-Z])[A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)*(?![\w-])")
 _NAME = re.compile(r"(?<=[a-z,;)] )[A-Z][a-z]{2,}(?: [A-Z][a-z]{2,})*(?![\w-])")
@@ -156,36 +139,36 @@ _ARTICLE = re.compile(r"\b([Aa])(n?)( )$")
 _SPELT_WITH_A_VOWEL = frozenset("AEFHILMNORSX")
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    kind: str
-    text: str
-    at: int
-
-    @property
-    def end(self) -> int:
-        return self.at + len(self.text)
-
-
 @lru_cache(maxsize=4096)  # also of the sentences that are drawn again and again
-def terms_of(text: str, words: Words) -> tuple[Term, ...]:
-    """In order and without overlap; of overlapping ones the first, and of those the longest."""
-    kept: list[Term] = []
-    for term in sorted([*_listed(text, words), *_unlisted(text)], key=lambda term: (term.at, -term.end, term.kind)):
-        if not kept or term.at >= kept[-1].end:
+def terms_of(text: str, words: Words) -> tuple[Span, ...]:
+    """Words of the lists, words with the ending of a kind, acronyms and names; terms of a kind can replace each other.
+    In order and without overlap; of overlapping ones the first, and of those the longest."""
+    kept, terms = list[Span](), list[Span]()
+    pattern, kinds = _pattern(words)
+    for found in pattern.finditer(text):
+        kind = kinds.get(found[0].lower()) or next((kind for kind, name in _groups(words) if found[name]), None)
+        if kind and found[0].lower() not in words.no_terms:
+            terms.append(Span(found.start(), found[0], kind))
+    for found in _ACRONYM.finditer(text):
+        stem = found[0].removesuffix("s")
+        is_plural = stem != found[0] and stem[-1:].isupper()
+        terms.append(Span(found.start(), found[0], "acronyms" if is_plural else "acronym"))
+    for found in _NAME.finditer(text):
+        is_adjective = _ADJECTIVE.search(found[0])
+        terms.append(Span(found.start(), found[0], "adjective of a name" if is_adjective else "name"))
+    for term in sorted(terms, key=lambda term: (term.start, -term.end, term.kind)):
+        if not kept or term.start >= kept[-1].end:
             kept.append(term)
     return tuple(kept)
 
 
 def with_article(text: str, at: int, end: int, instead: str) -> tuple[int, str, str]:
     """(at, before, after) of a replacement, with a fitting article in front of it."""
-    article = _ARTICLE.search(text, max(0, at - 4), at)
-    if article is None:
-        return at, text[at:end], instead
-    fitting = article[1] + ("n" if sounds_like_a_vowel(instead) else "") + article[3]
-    if fitting == article[0]:
-        return at, text[at:end], instead
-    return article.start(), text[article.start() : end], fitting + instead
+    if article := _ARTICLE.search(text, max(0, at - 4), at):
+        fitting = article[1] + ("n" if sounds_like_a_vowel(instead) else "") + article[3]
+        if fitting != article[0]:
+            return article.start(), text[article.start() : end], fitting + instead
+    return at, text[at:end], instead
 
 
 def sounds_like_a_vowel(word: str) -> bool:
@@ -196,22 +179,6 @@ def sounds_like_a_vowel(word: str) -> bool:
 def cased_like(word: str, model: str) -> str:
     """With a capital where `model` is a plain word with one."""
     return word[:1].upper() + word[1:] if model[:1].isupper() and model[1:].islower() else word
-
-
-def _listed(text: str, words: Words) -> Iterator[Term]:
-    pattern, kinds = _pattern(words)
-    for found in pattern.finditer(text):
-        kind = kinds.get(found[0].lower()) or next((kind for kind, name in _groups(words) if found[name]), None)
-        if kind and found[0].lower() not in words.no_terms:
-            yield Term(kind, found[0], found.start())
-
-
-def _unlisted(text: str) -> Iterator[Term]:
-    for found in _ACRONYM.finditer(text):
-        stem = found[0].removesuffix("s")
-        yield Term("acronyms" if stem != found[0] and stem[-1:].isupper() else "acronym", found[0], found.start())
-    for found in _NAME.finditer(text):
-        yield Term("adjective of a name" if _ADJECTIVE.search(found[0]) else "name", found[0], found.start())
 
 
 @lru_cache(maxsize=8)
@@ -230,8 +197,6 @@ def _groups(words: Words) -> list[tuple[str, str]]:
     """Kinds with endings, and the names of their groups in the pattern."""
     return [(kind, f"kind{at}") for at, (kind, known) in enumerate(words.kinds.items()) if known.endings]
 
-
-# The text of a row, and the terms and sentences of all rows
 
 _CONTENT_LETTERS = 5
 """Shorter words say little about a text's subject."""
@@ -262,7 +227,6 @@ class RowText:
 class Sentence:
     text: str
     content: frozenset[str]
-    """Its longer words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,7 +260,10 @@ def make_lexicon(answers: Iterable[str], references: Iterable[str], words: Words
         }
         for kind, term in found:
             terms[kind][term] += 1
-        sentences |= {span.text for span in sentences_of(answer, words) if _stands_alone(span.text)}
+        for span in sentences_of(answer, words):
+            is_usual = _SHORTEST <= len(words_of(span.text)) <= _LONGEST
+            if is_usual and span.text[-1] in ".!?" and re.match(r"[A-Z]", span.text):
+                sentences.add(span.text)
     return Lexicon(
         {kind: tuple(sorted(found.elements())) for kind, found in sorted(terms.items())},
         tuple(Sentence(text, content_of(text)) for text in sorted(sentences)),
@@ -306,8 +273,3 @@ def make_lexicon(answers: Iterable[str], references: Iterable[str], words: Words
 
 def content_of(text: str) -> frozenset[str]:
     return frozenset(word for word in words_of(text) if len(word) >= _CONTENT_LETTERS and word[0].isalpha())
-
-
-def _stands_alone(sentence: str) -> bool:
-    num_words = len(words_of(sentence))
-    return _SHORTEST <= num_words <= _LONGEST and sentence[-1] in ".!?" and re.match(r"[A-Z]", sentence) is not None

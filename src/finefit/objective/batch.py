@@ -3,10 +3,14 @@
 Shapes: B rows, T tokens, N supervised tokens, V vocabulary, R sequences, P preference pairs.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+import PIL.Image
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -24,8 +28,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """Preference pairs of two sequences each: first all preferred ones, then the others in the same order, R = 2 P.
-    Padded or packed."""
+    """Pairs of sequences, padded or packed: first all preferred ones, then the others in the same order, R = 2 P."""
 
     supervised: tuple[int, ...]
     """Of each sequence, on the host: splits the log-probabilities of a batch into those of its sequences."""
@@ -90,16 +93,14 @@ class Batch:
             packed = replace(packed, position_ids_BT=ids_BT, boundaries_R1=boundaries_R1)
         if paired is not None and paired.reference_R is not None:
             paired = replace(paired, reference_R=move(paired.reference_R))
-        names = ("input_ids_BT", "positions_N", "targets_N")
-        own: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
+        own: dict[str, Any] = {name: move(getattr(self, name)) for name in ("input_ids_BT", "positions_N", "targets_N")}
         extra = None if self.extra is None else self.extra.moved(move)
         return replace(self, **own, packed=packed, paired=paired, extra=extra)
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Sum over what the loss is a mean of (supervised tokens, pairs), and their number. The step divides once, by the
-    global count."""
+    """Sum over what the loss is a mean of (tokens, pairs), and their number. The step divides by the global count."""
 
     total: Tensor
     count: int
@@ -117,6 +118,25 @@ class Objective(Protocol):
     def __call__(self, forward: Forward, batch: Batch) -> LossSum: ...
 
     def count(self, batch: Batch) -> int:
-        """The number that its loss is a mean over, known before anything is computed: the step divides by its sum over
-        the global batch."""
+        """What its loss is a mean over, known before anything is computed: see `LossSum`."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomRow:
+    """A row as a custom model gets it, with the tokens that its tokenizer and template make of prompt and answer."""
+
+    tokens: NDArray[np.int64]
+    supervised: NDArray[np.bool_]
+    """Which of the tokens are trained on; as long as `tokens`."""
+    images: tuple[PIL.Image.Image, ...] = ()
+    """In RGB, in the order of the row."""
+    seed: int
+    """For all random numbers of this row: 0 <= seed < 2**63."""
+    is_prompt: bool = False
+    """Whether the model is to answer: the tokens are a prompt alone, and none is supervised."""
+
+
+def seed_of(run_seed: int, step: int | str, row: int) -> int:
+    """`step`: a number in training, a word elsewhere."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed} {step} {row}".encode()).digest()[:8]) >> 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from finefit.errors import FinefitError
 from finefit.objective.batch import Batch, Forward, LossSum, Paired
 
 
@@ -94,8 +95,7 @@ class RouterLoss:
 
     Balance is computed per row: over a micro-batch, the split into micro-batches would change the gradient. It is
     weighted by the row's supervised tokens, so that loss and balance are means over the same. It is 1 where a row's
-    tokens are spread evenly, E where all go to one expert, and has no gradient where every expert answers every
-    token."""
+    tokens are spread evenly, E where all go to one expert; if every expert answers every token, it has no gradient."""
 
     def __init__(self, *, balance: float, listen: Listen) -> None:
         self.balance, self.listen = balance, listen
@@ -103,9 +103,7 @@ class RouterLoss:
     def __call__(self, forward: Forward, batch: Batch) -> LossSum:
         with self.listen() as said:
             loss = -forward(batch).sum()
-        balances, entropies = zip(
-            *(_row_sums(said, begin, end, supervised) for begin, end, supervised in _rows(batch)), strict=True
-        )
+        balances, entropies = zip(*(_row_sums(said, *row) for row in _rows(batch)), strict=True)
         balance, entropy = torch.stack(balances).sum(), torch.stack(entropies).sum()
         measures = {"lm_loss": loss.detach(), "balance": balance.detach(), "entropy": entropy}
         return LossSum(loss + self.balance * balance, batch.num_supervised, measures)
@@ -115,8 +113,7 @@ class RouterLoss:
 
 
 def _rows(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Of every sequence the flat range of its tokens without padding, and how many are supervised, known on the
-    host."""
+    """Of every sequence the flat range of its tokens without padding, and how many are supervised."""
     assert len(batch.lengths) == len(batch.supervised) == batch.num_sequences, "a batch that does not know its rows"
     width, begin = batch.input_ids_BT.shape[1], 0
     for at, (length, supervised) in enumerate(zip(batch.lengths, batch.supervised, strict=True)):
@@ -135,3 +132,23 @@ def _row_sums(said: list[Routed], begin: int, end: int, supervised: int) -> tupl
         entropy = -(probs_LTE * logprobs_LTE).sum(-1).mean()
     balance = (shares_LE * probs_LTE.mean(1)).sum(-1).mean() * probs_LTE.shape[2]
     return balance * supervised, entropy * supervised
+
+
+COUNT = "count"
+"""Key of `Extra.host`: what the model counts in a batch."""
+
+
+class CustomLoss:
+    """`forward` gives the sum alone: see `CustomFamily.own_forward`."""
+
+    def __call__(self, forward: Forward, batch: Batch) -> LossSum:
+        return LossSum(forward(batch), self.count(batch))
+
+    def count(self, batch: Batch) -> int:
+        if batch.extra is None:
+            raise FinefitError("a batch for a custom model lacks the inputs that the model makes")
+        count: int = batch.extra.host[COUNT]
+        return count
+
+
+custom_loss = CustomLoss()

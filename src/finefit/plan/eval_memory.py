@@ -1,8 +1,7 @@
 """How much an evaluation may hold at once: the most rows of the longest prompts whose rehearsal fits, and more rows of
 shorter prompts within as many tokens.
 
-An evaluation has its own process and batching is exact, so it may take all of the card.
-"""
+An evaluation has its own process and batching is exact, so it may take all of the card."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,9 @@ from typing import Any
 from finefit.artifacts.forecasts import EvalBatchLimit, Lengths
 from finefit.artifacts.records import Levers
 from finefit.model.resolve_model import custom_source_in
-from finefit.plan.custom import custom_eval_limits
 from finefit.plan.target import Target
-from finefit.rehearse.fake_images import fitting, num_tokens, num_values
+from finefit.rehearse.fake_model import StepConfig, fitting, num_tokens, num_values
 from finefit.rehearse.generation import GenerationRehearsal, extrapolated_bytes, rehearse_answers, rehearse_likelihood
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW, Evaluation
 from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
@@ -32,6 +29,8 @@ _TILES = (1, 4, 16)
 _CPU_SHARE = 0.5
 """Of a machine's memory, which other programs use too."""
 _HARNESS_ROWS, _HARNESS_TOKENS = 8, 2048
+_CUSTOM_ROWS = 8
+"""Of a custom model: the memory of its `generate` is not rehearsed, and a batch that is too large is cut."""
 _SPREAD = 1.15
 """Of an even share of a model, what the fullest of several cards may get: layers are not divided."""
 
@@ -41,8 +40,8 @@ def held_bytes(target: Target, reserved: int) -> int:
     return reserved + int(reserved * target.margin) + target.margin_bytes + target.context_bytes if reserved else 0
 
 
-def eval_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepConfig:
-    """Where nothing is trained."""
+def step_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepConfig:
+    """Of a row without content, which is enough where nothing is trained."""
     return StepConfig(
         config=config,
         tuning=tuning,
@@ -74,14 +73,17 @@ def make_eval_limits(
     """By label. `devices`: cards that the items may be shared over. `grids`: the images of the prompt with the most
     image tokens; every prompt is assumed to have as many of them as fit into it."""
     if custom_source_in(cfg.config) is not None:
-        return custom_eval_limits(evaluations, prompt_tokens=prompt_tokens, devices=devices)
+        sizes = [(one, _CUSTOM_ROWS if one.batch == "auto" else one.batch) for one in evaluations]
+        return {
+            one.label: EvalBatchLimit(rows=rows, tokens=rows * (prompt_tokens + one.max_new_tokens), devices=devices)
+            for one, rows in sizes
+        }
     prompt_tokens = max(prompt_tokens, num_tokens(cfg.config, grids)) if grids else prompt_tokens
     cfg = replace(cfg, levers=Levers(micro_batch=1), grids=grids)
     known: dict[tuple[Any, ...], EvalBatchLimit] = {}
     limits = {}
     for one in evaluations:
-        kind = _reads(one), _window(one), _generates(one), isinstance(one.task, LmEval)
-        key = (one.batch, one.max_new_tokens, *kind)
+        key = (one.batch, one.max_new_tokens, _reads(one), _window(one), _generates(one), isinstance(one.task, LmEval))
         if key not in known:
             limit = _limit_of(cfg, target, one, prompt_tokens, devices)
             if limit.reserved_bytes is not None:
@@ -93,12 +95,8 @@ def make_eval_limits(
 
 
 def _generates(evaluation: Evaluation) -> bool:
-    match evaluation.task:
-        case Hallucination() | Perplexity():
-            return False
-        case TruthfulQa():
-            return evaluation.task.generate
-    return True
+    task = evaluation.task
+    return task.generate if isinstance(task, TruthfulQa) else not isinstance(task, Hallucination | Perplexity)
 
 
 def _reads(evaluation: Evaluation) -> bool:
@@ -118,7 +116,6 @@ class _EvalRehearsals:
     cfg: StepConfig
     target: Target
     evaluation: Evaluation
-    new_tokens: int
     known: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def full(self, rows: int, prompt: int, tiles: int) -> tuple[int, float | None]:
@@ -135,28 +132,26 @@ class _EvalRehearsals:
         return self.known[key]
 
     def _runs(self, rows: int, prompt: int, tiles: int) -> Sequence[Callable[[StepConfig], GenerationRehearsal]]:
+        new_tokens, grow = self.evaluation.max_new_tokens, self.target.expandable
+
         def generate(cfg: StepConfig) -> GenerationRehearsal:
-            shape = {"rows": rows, "prompt_tokens": prompt, "new_tokens": self.new_tokens, "mlp_tiles": tiles}
-            return rehearse_answers(cfg, **shape, expandable=self.target.expandable)
+            shape = {"rows": rows, "prompt_tokens": prompt, "new_tokens": new_tokens, "mlp_tiles": tiles}
+            return rehearse_answers(cfg, **shape, expandable=grow)
 
         def read(cfg: StepConfig) -> GenerationRehearsal:
-            return self._read(cfg, rows, prompt, tiles)
+            """A given answer may be as long as a generated one. Of longer windows of plain text, in which every token
+            counts, as many are read at once as there are tokens for, and at least one."""
+            tokens, window = prompt + new_tokens, _window(self.evaluation)
+            shapes = [(rows, tokens, new_tokens)]
+            if window > tokens:
+                shapes.append((max(1, rows * tokens // window), window, window - 1))
+            found = [
+                rehearse_likelihood(cfg, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=grow)
+                for r, t, counted in shapes
+            ]
+            return max(found, key=lambda one: one.reserved_bytes)
 
         return [generate] * _generates(self.evaluation) + [read] * _reads(self.evaluation)
-
-    def _read(self, cfg: StepConfig, rows: int, prompt: int, tiles: int) -> GenerationRehearsal:
-        """A given answer may be as long as a generated one. Of longer windows of plain text, in which every token
-        counts, as many are read at once as there are tokens for, and at least one."""
-        tokens, window = prompt + self.new_tokens, _window(self.evaluation)
-        shapes = [(rows, tokens, self.new_tokens)]
-        if window > tokens:
-            shapes.append((max(1, rows * tokens // window), window, window - 1))
-        grow = self.target.expandable
-        found = [
-            rehearse_likelihood(cfg, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=grow)
-            for r, t, counted in shapes
-        ]
-        return max(found, key=lambda one: one.reserved_bytes)
 
     def most_rows(self, prompt: int) -> int:
         """Whose images fit into host memory."""
@@ -169,13 +164,18 @@ class _EvalRehearsals:
 
 
 def _limit_of(cfg: StepConfig, target: Target, evaluation: Evaluation, prompt: int, devices: int) -> EvalBatchLimit:
-    is_free = evaluation.batch == "auto"
+    is_free, rows = evaluation.batch == "auto", 1 if evaluation.batch == "auto" else evaluation.batch
     if isinstance(evaluation.task, LmEval):  # its prompts are unknown before it runs
-        rows = _HARNESS_ROWS if evaluation.batch == "auto" else evaluation.batch
+        rows = _HARNESS_ROWS if is_free else rows
         return EvalBatchLimit(rows=rows, tokens=rows * _HARNESS_TOKENS)
-    batches = _EvalRehearsals(cfg=cfg, target=target, evaluation=evaluation, new_tokens=evaluation.max_new_tokens)
-    tiles = _tiles(batches, prompt)
-    rows = _rows(batches, prompt, tiles) if evaluation.batch == "auto" else evaluation.batch
+    batches = _EvalRehearsals(cfg=cfg, target=target, evaluation=evaluation)
+    tiles = 1
+    if max(prompt, _window(evaluation)) > _LONG_PROMPT:  # no more tiles than it takes for one long prompt to fit
+        tiles = next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])
+    if is_free:  # the largest power of two by allocated memory, which is a little less than what is reserved
+        most = min(_MOST_ROWS[target.device], batches.most_rows(prompt))
+        while 2 * rows <= most and batches.fits(batches.quick(2 * rows, prompt, tiles)):
+            rows *= 2
     reserved, seconds = batches.full(rows, prompt, tiles)
     while rows > 1 and is_free and not batches.fits(reserved):
         rows //= 2
@@ -189,29 +189,14 @@ def _limit_of(cfg: StepConfig, target: Target, evaluation: Evaluation, prompt: i
     return _with_shorter(batches, limit, prompt) if is_free else limit
 
 
-def _tiles(batches: _EvalRehearsals, prompt: int) -> int:
-    """An MLP is tiled only where one long prompt would not fit otherwise, and into no more tiles than that takes."""
-    if max(prompt, _window(batches.evaluation)) <= _LONG_PROMPT or batches.fits(batches.quick(1, prompt, 1)):
-        return 1
-    return next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])
-
-
-def _rows(batches: _EvalRehearsals, prompt: int, tiles: int) -> int:
-    """The largest power of two by allocated memory, which is a little less than what is reserved."""
-    rows, most = 1, min(_MOST_ROWS[batches.target.device], batches.most_rows(prompt))
-    while 2 * rows <= most and batches.fits(batches.quick(2 * rows, prompt, tiles)):
-        rows *= 2
-    return rows
-
-
 def _with_shorter(batches: _EvalRehearsals, limit: EvalBatchLimit, longest: int) -> EvalBatchLimit:
     """More rows of shorter prompts, in as many tokens: their cache is as large, and what each row takes of its own is
     rehearsed. The allocator is assumed to hold as much beyond what is allocated as for the longest."""
     most = _MOST_ROWS["cuda"] * _MORE if batches.target.device == "cuda" else _MOST_ROWS["cpu"]
-    rows = min(most, _MORE * limit.rows)
-    prompt = limit.tokens // rows - batches.new_tokens
+    rows, new_tokens = min(most, _MORE * limit.rows), batches.evaluation.max_new_tokens
+    prompt = limit.tokens // rows - new_tokens
     while rows > limit.rows and (prompt < 2 or rows > batches.most_rows(prompt)):
-        rows, prompt = rows // 2, limit.tokens // (rows // 2) - batches.new_tokens
+        rows, prompt = rows // 2, limit.tokens // (rows // 2) - new_tokens
     if rows <= limit.rows or limit.reserved_bytes is None:
         return limit
     beyond = limit.reserved_bytes / batches.quick(limit.rows, longest, limit.mlp_tiles)

@@ -11,8 +11,10 @@ from finefit.artifacts.atomic import report_disk_full
 from finefit.artifacts.cache import cached_folder, content_key, source_digest
 from finefit.artifacts.records import Levers, read_record, write_record
 from finefit.artifacts.stage_records import Efficiency, Preparation
+from finefit.data.examples import open_examples
 from finefit.data.files import find_files
 from finefit.data.images import are_unchanged
+from finefit.data.order import efficiency
 from finefit.errors import DataError, RunError, SpecError
 from finefit.facts.files import TEMPLATES, FileFact, finefit_cache, read_file, sha256_of
 from finefit.model.resolve_model import custom_source
@@ -20,7 +22,7 @@ from finefit.spec.data import Data, Source
 from finefit.spec.models import CustomModel
 from finefit.spec.schema import Dpo, Spec
 from finefit.spec.tasks import CustomTask
-from finefit.tasks import row_builder
+from finefit.tasks.custom import row_builder
 
 Files = dict[str, tuple[tuple[FileFact, ...], ...]]
 """By split and source."""
@@ -49,9 +51,6 @@ class PreparedData:
         """None where no training row can be used."""
         if self.record.lengths is None:
             return None
-        from finefit.data.examples import open_examples
-        from finefit.data.order import efficiency
-
         examples = open_examples(self.path("train.safetensors"))
         lengths, supervised = examples.lengths, examples.supervised_counts
         return efficiency(lengths, supervised, levers, global_batch=spec.global_batch, seed=spec.seed)
@@ -112,19 +111,28 @@ def _by_content(data: Data, base: Path) -> Files:
             for split, found in find_sources(data, base).items()
         }
     except OSError as error:
-        raise DataError(
-            f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file"
-        ) from None
+        problem = f"{error.filename} cannot be read: {error.strerror}"
+        raise DataError(problem, "paths are relative to the spec file") from None
 
 
 def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
     """`base` is where the spec's relative paths start."""
     sources = _by_content(spec.data, base)
     folder = finefit_cache() / "prepared" / _key(spec, base, sources, tokenizer)
+
+    def is_complete(found: Path) -> bool:
+        """Anything may happen to files in a cache, so their contents are compared."""
+        try:
+            record = read_record(found / RECORD, Preparation)
+            is_whole = all(sha256_of(found / name) == sha256 for name, sha256 in record.files.items())
+        except (RunError, OSError):  # absent, of another version, or unreadable
+            return False
+        return is_whole and are_unchanged(found)
+
     cached_folder(
         folder,
         lambda staging: _prepare_into(staging, folder, spec, base, tokenizer, sources),
-        is_complete=_is_complete,
+        is_complete=is_complete,
         max_entries=_MAX_ENTRIES,
         max_bytes=_MAX_BYTES,
     )
@@ -137,58 +145,35 @@ def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
         split: [[(fact.path, fact.sha256) for fact in files] for files in split_files]
         for split, split_files in sources.items()
     }
-    templates = tokenizer / TEMPLATES
-    paths = [*tokenizer.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]
+    paths = [*tokenizer.iterdir(), *(tokenizer / TEMPLATES).glob("*")]
     files = [sha256_of(path) for path in sorted(paths) if path.suffix in _TOKENIZER_FILES and path.is_file()]
     data = spec.data.model_dump(mode="json", exclude=set(_JUDGED))
     asked = [data, isinstance(spec.objective, Dpo), spec.max_prompt_tokens(), spec.seed]
     code = [source_digest("data", "tasks", "vision"), [version(name) for name in _PACKAGES]]
-    return content_key(
-        [*asked, facts, files, *code, _task_sha256(spec.data, base), *_image_place(spec, base, tokenizer)]
-    )
-
-
-def _image_place(spec: Spec, base: Path, tokenizer: Path) -> list[str]:
-    """Images are recorded with absolute paths, so the rows of a vision-language model belong to one place. Their
-    contents are compared whenever prepared rows are used again."""
-    if isinstance(spec.model, CustomModel):  # its code decides what an image becomes in a prompt
-        code = custom_source(spec.model, base)
-        return [str(base.resolve()), json.dumps([code.sha256, code.entry, dict(code.config)], sort_keys=True)]
+    task, place = None, []
+    if isinstance(spec.data.task, CustomTask):
+        try:
+            task = sha256_of(base / spec.data.task.path)
+        except OSError as error:
+            problem = f"data.task: {spec.data.task.path} cannot be read: {error.strerror}"
+            raise SpecError(problem, "its path is relative to the spec file") from None
+    # images are recorded with absolute paths, so the rows of a vision-language model belong to one place; their
+    # contents are compared whenever prepared rows are used again
     config = tokenizer / "config.json"
-    has_vision = config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8"))
-    return [str(base.resolve())] if has_vision else []
-
-
-def _task_sha256(data: Data, base: Path) -> str | None:
-    """Of a custom task that rows are built with."""
-    if not isinstance(data.task, CustomTask):
-        return None
-    try:
-        return sha256_of(base / data.task.path)
-    except OSError as error:
-        raise SpecError(
-            f"data.task: {data.task.path} cannot be read: {error.strerror}", "its path is relative to the spec file"
-        ) from None
-
-
-def _is_complete(folder: Path) -> bool:
-    """Anything may happen to files in a cache, so their contents are compared."""
-    try:
-        record = read_record(folder / RECORD, Preparation)
-        is_whole = all(sha256_of(folder / name) == sha256 for name, sha256 in record.files.items())
-    except (RunError, OSError):  # absent, of another version, or unreadable
-        return False
-    return is_whole and are_unchanged(folder)
+    if isinstance(spec.model, CustomModel):  # its code decides what an image becomes in a prompt
+        own = custom_source(spec.model, base)
+        place = [str(base.resolve()), json.dumps([own.sha256, own.entry, dict(own.config)], sort_keys=True)]
+    elif config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
+        place = [str(base.resolve())]
+    return content_key([*asked, facts, files, *code, task, *place])
 
 
 def _prepare_into(staging: Path, folder: Path, spec: Spec, base: Path, tokenizer: Path, sources: Files) -> None:
     from finefit.custom.inputs import processor_opener
     from finefit.data.prepare import prepare  # transformers comes with it
 
-    needed_bytes = _BYTES_PER_BYTE * sum(
-        fact.size_bytes for split in sources.values() for files in split for fact in files
-    )
-    with report_disk_full(folder, needed_bytes):
+    read_bytes = sum(fact.size_bytes for split in sources.values() for files in split for fact in files)
+    with report_disk_full(folder, _BYTES_PER_BYTE * read_bytes):
         record = prepare(
             spec.data,
             base=base,

@@ -15,9 +15,9 @@ from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
+from finefit.spec import Period
 from finefit.spec.data import Fields
 from finefit.spec.models import Lora
-from finefit.spec.part import Period
 from finefit.spec.schema import AutoEngine, Common, Single, Spec
 from finefit.step.engine_choice import require_possible
 
@@ -41,24 +41,29 @@ def precision_on(device: Literal["cpu", "cuda"]) -> Literal["bf16", "fp16", "fp3
 def _no_card(asked: str, machine: Machine, otherwise: str) -> SpecError:
     reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
     cards = ", ".join(card.name for card in machine.cards) or "no card"
-    return SpecError(
-        f"{asked} is asked for, but {reason} (the driver shows {cards})",
-        f"`finefit doctor` says what to install; {otherwise}",
-    )
+    problem = f"{asked} is asked for, but {reason} (the driver shows {cards})"
+    return SpecError(problem, f"`finefit doctor` says what to install; {otherwise}")
 
 
 def resolve(
     spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast
 ) -> dict[str, Resolved]:
     """The spec's own values first, then what follows from them and from the forecast."""
-    values = {key: Resolved(value=value, source=_source(key, given, overrides)) for key, value, given in leaves(spec)}
+    names = [override.split("=", 1)[0] for override in overrides]
+    values = {}
+    for key, value, given in leaves(spec):
+        is_set = any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
+        values[key] = Resolved(value=value, source="--set" if is_set else "spec" if given else "default")
     values["device"] = _device(spec, machine, values["device"])
     values["precision"] = _precision(spec, str(values["device"].value), values["precision"])
-    values |= _engine(values, forecast)
+    if values["engine.kind"].value == "auto":  # what the user has named keeps its source
+        engine, reason = forecast.engine, forecast.reasons.get("engine", "one device")
+        values["engine.kind"] = Resolved(value=engine.kind, source=reason)
+        devices = 1 if isinstance(engine, Single) else engine.devices
+        values["engine.devices"] = Resolved(value=devices, source=reason)
     threads = min(torch.get_num_threads(), machine.num_cores)
     values["threads"] = Resolved(value=threads, source="torch's own choice (cores, or OMP_NUM_THREADS)")
-    values |= _lengths(spec, num_rows)
-    return values | _levers(spec, values, forecast, num_rows)
+    return values | _lengths(spec, num_rows) | _levers(spec, values, forecast, num_rows)
 
 
 def make_stage(
@@ -113,10 +118,8 @@ def make_stage(
         prepared=prepared,
     )
     if stage.levers.update == "inside" and stage.precision == "fp16":
-        raise SpecError(
-            "levers.update: inside cannot take the loss scale of fp16 out of the gradients first",
-            "--set levers.update=after",
-        )
+        problem = "levers.update: inside cannot take the loss scale of fp16 out of the gradients first"
+        raise SpecError(problem, "--set levers.update=after")
     require_possible(stage)
     return stage
 
@@ -135,17 +138,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, BaseModel):
-        return (
-            str(value) if isinstance(value, Period) else value.model_dump(mode="json", by_alias=True, exclude_none=True)
-        )
+        is_period = isinstance(value, Period)
+        return str(value) if is_period else value.model_dump(mode="json", by_alias=True, exclude_none=True)
     return value
-
-
-def _source(key: str, given: bool, overrides: Collection[str]) -> str:
-    names = [override.split("=", 1)[0] for override in overrides]
-    if any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in names):
-        return "--set"
-    return "spec" if given else "default"
 
 
 def _device(spec: Common, machine: Machine, asked: Resolved) -> Resolved:
@@ -182,34 +177,18 @@ def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
     return Resolved(value="fp16", source=f"auto: {torch.cuda.get_device_name()} has no bf16; losses are scaled")
 
 
-def _engine(values: dict[str, Resolved], forecast: Forecast) -> dict[str, Resolved]:
-    """As the forecast has chosen it; what the user has named keeps its source."""
-    if values["engine.kind"].value != "auto":
-        return {}
-    chosen, reason = forecast.engine, forecast.reasons.get("engine", "one device")
-    devices = 1 if isinstance(chosen, Single) else chosen.devices
-    return {
-        "engine.kind": Resolved(value=chosen.kind, source=reason),
-        "engine.devices": Resolved(value=devices, source=reason),
-    }
-
-
 def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
-    per_epoch = steps_per_epoch(num_rows, spec.global_batch)
-    if spec.schedule.steps is not None:
-        total = Resolved(value=spec.schedule.steps, source="schedule.steps")
-    else:
+    per_epoch, asked = steps_per_epoch(num_rows, spec.global_batch), spec.schedule.warmup
+    total = Resolved(value=spec.schedule.steps, source="schedule.steps")
+    if total.value is None:
         epochs = spec.schedule.epochs or 1
         source = f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps"
         total = Resolved(value=epochs * per_epoch, source=source)
-    asked = spec.schedule.warmup
-    rows = f"{num_rows} rows / {spec.global_batch} global, rounded up"
-    if isinstance(asked, int):
-        warmup = Resolved(value=asked, source="schedule.warmup")
-    else:
+    warmup = Resolved(value=asked, source="schedule.warmup")
+    if not isinstance(asked, int):
         share = f"{asked:g} of {total.value} steps, rounded up"
         warmup = Resolved(value=math.ceil(asked * total.value), source=share)
-    steps = Resolved(value=per_epoch, source=rows)
+    steps = Resolved(value=per_epoch, source=f"{num_rows} rows / {spec.global_batch} global, rounded up")
     return {"steps_per_epoch": steps, "total_steps": total, "warmup_steps": warmup}
 
 
@@ -218,8 +197,8 @@ def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_row
     found, levers, devices = {}, forecast.levers, forecast.devices
     for lever in fields(levers):
         asked = values.get(f"levers.{lever.name}")
-        is_fixed = asked is not None and asked.value != "auto"
-        source = asked.source if is_fixed and asked else forecast.reasons.get(lever.name, "auto")
+        reason = forecast.reasons.get(lever.name, "auto")
+        source = reason if asked is None or asked.value == "auto" else asked.source
         found[f"levers.{lever.name}"] = Resolved(value=getattr(levers, lever.name), source=source)
     whole, micro = min(spec.global_batch, num_rows), levers.micro_batch
     asked = values.get("levers.micro_batch")

@@ -6,6 +6,7 @@ one if it then needs more than the card has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Literal
 
@@ -16,11 +17,10 @@ from finefit.model.resolve_model import custom_source_in
 from finefit.plan.target import Target
 from finefit.rehearse.allocator import Replay, replay
 from finefit.rehearse.cost_model import Rates, phase_seconds
-from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.fake_model import StepConfig, read_config
 from finefit.rehearse.layer_extrapolation import REHEARSED_PERIODS
 from finefit.rehearse.layer_kinds import layer_kinds, rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal
-from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import Sharding, sharded
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import LeverSettings
@@ -43,7 +43,6 @@ class Candidate:
     replay: Replay
     peak_bytes: int
     """What the card must hold."""
-    margin_bytes: int
     accumulation: int
     step_seconds: float
     """By the target's rates, or by those of a typical card where the target's are unknown: enough to compare."""
@@ -71,6 +70,27 @@ class CandidateEvaluator:
         found = custom_source_in(self.cfg.config)
         return len(layer_kinds(read_config(self.cfg.config))) if found is None else len(meta_twin(found).layers())
 
+    def space(self, asked: LeverSettings) -> "SearchSpace":
+        """Of a custom model only micro_batch and recompute, since all other levers act on parts of a language model.
+        There are few candidates: where layers do not repeat, each is rehearsed whole."""
+        layers, experts, supervised = self.num_layers, self.has_experts, self.cfg.sides * self.cfg.supervised
+        space = make_search_space(
+            asked, self.target, rows=self.rows_per_step, supervised=supervised, num_layers=layers, has_experts=experts
+        )
+        if custom_source_in(self.cfg.config) is None:
+            return space
+        recompute = space.recompute if "recompute" in space.fixed else tuple(dict.fromkeys((0, layers // 2, layers)))
+        return replace(
+            space,
+            recompute=recompute,
+            keep_attention=(False,),
+            loss_chunk=(None,),
+            offload=(False,),
+            mlp_tiles=(1,),
+            kernels="torch",
+            kernels_reason=ASKED if "kernels" in space.fixed else "a custom model chooses its own kernels",
+        )
+
     def fits(self, candidate: Candidate) -> bool:
         return candidate.peak_bytes <= self.target.budget_bytes
 
@@ -79,10 +99,10 @@ class CandidateEvaluator:
         asked = replace(cfg or self.cfg, levers=levers, is_quick=is_quick, accumulates=accumulation > 1)
         key = repr(asked)
         if key not in self.known:
-            self.known[key] = self._evaluate(asked, accumulation)
+            self.known[key] = self._rehearsed(asked, accumulation)
         return self.known[key]
 
-    def _evaluate(self, cfg: StepConfig, accumulation: int) -> Candidate:
+    def _rehearsed(self, cfg: StepConfig, accumulation: int) -> Candidate:
         rehearsed, target = rehearse_extrapolated(cfg, self.memo), self.target
         if self.sharding != "none":
             # adapters and a trained subset lie beside frozen 16-bit weights already
@@ -92,23 +112,18 @@ class CandidateEvaluator:
         answer = replay(rehearsed.trace.stream(), expandable=target.expandable)
         reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
         margin = int(reserved * target.margin) + target.margin_bytes + fragmentation_bytes(reserved, rehearsed, cfg)
+        phases = phase_seconds(rehearsed.trace, target.rates or TYPICAL_RATES)
+        update, batches = phases.pop("update", 0.0), 2 if cfg.accumulates and not cfg.is_quick else 1
+        copies = 2 * rehearsed.trace.host_bytes / target.host_bytes_per_second
+        beside = max(sum(phases.values()) / batches, copies)  # copies run while the card computes
         return Candidate(
             cfg=cfg,
             rehearsed=rehearsed,
             replay=answer,
             peak_bytes=reserved + target.context_bytes + margin,
-            margin_bytes=margin,
             accumulation=accumulation,
-            step_seconds=self._seconds(rehearsed, cfg),
+            step_seconds=beside * self.rows_per_step / cfg.levers.micro_batch + update,
         )
-
-    def _seconds(self, rehearsed: Rehearsal, cfg: StepConfig) -> float:
-        phases = phase_seconds(rehearsed.trace, self.target.rates or TYPICAL_RATES)
-        update = phases.pop("update", 0.0)
-        batches = 2 if cfg.accumulates and not cfg.is_quick else 1
-        copies = 2 * rehearsed.trace.host_bytes / self.target.host_bytes_per_second
-        beside = max(sum(phases.values()) / batches, copies)  # copies run while the card computes
-        return beside * self.rows_per_step / cfg.levers.micro_batch + update
 
 
 def fragmentation_bytes(reserved: int, rehearsed: Rehearsal, cfg: StepConfig) -> int:
@@ -126,11 +141,8 @@ def decide_kernels(
 ) -> tuple[Literal["torch", "fused"], str]:
     """Fused kernels read weights where they lie, so these must not be sharded."""
     if asked.compile and has_experts:
-        problem = (
-            "levers.compile: true is not for mixtures of experts: torch compiles their grouped products only in bf16, "
-            "and those were not compared with uncompiled layers"
-        )
-        raise SpecError(problem, "--set levers.compile=false")
+        why = "torch compiles their grouped products only in bf16, and those were not compared with uncompiled layers"
+        raise SpecError(f"levers.compile: true is not for mixtures of experts: {why}", "--set levers.compile=false")
     if asked.kernels == "fused" and asked.compile:
         problem = "levers.kernels: fused and levers.compile: true contradict each other: torch compiles its own layers"
         raise SpecError(problem, "--set levers.kernels=torch, or --set levers.compile=false")
@@ -186,14 +198,7 @@ class SearchSpace:
 
 
 def make_search_space(
-    asked: LeverSettings,
-    *,
-    rows: int,
-    supervised: int,
-    num_layers: int,
-    precision: str,
-    device: str,
-    has_experts: bool = False,
+    asked: LeverSettings, target: Target, *, rows: int, supervised: int, num_layers: int, has_experts: bool = False
 ) -> SearchSpace:
     """`rows`: of one optimizer step on one card, each with at most `supervised` tokens that have logits.
     `has_experts`: then MLPs are not tiled."""
@@ -202,12 +207,19 @@ def make_search_space(
     named = {"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute)
     chunk = None if asked.loss_chunk == "none" else asked.loss_chunk
     least = 1 << max(0, (supervised // _MOST_CHUNKS).bit_length())  # each chunk reads the whole head
-    free_offload = (False, True) if device == "cuda" else (False,)
+    free_offload = (False, True) if target.device == "cuda" else (False,)
     free_tiles = (1,) if has_experts else (1, _TILES)
-    free_inputs = "fp32" if precision == "fp32" else "bf16"
+    free_inputs = "fp32" if target.precision == "fp32" else "bf16"
     settings = LeverSettings.model_fields.items()
+    # doubling, and the whole step; beyond 64 rows a card is busy anyway
+    doubled = [1 << n for n in range(7) if 1 << n < rows]
+    micro_batches = (*doubled, rows) if rows <= 64 else tuple(doubled)
+    if asked.micro_batch != "auto":
+        micro_batches = (min(asked.micro_batch, rows),)
+    elif asked.update == "inside":  # needs the whole step at once
+        micro_batches = (rows,)
     return SearchSpace(
-        micro_batch=_micro_batches(asked, rows),
+        micro_batch=micro_batches,
         recompute=tuple(depths) if asked.recompute == "auto" else (named,),  # type: ignore[arg-type]
         keep_attention=(False, True) if asked.keep_attention == "auto" else (asked.keep_attention,),
         loss_chunk=(None, max(_CHUNK, least), max(_SMALL_CHUNK, least)) if chunk == "auto" else (chunk,),
@@ -222,43 +234,42 @@ def make_search_space(
     )
 
 
-def _micro_batches(asked: LeverSettings, rows: int) -> tuple[int, ...]:
-    """Doubling, and the whole step; beyond 64 rows a card is busy anyway. An update inside backward needs the whole
-    step at once."""
-    if asked.micro_batch != "auto":
-        return (min(asked.micro_batch, rows),)
-    doubled = [1 << n for n in range(7) if 1 << n < rows]
-    return (rows,) if asked.update == "inside" else (*doubled, rows) if rows <= 64 else tuple(doubled)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
+    evaluator: CandidateEvaluator
     candidate: Candidate
     fits: bool
     reasons: dict[str, str]
 
 
 def choose(evaluator: CandidateEvaluator, space: SearchSpace) -> SearchResult:
-    """The first candidate, in order of speed, whose full rehearsal fits."""
-    search = _Search(evaluator, space)
-    for levers in search.candidates():
-        verified = evaluator.evaluate(levers, is_quick=False)
-        if evaluator.fits(verified):
-            return SearchResult(candidate=verified, fits=True, reasons=search.reasons(verified))
-    last = evaluator.evaluate(space.most_frugal(), is_quick=False)
-    return SearchResult(candidate=last, fits=evaluator.fits(last), reasons=search.reasons(last))
+    """The first candidate, in order of speed, whose full rehearsal fits; the most frugal where none does."""
+    search = _LeverSearch(evaluator, space)
+    for levers in chain(search.candidates(), (space.most_frugal(),)):
+        candidate = evaluator.evaluate(levers, is_quick=False)
+        if evaluator.fits(candidate):
+            break
+    fits, reasons = evaluator.fits(candidate), search.reasons(candidate)
+    return SearchResult(evaluator=evaluator, candidate=candidate, fits=fits, reasons=reasons)
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _LeverSearch:
     evaluator: CandidateEvaluator
     space: SearchSpace
 
     def candidates(self) -> Iterator[Levers]:
-        """The fastest first, refined; then what needs a little less, again the fastest first; the costlier levers
-        last."""
+        """The fastest first, refined; then what needs a little less, in the same order; the costlier levers last."""
         space, by_seconds = self.space, attrgetter("step_seconds")
-        plain = sorted(self._by_micro_batch(), key=by_seconds)
+        plain, best_seconds = [], float("inf")
+        for micro_batch in space.micro_batch:  # up to the first that does not fit at all
+            found = self._fewest_recomputed(micro_batch)
+            if found is None:
+                break
+            if found.step_seconds < _WORTH * best_seconds:  # a larger micro-batch has to be worth its memory
+                plain.append(found)
+            best_seconds = min(best_seconds, found.step_seconds)
+        plain.sort(key=by_seconds)
         if plain:
             best = self._refined(plain[0])
             yield best.levers
@@ -269,17 +280,6 @@ class _Search:
             depth, chunk = space.recompute[-1], space.loss_chunk[-1]
             yield from (replace(candidate.levers, recompute=depth, loss_chunk=chunk) for candidate in plain)
         yield self._frugal()
-
-    def _by_micro_batch(self) -> Iterator[Candidate]:
-        """Each with as few recomputed layers as fit, up to the first that does not fit at all."""
-        best = float("inf")
-        for micro_batch in self.space.micro_batch:
-            found = self._fewest_recomputed(micro_batch)
-            if found is None:
-                return
-            if found.step_seconds < _WORTH * best:  # a larger micro-batch has to be worth its memory
-                yield found
-            best = min(best, found.step_seconds)
 
     def _fewest_recomputed(self, micro_batch: int) -> Candidate | None:
         space, depths = self.space, self.space.recompute
@@ -333,28 +333,25 @@ class _Search:
 
     def reasons(self, candidate: Candidate) -> dict[str, str]:
         levers, space = candidate.levers, self.space
-        if not self.evaluator.fits(candidate):
-            rows = "the smallest, since nothing fits"
-        else:
-            is_whole = levers.micro_batch == space.micro_batch[-1]
-            rows = "the whole step at once fits" if is_whole else "the fastest of those that fit"
-        is_partial = levers.recompute < self.evaluator.num_layers
+        is_whole, is_partial = levers.micro_batch == space.micro_batch[-1], levers.recompute < self.evaluator.num_layers
+        rows = "the whole step at once fits" if is_whole else "the fastest of those that fit"
         recompute = "the fewest that fit" if is_partial else "all are needed"
         attention = "saves more time than it costs memory" if levers.keep_attention else "not worth its memory here"
-        is_whole_loss = levers.loss_chunk is None
+        whole_loss = levers.loss_chunk is None
         searched = {
-            "micro_batch": rows,
+            "micro_batch": rows if self.evaluator.fits(candidate) else "the smallest, since nothing fits",
             "recompute": recompute if levers.recompute else "no layer need be",
             "keep_attention": attention,
-            "loss_chunk": "all logits at once fit" if is_whole_loss else "memory is better spent elsewhere",
+            "loss_chunk": "all logits at once fit" if whole_loss else "memory is better spent elsewhere",
             "offload": "needed to fit" if levers.offload else "not needed",
             "mlp_tiles": "needed to fit" if levers.mlp_tiles > 1 else "not needed",
         }
-        found = {name: f"searched: {reason}" for name, reason in searched.items()} | {
+        others = {
             "adapter_inputs": f"the products are taken in {candidate.cfg.precision}",
             "packing": space.packing_reason,
             "kernels": space.kernels_reason,
             "update": "not asked for",
             "compile": "not asked for",
         }
+        found = {name: f"searched: {reason}" for name, reason in searched.items()} | others
         return found | dict.fromkeys(space.fixed, ASKED)

@@ -7,37 +7,26 @@ from pathlib import Path
 from typing import Literal
 
 from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, StageForecast
-from finefit.artifacts.wiring import wired_model, with_files
+from finefit.artifacts.records import wired_model, with_files
 from finefit.errors import ModelError
 from finefit.facts.cards import parse_card
 from finefit.facts.files import read_config, stored_dtypes
 from finefit.facts.machine import MEMORY_LIMITS, read_memory_bytes
 from finefit.facts.nvml import read_cards
+from finefit.plan import client, stage_forecasts
 from finefit.plan.client import Grids, eval_limits_on, shared_planner
-from finefit.plan.model_stubs import FinishedOutput, ModelStubs, expert_copies, mixture_shape, model_size, no_output
 from finefit.plan.prepared_data import PreparedData, missing, places, prepare_data
-from finefit.plan.stage_forecasts import Forecaster, assume_images, forecast_training, on_cards, stage_in_errors
+from finefit.plan.stage_forecasts import ModelStubs, expert_copies, forecast_training, mixture_shape, model_size
+from finefit.spec import stages as kinds
 from finefit.spec.data import Data, Source
 from finefit.spec.models import Full, Lora, Model, Tuning
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import AdamW, Evaluation, Spec
-from finefit.spec.stages import (
-    BuildMoe,
-    CentroidRouter,
-    EvaluateStage,
-    ForcedRouter,
-    Input,
-    MakePairs,
-    MergeAdapter,
-    Questions,
-    Sampled,
-    StageModel,
-    TrainStage,
-)
 
 _PROCESS_BYTES = 1 << 30
 """Of a process that has imported torch and transformers and loaded nothing."""
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of a parameter by dtype."""
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ANY_LENGTH = 1 << 24
 """More tokens than any prompt has."""
@@ -45,11 +34,9 @@ EvalLimits = dict[str, dict[str, EvalBatchLimit]]
 """By model and label, on one card."""
 
 
-def forecast_stages(
-    pipeline: Pipeline, base: Path, *, cards: tuple[str, ...], done: FinishedOutput = no_output
-) -> dict[str, StageForecast]:
+def forecast_stages(pipeline: Pipeline, base: Path, *, cards: tuple[str, ...]) -> dict[str, StageForecast]:
     """Of every stage, in their order."""
-    stubs = ModelStubs(pipeline=pipeline, base=base.resolve(), done=done)
+    stubs = ModelStubs(pipeline=pipeline, base=base.resolve())
     with shared_planner():
         return {name: forecast_stage(stubs, name, cards) for name in pipeline.order()}
 
@@ -60,21 +47,21 @@ def cards_here(pipeline: Pipeline) -> tuple[str]:
 
 
 def forecast_stage(
-    stubs: ModelStubs, name: str, cards: tuple[str, ...], forecaster: Forecaster | None = None
+    stubs: ModelStubs, name: str, cards: tuple[str, ...], forecaster: stage_forecasts.Forecaster | None = None
 ) -> StageForecast:
     """`forecaster` serves trainings; by default on the same cards."""
     stage = stubs.pipeline.stages[name]
-    if isinstance(stage, TrainStage):
-        return training_costs(forecast_training(stubs, name, forecaster or on_cards(cards)))
-    with stage_in_errors(stubs.pipeline, name):
+    if isinstance(stage, kinds.TrainStage):
+        return training_costs(forecast_training(stubs, name, forecaster or stage_forecasts.on_cards(cards)))
+    with stage_forecasts.stage_in_errors(stubs.pipeline, name):
         match stage:
-            case EvaluateStage():
+            case kinds.EvaluateStage():
                 return _evaluation_costs(stubs, stage, cards)
-            case MergeAdapter():
+            case kinds.MergeAdapter():
                 return _merge_costs(stubs, stage, cards)
-            case BuildMoe():
+            case kinds.BuildMoe():
                 return _mixture_costs(stubs, stage, name, cards)
-            case MakePairs(method=Sampled() as method):
+            case kinds.MakePairs(method=kinds.Sampled() as method):
                 return _sampling_costs(stubs, stage, method, cards)
     return StageForecast(kind=stage.kind, fits=(True,) * len(cards))
 
@@ -95,42 +82,38 @@ def training_costs(found: tuple[Forecast, ...]) -> StageForecast:
     )
 
 
-# Models that are made without training
-
-
-def _merge_costs(stubs: ModelStubs, stage: MergeAdapter, cards: tuple[str, ...]) -> StageForecast:
+def _merge_costs(stubs: ModelStubs, stage: kinds.MergeAdapter, cards: tuple[str, ...]) -> StageForecast:
     parameters = model_size(stubs.of(stage.model).config).parameters
-    num_bytes = parameters * _width(_merged_dtype(stubs, stage))
+    num_bytes = parameters * _WIDTHS.get(_merged_dtype(stubs, stage), 4)
     host_bytes = num_bytes + _PROCESS_BYTES
     return StageForecast(
         kind=stage.kind,
-        fits=tuple(_host_holds(card, host_bytes) for card in cards),
+        fits=tuple(_holds(card, host_bytes) for card in cards),
         parameters=parameters,
         host_bytes=host_bytes,
         disk_bytes=num_bytes,
     )
 
 
-def _mixture_costs(stubs: ModelStubs, stage: BuildMoe, name: str, cards: tuple[str, ...]) -> StageForecast:
+def _mixture_costs(stubs: ModelStubs, stage: kinds.BuildMoe, name: str, cards: tuple[str, ...]) -> StageForecast:
     """The build goes layer by layer: host memory holds one layer of all experts, or everything outside the layers. If
     the router starts from hidden states, the base is loaded too, on a CPU into host memory."""
-    _require_same_configs(stubs, stage)
+    base = stubs.of(stage.base).config
+    for expert, asked in _built_experts(stage).items():  # as the build requires it
+        if (config := stubs.of(asked).config) != base:
+            client.ask("require_same_config", expert, base, config)
     size = model_size(read_config(stubs.at(name)))
     if stage.merge == "average" and size.foreign is not None:
-        raise ModelError(
-            f"the base's {size.foreign} is not part of a known MLP", "take a dense base of another architecture"
-        )
-    width = _width(_mixture_dtype(stubs, stage))
+        problem = f"the base's {size.foreign} is not part of a known MLP"
+        raise ModelError(problem, "take a dense base of another architecture")
+    width = _WIDTHS.get(_mixture_dtype(stubs, stage), 4)
     written = max(size.outside, size.largest_layer) * width + _PROCESS_BYTES
-    loaded = model_size(stubs.of(stage.base).config).parameters if isinstance(stage.router, CentroidRouter) else 0
-    on_card = [loaded * _width(_PRECISIONS[_precision(stubs.pipeline, card)]) for card in cards]
-    on_host = [written + base if _is_cpu(card) else written for card, base in zip(cards, on_card, strict=True)]
+    loaded = model_size(base).parameters if isinstance(stage.router, kinds.CentroidRouter) else 0
+    on_card = [loaded * _WIDTHS[_PRECISIONS[_precision(stubs.pipeline, card)]] for card in cards]
+    on_host = [written + weights if _is_cpu(card) else written for card, weights in zip(cards, on_card, strict=True)]
     return StageForecast(
         kind=stage.kind,
-        fits=tuple(
-            _host_holds(card, host) and _card_holds(card, base)
-            for card, host, base in zip(cards, on_host, on_card, strict=True)
-        ),
+        fits=tuple(map(_holds, cards, on_host, on_card)),
         parameters=size.parameters,
         host_bytes=on_host[0],
         disk_bytes=size.parameters * width,
@@ -138,19 +121,9 @@ def _mixture_costs(stubs: ModelStubs, stage: BuildMoe, name: str, cards: tuple[s
     )
 
 
-def _require_same_configs(stubs: ModelStubs, stage: BuildMoe) -> None:
-    """As the build requires it. Torch is imported only where configs differ."""
-    base = stubs.of(stage.base).config
-    for name, asked in _built_experts(stage).items():
-        if (config := stubs.of(asked).config) != base:
-            from finefit.moe.dense import require_same_config
-
-            require_same_config(name, base, config)
-
-
-def _built_experts(stage: BuildMoe) -> dict[str, Input]:
+def _built_experts(stage: kinds.BuildMoe) -> dict[str, kinds.Input]:
     """A forced router leaves all but one out."""
-    forced = stage.router.expert if isinstance(stage.router, ForcedRouter) else None
+    forced = stage.router.expert if isinstance(stage.router, kinds.ForcedRouter) else None
     return stage.experts if forced is None else {forced: stage.experts[forced]}
 
 
@@ -160,16 +133,13 @@ def is_this_machine(card: str) -> bool:
     return asked.is_auto or asked.is_cpu
 
 
-def _host_holds(card: str, host_bytes: int) -> bool:
-    return not is_this_machine(card) or host_bytes <= read_memory_bytes(MEMORY_LIMITS)
-
-
-def _card_holds(card: str, num_bytes: int) -> bool:
-    """Weights alone; True for a CPU, whose host memory is judged separately, and for cards of unknown size."""
+def _holds(card: str, host_bytes: int, card_bytes: int = 0) -> bool:
+    """Host memory of this machine, and weights alone on a card of known size; on a CPU they are in host memory."""
     asked = parse_card(card)
     here = next((one.memory_bytes for one in read_cards()[0]), None) if asked.is_auto else None
+    has_host = not is_this_machine(card) or host_bytes <= read_memory_bytes(MEMORY_LIMITS)
     known = asked.memory_bytes or here
-    return known is None or num_bytes <= known
+    return has_host and (known is None or card_bytes <= known)
 
 
 def _is_cpu(card: str) -> bool:
@@ -184,9 +154,9 @@ def _precision(pipeline: Pipeline, card: str) -> Literal["bf16", "fp16", "fp32"]
     return "fp32" if _is_cpu(card) else "bf16"
 
 
-def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
+def _mixture_notes(stage: kinds.BuildMoe) -> Iterator[str]:
     mixture = mixture_shape(stage)
-    copies = {} if isinstance(stage.router, ForcedRouter) else expert_copies(stage)  # a forced router drops them
+    copies = {} if isinstance(stage.router, kinds.ForcedRouter) else expert_copies(stage)  # a forced router drops them
     distinct = len(stage.experts) - len(copies)
     if mixture is None:
         count = distinct if stage.copies == "collapse" else len(stage.experts)
@@ -203,69 +173,57 @@ def _mixture_notes(stage: BuildMoe) -> Iterator[str]:
             yield f"{slots}: copies {harm}, so the build refuses them; leave them out, or set copies: collapse"
 
 
-def _dtypes(stubs: ModelStubs, asked: Input) -> tuple[str, ...]:
-    """Torch's names of the dtypes that weights are stored in, the most frequent first. Whole weights are trained and
-    saved in fp32."""
+def _dtypes(stubs: ModelStubs, asked: kinds.Input) -> tuple[str, ...]:
+    """Torch's names of the stored dtypes, the most frequent first. Whole weights are trained and saved in fp32."""
     outline = stubs.of(asked)
     if outline.folder is not None and (found := stored_dtypes(outline.folder)):
         return found
-    match stubs.pipeline.stages[asked.name] if isinstance(asked, StageModel) else None:
-        case TrainStage(tuning=Lora(), model=before):
+    match stubs.pipeline.stages[asked.name] if isinstance(asked, kinds.StageModel) else None:
+        case kinds.TrainStage(tuning=Lora(), model=before):
             return _dtypes(stubs, before)
-        case TrainStage():
+        case kinds.TrainStage():
             return ("float32",)
-        case MergeAdapter() as stage:
+        case kinds.MergeAdapter() as stage:
             return (_merged_dtype(stubs, stage),)
-        case BuildMoe() as stage:
+        case kinds.BuildMoe() as stage:
             return (_mixture_dtype(stubs, stage),)
     return (str(outline.config.get("dtype") or outline.config.get("torch_dtype") or "float32"),)
 
 
-def _merged_dtype(stubs: ModelStubs, stage: MergeAdapter) -> str:
+def _merged_dtype(stubs: ModelStubs, stage: kinds.MergeAdapter) -> str:
     return _PRECISIONS.get(stage.precision) or _dtypes(stubs, stage.model)[0]
 
 
-def _mixture_dtype(stubs: ModelStubs, stage: BuildMoe) -> str:
+def _mixture_dtype(stubs: ModelStubs, stage: kinds.BuildMoe) -> str:
     """As the build chooses it: nothing that an expert has learnt is rounded away."""
     found = {dtype for asked in (stage.base, *_built_experts(stage).values()) for dtype in _dtypes(stubs, asked)}
     return found.pop() if len(found) == 1 else "float32"
 
 
-def _width(dtype: str) -> int:
-    """Bytes of a parameter; four for unknown dtypes."""
-    return _WIDTHS.get(dtype, 4)
-
-
-# Models that answer
-
-
-def _evaluation_costs(stubs: ModelStubs, stage: EvaluateStage, cards: tuple[str, ...]) -> StageForecast:
-    tunings = _tunings(stubs, stage)
+def _evaluation_costs(stubs: ModelStubs, stage: kinds.EvaluateStage, cards: tuple[str, ...]) -> StageForecast:
+    wired = {name: wired_model(stubs.pipeline, asked, stubs.at) for name, asked in stage.models.items()}
+    tunings = same_base_bits(
+        {
+            name: (one.model, _tuning_of(stubs.pipeline, stage.models[name]), one.adapter is not None)
+            for name, one in wired.items()
+            if one.gate is None  # which loads nothing
+        }
+    )
     prompts = {name: _prompts(stubs, stage, name) for name in tunings}
     precision = _answer_precision(stubs.pipeline, cards)
     limits: list[EvalLimits] = [{} for _ in cards]
     for name, tuning in tunings.items():
         config, asked = stubs.of(stage.models[name]).config, prompts[name]
-        found = eval_limits_on(
-            cards,
-            config,
-            tuning,
-            stage.evaluate,
-            precision=precision,
-            prompt_tokens=asked.tokens,
-            grids=asked.grids,
-        )
-        for at, on_card in enumerate(found):
-            limits[at][name] = on_card
-    gates = [f"{name}: the answers of its experts, chosen by the gate" for name in stage.models if name not in tunings]
+        found = eval_limits_on(cards, config, tuning, stage.evaluate, precision, asked.tokens, asked.grids)
+        for by_model, on_card in zip(limits, found, strict=True):
+            by_model[name] = on_card
+    assumed = {name: asked.assumed for name, asked in prompts.items() if asked.assumed}
+    notes = [f"{name}: {words}" for name, words in assumed.items()]
+    if len(assumed) == len(prompts) and len(set(assumed.values())) == 1:  # all models share it
+        notes = list(assumed.values())[:1]
+    notes += [f"{name}: the answers of its experts, chosen by the gate" for name in wired if name not in tunings]
     count = next((asked.count for asked in prompts.values()), None)
-    return StageForecast(
-        kind=stage.kind,
-        fits=_answers_fit(limits),
-        seconds=_answer_seconds(limits[0], stage.evaluate, count),
-        eval_limits=tuple(limits),
-        notes=(*_assumptions(prompts), *gates),
-    )
+    return _answer_costs(stage, limits, stage.evaluate, count, tuple(notes))
 
 
 def _answer_precision(pipeline: Pipeline, cards: tuple[str, ...]) -> Literal["auto", "bf16", "fp16", "fp32"]:
@@ -273,11 +231,32 @@ def _answer_precision(pipeline: Pipeline, cards: tuple[str, ...]) -> Literal["au
     return _precision(pipeline, cards[0]) if all(map(_is_cpu, cards)) else pipeline.precision
 
 
-def _answers_fit(limits: Sequence[EvalLimits]) -> tuple[bool, ...]:
-    return tuple(all(limit.fits for model in card.values() for limit in model.values()) for card in limits)
+def _answer_costs(
+    stage: kinds.EvaluateStage | kinds.MakePairs,
+    limits: Sequence[EvalLimits],
+    evaluations: tuple[Evaluation, ...],
+    items: int | None,
+    notes: tuple[str, ...],
+) -> StageForecast:
+    """The time is an upper bound, by the longest prompt and answer; None where the card's rates or the rows are
+    unknown."""
+    counts = {one.label: items if one.limit is None or items is None else min(one.limit, items) for one in evaluations}
+    found = [(counts[label], limit) for model in limits[0].values() for label, limit in model.items()]
+    seconds = None
+    if all(count is not None and limit.batch_seconds is not None for count, limit in found):
+        seconds = sum(math.ceil((count or 0) / limit.rows) * (limit.batch_seconds or 0.0) for count, limit in found)
+    return StageForecast(
+        kind=stage.kind,
+        fits=tuple(all(limit.fits for model in card.values() for limit in model.values()) for card in limits),
+        seconds=seconds,
+        eval_limits=tuple(limits),
+        notes=notes,
+    )
 
 
-def _sampling_costs(stubs: ModelStubs, stage: MakePairs, method: Sampled, cards: tuple[str, ...]) -> StageForecast:
+def _sampling_costs(
+    stubs: ModelStubs, stage: kinds.MakePairs, method: kinds.Sampled, cards: tuple[str, ...]
+) -> StageForecast:
     """Each row is answered several times, with its whole prompt."""
     outline = stubs.of(method.model)
     sources = [source for source in (*stage.train, stage.validation, stage.test) if source is not None]
@@ -290,35 +269,14 @@ def _sampling_costs(stubs: ModelStubs, stage: MakePairs, method: Sampled, cards:
     sizes = []
     for source in sources:
         whole = source.model_copy(update={"weight": 1.0})
-        rows = Questions(test=whole, template=method.template, max_tokens=_ANY_LENGTH)
-        spec = _rows_spec(stubs, method.model, rows, asked)
-        record = prepare_data(spec, stubs.base, outline.tokenizer).record
+        rows = kinds.Questions(test=whole, template=method.template, max_tokens=_ANY_LENGTH)
+        record = prepare_data(_rows_spec(stubs, method.model, rows, asked), stubs.base, outline.tokenizer).record
         sizes.append((record.prompt_tokens or 2, sum(one.used for one in record.sources)))
-    found = eval_limits_on(
-        cards,
-        outline.config,
-        _tuning_of(stubs.pipeline, method.model),
-        asked,
-        precision=_answer_precision(stubs.pipeline, cards),
-        prompt_tokens=max(tokens for tokens, _ in sizes),
-    )
-    limits: list[EvalLimits] = [{"model": on_card} for on_card in found]
-    seconds = _answer_seconds(limits[0], asked, method.samples * sum(count for _, count in sizes))
-    return StageForecast(
-        kind=stage.kind, fits=_answers_fit(limits), seconds=seconds, eval_limits=tuple(limits), notes=(note,)
-    )
-
-
-def _tunings(stubs: ModelStubs, stage: EvaluateStage) -> dict[str, Tuning]:
-    """How each model is loaded; without gates, which load nothing."""
-    models = {name: wired_model(stubs.pipeline, asked, stubs.at) for name, asked in stage.models.items()}
-    return same_base_bits(
-        {
-            name: (wired.model, _tuning_of(stubs.pipeline, stage.models[name]), wired.adapter is not None)
-            for name, wired in models.items()
-            if wired.gate is None
-        }
-    )
+    tuning, precision = _tuning_of(stubs.pipeline, method.model), _answer_precision(stubs.pipeline, cards)
+    longest = max(tokens for tokens, _ in sizes)
+    found = eval_limits_on(cards, outline.config, tuning, asked, precision, longest)
+    items = method.samples * sum(count for _, count in sizes)
+    return _answer_costs(stage, [{"model": on_card} for on_card in found], asked, items, (note,))
 
 
 def same_base_bits(models: Mapping[str, tuple[Model, Tuning, bool]]) -> dict[str, Tuning]:
@@ -332,9 +290,9 @@ def same_base_bits(models: Mapping[str, tuple[Model, Tuning, bool]]) -> dict[str
     return found
 
 
-def _tuning_of(pipeline: Pipeline, asked: Input) -> Tuning:
-    stage = pipeline.stages[asked.name] if isinstance(asked, StageModel) else None
-    if isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora):
+def _tuning_of(pipeline: Pipeline, asked: kinds.Input) -> Tuning:
+    stage = pipeline.stages[asked.name] if isinstance(asked, kinds.StageModel) else None
+    if isinstance(stage, kinds.TrainStage) and isinstance(stage.tuning, Lora):
         return stage.tuning.model_copy(update={"adapter": None})
     return Full(kind="full")
 
@@ -353,28 +311,21 @@ class _Prompts:
     """What is assumed then, and why."""
 
 
-def _prompts(stubs: ModelStubs, stage: EvaluateStage, name: str) -> _Prompts:
+def _prompts(stubs: ModelStubs, stage: kinds.EvaluateStage, name: str) -> _Prompts:
     prepared = prepared_eval_rows(stubs, stage, name)
     record = None if prepared is None else prepared.record
     if record is not None and record.prompt_tokens is not None:
         count = sum(source.used for source in record.sources)
         return _Prompts(tokens=record.prompt_tokens, grids=record.prompt_grids, count=count)
     longest = stage.data.max_tokens - min(max(one.max_new_tokens for one in stage.evaluate), stage.data.max_tokens // 2)
-    images = assume_images(stubs.of(stage.models[name]), stage.data.images, longest)
+    images = stage_forecasts.assume_images(stubs.of(stage.models[name]), stage.data.images, longest)
     not_made = [place for place in places(stage.data.test) if not stubs.is_made(place)]
     reason = f"{not_made[0]} is not made yet" if not_made else "rows or tokenizer do not exist"
     assumed = f"prompts assumed from data.max_tokens, since {reason}{images.note}"
     return _Prompts(tokens=longest, grids=images.grids, assumed=assumed)
 
 
-def _assumptions(prompts: Mapping[str, _Prompts]) -> tuple[str, ...]:
-    """Once where all models share it, else with the name of each."""
-    found = {name: asked.assumed for name, asked in prompts.items() if asked.assumed}
-    are_equal = len(found) == len(prompts) and len(set(found.values())) == 1
-    return tuple(found.values())[:1] if are_equal else tuple(f"{name}: {words}" for name, words in found.items())
-
-
-def prepared_eval_rows(stubs: ModelStubs, stage: EvaluateStage, name: str) -> PreparedData | None:
+def prepared_eval_rows(stubs: ModelStubs, stage: kinds.EvaluateStage, name: str) -> PreparedData | None:
     """As the model `name` is asked them; None where they or its tokenizer do not exist."""
     tokenizer, spec = stubs.of(stage.models[name]).tokenizer, eval_rows_spec(stubs, stage, name)
     if tokenizer is None or missing(spec.data, stubs.base):
@@ -382,11 +333,13 @@ def prepared_eval_rows(stubs: ModelStubs, stage: EvaluateStage, name: str) -> Pr
     return prepare_data(spec, stubs.base, tokenizer)
 
 
-def eval_rows_spec(stubs: ModelStubs, stage: EvaluateStage, name: str) -> Spec:
+def eval_rows_spec(stubs: ModelStubs, stage: kinds.EvaluateStage, name: str) -> Spec:
     return _rows_spec(stubs, stage.models[name], stage.data, stage.evaluate)
 
 
-def _rows_spec(stubs: ModelStubs, asked: Input, rows: Questions, evaluations: tuple[Evaluation, ...]) -> Spec:
+def _rows_spec(
+    stubs: ModelStubs, asked: kinds.Input, rows: kinds.Questions, evaluations: tuple[Evaluation, ...]
+) -> Spec:
     """Of rows that are answered and not trained on; the model in it decides about images."""
 
     def placed(path: str) -> str:
@@ -404,13 +357,3 @@ def _rows_spec(stubs: ModelStubs, asked: Input, rows: Questions, evaluations: tu
         evaluate=evaluations,
     )
     return spec.model_copy(update={"data": data.model_copy(update={"train": ()})})
-
-
-def _answer_seconds(limits: EvalLimits, evaluations: tuple[Evaluation, ...], items: int | None) -> float | None:
-    """An upper bound: every prompt and every answer as long as the longest. None where the card's rates or the rows are
-    not known."""
-    counts = {one.label: items if one.limit is None or items is None else min(one.limit, items) for one in evaluations}
-    found = [(counts[label], limit) for model in limits.values() for label, limit in model.items()]
-    if any(count is None or limit.batch_seconds is None for count, limit in found):
-        return None
-    return sum(math.ceil((count or 0) / limit.rows) * (limit.batch_seconds or 0.0) for count, limit in found)

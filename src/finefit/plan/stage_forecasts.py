@@ -1,28 +1,146 @@
 """Forecasts of the trainings of a pipeline before any stage has run: models and rows that stages have yet to make are
-replaced by stubs and by the longest rows that the spec allows."""
+replaced by stubs and by the longest rows that the spec allows. A stub is a folder with config and tokenizer but no
+weights, cached by content, so that later stages are planned as if the model existed."""
 
-import math
+import hashlib
+import json
+import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Literal
 
-from finefit.artifacts.forecasts import Forecast, Lengths, Suggestion
-from finefit.artifacts.wiring import wired_spec
-from finefit.errors import FinefitError, SpecError
+from finefit.artifacts.cache import cached_folder, cached_record, content_key, source_digest
+from finefit.artifacts.forecasts import Forecast, Lengths, ModelSize, Suggestion
+from finefit.artifacts.records import Record, wired_model, wired_spec
+from finefit.errors import FinefitError, ModelError, SpecError
+from finefit.facts.files import TEMPLATES, finefit_cache
 from finefit.model.resolve_model import ModelOutline, custom_source_in, model_outline
+from finefit.plan import client
 from finefit.plan.client import forecast, shared_planner
-from finefit.plan.model_stubs import FinishedOutput, ModelStubs, no_output
 from finefit.plan.prepared_data import missing, places, prepare_data, present
+from finefit.spec import stages as kinds
 from finefit.spec.data import Data, ImageLimits, Source
 from finefit.spec.load import parse_any, spec_to_json
 from finefit.spec.models import Lora
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Dpo, Sft, Spec
-from finefit.spec.stages import STAGE_PATH, MakePairs, Rules, StageModel, TrainStage
 
 Forecaster = Callable[[Spec, Path, Lengths], tuple[Forecast, ...]]
 """Forecasts one training, on one or several cards."""
+FinishedOutput = Callable[[str], Path | None]
+"""The output folder of a stage that has run, by its name."""
+_TEXTS = (".json", ".jinja", ".model", ".txt")
+_NO_TOKENIZER_FILES = ("config.json", "model.safetensors.index.json", "adapter_config.json", "trainer_state.json")
+
+
+def no_output(_: str) -> Path | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape:
+    """What the config of a mixture of experts adds to that of its base."""
+
+    num_experts: int
+    top_k: int
+    shared: Literal["none", "base"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStubs:
+    """The models and files of a pipeline, whether they exist yet or not."""
+
+    pipeline: Pipeline
+    base: Path
+    """Where relative paths of the spec start; absolute."""
+    done: FinishedOutput = no_output
+    known: dict[str, Path] = field(default_factory=dict)
+
+    def at(self, name: str) -> Path:
+        """The output of a stage: the real one, else its stub, else a folder that does not exist."""
+        if name not in self.known:
+            found = self.done(name)
+            if found is None:
+                match self.pipeline.stages[name]:
+                    case kinds.TrainStage(tuning=Lora()):
+                        pass  # makes only an adapter
+                    case kinds.TrainStage() | kinds.MergeAdapter() as stage:
+                        found = _cached_stub(self.of(stage.model), None)
+                    case kinds.BuildMoe() as stage:
+                        found = _cached_stub(self.of(stage.base), mixture_shape(stage))
+            self.known[name] = found or _stubs_folder() / "to-come" / name
+        return self.known[name]
+
+    def of(self, asked: kinds.Input) -> ModelOutline:
+        """Without an adapter that may be laid over it."""
+        return model_outline(wired_model(self.pipeline, asked, self.at).model, self.base)
+
+    def is_made(self, path: str) -> bool:
+        """False for a path into the output of a stage that has not made it yet."""
+        found = kinds.STAGE_PATH.fullmatch(path)
+        return found is None or (self.at(found[1]) / (found[2] or "")).exists()
+
+
+def mixture_shape(stage: kinds.BuildMoe) -> MixtureShape | None:
+    """None for an average, which is a model like its base. Copies that will be collapsed count once, as far as the spec
+    shows them; a forced router leaves all but one expert out."""
+    if stage.merge == "average":
+        return None
+    if isinstance(stage.router, kinds.ForcedRouter):
+        return MixtureShape(num_experts=1, top_k=1, shared=stage.shared)
+    count = len(stage.experts) - (len(expert_copies(stage)) if stage.copies == "collapse" else 0)
+    top_k = {"top_k": min(stage.top_k, count), "weighted_sum": count, "top_1": 1}[stage.routing]
+    return MixtureShape(num_experts=count, top_k=top_k, shared=stage.shared)
+
+
+def expert_copies(stage: kinds.BuildMoe) -> dict[str, str]:
+    """Experts that name the same model as an earlier one, and which."""
+    first: dict[str, str] = {}
+    found = {name: first.setdefault(asked.model_dump_json(), name) for name, asked in stage.experts.items()}
+    return {name: other for name, other in found.items() if other != name}
+
+
+def _stubs_folder() -> Path:
+    return finefit_cache() / "model_stubs"
+
+
+def _cached_stub(outline: ModelOutline, mixture: MixtureShape | None) -> Path:
+    texts = {}
+    if (folder := outline.tokenizer) is not None:
+        for path in sorted((*folder.iterdir(), *(folder / TEMPLATES).glob("*"))):
+            if path.is_file() and path.suffix in _TEXTS and path.name not in _NO_TOKENIZER_FILES:
+                texts[path.relative_to(folder).as_posix()] = path
+
+    def fill(staging: Path) -> None:
+        for name, path in texts.items():
+            (staging / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, staging / name)
+        if mixture is not None:
+            client.ask("fill_mixture_stub", staging, outline.config, mixture, outline.tokenizer)
+        else:
+            config = json.dumps(outline.config, indent=2, sort_keys=True)
+            (staging / "config.json").write_text(config + "\n", encoding="utf-8")
+
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in texts.items()}
+    made_by = [asdict(mixture), version("transformers"), source_digest("moe")] if mixture else None
+    key = content_key([outline.config, made_by, digests])[:32]
+    return cached_folder(_stubs_folder() / key, fill, is_complete=lambda stub: (stub / "config.json").is_file())
+
+
+def model_size(config: dict[str, Any]) -> ModelSize:
+    def counted() -> ModelSize:
+        try:
+            size: ModelSize = client.ask("count_parameters", config)
+        except FinefitError as error:
+            reason = error.problem.strip().splitlines()[-1]
+            problem = f"the parameters of a model of type {config.get('model_type')} cannot be counted: {reason}"
+            raise ModelError(problem, "`finefit doctor` shows the installed versions") from error
+        return size
+
+    return cached_record("sizes", [config, version("transformers")], ModelSize, counted)
 
 
 def on_cards(cards: tuple[str, ...]) -> Forecaster:
@@ -40,17 +158,15 @@ def forecast_trainings(
     """Of the stages that train, in their order; `names`: only of these."""
     stubs = ModelStubs(pipeline=pipeline, base=base.resolve(), done=done)
     asked = [name for name in pipeline.order() if names is None or name in names]
-    trainings = [name for name in asked if isinstance(pipeline.stages[name], TrainStage)]
+    trainings = [name for name in asked if isinstance(pipeline.stages[name], kinds.TrainStage)]
     with shared_planner():
-        return {
-            name: forecast_training(stubs, name, forecaster) for name in trainings if names is None or name in names
-        }
+        return {name: forecast_training(stubs, name, forecaster) for name in trainings}
 
 
 def forecast_training(stubs: ModelStubs, name: str, forecaster: Forecaster) -> tuple[Forecast, ...]:
     with stage_in_errors(stubs.pipeline, name):
         spec = training_spec(stubs, name)
-        found = forecaster(spec, stubs.base, stage_row_lengths(stubs, name, spec))
+        found = forecaster(spec, stubs.base, _stage_row_lengths(stubs, name, spec))
         return tuple(replace(one, suggestions=suggestions_of(stubs.pipeline, name, one.suggestions)) for one in found)
 
 
@@ -69,24 +185,26 @@ def training_spec(stubs: ModelStubs, name: str) -> Spec:
     return wired_spec(stubs.pipeline, name, stubs.at, stubs.base)
 
 
-# Lengths of rows that another stage has yet to make
-
-
-def stage_row_lengths(stubs: ModelStubs, name: str, spec: Spec) -> Lengths:
+def _stage_row_lengths(stubs: ModelStubs, name: str, spec: Spec) -> Lengths:
     """Counted where the rows exist; else the longest that the spec allows. Of pairs that are made from existing rows,
-    number and mean are known."""
+    number and mean are known; rules may make several of each row."""
     stage = stubs.pipeline.stages[name]
-    assert isinstance(stage, TrainStage)
-    not_made = [place for source in stage.data.train for place in places(source) if not stubs.is_made(place)]
+    assert isinstance(stage, kinds.TrainStage)
+    sources = stage.data.train
+    not_made = [place for source in sources for place in places(source) if not stubs.is_made(place)]
     if not not_made:
         return row_lengths(spec, stubs.base)
     lengths = row_lengths(spec, stubs.base, not_made_yet=not_made[0])
-    given = _pair_source_lengths(stubs, stage.data.train, spec)
+    given = _pair_source_lengths(stubs, sources, spec)
     if given is None or given.num_rows is None:
         return lengths
+    makers = [stubs.pipeline.stages[found[1]] for one in sources if (found := kinds.STAGE_PATH.fullmatch(one.path))]
+    methods = [maker.method for maker in makers if isinstance(maker, kinds.MakePairs)]
+    most = given.num_rows * max((method.per_row for method in methods if isinstance(method, kinds.Rules)), default=1)
+    limits = [source.limit for source in sources if source.limit]
     return replace(
         lengths,
-        num_rows=_most_pairs(stubs.pipeline, stage.data.train, given.num_rows),
+        num_rows=min(most, sum(limits)) if len(limits) == len(sources) else most,
         mean=min(given.mean, lengths.mean),
         mean_supervised=min(given.mean_supervised, lengths.mean_supervised),
         source=f"{lengths.source}; number at most and mean by the {given.num_rows:,} rows that it is made from",
@@ -97,7 +215,7 @@ def _pair_source_lengths(stubs: ModelStubs, sources: tuple[Source, ...], like: S
     """Of the rows that pairs are made from; None where they do not exist, or other stages make some sources."""
     origins = [origin for source in sources for origin in pair_sources(stubs.pipeline, source)]
     tokenizer = model_outline(like.model, stubs.base).tokenizer
-    if not origins or tokenizer is None or any(STAGE_PATH.fullmatch(source.path) for source in origins):
+    if not origins or tokenizer is None or any(kinds.STAGE_PATH.fullmatch(source.path) for source in origins):
         return None
     kept = {key: getattr(like.data, key) for key in ("max_tokens", "template", "template_options", "task")}
     data = Data(train=tuple(origins), too_long="drop", bad_rows="drop", drop_at_most=1.0, **kept)
@@ -109,9 +227,9 @@ def _pair_source_lengths(stubs: ModelStubs, sources: tuple[Source, ...], like: S
 
 def pair_sources(pipeline: Pipeline, source: Source) -> tuple[Source, ...]:
     """The rows from which a stage of kind make_pairs makes a file of pairs; none for other files."""
-    found = STAGE_PATH.fullmatch(source.path)
+    found = kinds.STAGE_PATH.fullmatch(source.path)
     maker = None if found is None else pipeline.stages[found[1]]
-    if found is None or not isinstance(maker, MakePairs):
+    if found is None or not isinstance(maker, kinds.MakePairs):
         return ()
     if found[2] == "train.jsonl":
         return maker.train
@@ -119,38 +237,30 @@ def pair_sources(pipeline: Pipeline, source: Source) -> tuple[Source, ...]:
     return () if held is None else (held,)
 
 
-def _most_pairs(pipeline: Pipeline, sources: tuple[Source, ...], rows: int) -> int:
-    """Rules may make several of each row."""
-    found = [STAGE_PATH.fullmatch(source.path) for source in sources]
-    methods = [stage.method for match in found if match and isinstance(stage := pipeline.stages[match[1]], MakePairs)]
-    most = rows * max((method.per_row for method in methods if isinstance(method, Rules)), default=1)
-    limits = [source.limit for source in sources]
-    return min(most, sum(limit for limit in limits if limit is not None)) if all(limits) else most
-
-
-# Suggestions, with the keys that the user's spec has
-
-
 def suggestions_of(pipeline: Pipeline, name: str, suggestions: tuple[Suggestion, ...]) -> tuple[Suggestion, ...]:
-    """Those that leave the pipeline valid. An adapter that several stages train is changed in all of them."""
+    """With the keys that the user's spec has, and only those that leave the pipeline valid. An adapter that several
+    stages train is changed in all of them."""
     if pipeline.is_flat:
         return suggestions
-    found = [replace(one, changes=tuple(_prefixed(pipeline, name, one.changes))) for one in suggestions]
-    return tuple(one for one in found if _is_valid_with(pipeline, one.changes))
-
-
-def _prefixed(pipeline: Pipeline, name: str, changes: tuple[str, ...]) -> Iterator[str]:
-    for change in changes:
-        names = stages_sharing_adapter(pipeline, name) if change.startswith("tuning.") else (name,)
-        yield from (f"stages.{one}.{change}" for one in names)
+    found = []
+    for one in suggestions:
+        changes = tuple(
+            f"stages.{stage}.{change}"
+            for change in one.changes
+            for stage in (stages_sharing_adapter(pipeline, name) if change.startswith("tuning.") else (name,))
+        )
+        with suppress(SpecError):
+            parse_any(spec_to_json(pipeline), where="spec.json", overrides=changes)
+            found.append(replace(one, changes=changes))
+    return tuple(found)
 
 
 def stages_sharing_adapter(pipeline: Pipeline, name: str) -> tuple[str, ...]:
     """The stages that train the same adapter one after another, this one included, in their order."""
     parents = {
-        one: stage.model.name if isinstance(stage.model, StageModel) else None
+        one: stage.model.name if isinstance(stage.model, kinds.StageModel) else None
         for one, stage in pipeline.stages.items()
-        if isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora)
+        if isinstance(stage, kinds.TrainStage) and isinstance(stage.tuning, Lora)
     }
 
     def first(one: str) -> str:
@@ -159,23 +269,6 @@ def stages_sharing_adapter(pipeline: Pipeline, name: str) -> tuple[str, ...]:
 
     firsts = {one: first(one) for one in parents}
     return tuple(one for one in pipeline.order() if one in firsts and firsts[one] == firsts.get(name)) or (name,)
-
-
-def _is_valid_with(pipeline: Pipeline, changes: tuple[str, ...]) -> bool:
-    try:
-        parse_any(spec_to_json(pipeline), where="spec.json", overrides=changes)
-    except SpecError:
-        return False
-    return True
-
-
-# Lengths of rows: counted where rows and tokenizer exist, else the worst that the spec allows. Vision code, and with it
-# torch, is imported only for a vision-language model.
-
-_SIDE_STEP, _LARGEST_SIDE = 28, 4480
-"""Pixels of the square images that are tried."""
-_TOKENS_BESIDE_IMAGE = 2
-"""One before the image, and one to be answered."""
 
 
 def row_lengths(spec: Spec, base: Path, *, not_made_yet: str | None = None) -> Lengths:
@@ -208,8 +301,7 @@ def _assumed(spec: Spec, reason: str, outline: ModelOutline) -> Lengths:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssumedImages:
+class AssumedImages(Record):
     """The images that one row of a vision-language model is assumed to have."""
 
     grids: tuple[tuple[int, ...], ...] = ()
@@ -218,48 +310,8 @@ class AssumedImages:
 
 
 def assume_images(outline: ModelOutline, limits: ImageLimits, tokens: int) -> AssumedImages:
-    """In rows of `tokens` tokens, image tokens included: the largest image that `max_pixels` allows; without
-    `max_pixels` one whose tokens fill half a row, or else the smallest."""
-    if custom_source_in(outline.config) is not None:
-        return _images_of_custom_model(outline)
-    if "vision_config" not in outline.config:
+    """In rows of `tokens` tokens."""
+    if custom_source_in(outline.config) is None and "vision_config" not in outline.config:
         return AssumedImages()
-    from finefit.vision import geometry_of  # torch comes with it
-
-    geometry = geometry_of(outline.config)
-    if geometry is None:
-        return AssumedImages()
-    fitting = [grid for grid in _grids(outline, limits) if geometry.num_tokens(grid) <= tokens - _TOKENS_BESIDE_IMAGE]
-    if not fitting:
-        return AssumedImages(note=f", without images: none fits into {tokens:,} tokens")
-    small = [grid for grid in fitting if limits.max_pixels is not None or 2 * geometry.num_tokens(grid) <= tokens]
-    grid = max(small or fitting[:1], key=geometry.num_tokens)
-    return AssumedImages(grids=(grid,), note=f", each with an image of {geometry.num_tokens(grid):,} tokens")
-
-
-def _grids(outline: ModelOutline, limits: ImageLimits) -> Iterator[tuple[int, ...]]:
-    """Of square images from the smallest up to `max_pixels`. A model of kind shape has no processor and is assumed not
-    to scale images."""
-    from finefit.vision import geometry_of, open_image_processor
-
-    geometry = geometry_of(outline.config)
-    assert geometry is not None
-    processor = None if outline.tokenizer is None else open_image_processor(outline.tokenizer, outline.config, limits)
-    largest = _LARGEST_SIDE if limits.max_pixels is None else math.isqrt(limits.max_pixels)
-    for side in (*range(_SIDE_STEP, largest, _SIDE_STEP), largest):
-        yield geometry.square_grid(side) if processor is None else processor.grid((side, side))
-
-
-def _images_of_custom_model(outline: ModelOutline) -> AssumedImages:
-    """It gets images as they are: as many as it asks for, or one."""
-    from finefit.custom.inputs import UNKNOWN_SIZE, meta_twin
-
-    source = custom_source_in(outline.config)
-    assert source is not None
-    twin = meta_twin(source)
-    count = (1 if twin.views is None else twin.views) if twin.has_vision else 0
-    if not count:
-        return AssumedImages()
-    width, height = UNKNOWN_SIZE
-    images = "an image" if count == 1 else f"{count} images"
-    return AssumedImages(grids=(UNKNOWN_SIZE,) * count, note=f", each with {images} of {width} x {height} pixels")
+    found: AssumedImages = client.ask("assume_images", outline.config, outline.tokenizer, limits, tokens)
+    return found

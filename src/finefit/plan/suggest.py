@@ -1,28 +1,21 @@
-"""What would make a plan fit: the cheapest changes, each rehearsed, exact ones first. Lossy ones are only ever
-suggested."""
+"""What the reader of a forecast must know besides its figures: the cheapest changes that would make it fit, each
+rehearsed, exact ones first (lossy ones are only ever suggested); what is assumed, what a run would refuse."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from finefit.artifacts.forecasts import Suggestion
+from finefit.artifacts.forecasts import Lengths, Suggestion
 from finefit.artifacts.records import Levers
+from finefit.facts.cards import CARD_KINDS
+from finefit.model.load import base_bits
 from finefit.model.resolve_model import custom_source_in
-from finefit.plan.custom import narrowed
-from finefit.plan.search import (
-    ASKED,
-    Candidate,
-    CandidateEvaluator,
-    SearchResult,
-    SearchSpace,
-    decide_kernels,
-    make_search_space,
-)
-from finefit.plan.target import engine_of
-from finefit.rehearse.fake_images import fitting
-from finefit.rehearse.step_config import StepConfig
+from finefit.plan.search import ASKED, Candidate, CandidateEvaluator, SearchResult, decide_kernels
+from finefit.plan.target import NCCL_BYTES, USABLE, engine_of
+from finefit.rehearse.cost_model import phase_seconds
+from finefit.rehearse.fake_model import ModelFootprint, StepConfig, fitting, image_tokens
 from finefit.spec.models import Full, Lora
-from finefit.spec.schema import Dpo, LeverSettings
+from finefit.spec.schema import DeepSpeed, Dpo, Engine, Fsdp2, LeverSettings, Spec
 from finefit.step.engine_choice import engine_problems
 from finefit.step.forward import is_reference_cached
 
@@ -35,59 +28,58 @@ _FEWEST_TOKENS = 64
 """A shorter row is not worth suggesting."""
 _SAVES_NOTHING = {"update", "compile"}
 """Levers whose release leaves a plan as large as it is."""
-
-
-def suggest(evaluator: CandidateEvaluator, choice: SearchResult) -> tuple[Suggestion, ...]:
-    """Nothing where the plan fits, and nothing lossy where exact levers suffice."""
-    if choice.fits:
-        return ()
-    free = make_search_space(
-        LeverSettings(),
-        rows=evaluator.rows_per_step,
-        supervised=evaluator.cfg.sides * evaluator.cfg.supervised,
-        num_layers=evaluator.num_layers,
-        precision=evaluator.cfg.precision,
-        device=evaluator.target.device,
-        has_experts=evaluator.has_experts,
-    )
-    custom = custom_source_in(evaluator.cfg.config)
-    exact = list(_exact(evaluator, choice, free if custom is None else narrowed(free, custom)))
-    lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(evaluator, choice))
-    if custom is not None:  # whose weights cannot be quantised
-        lossy = [found for found in lossy if "base_bits" not in " ".join(found[0].changes)]
-    by_changes = {found[0].changes: found for found in (*exact, *lossy) if found[0].saves_bytes > 0}
-    return tuple(suggestion for suggestion, _ in sorted(by_changes.values(), key=_order)[:_MOST])
-
-
+_MORE_CARDS = (2, 4, 8)
+_SHARDED = {
+    "ddp": "a whole copy on each (DDP)",
+    "fsdp2": "weights, gradients and optimizer state divided (FSDP2)",
+    "zero2": "gradients and optimizer state divided (DeepSpeed ZeRO-2)",
+    "zero3": "weights, gradients and optimizer state divided (DeepSpeed ZeRO-3)",
+}
 Found = tuple[Suggestion, float]
 """With the seconds of a step, for the order."""
 
 
-def _order(found: Found) -> tuple[bool, bool, int, float]:
-    """What fits before what does not, exact before lossy, few changes before many; then the fastest, or what comes
-    nearest."""
-    suggestion, seconds = found
-    last = seconds if suggestion.fits else suggestion.peak_bytes
-    return not suggestion.fits, not suggestion.is_exact, len(suggestion.changes), last
+def suggest(choice: SearchResult) -> tuple[Suggestion, ...]:
+    """Nothing where the plan fits, and nothing lossy where exact levers suffice."""
+    if choice.fits:
+        return ()
+    exact = list(_exact(choice, choice.evaluator.space(LeverSettings()).most_frugal()))
+    lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(choice))
+    if custom_source_in(choice.evaluator.cfg.config) is not None:  # whose weights cannot be quantised
+        lossy = [found for found in lossy if "base_bits" not in " ".join(found[0].changes)]
+    by_changes = {found[0].changes: found for found in (*exact, *lossy) if found[0].saves_bytes > 0}
+
+    def order(found: Found) -> tuple[bool, bool, int, float]:
+        """What fits first, exact before lossy, few changes before many; then the fastest, or what comes nearest."""
+        suggestion, seconds = found
+        last = seconds if suggestion.fits else suggestion.peak_bytes
+        return not suggestion.fits, not suggestion.is_exact, len(suggestion.changes), last
+
+    return tuple(suggestion for suggestion, _ in sorted(by_changes.values(), key=order)[:_MOST])
 
 
-def _exact(evaluator: CandidateEvaluator, choice: SearchResult, free: SearchSpace) -> Iterator[Found]:
-    """Levers that the user has fixed, let go: one at a time, then all of them."""
-    frugal = free.most_frugal()
-    changed = {name: getattr(frugal, name) for name in releasable(evaluator, choice, frugal)}
+def _exact(choice: SearchResult, frugal: Levers) -> Iterator[Found]:
+    """Levers that the user has fixed, let go: one at a time, then all of them. And a cached reference."""
+    evaluator, levers, cfg = choice.evaluator, choice.candidate.levers, choice.evaluator.cfg
+    changed = {name: getattr(frugal, name) for name in releasable(choice, frugal)}
     for names in [(name,) for name in changed] + ([tuple(changed)] if len(changed) > 1 else []):
-        candidate = evaluator.evaluate(replace(choice.candidate.levers, **{name: changed[name] for name in names}))
+        candidate = evaluator.evaluate(replace(levers, **{name: changed[name] for name in names}))
         ratio = candidate.step_seconds / choice.candidate.step_seconds
         price = f"{100 * (ratio - 1):.0f} % slower" if ratio > 1.005 else "no slower"
-        changes = tuple(f"levers.{name}={_setting(name, changed[name], evaluator)}" for name in names)
-        yield _suggestion(evaluator, choice, candidate, changes, is_exact=True, price=price)
-    yield from _cached_reference(evaluator, choice)
+        changes = tuple(f"levers.{name}={_setting(name, changed[name], evaluator.num_layers)}" for name in names)
+        yield _suggestion(choice, candidate, changes, is_exact=True, price=price)
+    if isinstance(cfg.objective, Dpo) and not is_reference_cached(cfg.objective, cfg.tuning):
+        # without a second pass in every step, and without a copy of the adapter that training continues
+        cached = replace(cfg, objective=cfg.objective.model_copy(update={"reference": "cached"}))
+        candidate = evaluator.evaluate(levers, cfg=cached)
+        if candidate.peak_bytes < evaluator.evaluate(levers).peak_bytes:
+            price, changes = "one pass over all pairs before the first step", ("objective.reference=cached",)
+            yield _suggestion(choice, candidate, changes, is_exact=True, price=price)
 
 
-def releasable(evaluator: CandidateEvaluator, choice: SearchResult, frugal: Levers) -> list[str]:
-    """Fixed levers that would have another value where they are free, and one that the rest of the plan can run
-    with."""
-    levers, cfg, left_out = choice.candidate.levers, evaluator.cfg, set(_SAVES_NOTHING)
+def releasable(choice: SearchResult, frugal: Levers) -> list[str]:
+    """Fixed levers that would differ where they are free, with a value that the rest of the plan can run with."""
+    evaluator, levers, left_out = choice.evaluator, choice.candidate.levers, set(_SAVES_NOTHING)
     if levers.update == "inside":  # needs the whole step at once
         left_out.add("micro_batch")
     asked, experts = LeverSettings(compile=levers.compile), evaluator.has_experts
@@ -95,13 +87,12 @@ def releasable(evaluator: CandidateEvaluator, choice: SearchResult, frugal: Leve
         left_out.add("kernels")
     fixed = [name for name, reason in choice.reasons.items() if reason == ASKED and name not in left_out]
     changed = {name: getattr(frugal, name) for name in fixed if getattr(frugal, name) != getattr(levers, name)}
-    return [
-        name for name in changed if not _is_refused(evaluator, choice, cfg, replace(levers, **{name: changed[name]}))
-    ]
+    return [n for n in changed if not _is_refused(choice, evaluator.cfg, replace(levers, **{n: changed[n]}))]
 
 
-def _is_refused(evaluator: CandidateEvaluator, choice: SearchResult, cfg: StepConfig, levers: Levers) -> bool:
+def _is_refused(choice: SearchResult, cfg: StepConfig, levers: Levers) -> bool:
     """Whether the engine refuses it but not the plan as it is; an update inside backward takes plain adamw."""
+    evaluator = choice.evaluator
     if levers.update == "inside" and cfg.optimizer.kind != "adamw":
         return True
     engine = engine_of(evaluator.sharding, evaluator.target.count)
@@ -112,65 +103,44 @@ def _is_refused(evaluator: CandidateEvaluator, choice: SearchResult, cfg: StepCo
     return bool(problems(cfg, levers) - problems(evaluator.cfg, choice.candidate.levers))
 
 
-def _cached_reference(evaluator: CandidateEvaluator, choice: SearchResult) -> Iterator[Found]:
-    """Without a second pass in every step, and without a copy of the adapter that training continues."""
-    cfg, levers = evaluator.cfg, choice.candidate.levers
-    if isinstance(cfg.objective, Dpo) and not is_reference_cached(cfg.objective, cfg.tuning):
-        cached = replace(cfg, objective=cfg.objective.model_copy(update={"reference": "cached"}))
-        candidate = evaluator.evaluate(levers, cfg=cached)
-        if candidate.peak_bytes < evaluator.evaluate(levers).peak_bytes:
-            price = "one pass over all pairs before the first step"
-            changes = ("objective.reference=cached",)
-            yield _suggestion(evaluator, choice, candidate, changes, is_exact=True, price=price)
+def _setting(name: str, value: object, num_layers: int) -> str:
+    if name == "recompute" and value == num_layers:
+        return "all"
+    if name == "offload":
+        return "inputs" if value else "none"
+    return "none" if value is None else str(value).lower()
 
 
-def _setting(name: str, value: object, evaluator: CandidateEvaluator) -> object:
-    match name:
-        case "recompute" if value == evaluator.num_layers:
-            return "all"
-        case "offload":
-            return "inputs" if value else "none"
-        case "loss_chunk" if value is None:
-            return "none"
-        case "keep_attention":
-            return "true" if value else "false"
-    return value
-
-
-def _lossy(evaluator: CandidateEvaluator, choice: SearchResult) -> Iterator[Found]:
-    """Each change alone, then one on top of the other until it fits; the levers stay as frugal as they may be."""
-    levers, cfg = _frugal(evaluator, choice), evaluator.cfg
+def _lossy(choice: SearchResult) -> Iterator[Found]:
+    """Each change alone, then one on top of the other until it fits. The levers stay as in the plan that does not fit,
+    which has pulled all it may; but tiles cost most, and where all layers are recomputed they help only long rows."""
+    evaluator, levers, cfg = choice.evaluator, choice.candidate.levers, choice.evaluator.cfg
+    tiles_help = cfg.tokens >= _LONG or levers.recompute < evaluator.num_layers
+    if not tiles_help and choice.reasons["mlp_tiles"] != ASKED:
+        levers = replace(levers, mlp_tiles=1)
     changes: tuple[str, ...] = ()
     prices: tuple[str, ...] = ()
     for change, price, apply in _changes(cfg):
-        if _is_refused(evaluator, choice, apply(evaluator.cfg), levers):
+        if _is_refused(choice, apply(evaluator.cfg), levers):
             continue
         candidate = evaluator.evaluate(levers, cfg=apply(evaluator.cfg))
-        yield _suggestion(evaluator, choice, candidate, (change,), is_exact=False, price=price)
+        yield _suggestion(choice, candidate, (change,), is_exact=False, price=price)
         cfg, changes, prices = apply(cfg), (*changes, change), (*prices, price)
         if len(changes) > 1:
             candidate = evaluator.evaluate(levers, cfg=cfg)
-            yield _suggestion(evaluator, choice, candidate, changes, is_exact=False, price="; ".join(prices))
+            yield _suggestion(choice, candidate, changes, is_exact=False, price="; ".join(prices))
         if evaluator.fits(candidate):
             break
-    yield from _shorter(evaluator, choice, cfg, changes, prices)
-    yield from _shorter(evaluator, choice, evaluator.cfg, (), ())
+    yield from _shorter(choice, levers, cfg, changes, prices)
+    yield from _shorter(choice, levers, evaluator.cfg, (), ())
 
 
-def _frugal(evaluator: CandidateEvaluator, choice: SearchResult) -> Levers:
-    """As in the plan that does not fit, which has pulled all it may; but tiles cost most, and where all layers are
-    recomputed they help only long rows."""
-    levers, is_asked = choice.candidate.levers, choice.reasons["mlp_tiles"] == ASKED
-    helps = evaluator.cfg.tokens >= _LONG or levers.recompute < evaluator.num_layers or is_asked
-    return levers if helps else replace(levers, mlp_tiles=1)
+def _changes(cfg: StepConfig) -> Iterator[tuple[str, str, Callable[[StepConfig], StepConfig]]]:
+    """What to set, what it costs, what it does; the mildest first."""
 
+    def tuned(cfg: StepConfig, **update: object) -> StepConfig:
+        return replace(cfg, tuning=cfg.tuning.model_copy(update=update))
 
-_Change = tuple[str, str, Callable[[StepConfig], StepConfig]]
-"""What to set, what it costs, what it does."""
-
-
-def _changes(cfg: StepConfig) -> Iterator[_Change]:
-    """The mildest first."""
     tuning, is_card, is_half = cfg.tuning, cfg.device == "cuda", cfg.precision != "fp32"
     if isinstance(tuning, Full):
         adapter = Lora(kind="lora", rank=64, alpha=128)
@@ -183,29 +153,27 @@ def _changes(cfg: StepConfig) -> Iterator[_Change]:
         return
     if is_half and tuning.weights == "fp32" and tuning.rank >= _LARGE_RANK:
         price = "adapters and their moments in bf16, which loses small updates"
-        yield "tuning.weights=bf16", price, partial(_tuned, weights="bf16")
+        yield "tuning.weights=bf16", price, partial(tuned, weights="bf16")
     if is_card and is_half and tuning.base_bits is None:
-        yield "tuning.base_bits=4", "frozen weights in 4 bits, slower products", partial(_tuned, base_bits=4)
+        yield "tuning.base_bits=4", "frozen weights in 4 bits, slower products", partial(tuned, base_bits=4)
     if tuning.rank > _SMALLEST_RANK:
         rank = max(_SMALLEST_RANK, tuning.rank // 4)
-        yield f"tuning.rank={rank}", "a smaller adapter", partial(_tuned, rank=rank)
-
-
-def _tuned(cfg: StepConfig, **update: object) -> StepConfig:
-    return replace(cfg, tuning=cfg.tuning.model_copy(update=update))
+        yield f"tuning.rank={rank}", "a smaller adapter", partial(tuned, rank=rank)
 
 
 def _shorter(
-    evaluator: CandidateEvaluator,
-    choice: SearchResult,
-    cfg: StepConfig,
-    changes: tuple[str, ...],
-    prices: tuple[str, ...],
+    choice: SearchResult, levers: Levers, cfg: StepConfig, changes: tuple[str, ...], prices: tuple[str, ...]
 ) -> Iterator[Found]:
     """The longest rows that fit: memory grows with every token, so two lengths show the border."""
-    levers, half = _frugal(evaluator, choice), _cut(cfg, cfg.tokens // 2)
+    evaluator = choice.evaluator
+
+    def cut(tokens: int) -> StepConfig:
+        grids = fitting(cfg.config, cfg.grids, tokens)
+        return replace(cfg, tokens=tokens, supervised=min(cfg.supervised, tokens - 1), grids=grids)
+
     if cfg.tokens < 2 * _FEWEST_TOKENS:
         return
+    half = cut(cfg.tokens // 2)
     whole, part = evaluator.evaluate(levers, cfg=cfg), evaluator.evaluate(levers, cfg=half)
     slope = (whole.peak_bytes - part.peak_bytes) / (cfg.tokens - half.tokens)
     over = whole.peak_bytes - evaluator.target.budget_bytes
@@ -213,33 +181,132 @@ def _shorter(
         return
     tokens = int((cfg.tokens - over / slope * 1.02) // 64 * 64)
     if tokens >= _FEWEST_TOKENS:
-        candidate = evaluator.evaluate(levers, cfg=_cut(cfg, tokens))
+        candidate = evaluator.evaluate(levers, cfg=cut(tokens))
         changes = (*changes, f"data.max_tokens={tokens}", "data.too_long=drop")
         price = "; ".join((*prices, "longer rows are left out"))
-        yield _suggestion(evaluator, choice, candidate, changes, is_exact=False, price=price)
-
-
-def _cut(cfg: StepConfig, tokens: int) -> StepConfig:
-    grids = fitting(cfg.config, cfg.grids, tokens)
-    return replace(cfg, tokens=tokens, supervised=min(cfg.supervised, tokens - 1), grids=grids)
+        yield _suggestion(choice, candidate, changes, is_exact=False, price=price)
 
 
 def _suggestion(
-    evaluator: CandidateEvaluator,
-    choice: SearchResult,
-    candidate: Candidate,
-    changes: tuple[str, ...],
-    *,
-    is_exact: bool,
-    price: str,
+    choice: SearchResult, candidate: Candidate, changes: tuple[str, ...], *, is_exact: bool, price: str
 ) -> Found:
     found = Suggestion(
         changes=changes,
         saves_bytes=choice.candidate.peak_bytes - candidate.peak_bytes,
         peak_bytes=candidate.peak_bytes,
-        fits=evaluator.fits(candidate),
+        fits=choice.evaluator.fits(candidate),
         is_exact=is_exact,
         price=price,
-        step_seconds=candidate.step_seconds if evaluator.target.rates else None,
+        step_seconds=candidate.step_seconds if choice.evaluator.target.rates else None,
     )
     return found, candidate.step_seconds
+
+
+def notes_of(spec: Spec, lengths: Lengths, choice: SearchResult, size: ModelFootprint, engine: Engine) -> Iterator[str]:
+    """`engine`: the one that was decided."""
+    yield from choice.evaluator.target.notes
+    yield from _sharding_notes(choice.evaluator, spec)
+    for finding in engine_problems(engine, spec.tuning, spec.optimizer, choice.candidate.levers):
+        yield f"a run would be refused: {finding.problem} ({finding.remedy})"
+    yield from _model_notes(spec, lengths, choice, size)
+    yield from _reference_notes(spec, choice)
+    yield from _divided_notes(choice)
+
+
+def image_towers(size: ModelFootprint) -> list[str]:
+    """Trained towers that only rows with images reach."""
+    return [tower for tower, found in size.towers.items() if tower != "language" and found.tensors]
+
+
+def _sharding_notes(evaluator: CandidateEvaluator, spec: Spec) -> Iterator[str]:
+    target, sharding = evaluator.target, evaluator.sharding
+    if sharding == "none":
+        return
+    what = "processes" if target.device == "cpu" else "cards"
+    how = "arithmetic on the rehearsed tensors, without the time of communication"
+    yield f"over {target.count} {what}: {_SHARDED[sharding]}; {how}"
+    if target.device == "cuda":
+        yield f"{NCCL_BYTES >> 20} MiB are assumed for the buffers of NCCL"
+    if isinstance(spec.engine, DeepSpeed) and spec.engine.config is not None:
+        yield f"the forecast does not know the buckets of {spec.engine.config}; it assumes finefit's own"
+
+
+def _model_notes(spec: Spec, lengths: Lengths, choice: SearchResult, size: ModelFootprint) -> Iterator[str]:
+    bits, candidate = base_bits(spec.tuning), choice.candidate
+    if size.paged_bytes:
+        paged = f"{size.paged_bytes / 2**30:.2f} GiB of paged moments"
+        yield f"{paged} stay on the card while there is room, else in host memory, where they are counted"
+    if bits == 8:
+        kept = "the input of every adapted layer is kept even where the layer is recomputed"
+        yield f"in 8 bits {kept}; columns with outliers take more"
+    if bits and size.expert_bytes:
+        experts = f"the experts ({size.expert_bytes / 2**30:.2f} GiB)"
+        yield f"{experts} are not quantised to {bits} bits: bitsandbytes quantises linear layers only"
+    if isinstance(spec.tuning, Lora) and size.expert_bytes:
+        why = "several share one tensor, and adapters are for linear layers only"
+        yield f"the experts carry no adapter and are not trained: {why}"
+    if size.towers:
+        if isinstance(spec.tuning, Lora) and not isinstance(spec.tuning.targets, dict):
+            yield "tuning.targets without towers mean the language tower: vision and projector are not trained"
+        if bits:
+            yield f"the language tower is quantised to {bits} bits, vision and projector are not"
+        if size.unused and "vision" in image_towers(size):
+            unused = ", ".join(size.unused)
+            yield f"features are taken before {unused}: no image passes there, and nothing there is trained"
+        if lengths.grids:
+            most = f"{image_tokens(candidate.cfg.config, lengths.grids):,} image tokens ({len(lengths.grids)} images)"
+            yield f"the row with the most images has {most}, and the plan assumes as many for every row"
+        else:
+            yield "no row has an image: the vision tower is never called"
+    if size.active is not None:
+        tiles, has_grouped = candidate.levers.mlp_tiles, candidate.rehearsed.kernels.has_grouped
+        untiled = f"; levers.mlp_tiles {tiles} does not apply to them" if tiles > 1 else ""
+        single = "; no kernel computes them all at once: each has its own products, and the host waits for the card"
+        uses = f"a token uses {size.active:,} of {size.parameters:,} parameters"
+        yield f"experts: {uses}; memory does not depend on the routing{untiled}{'' if has_grouped else single}"
+
+
+def _reference_notes(spec: Spec, choice: SearchResult) -> Iterator[str]:
+    """What a cached reference would save over several epochs; for one epoch it is the same work at another time."""
+    rates = choice.evaluator.target.rates
+    if not isinstance(spec.objective, Dpo) or is_reference_cached(spec.objective, spec.tuning) or rates is None:
+        return
+    if (spec.schedule.epochs or 1) > 1:
+        phases = phase_seconds(choice.candidate.rehearsed.trace, rates)
+        share = phases["reference"] / sum(phases.values())
+        once = "objective.reference=cached computes it once for all epochs, with the same numbers"
+        yield f"the reference takes {share:.0%} of a step; {once}"
+
+
+def _divided_notes(choice: SearchResult) -> Iterator[str]:
+    """What does not fit on one card may fit on several that divide it."""
+    evaluator, target, cfg = choice.evaluator, choice.evaluator.target, choice.evaluator.cfg
+    if choice.fits or target.count > 1 or target.device == "cpu" or custom_source_in(cfg.config) is not None:
+        return
+    levers = replace(choice.candidate.levers, kernels="torch")  # fused kernels take undivided weights
+    if any(engine_problems(Fsdp2(kind="fsdp2", devices=2), cfg.tuning, cfg.optimizer, levers)):
+        return
+    for count in _MORE_CARDS:
+        divided = replace(target, count=count, context_bytes=target.context_bytes + NCCL_BYTES)
+        several = replace(evaluator, target=divided, sharding="fsdp2", known={})
+        if several.fits(several.evaluate(levers, is_quick=False)):
+            yield f"divided over {count} of these cards it fits as it is: engine={{kind: fsdp2, devices: {count}}}"
+            return
+
+
+def peak_notes(choice: SearchResult, peak: int, suggestions: tuple[Suggestion, ...]) -> Iterator[str]:
+    """`peak`: bytes of all that the run does. Where nothing makes it fit, with the smallest cards that hold it."""
+    target = choice.evaluator.target
+    if peak > choice.candidate.peak_bytes:
+        yield "generating answers in the evaluation needs more than training"
+    if choice.fits or target.device == "cpu" or any(s.fits for s in suggestions):
+        return
+    least = min((s.peak_bytes for s in suggestions), default=peak)
+    needs = {"as it is": peak} | ({"with the best of these changes": least} if least < peak else {})
+
+    def smallest(num_bytes: int) -> str:
+        large = [kind for kind in CARD_KINDS if kind.memory_bytes * USABLE >= num_bytes and kind.has_bf16]
+        return min(large, key=lambda kind: kind.memory_bytes).name if large else "none in the table"
+
+    found = ", ".join(f"{smallest(num_bytes)} {words}" for words, num_bytes in needs.items())
+    yield f"no change makes it fit on {target.name}; the smallest card that holds it: {found}"

@@ -3,8 +3,7 @@ and the engine that shares the work between several of them."""
 
 import importlib.util
 import re
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,8 +11,7 @@ import psutil
 import torch
 
 from finefit.errors import SpecError, UserError
-from finefit.facts.card_table import CardKind
-from finefit.facts.cards import CardRequest, find_kind
+from finefit.facts.cards import CardKind, CardRequest, find_kind
 from finefit.facts.machine import Machine
 from finefit.facts.nvml import Card, read_card_processes
 from finefit.rehearse.cost_model import Rates
@@ -25,8 +23,7 @@ CONTEXT_BYTES = 816 << 20
 NCCL_BYTES = 512 << 20
 """Of the buffers for gradients between cards. Not measured: it depends on their number and their links."""
 MARGIN = 0.0125
-"""Share of the reserved memory that is added, beside MARGIN_BYTES: predictions fell short by 1.0 % at worst
-(docs/memory.md)."""
+"""Share of the reserved memory, added beside MARGIN_BYTES: predictions fell short by at most 1.0 % (docs/memory.md)."""
 MARGIN_BYTES = 80 << 20
 """Four pages of the allocator, which are more than a per cent of a small model."""
 CPU_MARGIN = 0.03
@@ -45,18 +42,18 @@ class Target:
     name: str
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int]
-    precision: Precision
     budget_bytes: int
     """Of one card, or of one process on the processor."""
-    count: int
-    """Of cards, or of processes on the processor."""
     rates: Rates | None
     host_bytes_per_second: float
     price_per_hour: float | None
-    context_bytes: int
-    margin: float
-    margin_bytes: int
     notes: tuple[str, ...]
+    precision: Precision = "bf16"
+    count: int = 1
+    """Of cards, or of processes on the processor."""
+    context_bytes: int = CONTEXT_BYTES
+    margin: float = MARGIN
+    margin_bytes: int = MARGIN_BYTES
     expandable: bool = True
     """Whether the allocator's segments grow, as a worker sets it unless the user's own setting differs."""
     has_liger: bool = True
@@ -74,7 +71,7 @@ def find_target(
 ) -> Target:
     """`devices`: that the engine names, on each of `nodes`; `allocator`: the user's own setting, for this machine."""
     if request.is_auto and machine.cards:
-        found = _with_allocator(_here(machine.cards[0], request), allocator)
+        found = _here(machine.cards[0], request, allocator)
     elif request.is_auto or request.is_cpu:
         found = _processor(request, machine)
     else:
@@ -90,14 +87,6 @@ def find_target(
     return _with_precision(found, asked_precision)
 
 
-def _with_allocator(target: Target, setting: str | None) -> Target:
-    """Without growing segments more memory is left in pieces that are too small. No other setting is rehearsed."""
-    if setting is None or re.search(r"expandable_segments\s*:\s*true", setting, re.IGNORECASE):
-        return target
-    note = f"your PYTORCH_CUDA_ALLOC_CONF ({setting}) is kept, so segments do not grow: the allocator holds more"
-    return replace(target, expandable=False, notes=(*target.notes, note))
-
-
 def _for_devices(target: Target, request: CardRequest, machine: Machine, devices: int | None) -> Target:
     """Processes on a CPU share its memory; of the cards here the fullest sets the budget."""
     if devices is None or devices == target.count:
@@ -107,7 +96,9 @@ def _for_devices(target: Target, request: CardRequest, machine: Machine, devices
         raise SpecError(problem, _SAME_NUMBER)
     if target.device == "cpu":
         notes = (*target.notes, f"{devices} processes share the memory and the cores of this machine")
-        budget, rates = target.budget_bytes // devices, _shared(target.rates, devices)
+        shared = ("half_flops", "full_flops", "bytes_per_second")  # by processes that compute at the same time
+        each = {name: getattr(target.rates, name) / devices for name in shared} if target.rates else {}
+        rates, budget = target.rates and replace(target.rates, **each), target.budget_bytes // devices
         return replace(target, count=devices, budget_bytes=budget, rates=rates, notes=notes)
     if request.is_auto:
         if devices > len(machine.cards):
@@ -118,14 +109,6 @@ def _for_devices(target: Target, request: CardRequest, machine: Machine, devices
     return replace(target, count=devices, name=f"{devices}x{target.name}")
 
 
-def _shared(rates: Rates | None, devices: int) -> Rates | None:
-    """Between processes that compute at the same time."""
-    if rates is None:
-        return None
-    parts = {name: getattr(rates, name) / devices for name in ("half_flops", "full_flops", "bytes_per_second")}
-    return replace(rates, **parts)
-
-
 def _named(request: CardRequest) -> Target:
     kind = request.kind
     assert request.memory_bytes is not None or kind is not None
@@ -134,50 +117,53 @@ def _named(request: CardRequest) -> Target:
         name=f"{request.count}x{name}" if kind and request.count > 1 else name,
         device="cuda",
         capability=kind.compute_capability if kind else (8, 0),
-        precision="bf16",
         budget_bytes=int(kind.memory_bytes * USABLE) if kind else int(request.memory_bytes or 0),
         count=request.count,
         rates=rates_of(kind) if kind else None,
         host_bytes_per_second=kind.host_bytes_per_second if kind else 12e9,
         price_per_hour=request.price_per_hour,
-        context_bytes=CONTEXT_BYTES,
-        margin=MARGIN,
-        margin_bytes=MARGIN_BYTES,
         notes=() if kind else ("a size alone does not name a card's generation: bf16 and flash attention are assumed",),
     )
 
 
-def _here(card: Card, request: CardRequest) -> Target:
-    """What is free now is the budget; the processes that hold the rest are named."""
+def _here(card: Card, request: CardRequest, allocator: str | None) -> Target:
+    """What is free now is the budget; the processes that hold the rest are named. Where segments do not grow,
+    more memory is left in pieces that are too small; no other setting of the allocator is rehearsed."""
     if card.free_bytes is None or card.memory_bytes is None:
         problem = f"the driver does not report how much memory {card.name} has free"
         raise UserError(problem, "name a budget: --card 24GiB")
     kind = find_kind(card.name, card.memory_bytes)
-    others = []
-    for p in read_card_processes():
-        held = f"{p.memory_bytes:,} bytes" if p.memory_bytes is not None else "some"
-        others.append(f"{p.name} (pid {p.pid}) holds {held} of the card")
+    others = [
+        f"{p.name} (pid {p.pid}) holds {'some' if p.memory_bytes is None else f'{p.memory_bytes:,} bytes'} of the card"
+        for p in read_card_processes()
+    ]
     named = _named(replace(request, text=card.name, kind=kind, memory_bytes=card.memory_bytes, count=1))
     major, _, minor = (card.compute_capability or "").partition(".")
-    unknown = () if kind else (f"{card.name} is not in the table of cards: no time is predicted",)
+    notes = named.notes if kind else (f"{card.name} is not in the table of cards: no time is predicted",)
+    expandable = allocator is None or bool(re.search(r"expandable_segments\s*:\s*true", allocator, re.IGNORECASE))
+    kept = f"your PYTORCH_CUDA_ALLOC_CONF ({allocator}) is kept, so segments do not grow: the allocator holds more"
     return replace(
         named,
         budget_bytes=int(card.free_bytes * USABLE),
         capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else named.capability,
-        notes=(*(named.notes if kind else ()), *unknown, *others),
+        notes=(*notes, *others, *(() if expandable else (kept,))),
+        expandable=expandable,
         has_liger=importlib.util.find_spec("liger_kernel") is not None,
     )
 
 
 def _processor(request: CardRequest, machine: Machine) -> Target:
+    """Rates by a product and a copy, each too large for the caches."""
+    a, b = torch.randn(_PROBE, _PROBE), torch.randn(16 << 20)
+    flops = 2 * _PROBE**3 / min(timeit.repeat(lambda: a @ a, number=1))
+    copied = 2 * b.numel() * 4 / min(timeit.repeat(b.clone, number=1)) / 0.8
     return Target(
         name="cpu",
         device="cpu",
         capability=(0, 0),
         precision="fp32",
         budget_bytes=machine.memory_bytes,
-        count=1,
-        rates=measure_processor(),
+        rates=Rates(half_flops=flops, full_flops=flops, bytes_per_second=copied, launch_seconds=0.0),
         host_bytes_per_second=1e12,
         price_per_hour=request.price_per_hour,
         context_bytes=psutil.Process().memory_info().rss,  # torch and transformers, as in a worker
@@ -185,23 +171,6 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
         margin_bytes=0,
         notes=(f"{machine.cpu_model}, {machine.num_cores} cores; rates measured on it",),
     )
-
-
-def measure_processor() -> Rates:
-    """A product and a copy, each too large for the caches."""
-    a, b = torch.randn(_PROBE, _PROBE), torch.randn(16 << 20)
-    flops = 2 * _PROBE**3 / _best(lambda: a @ a)
-    copied = 2 * b.numel() * 4 / _best(b.clone) / 0.8
-    return Rates(half_flops=flops, full_flops=flops, bytes_per_second=copied, launch_seconds=0.0)
-
-
-def _best(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 def rates_of(kind: CardKind) -> Rates:
@@ -215,39 +184,34 @@ def rates_of(kind: CardKind) -> Rates:
 
 
 def _with_precision(target: Target, asked: str) -> Target:
-    has_bf16 = target.device == "cpu" or target.capability >= (8, 0)
-    if asked == "bf16" and not has_bf16:
+    is_cpu = target.device == "cpu"
+    is_old = not is_cpu and target.capability < (8, 0)  # before Ampere
+    if asked == "bf16" and is_old:
         problem = f"precision: bf16 is asked for, but {target.name} does not support it"
         raise SpecError(problem, "set precision: fp16, fp32 or auto")
     match asked:
         case "bf16" | "fp16" | "fp32":
             precision: Precision = asked
         case _:
-            precision = "fp32" if target.device == "cpu" else "bf16" if has_bf16 else "fp16"
-    return replace(target, precision=precision, notes=(*_generation_notes(target, precision), *target.notes))
-
-
-def _generation_notes(target: Target, precision: Precision) -> tuple[str, ...]:
-    if target.device == "cpu":
-        return ("a CPU computes fp16 more slowly than fp32",) if precision == "fp16" else ()
-    if target.capability >= (8, 0):
-        return ()
-    generation = f"{target.name} (compute capability {target.capability[0]}.{target.capability[1]})"
-    fp32, fp16 = "weights and products are fp32", "products are taken in fp16, with loss scaling"
-    kernel = "torch's memory-efficient kernel takes its place, with key and value heads repeated"
-    return (
-        f"{generation} has no bf16: {fp32 if precision == 'fp32' else fp16}",
-        f"{generation} has no flash attention: {kernel}",
-    )
+            precision = "fp32" if is_cpu else "fp16" if is_old else "bf16"
+    notes = target.notes
+    if is_cpu and precision == "fp16":
+        notes = ("a CPU computes fp16 more slowly than fp32", *notes)
+    elif is_old:
+        generation = f"{target.name} (compute capability {target.capability[0]}.{target.capability[1]})"
+        fp32, fp16 = "weights and products are fp32", "products are taken in fp16, with loss scaling"
+        kernel = "torch's memory-efficient kernel takes its place, with key and value heads repeated"
+        notes = (
+            f"{generation} has no bf16: {fp32 if precision == 'fp32' else fp16}",
+            f"{generation} has no flash attention: {kernel}",
+            *notes,
+        )
+    return replace(target, precision=precision, notes=notes)
 
 
 def devices_of(engine: Engine) -> int | None:
     """Of one node; None where the card decides."""
-    match engine:
-        case Single():
-            return 1
-        case AutoEngine() | Ddp() | Fsdp2() | DeepSpeed():
-            return engine.devices
+    return 1 if isinstance(engine, Single) else engine.devices
 
 
 def require_same_count(request: CardRequest, engine: Engine) -> None:
@@ -266,21 +230,15 @@ def nodes_of(launcher: Launcher) -> int:
 
 
 def shardings_of(engine: Engine, count: int, *, can_divide: bool = True) -> tuple[Sharding, ...]:
-    """The mildest first; one where the spec has decided. `can_divide`: not with quantised weights or optimizer state in
-    blocks."""
+    """The mildest first; one where the spec has decided. `can_divide`: nothing is quantised or in blocks."""
     match engine:
         case AutoEngine():
             return ("none",) if count == 1 else ("ddp", "fsdp2") if can_divide else ("ddp",)
         case Single():
             return ("none",)
-        case Ddp():
-            return ("ddp",)
-        case Fsdp2():
-            return ("fsdp2",)
-        case DeepSpeed(stage=2):
-            return ("zero2",)
         case DeepSpeed():
-            return ("zero3",)
+            return ("zero2",) if engine.stage == 2 else ("zero3",)
+    return (engine.kind,)
 
 
 def require_several(engine: Engine, count: int) -> None:
@@ -297,10 +255,7 @@ def engine_of(sharding: Sharding, devices: int) -> Engine:
             return Ddp(kind="ddp", devices=devices)
         case "fsdp2":
             return Fsdp2(kind="fsdp2", devices=devices)
-        case "zero2":
-            return DeepSpeed(kind="deepspeed", devices=devices, stage=2)
-        case "zero3":
-            return DeepSpeed(kind="deepspeed", devices=devices, stage=3)
+    return DeepSpeed(kind="deepspeed", devices=devices, stage=2 if sharding == "zero2" else 3)
 
 
 def decide_engine(asked: Engine, sharding: Sharding, devices: int, *, fits: bool) -> tuple[Engine, str]:

@@ -10,6 +10,18 @@ StageFinding = tuple[str | None, Finding]
 """With the name of its stage; None where it is about the whole run."""
 
 
+def error(problem: str, remedy: str) -> Finding:
+    return Finding(level="error", problem=problem, remedy=remedy)
+
+
+def warning(problem: str, remedy: str) -> Finding:
+    return Finding(level="warning", problem=problem, remedy=remedy)
+
+
+def note(problem: str, remedy: str = "") -> Finding:
+    return Finding(level="note", problem=problem, remedy=remedy)
+
+
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Errors first, then warnings, then notes."""
     return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))

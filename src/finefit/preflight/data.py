@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from finefit.artifacts.records import Finding
-from finefit.artifacts.stage_records import Preparation, RowProblem, SourceLedger
+from finefit.artifacts.stage_records import Preparation, RowProblem
 from finefit.data.fingerprint import fingerprint, system_is_content
 from finefit.data.overlap import SAMPLE_ROWS, Overlap, OverlapIndex, common_windows
 from finefit.data.rows import Row, is_asked, read_items
@@ -15,11 +15,13 @@ from finefit.data.sources import LEFT_OUT, SourceReader, open_source, sampled_ro
 from finefit.errors import DataError
 from finefit.model.resolve_model import model_outline
 from finefit.plan.prepared_data import PreparedData
-from finefit.preflight import in_order, require_no_errors
+from finefit.preflight import error, in_order, note, require_no_errors, warning
 from finefit.spec.data import Source
 from finefit.spec.schema import Evaluation, Spec
 from finefit.spec.tasks import Form, LmEval
-from finefit.tasks import NoResult, Task, make_task, row_builder
+from finefit.tasks import NoResult
+from finefit.tasks.custom import row_builder
+from finefit.tasks.make import make_task
 
 _CUT_SHARE = 0.25
 """Share of cut tokens above which a warning is given."""
@@ -29,11 +31,9 @@ Check = Callable[[Preparation, Spec], Iterator[Finding]]
 
 def rows_can_be_used(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for fault in _faults(found, "unusable"):
-        problem = f"{fault.count:,} {fault.split} {_rows(fault.count)} cannot be used:\n{_lines(fault)}"
-        if spec.data.bad_rows == "drop":
-            yield Finding(level="warning", problem=problem, remedy=fault.remedy)
-        else:
-            yield Finding(level="error", problem=problem, remedy=fix_or_drop(fault))
+        problem = f"{_rows(fault)} cannot be used:\n{_lines(fault)}"
+        drops = spec.data.bad_rows == "drop"
+        yield warning(problem, fault.remedy) if drops else error(problem, fix_or_drop(fault))
 
 
 def fix_or_drop(fault: RowProblem) -> str:
@@ -43,33 +43,29 @@ def fix_or_drop(fault: RowProblem) -> str:
 
 
 def rows_fit_the_budget(found: Preparation, spec: Spec) -> Iterator[Finding]:
-    level: Literal["error", "warning"] = "error" if spec.data.too_long == "error" else "warning"
     for fault in _faults(found, "too long"):
-        rows = f"{fault.count:,} {fault.split} {_rows(fault.count)}"
-        problem = f"{rows} longer than data.max_tokens {spec.data.max_tokens:,}:\n{_lines(fault)}"
+        problem = f"{_rows(fault)} longer than data.max_tokens {spec.data.max_tokens:,}:\n{_lines(fault)}"
         ways = " or ".join(way for way in ("cut_prompt", "drop") if way != spec.data.too_long)
         remedy = f"raise data.max_tokens, or set data.too_long: {ways}; an answer is never cut"
-        yield Finding(level=level, problem=problem, remedy=remedy)
+        yield error(problem, remedy) if spec.data.too_long == "error" else warning(problem, remedy)
 
 
 def few_rows_are_lost(found: Preparation, spec: Spec) -> Iterator[Finding]:
-    reported = {"unusable": spec.data.bad_rows, "too long": spec.data.too_long}  # as errors, unless dropped on request
+    data = spec.data
+    reported = {"unusable": data.bad_rows, "too long": data.too_long}  # as errors, unless dropped on request
     for source in found.sources:
-        lost = sum(
-            count
-            for reason, count in source.dropped.items()
-            if reason not in LEFT_OUT and reported.get(reason) != "error"
-        )
-        yield from _above(source, "dropped", lost, source.read, spec.data.drop_at_most, "data.drop_at_most")
-        yield from _above(source, "cut", source.cut, source.used, spec.data.cut_at_most, "data.cut_at_most")
-
-
-def _above(source: SourceLedger, what: str, count: int, of: int, at_most: float, key: str) -> Iterator[Finding]:
-    if of and count / of > at_most:
-        rows = f"{source.source}: {count:,} of {of:,} {source.split} rows"
-        problem = f"{rows} are {what} ({count / of:.0%}), {key} is {at_most:g}"
-        remedy = f"look at the reasons in the ledger; if this is intended, --set {key}={count / of + 0.005:.2f}"
-        yield Finding(level="error", problem=problem, remedy=remedy)
+        reasons = [why for why in source.dropped if why not in LEFT_OUT and reported.get(why) != "error"]
+        lost = sum(source.dropped[why] for why in reasons)
+        for what, key, count, of, at_most in (
+            ("dropped", "data.drop_at_most", lost, source.read, data.drop_at_most),
+            ("cut", "data.cut_at_most", source.cut, source.used, data.cut_at_most),
+        ):
+            if of and count / of > at_most:
+                rows = f"{source.source}: {count:,} of {of:,} {source.split} rows"
+                yield error(
+                    f"{rows} are {what} ({count / of:.0%}), {key} is {at_most:g}",
+                    f"look at the reasons in the ledger; if this is intended, --set {key}={count / of + 0.005:.2f}",
+                )
 
 
 def prompts_keep_most_of_their_text(found: Preparation, _: Spec) -> Iterator[Finding]:
@@ -79,25 +75,24 @@ def prompts_keep_most_of_their_text(found: Preparation, _: Spec) -> Iterator[Fin
         if whole and source.cut_tokens > _CUT_SHARE * whole:
             tokens = f"{source.cut_tokens:,} of {whole:,} {source.split} tokens"
             problem = f"{source.source}: {tokens} are cut out of prompts ({source.cut_tokens / whole:.0%})"
-            yield Finding(level="warning", problem=problem, remedy="raise data.max_tokens, or set data.too_long: drop")
+            yield warning(problem, "raise data.max_tokens, or set data.too_long: drop")
 
 
 def something_is_learnt(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for split in dict.fromkeys(source.split for source in found.sources):
         if not any(source.used for source in found.sources if source.split == split):
-            remedy = "`finefit check` shows why each row was left out"
-            yield Finding(level="error", problem=f"no {split} row is left", remedy=remedy)
+            yield error(f"no {split} row is left", "`finefit check` shows why each row was left out")
     if found.lengths is None:
         return
     for source in found.sources:
         if source.split != "test" and source.used and not source.supervised_tokens:
             problem = f"{source.source}: none of its {source.tokens:,} tokens is supervised, so it teaches nothing"
-            yield Finding(level="error", problem=problem, remedy="look at its rows with `finefit check --show 3`")
+            yield error(problem, "look at its rows with `finefit check --show 3`")
     rows = found.lengths.num_rows or 0
     if rows < spec.global_batch:
         step = f"a step takes {spec.global_batch:,} (global_batch): every step is a whole epoch"
-        remedy = f"--set global_batch={max(1, rows // 4)}, or take more rows"
-        yield Finding(level="warning", problem=f"train has {rows:,} {_rows(rows)}, and {step}", remedy=remedy)
+        problem = f"train has {rows:,} {'row' if rows == 1 else 'rows'}, and {step}"
+        yield warning(problem, f"--set global_batch={max(1, rows // 4)}, or take more rows")
 
 
 def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
@@ -105,46 +100,36 @@ def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
     share = spec.data.validation.share if spec.data.validation else None
     for fault in _faults(found, "overlap"):
         is_our_split = fault.split == "validation" and share is not None  # finefit chose these rows, not the user
-        level: Literal["error", "warning"] = "warning" if spec.data.overlap == "warn" or is_our_split else "error"
-        rows = f"{fault.split} shares {fault.count:,} {_rows(fault.count)}"
-        problem = f"{rows} with what the model is trained or chosen on:\n{_lines(fault)}"
+        rows = "row" if fault.count == 1 else "rows"
+        problem = (
+            f"{fault.split} shares {fault.count:,} {rows} with what the model is trained or chosen on:\n{_lines(fault)}"
+        )
         remedy = "remove them from one side, or set data.overlap: drop to take them out of train, or warn to ignore it"
-        yield Finding(level=level, problem=problem, remedy=remedy)
+        yield warning(problem, remedy) if spec.data.overlap == "warn" or is_our_split else error(problem, remedy)
 
 
 def train_has_no_duplicates(found: Preparation, _: Spec) -> Iterator[Finding]:
     for fault in _faults(found, "duplicate"):
         problem = f"train repeats {fault.count:,} of its rows:\n{_lines(fault)}"
-        remedy = "remove them, unless they are meant to count more than others"
-        yield Finding(level="warning", problem=problem, remedy=remedy)
+        yield warning(problem, "remove them, unless they are meant to count more than others")
 
 
 def texts_hold_no_control_tokens(found: Preparation, _: Spec) -> Iterator[Finding]:
     """A message with an end-of-turn token forges the turn of somebody else."""
     for fault in _faults(found, "special token"):
-        rows = f"{fault.count:,} {fault.split} {_rows(fault.count)}"
-        problem = f"the tokenizer reads text of {rows} as control tokens:\n{_lines(fault)}"
-        remedy = "write these tokens differently, unless they are meant as such"
-        yield Finding(level="warning", problem=problem, remedy=remedy)
+        problem = f"the tokenizer reads text of {_rows(fault)} as control tokens:\n{_lines(fault)}"
+        yield warning(problem, "write these tokens differently, unless they are meant as such")
 
 
-def repairs_are_reported(found: Preparation, _: Spec) -> Iterator[Finding]:
+def preparation_is_reported(found: Preparation, _: Spec) -> Iterator[Finding]:
+    """What was repaired or chosen, and padding with the token that ends an answer: finefit supervises by position, so
+    the end is learnt anyway, but other programs mask by token."""
     for fault in _faults(found, "repaired"):
-        problem = f"{fault.count:,} {fault.split} {_rows(fault.count)} repaired, as data.task asks:\n{_lines(fault)}"
-        yield Finding(level="note", problem=problem, remedy="")
-
-
-def template_is_what_others_use(found: Preparation, _: Spec) -> Iterator[Finding]:
-    for note in found.notes:
-        yield Finding(level="note", problem=note, remedy="")
-
-
-def padding_is_not_the_end(found: Preparation, _: Spec) -> Iterator[Finding]:
-    """finefit supervises by position, so the end is learnt anyway; other programs mask by token."""
+        yield note(f"{_rows(fault)} repaired, as data.task asks:\n{_lines(fault)}")
+    yield from map(note, found.notes)
     if found.pad_is_end:
         problem = "the tokenizer pads with a token that ends an answer; finefit supervises the end all the same"
-        remedy = "programs that mask padding by its token would never teach the model to stop"
-        yield Finding(level="note", problem=problem, remedy=remedy)
+        yield note(problem, "programs that mask padding by its token would never teach the model to stop")
 
 
 QUESTION_CHECKS: tuple[Check, ...] = (
@@ -160,9 +145,7 @@ CHECKS: tuple[Check, ...] = (
     splits_are_disjoint,
     train_has_no_duplicates,
     texts_hold_no_control_tokens,
-    repairs_are_reported,
-    template_is_what_others_use,
-    padding_is_not_the_end,
+    preparation_is_reported,
 )
 
 
@@ -173,7 +156,7 @@ def check_data(found: Preparation, spec: Spec, *, embeddings: int | None) -> tup
         rows = f"the rows hold token {found.largest_token:,}, the model has embeddings for {embeddings:,}"
         problem = f"{rows}: tokens were added without resizing the embeddings"
         remedy = "take the tokenizer that belongs to the model, or resize its embeddings and save it"
-        findings.append(Finding(level="error", problem=problem, remedy=remedy))
+        findings.append(error(problem, remedy))
     return in_order(findings)
 
 
@@ -181,16 +164,13 @@ def _faults(found: Preparation, kind: str) -> list[RowProblem]:
     return [fault for fault in found.problems if fault.kind == kind]
 
 
-def _rows(count: int) -> str:
-    return "row" if count == 1 else "rows"
+def _rows(fault: RowProblem) -> str:
+    return f"{fault.count:,} {fault.split} {'row' if fault.count == 1 else 'rows'}"
 
 
 def _lines(fault: RowProblem) -> str:
     more = [f"  and {fault.count - len(fault.lines):,} more"] if fault.count > len(fault.lines) else []
     return "\n".join([*(f"  {line}" for line in fault.lines), *more])
-
-
-# Prepared data with its references
 
 
 def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
@@ -202,7 +182,7 @@ def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Findi
         return found
     if spec.data.test is None:
         problem = "evaluate names a task, but data.test names no rows to answer"
-        return (*found, Finding(level="error", problem=problem, remedy="add data.test: {path: ...}, or drop evaluate"))
+        return (*found, error(problem, "add data.test: {path: ...}, or drop evaluate"))
     rows = read_items(prepared.path("test.jsonl"))
     return (*found, *unreadable_references(asked, rows, form=spec.data.task, base=base))
 
@@ -211,33 +191,24 @@ def unreadable_references(
     evaluations: Iterable[Evaluation], rows: Sequence[Row], *, form: Form | None, base: Path
 ) -> tuple[Finding, ...]:
     """References that their task cannot read are found now, not after the training."""
-    tasks = [(make_task(one, form=form, base=base), one) for one in evaluations if not isinstance(one.task, LmEval)]
-    asked = [(task, row) for task, evaluation in tasks for row in rows if is_asked(row, evaluation.sources)]
-    faults = [
-        f"{row.place} cannot be a reference of {task.name}: {reason}"
-        for task, row in asked
-        if (reason := _unreadable(task, row))
-    ]
-    if not faults:
-        return ()
+    faults = []
+    for one in evaluations:
+        if isinstance(one.task, LmEval):
+            continue
+        task = make_task(one, form=form, base=base)
+        for row in rows:
+            if is_asked(row, one.sources):
+                try:
+                    task.require(row)
+                except NoResult as reason:
+                    faults.append(f"{row.place} cannot be a reference of {task.name}: {reason}")
     more = f"\nand {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
     problem = "\n".join(faults[:_MAX_SHOWN]) + more
-    return (Finding(level="error", problem=problem, remedy="fix these rows, or evaluate another task"),)
-
-
-def _unreadable(task: Task, row: Row) -> str | None:
-    try:
-        task.require(row)
-    except NoResult as reason:
-        return str(reason)
-    return None
+    return (error(problem, "fix these rows, or evaluate another task"),) if faults else ()
 
 
 def require_data(findings: tuple[Finding, ...]) -> None:
     require_no_errors(((None, finding) for finding in findings), DataError)
-
-
-# Training rows among those that a model is asked later
 
 
 def find_leaks(
@@ -252,31 +223,24 @@ def find_leaks(
     """For each asked row that is trained on, the first training row that holds it. Rows are compared as they are read:
     none is rendered, cut or left out for its length. `turns`: the answers that are trained on; `form`: what both are
     built with."""
-    sample = list(_leak_sample(trained, base, form))
+
+    def reader(source: Source, split: str) -> SourceReader:
+        return replace(open_source(source, base, split=split), build=row_builder(form, base=base))
+
+    def rows(source: Source, split: str) -> Iterator[Row]:
+        return (row for row in sampled_rows(reader(source, split), source, seed) if isinstance(row, Row))
+
+    sample: list[Row] = []  # enough of every source to recognise text that all rows share
+    for source in trained:
+        first = (row for row in reader(source, "train").rows() if isinstance(row, Row))
+        sample += islice(first, -(-SAMPLE_ROWS // len(trained)))
     with_system = system_is_content(sample)
     index = OverlapIndex(common_windows(fingerprint(row, with_system=with_system) for row in sample))
-    for row in _sampled_rows(asked, base, seed, "test", form):
+    for row in rows(asked, "test"):
         index.add_held("test", row, fingerprint(row, with_system=with_system))
     found: dict[str, Overlap] = {}
     for source in trained:
-        for row in _sampled_rows(source, base, seed, "train", form):
-            overlap = index.find(row, fingerprint(row, with_system=with_system, turns=turns))
-            if overlap is not None:
+        for row in rows(source, "train"):
+            if overlap := index.find(row, fingerprint(row, with_system=with_system, turns=turns)):
                 found.setdefault(overlap.other, overlap)
     return tuple(found.values())
-
-
-def _leak_sample(sources: Sequence[Source], base: Path, form: Form | None) -> Iterator[Row]:
-    """Enough of every source to recognise text that all rows share."""
-    each = -(-SAMPLE_ROWS // max(1, len(sources)))
-    for source in sources:
-        yield from islice((row for row in _reader(source, base, "train", form).rows() if isinstance(row, Row)), each)
-
-
-def _sampled_rows(source: Source, base: Path, seed: int, split: str, form: Form | None) -> Iterator[Row]:
-    reader = _reader(source, base, split, form)
-    return (row for row in sampled_rows(reader, source, seed) if isinstance(row, Row))
-
-
-def _reader(source: Source, base: Path, split: str, form: Form | None) -> SourceReader:
-    return replace(open_source(source, base, split=split), build=row_builder(form, base=base))

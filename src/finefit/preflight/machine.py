@@ -10,7 +10,7 @@ from finefit.artifacts.records import Finding
 from finefit.facts.files import Disk
 from finefit.facts.machine import Machine, Power, TorchView
 from finefit.facts.nvml import Card
-from finefit.preflight import in_order
+from finefit.preflight import error, in_order, note, warning
 
 LOW_DISK_BYTES = 2 * 2**30
 """More than the smallest shipped run takes."""
@@ -38,64 +38,48 @@ OPTIONAL = {
 """By package: what it is for, and the command that installs it."""
 
 
-def finefit_is_installed(found: MachineFacts) -> Iterator[Finding]:
+def packages_are_installed(found: MachineFacts) -> Iterator[Finding]:
+    """In finefit's declared ranges; without them, in any version."""
     if found.requirements is None:
         problem = "finefit is not installed but imported from a folder, so the versions that it needs are unknown"
-        yield Finding(level="warning", problem=problem, remedy="pip install -e . in finefit's folder")
-
-
-def packages_are_in_range(found: MachineFacts) -> Iterator[Finding]:
-    """Without declared ranges, any version of the packages that are not optional."""
+        yield warning(problem, "pip install -e . in finefit's folder")
     versions = {canonicalize_name(name): version for name, version in found.machine.versions.items()}
     any_version = tuple(name for name in found.machine.versions if name not in OPTIONAL)
     for requirement in map(Requirement, any_version if found.requirements is None else found.requirements):
         version = versions.get(canonicalize_name(requirement.name))
         is_required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         wanted = f"{requirement.name}{requirement.specifier}"
-        command = f"pip install '{wanted}'"
         if version is None and is_required:
-            yield Finding(
-                level="error", problem=f"{requirement.name} is missing; finefit needs {wanted}", remedy=command
-            )
+            yield error(f"{requirement.name} is missing; finefit needs {wanted}", f"pip install '{wanted}'")
         elif version is not None and not requirement.specifier.contains(version, prereleases=True):
             problem = f"{requirement.name} is {version}; finefit is written for {wanted}"
-            yield Finding(level="error" if is_required else "warning", problem=problem, remedy=command)
-
-
-def optional_packages_are_installed(found: MachineFacts) -> Iterator[Finding]:
+            yield (error if is_required else warning)(problem, f"pip install '{wanted}'")
     for name, (purpose, command) in OPTIONAL.items():
         if found.machine.versions.get(name) is None:
-            yield Finding(level="note", problem=f"{name} is not installed: it is for {purpose}", remedy=command)
-
-
-def torch_can_be_imported(found: MachineFacts) -> Iterator[Finding]:
-    is_installed = found.machine.versions.get("torch") is not None  # else that is a finding of its own
-    if found.torch.problem is not None and is_installed:
-        problem = f"torch cannot be imported: {found.torch.problem}"
-        yield Finding(level="error", problem=problem, remedy="pip install --force-reinstall torch")
+            yield note(f"{name} is not installed: it is for {purpose}", command)
 
 
 def torch_sees_the_cards(found: MachineFacts) -> Iterator[Finding]:
     """The classic mistake: a card is there, torch cannot use it, and training silently runs on the CPU."""
-    cards, torch = found.machine.cards, found.torch
+    cards, torch, version = found.machine.cards, found.torch, found.machine.versions.get("torch")
+    if torch.problem is not None and version is not None:  # a missing torch is a finding of its own
+        yield error(f"torch cannot be imported: {torch.problem}", "pip install --force-reinstall torch")
     if torch.problem is not None or any(device.name.startswith("cuda") for device in torch.devices):
         return
     if found.machine.cards_problem is not None:
         remedy = "fix the driver, often by a restart; on a machine without a card nothing is to be done"
-        yield Finding(level="warning", problem=found.machine.cards_problem, remedy=remedy)
-    if cards and torch.visible_devices in ("", "-1"):
-        problem = f"CUDA_VISIBLE_DEVICES is {torch.visible_devices!r}, which hides {_names(cards)} from torch"
-        yield Finding(level="warning", problem=problem, remedy="unset CUDA_VISIBLE_DEVICES")
-    elif cards:
-        yield Finding(level="error", problem=_why_unseen(found), remedy=cuda_torch_command(cards[0]))
-
-
-def _why_unseen(found: MachineFacts) -> str:
-    torch, shown = found.torch, _names(found.machine.cards)
-    if torch.cuda_build is None:
-        return f"torch {found.machine.versions.get('torch')} is built without CUDA, so it cannot use {shown}"
-    reason = torch.warning or "torch gives no reason"
-    return f"torch is built for CUDA {torch.cuda_build} and sees no device, but the driver shows {shown}: {reason}"
+        yield warning(found.machine.cards_problem, remedy)
+    if not cards:
+        return
+    shown, remedy = ", ".join(f"{card.name} (driver {card.driver})" for card in cards), cuda_torch_command(cards[0])
+    if torch.visible_devices in ("", "-1"):
+        problem = f"CUDA_VISIBLE_DEVICES is {torch.visible_devices!r}, which hides {shown} from torch"
+        yield warning(problem, "unset CUDA_VISIBLE_DEVICES")
+    elif torch.cuda_build is None:
+        yield error(f"torch {version} is built without CUDA, so it cannot use {shown}", remedy)
+    else:
+        build, reason = f"torch is built for CUDA {torch.cuda_build}", torch.warning or "torch gives no reason"
+        yield error(f"{build} and sees no device, but the driver shows {shown}: {reason}", remedy)
 
 
 def devices_run_kernels(found: MachineFacts) -> Iterator[Finding]:
@@ -103,9 +87,7 @@ def devices_run_kernels(found: MachineFacts) -> Iterator[Finding]:
     for device in found.torch.devices:
         if device.problem is not None:
             problem = f"{device.name} ({device.description}) cannot run a kernel: {device.problem}"
-            yield Finding(
-                level="error", problem=problem, remedy=commands[0] if commands else "hide it with CUDA_VISIBLE_DEVICES"
-            )
+            yield error(problem, commands[0] if commands else "hide it with CUDA_VISIBLE_DEVICES")
 
 
 def cuda_torch_command(card: Card) -> str:
@@ -122,28 +104,21 @@ def cuda_torch_command(card: Card) -> str:
     return f"update the NVIDIA driver (now {card.driver}) to 580 or newer, then run finefit doctor again"
 
 
-def disks_have_space(found: MachineFacts) -> Iterator[Finding]:
+def disk_and_power_last(found: MachineFacts) -> Iterator[Finding]:
     for disk in found.disks:
         if disk.free_bytes < LOW_DISK_BYTES:
             problem = f"the {disk.use} ({disk.path}) has only {disk.free_bytes:,} bytes free"
-            yield Finding(level="warning", problem=problem, remedy="free some space, or work on another disk")
-
-
-def power_lasts(found: MachineFacts) -> Iterator[Finding]:
+            yield warning(problem, "free some space, or work on another disk")
     if found.power.on_battery:
         problem = f"the machine runs on battery ({found.power.percent:.0f} %): it is slower, and will stop"
-        yield Finding(level="warning", problem=problem, remedy="plug it in")
+        yield warning(problem, "plug it in")
 
 
 CHECKS: tuple[Callable[[MachineFacts], Iterator[Finding]], ...] = (
-    finefit_is_installed,
-    packages_are_in_range,
-    torch_can_be_imported,
+    packages_are_installed,
     torch_sees_the_cards,
     devices_run_kernels,
-    disks_have_space,
-    power_lasts,
-    optional_packages_are_installed,
+    disk_and_power_last,
 )
 
 
@@ -153,7 +128,3 @@ def check_machine(found: MachineFacts) -> tuple[Finding, ...]:
 
 def is_ready(findings: tuple[Finding, ...]) -> bool:
     return all(finding.level != "error" for finding in findings)
-
-
-def _names(cards: tuple[Card, ...]) -> str:
-    return ", ".join(f"{card.name} (driver {card.driver})" for card in cards)

@@ -1,5 +1,4 @@
-"""Checks of a whole run, whatever the number of its stages, before the first stage begins: one function per check,
-yielding findings with the name of their stage."""
+"""Checks of a whole run before its first stage begins: one function per check, yielding findings with their stage."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,10 +9,10 @@ from finefit.artifacts.forecasts import Forecast, StageForecast
 from finefit.artifacts.records import Finding
 from finefit.facts.files import free_bytes
 from finefit.facts.machine import Machine
-from finefit.plan.model_stubs import expert_copies
 from finefit.plan.prepared_data import missing
 from finefit.plan.stage_costs import training_costs
-from finefit.preflight import LEVELS, StageFinding
+from finefit.plan.stage_forecasts import expert_copies
+from finefit.preflight import LEVELS, StageFinding, error, note, warning
 from finefit.preflight.training import TrainingFacts, check_training
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Spec, Training
@@ -48,14 +47,10 @@ def trainings_are_sound(facts: PipelineFacts) -> Iterator[StageFinding]:
 def files_exist(facts: PipelineFacts) -> Iterator[StageFinding]:
     for name, paths in facts.missing.items():
         for path in paths:
-            problem = f"{path} does not exist"
-            yield name, Finding(level="error", problem=problem, remedy="paths are relative to the spec file")
-
-
-def rows_to_be_made_are_reported(facts: PipelineFacts) -> Iterator[StageFinding]:
+            yield name, error(f"{path} does not exist", "paths are relative to the spec file")
     for name, paths in facts.not_made_yet.items():
         problem = f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} not made yet, so the rows are not known"
-        yield name, Finding(level="note", problem=problem, remedy="they are checked when the stage begins")
+        yield name, note(problem, "they are checked when the stage begins")
 
 
 def disk_holds_everything(facts: PipelineFacts) -> Iterator[StageFinding]:
@@ -67,29 +62,21 @@ def disk_holds_everything(facts: PipelineFacts) -> Iterator[StageFinding]:
         kept = ", ".join(f"{one.spec.save.keep}" for one in facts.trainings.values() if one.spec.save.keep > 1)
         lower = f", or lower save.keep (now {kept})" if kept else ""
         problem = f"the run takes up to {needed:,} bytes of disk{stages}, {free:,} are free"
-        yield (
-            None,
-            Finding(
-                level="error", problem=problem, remedy=f"free {needed - free:,} bytes or work on another disk{lower}"
-            ),
-        )
+        yield None, error(problem, f"free {needed - free:,} bytes or work on another disk{lower}")
 
 
 def host_memory_suffices(facts: PipelineFacts) -> Iterator[StageFinding]:
     there = facts.host_memory_bytes
     for name, one in facts.costs.items():
         needed = one.host_bytes or 0
-        problem = f"it needs {needed:,} bytes of host memory, the machine has {there:,}"
-        offloads = bool(one.forecasts and one.forecasts[0].levers.offload)
-        offload = "`--set levers.offload=none` keeps the layers' inputs on the card"
-        remedy = offload if offloads else "take a smaller model"
-        if needed > there:
-            finding = Finding(level="error", problem=problem, remedy=f"{remedy}, or use a machine with more memory")
-        elif needed > _TIGHT * there:
-            finding = Finding(level="warning", problem=problem, remedy=f"{remedy}, or close other programs first")
-        else:
-            continue
-        yield name, with_stage_keys(facts.pipeline, name, finding)
+        if needed > _TIGHT * there:
+            problem = f"it needs {needed:,} bytes of host memory, the machine has {there:,}"
+            offloads = bool(one.forecasts and one.forecasts[0].levers.offload)
+            offload = "`--set levers.offload=none` keeps the layers' inputs on the card"
+            remedy = offload if offloads else "take a smaller model"
+            tight = warning(problem, f"{remedy}, or close other programs first")
+            finding = error(problem, f"{remedy}, or use a machine with more memory") if needed > there else tight
+            yield name, with_stage_keys(facts.pipeline, name, finding)
 
 
 def card_holds_the_base_of_a_mixture(facts: PipelineFacts) -> Iterator[StageFinding]:
@@ -98,7 +85,7 @@ def card_holds_the_base_of_a_mixture(facts: PipelineFacts) -> Iterator[StageFind
         fits_host = (one.host_bytes or 0) <= facts.host_memory_bytes
         if not one.fits[0] and not one.forecasts and not one.eval_limits and fits_host:
             problem = "its base, which computes the router's hidden states, has more bytes than the card"
-            yield name, Finding(level="error", problem=problem, remedy="take a larger card, or set device: cpu")
+            yield name, error(problem, "take a larger card, or set device: cpu")
 
 
 def answers_fit(facts: PipelineFacts) -> Iterator[StageFinding]:
@@ -109,7 +96,7 @@ def answers_fit(facts: PipelineFacts) -> Iterator[StageFinding]:
                     needed = f"{model} needs {limit.held_bytes:,} bytes to answer {label} one by one"
                     problem = f"{needed}, the device has {limit.budget_bytes:,} to give"
                     remedy = "take a larger card, or shorter prompts and answers (data.max_tokens, max_new_tokens)"
-                    yield name, Finding(level="error", problem=problem, remedy=remedy)
+                    yield name, error(problem, remedy)
 
 
 def experts_are_distinct(facts: PipelineFacts) -> Iterator[StageFinding]:
@@ -122,14 +109,12 @@ def experts_are_distinct(facts: PipelineFacts) -> Iterator[StageFinding]:
             why = adds_nothing if stage.merge == "mixture" else leans
             slots = f"{len(stage.experts)} slots hold {len(stage.experts) - len(copies)} distinct models"
             remedy = f"leave the copies out, or --set stages.{name}.copies=collapse"
-            problem = f"{slots}, so the build will refuse them: {why}"
-            yield name, Finding(level="error", problem=problem, remedy=remedy)
+            yield name, error(f"{slots}, so the build will refuse them: {why}", remedy)
 
 
 CHECKS: tuple[Callable[[PipelineFacts], Iterator[StageFinding]], ...] = (
     trainings_are_sound,
     files_exist,
-    rows_to_be_made_are_reported,
     disk_holds_everything,
     host_memory_suffices,
     card_holds_the_base_of_a_mixture,

@@ -1,5 +1,4 @@
-"""The forecast of a training on this machine, and checks of one training: one function per check, yielding findings.
-No weight is loaded."""
+"""The forecast of a training on this machine, and checks of it: one function per check. No weight is loaded."""
 
 import math
 import shlex
@@ -8,19 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finefit.artifacts.forecasts import Forecast, Lengths, Suggestion, grouped_names
+from finefit.artifacts.forecasts import Forecast, Lengths, grouped_names
 from finefit.artifacts.records import Finding, Levers
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
-from finefit.facts.card_table import CardKind
-from finefit.facts.cards import find_kind, parse_card
+from finefit.facts.cards import CardKind, find_kind, parse_card
 from finefit.facts.machine import Machine, read_machine, read_version
 from finefit.plan.client import forecast
 from finefit.plan.resolve import device_of
 from finefit.plan.target import require_same_count
-from finefit.preflight import in_order
+from finefit.preflight import error, in_order, note, warning
 from finefit.spec.models import Lora, ShapeModel
-from finefit.spec.part import Period
 from finefit.spec.schema import AdamW, AutoEngine, DeepSpeed, Engine, SlurmLauncher, Spec
 from finefit.spec.tasks import LmEval
 from finefit.step.deepspeed import config_contradictions, user_config
@@ -36,8 +33,13 @@ _OPTIONAL = (
 def forecast_here(spec: Spec, base: Path, lengths: Lengths, machine: Machine, *, nodes: int | None = None) -> Forecast:
     """On the device that a run gets on this machine. Of a card that the spec names only the size counts, as a limit."""
     asked, device = parse_card(spec.card), device_of(spec, machine)
-    if asked.count > 1:
-        spec = _for_several_cards(spec, asked.count, device)
+    if asked.count > 1:  # the spec's card gives only the number of cards that a run takes here
+        if device != "cuda":
+            problem = f"card: {spec.card} means {asked.count} cards, but this run uses the CPU"
+            raise SpecError(problem, f"set card: cpu and engine.devices: {asked.count}")
+        require_same_count(asked, spec.engine)
+        if isinstance(spec.engine, AutoEngine):
+            spec = spec.model_copy(update={"engine": AutoEngine(kind="auto", devices=asked.count)})
     kind_bytes = asked.kind.memory_bytes if asked.kind is not None else asked.memory_bytes
     budget = kind_bytes if device == "cuda" else None
     (found,) = forecast(spec, base, ("cpu" if device == "cpu" else "auto",), lengths, budget_bytes=budget, nodes=nodes)
@@ -46,22 +48,6 @@ def forecast_here(spec: Spec, base: Path, lengths: Lengths, machine: Machine, *,
 
 def forecaster_here(spec: Spec, base: Path, lengths: Lengths) -> tuple[Forecast, ...]:
     return (forecast_here(spec, base, lengths, read_machine()),)
-
-
-def _for_several_cards(spec: Spec, count: int, device: str) -> Spec:
-    """A run takes the cards of this machine; the spec's card gives only their number."""
-    if device != "cuda":
-        raise SpecError(
-            f"card: {spec.card} means {count} cards, but this run uses the CPU",
-            f"set card: cpu and engine.devices: {count}",
-        )
-    if isinstance(spec.engine, AutoEngine) and spec.engine.devices is None:
-        return spec.model_copy(update={"engine": AutoEngine(kind="auto", devices=count)})
-    require_same_count(parse_card(spec.card), spec.engine)
-    return spec
-
-
-# Checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,55 +72,38 @@ class TrainingFacts:
     def card_kind(self) -> CardKind | None:
         return find_kind(self.forecast.card.removeprefix(f"{self.forecast.devices}x"), None)
 
-    @property
-    def epoch_steps(self) -> int | None:
-        num_rows = self.forecast.lengths.num_rows
-        return None if num_rows is None else steps_per_epoch(num_rows, self.spec.global_batch)
-
 
 def model_has_weights(found: TrainingFacts) -> Iterator[Finding]:
     if isinstance(found.spec.model, ShapeModel):
-        problem = "a model of kind shape has no weights to train"
-        yield Finding(level="error", problem=problem, remedy="plan it, or name a model that has weights")
+        yield error("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
 
 
 def packages_are_installed(found: TrainingFacts) -> Iterator[Finding]:
-    for key, package, remedy in _needed_packages(found):
-        if package in found.absent:
-            yield Finding(level="error", problem=f"{key} needs {package}, which is not installed", remedy=remedy)
-    for tracker in found.spec.trackers:
-        if tracker.kind in found.absent:
-            problem = f"trackers: {tracker.kind} is not installed, so the run goes on without it"
-            remedy = f"pip install {tracker.kind}, or leave it out of trackers"
-            yield Finding(level="warning", problem=problem, remedy=remedy)
-
-
-def _needed_packages(found: TrainingFacts) -> Iterator[tuple[str, str, str]]:
-    """(the setting that needs it, the package, the remedy)."""
     spec, is_gpu, gpu = found.spec, not found.is_cpu, "pip install 'finefit[gpu]'"
+    needed: list[tuple[str, str, str]] = []  # the setting that needs it, the package, the remedy
     if found.forecast.levers.kernels == "fused" and is_gpu:
-        yield "levers.kernels fused", "liger-kernel", f"{gpu}, or --set levers.kernels=torch"
+        needed.append(("levers.kernels fused", "liger-kernel", f"{gpu}, or --set levers.kernels=torch"))
     if isinstance(spec.tuning, Lora) and spec.tuning.base_bits is not None:
-        yield "tuning.base_bits", "bitsandbytes", gpu
+        needed.append(("tuning.base_bits", "bitsandbytes", gpu))
     if spec.optimizer.kind != "adamw" and is_gpu:
-        yield f"optimizer.kind {spec.optimizer.kind}", "bitsandbytes", gpu
+        needed.append((f"optimizer.kind {spec.optimizer.kind}", "bitsandbytes", gpu))
     if isinstance(spec.engine, DeepSpeed):
         remedy = "pip install 'finefit[deepspeed]', or set engine.kind: fsdp2, which shards the same"
-        yield "engine.kind deepspeed", "deepspeed", remedy
+        needed.append(("engine.kind deepspeed", "deepspeed", remedy))
     if isinstance(spec.launcher, SlurmLauncher):
-        yield "launcher.kind slurm", "submitit", "pip install submitit, or set launcher.kind: local"
-    for evaluation in spec.evaluate:
-        if isinstance(evaluation.task, LmEval):
-            remedy = "pip install 'finefit[lm-eval]', or leave it out of evaluate"
-            yield f"evaluate {evaluation.label}", "lm-eval", remedy
+        needed.append(("launcher.kind slurm", "submitit", "pip install submitit, or set launcher.kind: local"))
+    remedy = "pip install 'finefit[lm-eval]', or leave it out of evaluate"
+    needed += [(f"evaluate {one.label}", "lm-eval", remedy) for one in spec.evaluate if isinstance(one.task, LmEval)]
+    for key, package, remedy in needed:
+        if package in found.absent:
+            yield error(f"{key} needs {package}, which is not installed", remedy)
+    for tracker in spec.trackers:
+        if tracker.kind in found.absent:
+            problem = f"trackers: {tracker.kind} is not installed, so the run goes on without it"
+            yield warning(problem, f"pip install {tracker.kind}, or leave it out of trackers")
 
 
-def engine_supports_the_spec(found: TrainingFacts) -> Iterator[Finding]:
-    """With the levers that the forecast has chosen."""
-    yield from engine_problems(found.forecast.engine, found.spec.tuning, found.spec.optimizer, found.forecast.levers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _EngineSettings:
     """As the stage will have them."""
 
@@ -146,79 +115,55 @@ class _EngineSettings:
     num_ranks: int
 
 
-def engine_config_agrees(found: TrainingFacts) -> Iterator[Finding]:
-    """The spec decides; a DeepSpeed file that says otherwise would be ignored."""
+def engine_supports_the_spec(found: TrainingFacts) -> Iterator[Finding]:
+    """With the levers that the forecast chose. The spec decides; a DeepSpeed file that differs would be ignored."""
     spec, forecast, own = found.spec, found.forecast, dict(found.engine_config)
+    yield from engine_problems(forecast.engine, spec.tuning, spec.optimizer, forecast.levers)
     if not isinstance(forecast.engine, DeepSpeed):
         return
-    precision = _precision(found)
-    if precision is None:  # only the run itself knows it
+    kind, precision = found.card_kind, str(spec.precision)
+    if precision == "auto" and found.is_cpu:
+        precision = "fp32"
+    elif precision == "auto" and kind is not None:
+        precision = "bf16" if kind.has_bf16 else "fp16"
+    elif precision == "auto":  # the card is not in the table: only the run itself knows it
         own = {key: value for key, value in own.items() if key not in ("bf16", "fp16")}
-    settings = _EngineSettings(
-        engine=forecast.engine,
-        optimizer=spec.optimizer,
-        levers=forecast.levers,
-        precision=precision or "auto",
-        global_batch=spec.global_batch,
-        num_ranks=forecast.devices,
-    )
-    for line in config_contradictions(settings, own):
-        problem = f"engine.config contradicts the spec: {line}"
-        yield Finding(level="error", problem=problem, remedy='take it out, or write "auto"; the spec decides')
+    decided = forecast.engine, spec.optimizer, forecast.levers, precision, spec.global_batch, forecast.devices
+    for line in config_contradictions(_EngineSettings(*decided), own):
+        yield error(f"engine.config contradicts the spec: {line}", 'take it out, or write "auto"; the spec decides')
 
 
-def _precision(found: TrainingFacts) -> str | None:
-    """None where the card is not in the table."""
-    if found.spec.precision != "auto":
-        return found.spec.precision
-    if found.is_cpu:
-        return "fp32"
-    kind = found.card_kind
-    return None if kind is None else "bf16" if kind.has_bf16 else "fp16"
-
-
-def optimizer_has_its_device(found: TrainingFacts) -> Iterator[Finding]:
-    kind = found.spec.optimizer.kind
-    if kind != "adamw" and found.is_cpu:
-        problem = f"optimizer.kind {kind} needs a CUDA device"
-        yield Finding(level="error", problem=problem, remedy="set optimizer.kind: adamw")
-
-
-def update_can_be_inside(found: TrainingFacts) -> Iterator[Finding]:
+def optimizer_can_update(found: TrainingFacts) -> Iterator[Finding]:
     """A tensor that is updated during backward sees neither the norm of all gradients nor later micro-batches."""
-    spec, accumulation = found.spec, found.forecast.accumulation
+    spec, accumulation, kind = found.spec, found.forecast.accumulation, found.spec.optimizer.kind
+    if kind != "adamw" and found.is_cpu:
+        yield error(f"optimizer.kind {kind} needs a CUDA device", "set optimizer.kind: adamw")
     if spec.levers == "auto" or spec.levers.update != "inside":
         return
     if spec.optimizer.clip is not None:
         problem = f"levers.update: inside cannot clip, and optimizer.clip is {spec.optimizer.clip:g}"
-        yield Finding(level="error", problem=problem, remedy="--set optimizer.clip=null, or --set levers.update=after")
+        yield error(problem, "--set optimizer.clip=null, or --set levers.update=after")
     if accumulation > 1:
         problem = f"levers.update: inside needs the whole step in one micro-batch, and it has {accumulation}"
-        yield Finding(level="error", problem=problem, remedy="--set levers.update=after, or a smaller global_batch")
-    if spec.optimizer.kind != "adamw":
+        yield error(problem, "--set levers.update=after, or a smaller global_batch")
+    if kind != "adamw":
         why = "whose kernel skips values that are not finite"
-        problem = f"levers.update: inside needs optimizer.kind adamw, {why}; it is {spec.optimizer.kind}"
-        yield Finding(level="error", problem=problem, remedy="--set optimizer.kind=adamw, or --set levers.update=after")
+        problem = f"levers.update: inside needs optimizer.kind adamw, {why}; it is {kind}"
+        yield error(problem, "--set optimizer.kind=adamw, or --set levers.update=after")
 
 
 def precision_suits_the_device(found: TrainingFacts) -> Iterator[Finding]:
     """fp16 is for cards without bf16: its small range needs loss scaling, and steps that overflow are skipped."""
-    if found.spec.precision != "fp16":
-        return
-    kind = found.card_kind
-    if found.is_cpu:
+    kind, tuning, is_fp16 = found.card_kind, found.spec.tuning, found.spec.precision == "fp16"
+    if is_fp16 and found.is_cpu:
         problem = "precision: fp16 on a CPU is slower than fp32, which needs no loss scaling"
-        yield Finding(level="warning", problem=problem, remedy="--set precision=fp32")
-    elif kind is not None and kind.has_bf16:
+        yield warning(problem, "--set precision=fp32")
+    elif is_fp16 and kind is not None and kind.has_bf16:
         problem = f"precision is fp16, but {kind.name} has bf16, which is as fast and needs no loss scaling"
-        yield Finding(level="warning", problem=problem, remedy="--set precision=auto")
-
-
-def quantised_dora_is_slow(found: TrainingFacts) -> Iterator[Finding]:
-    tuning = found.spec.tuning
+        yield warning(problem, "--set precision=auto")
     if isinstance(tuning, Lora) and tuning.dora and tuning.base_bits is not None:
         problem = f"tuning.dora with base_bits {tuning.base_bits} unpacks every weight once more per step for its norm"
-        yield Finding(level="note", problem=problem, remedy="tuning.rank_stabilised: true costs nothing")
+        yield note(problem, "tuning.rank_stabilised: true costs nothing")
 
 
 def every_process_has_rows(found: TrainingFacts) -> Iterator[Finding]:
@@ -226,103 +171,73 @@ def every_process_has_rows(found: TrainingFacts) -> Iterator[Finding]:
     rows = min(batch, found.forecast.lengths.num_rows or batch)
     if rows < devices:
         problem = f"a step has {rows} rows for {devices} processes: {devices - rows} of them only wait"
-        remedy = f"set global_batch to {devices} or more, or take {rows} devices"
-        yield Finding(level="warning", problem=problem, remedy=remedy)
+        yield warning(problem, f"set global_batch to {devices} or more, or take {rows} devices")
 
 
 def gradients_reach_every_trained_tensor(found: TrainingFacts) -> Iterator[Finding]:
-    """A tensor without a gradient stays as it began, and the loss does not show it."""
+    """A tensor without a gradient stays as it began, and the loss does not show it. A frozen adapter is not among the
+    trained tensors, so no gradient is missing."""
     gradients = found.forecast.gradients
     if gradients.unreached:
         names = ", ".join(grouped_names(gradients.unreached))
         count = f"{len(gradients.unreached):,} of {gradients.trainable:,}"
         unknown = "look for what cuts them off in the model's forward, or leave them out of tuning.targets"
-        problem = f"no gradient reaches {count} trained tensors: {names}"
-        yield Finding(level="error", problem=problem, remedy=". ".join(gradients.causes) or unknown)
-
-
-def adapters_are_trained(found: TrainingFacts) -> Iterator[Finding]:
-    """A frozen adapter is not among the trained tensors, so no gradient is missing."""
-    if frozen := found.forecast.gradients.frozen:
-        problem = f"adapters are attached but not trained: {', '.join(frozen)}"
-        yield Finding(level="error", problem=problem, remedy="leave their requires_grad on")
+        yield error(f"no gradient reaches {count} trained tensors: {names}", ". ".join(gradients.causes) or unknown)
+    if gradients.frozen:
+        problem = f"adapters are attached but not trained: {', '.join(gradients.frozen)}"
+        yield error(problem, "leave their requires_grad on")
 
 
 def memory_fits(found: TrainingFacts) -> Iterator[Finding]:
     forecast, max_tokens = found.forecast, found.spec.data.max_tokens
-    if not forecast.fits:
-        place = f"{forecast.peak_instant} in {forecast.peak_module}" if forecast.peak_module else forecast.peak_instant
-        needed = f"a step needs {forecast.peak_bytes:,} bytes at its peak ({place})"
-        problem = f"{needed}, {forecast.card} has {forecast.budget_bytes:,} to give"
-        fitting = next((suggestion for suggestion in forecast.suggestions if suggestion.fits), None)
-        larger = "no lever is enough: take a larger card, a smaller model, or lower data.max_tokens"
-        remedy = f"{larger} (now {max_tokens:,})" if fitting is None else _command(fitting)
-        yield Finding(level="error", problem=problem, remedy=remedy)
-
-
-def _command(suggestion: Suggestion) -> str:
-    options = " ".join(f"--set {shlex.quote(change)}" for change in suggestion.changes)
-    return f"{options} ({suggestion.peak_bytes:,} bytes; {suggestion.price})"
-
-
-def warm_up_ends_before_the_run(found: TrainingFacts) -> Iterator[Finding]:
-    """One step of warm-up has the whole learning rate already."""
-    total, asked = found.forecast.total_steps, found.spec.schedule.warmup
-    if total is None:
+    if forecast.fits:
         return
-    warm_up = asked if isinstance(asked, int) else math.ceil(asked * total)
-    if warm_up > 1 and warm_up >= total:
+    place = f"{forecast.peak_instant} in {forecast.peak_module}" if forecast.peak_module else forecast.peak_instant
+    needed = f"a step needs {forecast.peak_bytes:,} bytes at its peak ({place})"
+    larger = "take a larger card, a smaller model, or lower data.max_tokens"
+    remedy = f"no lever is enough: {larger} (now {max_tokens:,})"
+    if fitting := next((suggestion for suggestion in forecast.suggestions if suggestion.fits), None):
+        options = " ".join(f"--set {shlex.quote(change)}" for change in fitting.changes)
+        remedy = f"{options} ({fitting.peak_bytes:,} bytes; {fitting.price})"
+    yield error(f"{needed}, {forecast.card} has {forecast.budget_bytes:,} to give", remedy)
+
+
+def run_is_long_enough(found: TrainingFacts) -> Iterator[Finding]:
+    """For its warm-up, of which one step has the whole learning rate already; for a save and a validation before its
+    end, which is always saved, and every save validates; and for every row."""
+    spec, total, num_rows = found.spec, found.forecast.total_steps, found.forecast.lengths.num_rows
+    epoch = None if num_rows is None else steps_per_epoch(num_rows, spec.global_batch)
+    asked, steps = spec.schedule.warmup, spec.schedule.steps
+    warm_up = 0 if total is None else asked if isinstance(asked, int) else math.ceil(asked * total)
+    if total is not None and warm_up > 1 and warm_up >= total:
         problem = f"schedule.warmup {asked:g} makes all {total} steps of the run warm-up"
-        yield Finding(level="error", problem=problem, remedy="--set schedule.warmup=0, or give the run more steps")
-
-
-def run_is_saved_and_validated_before_its_end(found: TrainingFacts) -> Iterator[Finding]:
-    """The end of a run is always saved, and every save validates."""
-    spec, total = found.spec, found.forecast.total_steps
-    quarter = f"{max(1, (total or 0) // 4)} steps"
-    if _is_never_due(spec.save.every, found):
-        lost = "only its end is saved, and a machine that fails earlier loses all of it"
-        problem = f"save.every is {spec.save.every}, the run has {total}: {lost}"
-        yield Finding(level="warning", problem=problem, remedy=f"--set save.every='{quarter}'")
-    every = spec.validation.every
-    if spec.data.validation is not None and every is not None and _is_never_due(every, found):
-        seldom = "the validation loss is only computed when the run is saved"
-        problem = f"validate.every is {every}, the run has {total}: {seldom}"
-        yield Finding(level="warning", problem=problem, remedy=f"--set validate.every='{quarter}'")
-
-
-def _is_never_due(every: Period, found: TrainingFacts) -> bool:
-    """Never True for minutes: how long a run takes is an estimate."""
-    total, epoch = found.forecast.total_steps, found.epoch_steps
-    due = {"steps": every.count, "epoch": epoch, "minutes": None}[every.unit]
-    return total is not None and due is not None and due > total
-
-
-def steps_see_every_row(found: TrainingFacts) -> Iterator[Finding]:
-    steps, num_rows, epoch = found.spec.schedule.steps, found.forecast.lengths.num_rows, found.epoch_steps
+        yield error(problem, "--set schedule.warmup=0, or give the run more steps")
+    lost = "only its end is saved, and a machine that fails earlier loses all of it"
+    seldom = "the validation loss is only computed when the run is saved"
+    validates = spec.validation.every if spec.data.validation is not None else None
+    for key, every, effect in (("save.every", spec.save.every, lost), ("validate.every", validates, seldom)):
+        # how long a run takes is an estimate, so minutes are never reported
+        due = {"steps": every.count, "epoch": epoch, "minutes": None}[every.unit] if every is not None else None
+        if total is not None and due is not None and due > total:
+            problem = f"{key} is {every}, the run has {total}: {effect}"
+            yield warning(problem, f"--set {key}='{max(1, total // 4)} steps'")
     if steps is not None and num_rows and epoch is not None and steps < epoch:
-        seen = steps * found.spec.global_batch
+        seen = steps * spec.global_batch
         rows = f"{seen:,} of {num_rows:,} rows ({100 * seen / num_rows:.1f} %) are seen"
         problem = f"schedule.steps {steps:,} ends before the first epoch does: {rows}"
-        yield Finding(level="note", problem=problem, remedy=f"--set schedule.steps={epoch} sees every row once")
+        yield note(problem, f"--set schedule.steps={epoch} sees every row once")
 
 
 CHECKS: tuple[Callable[[TrainingFacts], Iterator[Finding]], ...] = (
     model_has_weights,
     packages_are_installed,
     engine_supports_the_spec,
-    engine_config_agrees,
-    optimizer_has_its_device,
-    update_can_be_inside,
+    optimizer_can_update,
     precision_suits_the_device,
-    quantised_dora_is_slow,
     every_process_has_rows,
     gradients_reach_every_trained_tensor,
-    adapters_are_trained,
     memory_fits,
-    warm_up_ends_before_the_run,
-    run_is_saved_and_validated_before_its_end,
-    steps_see_every_row,
+    run_is_long_enough,
 )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from finefit.errors import UserError
 
 _FOLDER = Path(__file__).resolve().parent
-_BASE = "base.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,28 +21,21 @@ class Recipe:
 
 
 def all_recipes() -> list[Recipe]:
-    return [
-        Recipe(name=_name(path), purpose=_purpose(path), spec=path)
-        for path in sorted(_FOLDER.glob("*/*.yaml"))
-        if path.name != _BASE
-    ]
-
-
-def _name(spec: Path) -> str:
-    return spec.parent.name if spec.name == "spec.yaml" else f"{spec.parent.name}/{spec.stem}"
-
-
-def _purpose(spec: Path) -> str:
-    return spec.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+    recipes = []
+    for spec in sorted(_FOLDER.glob("*/*.yaml")):
+        if spec.name != "base.yaml":
+            name = spec.parent.name if spec.name == "spec.yaml" else f"{spec.parent.name}/{spec.stem}"
+            purpose = spec.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+            recipes.append(Recipe(name=name, purpose=purpose, spec=spec))
+    return recipes
 
 
 def find_recipe(name: str) -> Recipe:
     known = {recipe.name: recipe for recipe in all_recipes()}
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        raise UserError(
-            f"there is no recipe {name}", f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        )
+        remedy = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise UserError(f"there is no recipe {name}", remedy)
     return known[name]
 
 

@@ -14,8 +14,7 @@ INT8_MM = torch.ops.aten._int_mm.default
 _MATRIX_SHARE = 0.88
 """Of a card's best matrix rate, what the products of a training step reach on average."""
 _BANDWIDTH_SHARE = 0.80
-"""Of the published bandwidth, what an elementwise kernel reaches (bench/kernel_probe.py: 0.81 at 64 MiB, 0.89 at 512
-MiB)."""
+"""Of the published bandwidth; bench/kernel_probe.py measured 0.81 at 64 MiB and 0.89 at 512 MiB, elementwise."""
 _ATTENTION_SHARE = 0.62
 _KERNEL_SECONDS = 2e-6
 """Gap between two kernels."""
@@ -63,31 +62,27 @@ def total_flops(trace: Trace) -> float:
     return sum(count * cost.flops for costs in trace.costs.values() for cost, count in costs.items())
 
 
-def num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def grouped_bytes(left: Tensor, right: Tensor, out: list[Tensor]) -> float:
     """No more experts are read than there are tokens: a decode step reads few of many."""
     share = min(1.0, left.shape[0] / right.shape[0]) if right.ndim == 3 else 1.0
-    return num_bytes(left) + share * num_bytes(right) + sum(map(num_bytes, out))
+    return left.nbytes + share * right.nbytes + sum(tensor.nbytes for tensor in out)
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    if func is GROUPED_MM:
+    if func in (GROUPED_MM, INT8_MM):
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
-    if func is INT8_MM:
-        return 2 * int(args[0].numel()) * int(args[1].shape[1])
     name = func._overloadpacket.__name__
     is_backward = name.endswith("_backward")
+    products = 5 if is_backward else 2
     if name.startswith("_flash_attention"):
         query, longest = (args[1], args[8]) if is_backward else (args[0], args[5])
         tokens, heads, width = query.shape  # as if every row were as long as the longest
-        products = (5 if is_backward else 2) * 2 * heads * (tokens * longest // 2) * width
-        return int(products * _sides(func, args, kwargs))
+        return int(products * 2 * heads * (tokens * longest // 2) * width * _sides(func, args, kwargs))
     if is_attention(name):
         query, key = args[1:3] if is_backward else args[:2]
-        return _attention_flops(query, key, backward=is_backward) * _sides(func, args, kwargs)
+        batch, heads, tokens, width = query.shape
+        pairs = tokens * key.shape[2] // (2 if tokens > 1 else 1)  # causality halves those of several queries
+        return int(products * 2 * batch * heads * pairs * width * _sides(func, args, kwargs))
     counted = flop_registry.get(func._overloadpacket)
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
 
@@ -101,10 +96,3 @@ def _sides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     query, mask = given["query"], given.get("attn_bias", given.get("attn_mask"))
     return 1 if given.get("is_causal") or mask is not None or (query.ndim == 4 and query.shape[2] == 1) else 2
-
-
-def _attention_flops(query: Tensor, key: Tensor, *, backward: bool) -> int:
-    """Two products forward and five backward; causality halves them where there is more than one query."""
-    batch, heads, tokens, width = query.shape
-    pairs = tokens * key.shape[2] // (2 if tokens > 1 else 1)
-    return (5 if backward else 2) * 2 * batch * heads * pairs * width

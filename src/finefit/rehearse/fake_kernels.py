@@ -42,8 +42,7 @@ class FusedDropout(nn.Module):
 
 
 class Nf4Linear(nn.Linear):
-    """bitsandbytes' Linear4bit: quantised weights with their scales; the dense weight exists during a product and again
-    during its backward."""
+    """bitsandbytes' Linear4bit, with scales; the dense weight exists during a product and again during its backward."""
 
     absmax: Tensor
 
@@ -52,14 +51,11 @@ class Nf4Linear(nn.Linear):
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
         self.product_dtype = dense.weight.dtype
         num_scales = -(-dense.weight.numel() // _BLOCK)
-        self.weight = nn.Parameter(
-            torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta"), requires_grad=False
-        )
+        packed = torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
         self.register_buffer("absmax", torch.empty(num_scales, dtype=torch.uint8, device="meta"), persistent=False)
-        self.register_buffer(
-            "nested_absmax", torch.empty(-(-num_scales // _NESTED_BLOCK), device="meta"), persistent=False
-        )
-        for name, count in (("code", 16), ("nested_code", 256), ("offset", 1)):
+        num_nested = -(-num_scales // _NESTED_BLOCK)
+        for name, count in (("nested_absmax", num_nested), ("code", 16), ("nested_code", 256), ("offset", 1)):
             self.register_buffer(name, torch.empty(count, device="meta"), persistent=False)
 
     @property
@@ -71,8 +67,7 @@ class Nf4Linear(nn.Linear):
         return self._product(x).clone()  # peft copies the result
 
     def _product(self, x: Tensor) -> Tensor:
-        """Taken in the weights' precision and returned in the input's. A function of its own, since its tensors are
-        freed before the copy is made."""
+        """In the weights' precision; a function of its own, so that its tensors are freed before the copy is made."""
         narrow, shape = x.to(self.product_dtype), (self.out_features, self.in_features)
         out: Tensor = _Nf4Product.apply(narrow, self.weight, self.absmax, self.bias, shape)  # type: ignore[no-untyped-call]
         return out.to(x.dtype)
@@ -107,17 +102,15 @@ class _Nf4Product(torch.autograd.Function):
 
 
 class Int8Linear(nn.Linear):
-    """bitsandbytes' Linear8bitLt: a scale for each row of weights. Activations are quantised for the product, whose
-    result has 32 bits."""
+    """bitsandbytes' Linear8bitLt: a scale for each row. Activations are quantised; the product has 32 bits."""
 
     scales: Tensor
 
     def __init__(self, dense: nn.Linear) -> None:
         super().__init__(1, 1, bias=False, device="meta")
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
-        self.weight = nn.Parameter(
-            torch.empty(dense.weight.shape, dtype=torch.int8, device="meta"), requires_grad=False
-        )
+        packed = torch.empty(dense.weight.shape, dtype=torch.int8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
         self.register_buffer("scales", torch.empty(dense.out_features, device="meta"), persistent=False)
 
     @property
@@ -134,8 +127,7 @@ class Int8Linear(nn.Linear):
 
 
 class _Int8Product(torch.autograd.Function):
-    """Without outliers: only values tell how many columns have them, and each takes about as much as two columns of the
-    input."""
+    """Without outliers: only values tell how many columns have them; each takes about two columns of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -164,8 +156,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 class BitsAndBytesAdamW(torch.optim.Optimizer):
-    """State and no temporaries: the update is one kernel for each tensor. Paged moments are outside the allocator, and
-    so outside a trace."""
+    """No temporaries: the update is one kernel for each tensor. Paged moments are outside the allocator and a trace."""
 
     def __init__(self, groups: Iterable[Any], *, is_eight_bit: bool, is_paged: bool) -> None:
         super().__init__(groups, {})
@@ -203,14 +194,11 @@ def paged_bytes(parameters: Iterable[Tensor], *, is_eight_bit: bool) -> int:
     return sum(2 * p.numel() * _moment_dtype(p, is_eight_bit=is_eight_bit).itemsize for p in large)
 
 
-_QUANTISED: dict[int, type[Nf4Linear] | type[Int8Linear]] = {4: Nf4Linear, 8: Int8Linear}
-
-
-def quantise(model: nn.Module, bits: int, is_packed: Callable[[str, nn.Module], bool]) -> None:
-    linear = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
-    packed = {id(module) for name, module in linear if is_packed(name, module)}
-    # the type again: a stand-in that takes a freed layer's place may get its id
-    _replace(model, lambda m: _QUANTISED[bits](m) if type(m) is nn.Linear and id(m) in packed else None)
+def quantise(model: nn.Module, bits: int, packed: set[int]) -> None:
+    """`packed`: ids of the linear layers to be replaced."""
+    kind: type[Nf4Linear | Int8Linear] = Nf4Linear if bits == 4 else Int8Linear
+    # the type as well: a stand-in that takes a freed layer's place may get its id
+    _replace(model, lambda m: kind(m) if type(m) is nn.Linear and id(m) in packed else None)
 
 
 def leave_uncast(model: nn.Module) -> None:
@@ -231,8 +219,7 @@ def _varied(layer: LoraLayer, x: Tensor) -> Tensor:
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Under autocast a card computes layer norms in fp32: it keeps their input once more, and what follows gets fp32. A
-    CPU does not."""
+    """Under autocast a card, unlike a CPU, computes them in fp32: it keeps their input again and returns fp32."""
     for module in model.modules():
         if type(module) is nn.LayerNorm:
             module.forward = partial(_widened, module)  # type: ignore[method-assign]
@@ -250,8 +237,7 @@ def fuse_dropout(model: nn.Module) -> None:
 def _replace(model: nn.Module, fake_of: Callable[[nn.Module], nn.Module | None]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            fake = fake_of(child)
-            if fake is not None:
+            if (fake := fake_of(child)) is not None:
                 setattr(parent, name, fake)
 
 
@@ -310,8 +296,7 @@ class DeviceKernels:
     widest_head: int = 256
     """That flash attention over rows of any length supports."""
     has_grouped: bool = True
-    """Whether a grouped product is one kernel; else torch launches one for each group, and waits for the card to learn
-    their sizes."""
+    """Whether a grouped product is one kernel; else torch waits for the groups' sizes and launches one for each."""
 
     def launches(self, func: Any, args: tuple[Any, ...]) -> int:
         """Operations that the host dispatches for one of the rehearsal."""
@@ -322,10 +307,7 @@ class DeviceKernels:
 
     def hidden_bytes(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Blocks that live only inside the kernel."""
-        if self.device == "cpu":
-            return ()
-        hidden = _HIDDEN.get(func)
-        return hidden(args) if hidden is not None else ()
+        return _HIDDEN[func](args) if self.device == "cuda" and func in _HIDDEN else ()
 
     def attention(
         self,
@@ -340,10 +322,12 @@ class DeviceKernels:
         is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """What transformers' SDPA path calls on the device; plain SDPA would choose the CPU's kernel for these
-        tensors."""
+        """What transformers' SDPA path calls on the device; plain SDPA would choose the CPU's kernel."""
         if packed is not None:
-            return self._by_row(module, query, key, value, packed, dropout, scaling), None
+            if self.has_varlen(query, key, value):
+                return flash_packed(query, key, value, packed, dropout=dropout, scaling=scaling), None
+            attend = partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scaling)
+            return row_by_row(attend, query, key, value, packed.lengths), None
         query, key, value = autocast(query, key, value)
         groups = getattr(module, "num_key_value_groups", 1)
         if groups > 1 and (attention_mask is not None or self.attention_kernel == "efficient"):
@@ -358,11 +342,10 @@ class DeviceKernels:
         """Whether rows of any length are one kernel."""
         return self.attention_kernel != "efficient" and has_varlen(query, key, value, self.widest_head)
 
-    def answering(
+    def decode_attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
-        """What `model.attention.for_answers` does: with one token a row, heads that share a key are queries of it; no
-        key is repeated."""
+        """As `model.attention.for_answers`: with one token a row, heads that share a key are queries of it."""
         rows, heads, tokens, _ = query.shape
         if attention_mask is None or tokens != 1 or heads == key.shape[1]:
             return self.attention(module, query, key, value, attention_mask, **more)
@@ -370,14 +353,6 @@ class DeviceKernels:
         side_by_side = query.reshape(rows, key.shape[1], -1, query.shape[3])
         out = self._attend(side_by_side, key, value, _as_bias(attention_mask, query), 0.0, False, more.get("scaling"))
         return out.reshape(rows, 1, heads, value.shape[3]), None
-
-    def _by_row(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scale: float | None
-    ) -> Tensor:
-        if self.has_varlen(q, k, v):
-            return flash_packed(q, k, v, packed, dropout=dropout, scaling=scale)
-        attend = partial(self.attention, module, attention_mask=None, dropout=dropout, scaling=scale)
-        return row_by_row(attend, q, k, v, packed.lengths)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None
@@ -406,12 +381,10 @@ def rehearsed_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """What transformers makes for SDPA when it can read the positions: no mask where attention is just causal."""
-    is_local = local_size is not None and kv_length >= local_size
-    if attention_mask is None and not is_local and q_length in (1, kv_length):
+    window = local_size if local_size is not None and kv_length >= local_size else None
+    if attention_mask is None and window is None and q_length in (1, kv_length):
         return None
-    function = causal_mask_function
-    if is_local and local_size is not None:
-        function = sliding_window_causal_mask_function(local_size)
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     given = kwargs | {"mask_function": function, "allow_is_causal_skip": False, "attention_mask": attention_mask}
     mask: Tensor | None = sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **given)
     return mask
@@ -447,8 +420,7 @@ def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """One workspace: the query's gradient in fp32, those of keys and values for every query head where heads share
-    them, a sum for each row."""
+    """One workspace: the query's gradient in fp32, keys' and values' for every head that shares them, a sum per row."""
     query, key = args[1], args[2]
     shared = query.numel() * 4 if query.shape[1] != key.shape[1] else 0
     return (query.numel() * 4 + shared + prod(query.shape[:3]) * 4 + 512,)

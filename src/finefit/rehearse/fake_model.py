@@ -1,49 +1,79 @@
-"""The model of a rehearsal: built on the meta device as training or an evaluation would load it, then of fake
-tensors."""
+"""What is rehearsed: the config of a step; the model, built on the meta device as training or an evaluation would load
+it, then of fake tensors; and the images of a batch, as large as those of the row with the most image tokens."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from finefit import vision
 from finefit.artifacts.forecasts import TowerSize
+from finefit.artifacts.records import Levers
 from finefit.custom.inputs import custom_on_meta
 from finefit.errors import ModelError
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
 from finefit.model.experts import active_parameters, choose_experts, experts_of
 from finefit.model.load import base_bits, make_trainable, weight_dtype
 from finefit.model.resolve_model import custom_source_in
-from finefit.rehearse.fake_kernels import (
-    DeviceKernels,
-    Int8Linear,
-    Nf4Linear,
-    device_kernels,
-    fuse_dropout,
-    paged_bytes,
-    quantise,
-    rehearsed_mask,
-)
+from finefit.objective.batch import Extra
+from finefit.rehearse import fake_kernels
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block
-from finefit.spec.models import Lora
+from finefit.spec.models import Lora, Tuning
+from finefit.spec.schema import AdamW, Dpo, Objective, Sft
 from finefit.step.forward import keep_reference_copy
 from finefit.step.levers import layers_of, other_layers
-from finefit.vision import auto_class, tower_in, tower_of, unused_modules, vision_forward_in, vision_forward_of
+from finefit.step.state import trainable_of
 from finefit.vision.attention import PIECES, by_piece
+from finefit.vision.family import Grid, ImageGeometry, ImageInput
 
 _ATTENTION = "rehearsed"
 _ENCODERS = (
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """Everything that a rehearsal needs to know."""
+
+    config: dict[str, Any]
+    tuning: Tuning
+    optimizer: AdamW
+    device: Literal["cpu", "cuda"]
+    capability: tuple[int, int]
+    precision: Literal["bf16", "fp16", "fp32"]
+    levers: Levers
+    tokens: int
+    """Of the longest sequence; a micro-batch is padded to it, or packed into as much."""
+    supervised: int
+    """Tokens of a sequence."""
+    accumulates: bool
+    """Whether a step has more than one micro-batch: gradients then wait while the next one is computed."""
+    objective: Objective = field(default_factory=lambda: Sft(kind="sft"))
+    rows_per_step: int | None = None
+    """No pack has more rows; None where that is not known."""
+    validation: tuple[int, int] | None = None
+    """Tokens and supervised tokens of the longest validation row; None where there are none."""
+    grids: tuple[tuple[int, ...], ...] = ()
+    """The images of the row with the most image tokens; every row is assumed to have them, validation rows too."""
+    is_deterministic: bool = False
+    """Then images are attended to one by one, not all by one kernel."""
+    is_quick: bool = False
+    """One micro-batch, gradients and state already there: a little off in reserved memory, without a gradient map."""
+
+    @property
+    def sides(self) -> int:
+        """Sequences of a row: a preference pair has two."""
+        return 2 if isinstance(self.objective, Dpo) else 1
 
 
 def read_config(values: dict[str, Any]) -> PretrainedConfig:
@@ -58,7 +88,7 @@ def read_config(values: dict[str, Any]) -> PretrainedConfig:
         raise ModelError(problem, "`finefit doctor` shows the installed versions") from error
 
 
-def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = False) -> nn.Module:
+def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answers: bool = False) -> nn.Module:
     """`answers`: as an evaluation loads it, where nothing is trained."""
     dtype = weight_dtype(cfg.precision, cfg.tuning)
     if answers and cfg.precision == "bf16":  # an evaluation keeps what is no longer trained in bf16
@@ -66,7 +96,7 @@ def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = Fa
     if (found := custom_source_in(cfg.config)) is not None:
         custom = custom_on_meta(found, cfg.tuning, dtype, answers=answers)
         if kernels.device == "cuda":
-            fuse_dropout(custom)
+            fake_kernels.fuse_dropout(custom)
         return custom
     config = read_config(cfg.config)
     if config.model_type in _ENCODERS and not config.is_decoder:
@@ -76,10 +106,10 @@ def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = Fa
     attention = choose_attention("cpu", (0, 0), cfg.precision, config, packing=cfg.levers.packing and not answers)
     if kernels.device == "cuda" and attention != "eager":
         attention = _ATTENTION
-        AttentionInterface.register(_ATTENTION, kernels.answering if answers else kernels.attention)
+        AttentionInterface.register(_ATTENTION, kernels.decode_attention if answers else kernels.attention)
         has_kernel = (lambda *_: False) if cfg.is_deterministic else kernels.has_varlen
         AttentionInterface.register(_ATTENTION + PIECES, partial(by_piece, kernels.attention, has_kernel))
-        AttentionMaskInterface.register(_ATTENTION, rehearsed_mask)
+        AttentionMaskInterface.register(_ATTENTION, fake_kernels.rehearsed_mask)
     elif answers:
         attention = for_answers(attention)
     with torch.device("meta"):
@@ -89,7 +119,11 @@ def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = Fa
         except KeyError:
             model = _built(config, dtype, "sdpa")
         if bits := base_bits(cfg.tuning):
-            quantise(model, bits, _is_packed(model))
+            head, towers = model.get_output_embeddings(), vision.vision_forward_of(model.config)
+            linear = [(name, id(module)) for name, module in model.named_modules() if type(module) is nn.Linear]
+            # bitsandbytes quantises all but the head, in a vision-language model those of its language tower
+            packed = {at for name, at in linear if towers is None or vision.tower_of(towers, name) == "language"}
+            fake_kernels.quantise(model, bits, packed - {id(head)})
         if answers and not isinstance(cfg.tuning, Lora):  # a checkpoint is a whole model
             trained: nn.Module = model
         else:
@@ -99,7 +133,7 @@ def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = Fa
         else:
             keep_reference_copy(cfg.objective, cfg.tuning, trained)
     if kernels.device == "cuda":
-        fuse_dropout(trained)
+        fake_kernels.fuse_dropout(trained)
     for module in trained.modules():
         if getattr(module, "rope_type", None) in STRETCHED_ROPE:
             # those read the largest position, and fake tensors have no values
@@ -107,19 +141,10 @@ def build_on_meta(cfg: StepConfig, kernels: DeviceKernels, *, answers: bool = Fa
     return trained
 
 
-def _is_packed(model: PreTrainedModel) -> Callable[[str, nn.Module], bool]:
-    """Which linear layers bitsandbytes quantises: all but the head, in a vision-language model those of its language
-    tower."""
-    head, vision_forward = model.get_output_embeddings(), vision_forward_of(model.config)
-    return lambda name, module: (
-        module is not head and (vision_forward is None or tower_of(vision_forward, name) == "language")
-    )
-
-
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     chosen = {"attn_implementation": attention, "experts_implementation": choose_experts()}
     try:
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **chosen)
+        model: PreTrainedModel = vision.auto_class(config).from_config(config, dtype=dtype, **chosen)
     except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         problem = f"{config.model_type} cannot be built as a causal language model: {error}"
         raise ModelError(problem, "name a causal language model") from error
@@ -156,9 +181,9 @@ def materialise_fakes(
 def _dense(module: nn.Module) -> list[Tensor]:
     """What a quantised layer's weights are made from: as they are read, and for 8 bits once more in fp16."""
     match module:
-        case Nf4Linear():
+        case fake_kernels.Nf4Linear():
             dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-        case Int8Linear():
+        case fake_kernels.Int8Linear():
             dtypes = (torch.bfloat16, torch.float16)
         case _:
             return []
@@ -199,10 +224,6 @@ def _widen(model: nn.Module, loaded: torch.dtype) -> None:
             slots[slot] = wide
 
 
-def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFootprint:
     """The size of a model, known without a rehearsal."""
@@ -229,16 +250,26 @@ class ModelFootprint:
 
 def measure_size(cfg: StepConfig) -> ModelFootprint:
     """A quantised parameter counts as the values that it holds."""
-    model = build_on_meta(cfg, device_kernels(cfg.device, cfg.capability, cfg.precision))
+    model = build_on_meta(cfg, fake_kernels.device_kernels(cfg.device, cfg.capability, cfg.precision))
     trained, kind = trainable_of(model), cfg.optimizer.kind
     is_paged, is_eight_bit = kind.startswith("paged"), kind.endswith("8bit")
-    quantised = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    quantised = [module for module in model.modules() if isinstance(module, fake_kernels.Nf4Linear)]
     packed = sum(module.in_features * module.out_features - module.weight.numel() for module in quantised)
     of_experts = [p for experts in experts_of(model).values() for p in experts.parameters()]
-    has_vision = vision_forward_in(model) is not None
+    has_vision = vision.vision_forward_in(model) is not None
+    towers: dict[str, TowerSize] = {}
     tower_names: dict[str, set[str]] = {}
-    for name in trained if has_vision else ():
-        tower_names.setdefault(str(tower_in(model, name)), set()).add(name)
+    values = {id(module.weight): module.in_features * module.out_features for module in quantised}
+    for name, parameter in model.named_parameters() if has_vision else ():
+        tower, count = str(vision.tower_in(model, name)), values.get(id(parameter), parameter.numel())
+        before = towers.get(tower, TowerSize(parameters=0, trainable=0, tensors=0))
+        towers[tower] = TowerSize(
+            parameters=before.parameters + count,
+            trainable=before.trainable + count * parameter.requires_grad,
+            tensors=before.tensors + parameter.requires_grad,
+        )
+        if parameter.requires_grad:
+            tower_names.setdefault(tower, set()).add(name)
     return ModelFootprint(
         parameters=sum(p.numel() for p in model.parameters()) + packed,
         active=active_parameters(model) + packed if of_experts else None,
@@ -247,25 +278,54 @@ def measure_size(cfg: StepConfig) -> ModelFootprint:
         trainable_tensors=len(trained),
         weight_bytes=_bytes(model.parameters()),
         trainable_bytes=_bytes(trained.values()),
-        paged_bytes=paged_bytes(trained.values(), is_eight_bit=is_eight_bit) if is_paged else 0,
-        towers=_towers(model, quantised) if has_vision else {},
+        paged_bytes=fake_kernels.paged_bytes(trained.values(), is_eight_bit=is_eight_bit) if is_paged else 0,
+        towers=towers,
         tower_names={tower: frozenset(names) for tower, names in tower_names.items()},
-        unused=unused_modules(model) if has_vision else (),
+        unused=vision.unused_modules(model) if has_vision else (),
     )
 
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(p.nbytes for p in parameters)
 
 
-def _towers(model: nn.Module, quantised: Iterable[Nf4Linear]) -> dict[str, TowerSize]:
-    total, trained, tensors = Counter[str](), Counter[str](), Counter[str]()
-    values = {id(module.weight): module.in_features * module.out_features for module in quantised}
-    for name, parameter in model.named_parameters():
-        tower, count = str(tower_in(model, name)), values.get(id(parameter), parameter.numel())
-        total[tower] += count
-        trained[tower] += count * parameter.requires_grad
-        tensors[tower] += parameter.requires_grad
-    return {
-        tower: TowerSize(parameters=total[tower], trainable=trained[tower], tensors=tensors[tower]) for tower in total
-    }
+def fake_images(config: Mapping[str, Any], *, rows: int, tokens: int, grids: Sequence[Grid]) -> Extra | None:
+    """Of `rows` equal rows, on the meta device; None for a model that takes no images. Not to be called under fake
+    tensors: a geometry counts and sorts, so it works on blank pixels, and only the shapes of its tensors are kept."""
+    geometry = vision.geometry_of(config)
+    return None if geometry is None else _fake_images(geometry, rows, tokens, tuple(grids))  # type: ignore[arg-type] # every geometry is frozen
+
+
+@lru_cache(maxsize=64)
+def _fake_images(geometry: ImageGeometry, rows: int, tokens: int, grids: tuple[Grid, ...]) -> Extra:
+    """A word before each image, and words to the end. Cached: a model of fewer layers has the same geometry."""
+    row = [ImageInput(grid, geometry.blank_pixels(grid)) for grid in grids]
+    word = int(geometry.image_token == 0)
+    ids = [token for grid in grids for token in (word, *[geometry.image_token] * geometry.num_tokens(grid))]
+    ids += [word] * (tokens - len(ids))
+    ids_BT = np.tile(np.array(ids, dtype=np.int64), (rows, 1))
+    return geometry.extra(ids_BT, [ids_BT.shape[1]] * rows, [row] * rows).moved(
+        lambda tensor: torch.empty_like(tensor, device="meta")
+    )
+
+
+def num_tokens(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
+    """The fewest tokens of a row with these images: theirs, a word before each and one of the answer."""
+    return image_tokens(config, grids) + len(grids) + 1
+
+
+def image_tokens(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
+    geometry = vision.geometry_of(config)
+    return 0 if geometry is None else sum(map(geometry.num_tokens, grids))
+
+
+def fitting(config: Mapping[str, Any], grids: Sequence[Grid], tokens: int) -> tuple[Grid, ...]:
+    """As many of the images as a shorter row has room for."""
+    counts = range(len(grids), 0, -1)
+    return next((tuple(grids[:count]) for count in counts if num_tokens(config, grids[:count]) <= tokens), ())
+
+
+def num_values(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
+    """Of the pixels of these images."""
+    geometry = vision.geometry_of(config)
+    return 0 if geometry is None else sum(part.size for grid in grids for part in geometry.blank_pixels(grid).values())

@@ -16,27 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from finefit.artifacts.records import Levers
-from finefit.evaluate.decoding import DecodeState, decode_step, prefill, vision_prefill
+from finefit.evaluate.decoding import decode_step, prefill, vision_prefill
 from finefit.evaluate.generate import LOGITS_AT_ONCE
 from finefit.model.attention import can_pack
 from finefit.objective.batch import Batch, Extra
+from finefit.rehearse import layer_kinds
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import Rates, instant_seconds
-from finefit.rehearse.fake_images import fake_images, fitting
 from finefit.rehearse.fake_kernels import device_kernels, fake_dense_weight
-from finefit.rehearse.fake_model import build_on_meta, materialise_fakes, read_config
-from finefit.rehearse.layer_kinds import (
-    layer_kinds,
-    names_layers,
-    period_of,
-    tower_cuts,
-    tower_kinds,
-    with_layers,
-    with_tower_layers,
-)
+from finefit.rehearse.fake_model import StepConfig, build_on_meta, fake_images, fitting, materialise_fakes, read_config
 from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.rehearsal import untraceable
-from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import Trace
 from finefit.step.forward import bind
 from finefit.step.levers import apply_levers
@@ -49,13 +39,12 @@ _GROWTHS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRehearsal:
-    """What a batch takes. `new_tokens`: of each row; only the last decode step was executed."""
-
     reserved_bytes: int
     """On a CPU what is allocated."""
     allocated_bytes: int
     trace: Trace
     new_tokens: int
+    """Of each row; only the last decode step was executed."""
 
     def seconds(self, rates: Rates) -> float:
         token = instant_seconds(self.trace, GENERATION, rates)
@@ -68,12 +57,25 @@ def rehearse_answers(
     extra = _extra(cfg, rows, prompt_tokens)
 
     def act(model: nn.Module, recorder: Recorder) -> None:
-        if extra is not None:
-            _answer_images(model, recorder, rows, prompt_tokens, new_tokens, extra)
-        elif can_pack(read_config(cfg.config), prompt_tokens + new_tokens) is None:
-            _answer(model, recorder, rows, prompt_tokens, new_tokens)
-        else:
+        if extra is None and can_pack(read_config(cfg.config), prompt_tokens + new_tokens) is not None:
             _answer_padded_left(model, recorder, rows, prompt_tokens, new_tokens)
+            return
+        # prompts with images pass whole, of others the last token is the first that is decoded; prompts of several rows
+        # differ in length, so the cache of the padding is masked
+        width, least = (prompt_tokens, 1) if extra is not None else (prompt_tokens - 1, 0)
+        ids_BT, lengths = torch.ones(rows, width, dtype=torch.long), [width, *[max(least, width - 1)] * (rows - 1)]
+        if extra is None:
+            context = prefill(model, ids_BT, lengths, max_new_tokens=new_tokens)
+        else:  # the images are freed once they are read
+            context = vision_prefill(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens)
+        tokens_B = torch.ones(rows, dtype=torch.long)
+        recorder.phase = GENERATION
+        decode_step(model, context, tokens_B)
+        _grow(context.cache, new_tokens - 2)
+        context.slots += max(0, new_tokens - 2)
+        _clear_costs(recorder)
+        if new_tokens > 1:
+            decode_step(model, context, tokens_B)
 
     return _rehearsed(cfg, act, new_tokens, mlp_tiles=mlp_tiles, expandable=expandable)
 
@@ -92,9 +94,21 @@ def rehearse_likelihood(
 ) -> GenerationRehearsal:
     """Rows of `tokens` pass once, and the likelihood of `counted` tokens of each is computed."""
     extra = _extra(cfg, rows, tokens)
-    return _rehearsed(
-        cfg, lambda model, _: _read(model, rows, tokens, counted, extra), 0, mlp_tiles=mlp_tiles, expandable=expandable
-    )
+
+    def act(model: nn.Module, _: Recorder) -> None:
+        zeros_N = torch.zeros(rows * counted, dtype=torch.long)
+        ids_BT = torch.ones(rows, tokens, dtype=torch.long)
+        batch = Batch(
+            input_ids_BT=ids_BT,
+            positions_N=zeros_N,
+            targets_N=zeros_N,
+            num_supervised=rows * counted,
+            num_tokens=rows * tokens,
+            extra=None if extra is None else _faked(extra),
+        )
+        bind(model, loss_chunk=LOGITS_AT_ONCE)(batch)
+
+    return _rehearsed(cfg, act, 0, mlp_tiles=mlp_tiles, expandable=expandable)
 
 
 def _rehearsed(
@@ -114,52 +128,9 @@ def _rehearsed(
             raise untraceable(model, recorder, error) from error
     trace = recorder.finish()
     found = replay(trace.stream(), expandable=expandable)
-    reserved = found.reserved_bytes if cfg.device == "cuda" else found.allocated_bytes
-    return GenerationRehearsal(
-        reserved_bytes=reserved, allocated_bytes=found.allocated_bytes, trace=trace, new_tokens=new_tokens
-    )
-
-
-def _read(model: nn.Module, rows: int, tokens: int, counted: int, extra: Extra | None) -> None:
-    zeros_N = torch.zeros(rows * counted, dtype=torch.long)
-    ids_BT = torch.ones(rows, tokens, dtype=torch.long)
-    batch = Batch(
-        input_ids_BT=ids_BT,
-        positions_N=zeros_N,
-        targets_N=zeros_N,
-        num_supervised=rows * counted,
-        num_tokens=rows * tokens,
-        extra=None if extra is None else _faked(extra),
-    )
-    bind(model, loss_chunk=LOGITS_AT_ONCE)(batch)
-
-
-def _answer(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Prompts of several rows differ in length, so the cache of the padding is masked."""
-    width = prompt_tokens - 1
-    ids_BT, lengths = torch.ones(rows, width, dtype=torch.long), [width, *[max(0, width - 1)] * (rows - 1)]
-    _go_on(model, recorder, prefill(model, ids_BT, lengths, max_new_tokens=new_tokens), rows, new_tokens)
-
-
-def _answer_images(
-    model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int, extra: Extra
-) -> None:
-    """Whole prompts pass with their images, which are freed once they are read."""
-    ids_BT = torch.ones(rows, prompt_tokens, dtype=torch.long)
-    lengths = [prompt_tokens, *[max(1, prompt_tokens - 1)] * (rows - 1)]
-    context = vision_prefill(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens)
-    _go_on(model, recorder, context, rows, new_tokens)
-
-
-def _go_on(model: nn.Module, recorder: Recorder, context: DecodeState, rows: int, new_tokens: int) -> None:
-    tokens_B = torch.ones(rows, dtype=torch.long)
-    recorder.phase = GENERATION
-    decode_step(model, context, tokens_B)
-    _grow(context.cache, new_tokens - 2)
-    context.slots += max(0, new_tokens - 2)
-    _clear_costs(recorder)
-    if new_tokens > 1:
-        decode_step(model, context, tokens_B)
+    allocated = found.allocated_bytes
+    reserved = found.reserved_bytes if cfg.device == "cuda" else allocated
+    return GenerationRehearsal(reserved_bytes=reserved, allocated_bytes=allocated, trace=trace, new_tokens=new_tokens)
 
 
 def _answer_padded_left(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int) -> None:
@@ -203,14 +174,15 @@ def extrapolated_bytes(cfg: StepConfig, rehearse: Callable[[StepConfig], Generat
     """The peak of allocated bytes at the price of a few layers: each further layer takes as much, in a vision tower its
     weights alone. Good enough to search by; the chosen batch is rehearsed in full."""
     config = read_config(cfg.config)
-    kinds, all_tower = layer_kinds(config), tower_kinds(config)
-    period = period_of(kinds)
-    tower = all_tower if names_layers(cfg.tuning) else next(tower_cuts(all_tower))[1]
+    kinds, all_tower = layer_kinds.layer_kinds(config), layer_kinds.tower_kinds(config)
+    period = layer_kinds.period_of(kinds)
+    tower = all_tower if layer_kinds.names_layers(cfg.tuning) else next(layer_kinds.tower_cuts(all_tower))[1]
     missing = len(all_tower) - len(tower)
 
     def allocated(num_layers: int) -> int:
-        values = with_layers(cfg.config, kinds[:num_layers]) if num_layers < len(kinds) else cfg.config
-        found = rehearse(replace(cfg, config=with_tower_layers(values, config, tower) if missing else values))
+        values = layer_kinds.with_layers(cfg.config, kinds[:num_layers]) if num_layers < len(kinds) else cfg.config
+        values = layer_kinds.with_tower_layers(values, config, tower) if missing else values
+        found = rehearse(replace(cfg, config=values))
         return found.allocated_bytes + missing * found.trace.loaded(num_layers)
 
     if len(kinds) <= 3 * period:

@@ -8,10 +8,11 @@ and the last is a copy of the one that it is like. Layers whose events do not re
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Cost, Trace
+from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Trace
 
 REHEARSED_PERIODS = 4
 """Periods of a run that are rehearsed: the first, two that must be equal, the last."""
@@ -35,8 +36,7 @@ class LayerRun:
     num_layers: int
     period: int = 1
     like: tuple[int, ...] = ()
-    """Where two kinds of layers differ only in sizes: which of the two middle layers, 0 or 1, each layer between the
-    first and the last is like."""
+    """Where two kinds differ only in sizes: the middle layer, 0 or 1, that each one between first and last is like."""
 
     @property
     def missing(self) -> int:
@@ -55,29 +55,23 @@ def extrapolate(trace: Trace, *stacks: Sequence[LayerRun]) -> Trace:
         end = high = low
         low -= sum(run.rehearsed for run in runs)
         for run in reversed(runs):
-            end -= run.rehearsed
             if run.missing:
-                trace = _repeat(
-                    trace, range(low, high), end + run.rehearsed - (REHEARSED_PERIODS - 1) * run.period, run
-                )
+                trace = _repeat(trace, range(low, high), end - (REHEARSED_PERIODS - 1) * run.period, run)
                 high += run.missing * run.period
-    return _gathered(_warmed_up(trace))
+            end -= run.rehearsed
+    return _resized(trace)
 
 
-def _warmed_up(trace: Trace) -> Trace:
-    """The first piece that loading allocates has the size of all weights."""
+def _resized(trace: Trace) -> Trace:
+    """Loading first allocates the size of all weights; the stack of gradient norms is as long as there are tensors."""
     loaded = [(ident, block) for ident, block in enumerate(trace.blocks) if block.operation == LOADED]
     total = sum(block.num_bytes for ident, block in loaded if trace.category(ident) == "weights")
-    trace.blocks = [replace(block, num_bytes=total) if block.operation == WARM_UP else block for block in trace.blocks]
-    return trace
-
-
-def _gathered(trace: Trace) -> Trace:
-    """The norms of all gradients are stacked, so the stack is as long as there are trained tensors."""
     sizes: dict[int, int] = {}
     norms = 0
     for block, ident in ((trace.blocks[ident], ident) for ident, is_new in trace.events if is_new):
-        if block.operation == _NORM:
+        if block.operation == WARM_UP:
+            sizes[ident] = total
+        elif block.operation == _NORM:
             norms += block.num_bytes
         elif block.operation == _SIDE_BY_SIDE and block.instant == "update":
             sizes[ident], norms = norms or block.num_bytes, 0
@@ -94,11 +88,12 @@ class _Visit:
     unit: int
     instant: str
     events: range
+    key: tuple[int, int] = (0, 0)
+    """(span of one instant, visit of the unit in it): equal units have visits with equal keys."""
 
 
 def _repeat(trace: Trace, stack: range, start: int, run: LayerRun) -> Trace:
-    """Repeats the layers [start, start + period) for the missing periods. Here a unit is a period, and the repeated one
-    has number 1."""
+    """Repeats the layers [start, start + period) for the missing periods. A unit is a period; unit 1 is repeated."""
 
     def unit_of(layer: int) -> int:
         return (layer - start) // run.period + 1 if layer in stack else _NO_UNIT
@@ -107,43 +102,42 @@ def _repeat(trace: Trace, stack: range, start: int, run: LayerRun) -> Trace:
     copies = _Copies(trace, visits, stack, start, run)
     out = Trace(blocks=copies.blocks, categories=copies.categories, host_bytes=trace.host_bytes)
     for at, visit in enumerate(visits):
-        for name, event in trace.marks.items():
-            if event in visit.events:
-                out.marks[name] = len(out.events) + event - visit.events.start
         if visit.unit not in _MIDDLE:
             copies.write_elsewhere(out, visit)
             continue
         places = range(run.missing + 1) if visit.unit == 1 else (run.missing + 1,)
         for place in reversed(places) if visit.unit == 1 and _goes_down(visits, at) else places:
             copies.write(out, visit, place)
-    times = {1: copies.like.count(0), 2: copies.like.count(1)}
-    out.costs, out.operations = _totals(
-        trace, {layer: times[unit_of(layer)] for layer in range(start, start + 2 * run.period)}
-    )
+    # how many layers each layer stands for
+    middle = range(start, start + 2 * run.period)
+    times = {layer: copies.like.count(unit_of(layer) - 1) for layer in middle}
+    out.costs = {
+        key: Counter({cost: count * times.get(key[1], 1) for cost, count in found.items()})
+        for key, found in trace.costs.items()
+    }
+    out.operations = {key: count * times.get(key[1], 1) for key, count in trace.operations.items()}
     return out
 
 
 def _visits(trace: Trace, units: list[int]) -> list[_Visit]:
+    """What happens outside any layer, between visits of one or of neighbouring layers, belongs to the first visit."""
+    parts: list[_Visit] = []
+    for (unit, instant), same in groupby(range(len(units)), key=lambda at: (units[at], trace.instants[at])):
+        events = list(same)
+        parts.append(_Visit(unit, instant, range(events[0], events[-1] + 1)))
     found: list[_Visit] = []
-    begin = 0
-    for at in range(1, len(units) + 1):
-        if at == len(units) or (units[at], trace.instants[at]) != (units[begin], trace.instants[begin]):
-            found.append(_Visit(units[begin], trace.instants[begin], range(begin, at)))
-            begin = at
-    return _joined(found)
-
-
-def _joined(visits: list[_Visit]) -> list[_Visit]:
-    """What happens outside any layer, between two visits of the same or of neighbouring layers, belongs to the first of
-    them."""
-    found: list[_Visit] = []
-    for at, visit in enumerate(visits):
+    for part, after in zip(parts, (*parts[1:], None), strict=True):
         before = found[-1] if found else None
-        after = visits[at + 1] if at + 1 < len(visits) else None
-        if before and before.instant == visit.instant and _continues(before, visit, after):
-            found[-1] = replace(before, events=range(before.events.start, visit.events.stop))
+        if before and before.instant == part.instant and _continues(before, part, after):
+            found[-1] = replace(before, events=range(before.events.start, part.events.stop))
         else:
-            found.append(visit)
+            found.append(part)
+    count: Counter[tuple[int, int]] = Counter()
+    span = 0
+    for at, visit in enumerate(found):
+        span += at > 0 and found[at - 1].instant != visit.instant
+        found[at] = replace(visit, key=(span, count[visit.unit, span]))
+        count[visit.unit, span] += 1
     return found
 
 
@@ -163,18 +157,6 @@ def _goes_down(visits: list[_Visit], at: int) -> bool:
     raise LayersDiffer(f"during {visits[at].instant} layers are not visited in a row")
 
 
-def _keys(visits: list[_Visit]) -> list[tuple[int, int]]:
-    """(span of one instant, visit of the unit in it): equal units have visits with equal keys."""
-    found: list[tuple[int, int]] = []
-    count: Counter[tuple[int, int]] = Counter()
-    span = 0
-    for at, visit in enumerate(visits):
-        span += at > 0 and visits[at - 1].instant != visit.instant
-        found.append((span, count[visit.unit, span]))
-        count[visit.unit, span] += 1
-    return found
-
-
 class _Copies:
     """Blocks of the extrapolated trace: the old ones under their old idents, then those of each copy. The middle has a
     place for each period between the first and the last; `like` says which rehearsed one, 0 or 1, a place copies."""
@@ -182,15 +164,11 @@ class _Copies:
     def __init__(self, trace: Trace, visits: list[_Visit], stack: range, start: int, run: LayerRun) -> None:
         self.trace, self.start, self.run = trace, start, run
         self.like = run.like or (0,) * (run.missing + 1) + (1,)
-        keys = _keys(visits)
+        self.visits = {(visit.unit, visit.key): visit for visit in visits if visit.unit in _MIDDLE}
         self.names: dict[int, _Name] = {}
-        self.visits = {
-            (visit.unit, key): visit for visit, key in zip(visits, keys, strict=True) if visit.unit in _MIDDLE
-        }
-        self.keys = {visit.events.start: key for visit, key in zip(visits, keys, strict=True)}
-        for visit, key in zip(visits, keys, strict=True):
+        for visit in visits:
             fresh = [ident for ident, is_new in (trace.events[event] for event in visit.events) if is_new]
-            self.names |= {ident: (visit.unit, (*key, place)) for place, ident in enumerate(fresh)}
+            self.names |= {ident: (visit.unit, (*visit.key, place)) for place, ident in enumerate(fresh)}
         self.idents = {name: ident for ident, name in self.names.items()}
         self.made: dict[tuple[_Place, int], int] = {}
         self._require_equal()
@@ -198,24 +176,21 @@ class _Copies:
         self.categories = dict(trace.categories)
 
     def _require_equal(self) -> None:
-        """The two in the middle allocate the same, block by block; those of two kinds do the same in the same order,
-        with other sizes."""
+        """The two in the middle allocate the same, block by block; those of two kinds differ only in sizes."""
         found: list[set[object]] = [set(), set()]
-        for (unit, key), visit in self.visits.items():
-            found[unit - 1] |= {(key, *event) for event in self._described(visit)}
+        for visit in self.visits.values():
+            for at, event in enumerate(visit.events):
+                ident, is_new = self.trace.events[event]
+                unit, name = self.names[ident]
+                if self.run.like:
+                    distance = unit if unit == _NO_UNIT else unit - visit.unit
+                    found[visit.unit - 1].add((visit.key, at, is_new, distance, name))
+                elif is_new:
+                    found[visit.unit - 1].add((visit.key, name, self.trace.blocks[ident].num_bytes))
         if not found[0]:
             raise LayersDiffer("a layer has no events")
         if found[0] != found[1]:
             raise LayersDiffer(f"{len(found[0] ^ found[1])} allocations of two equal layers differ")
-
-    def _described(self, visit: _Visit) -> Iterator[tuple[object, ...]]:
-        for at, event in enumerate(visit.events):
-            ident, is_new = self.trace.events[event]
-            unit, name = self.names[ident]
-            if self.run.like:
-                yield at, is_new, unit if unit == _NO_UNIT else unit - visit.unit, name
-            elif is_new:
-                yield name, self.trace.blocks[ident].num_bytes
 
     def _behind(self, block: Block, stack: range) -> Block:
         """Layers after the repeated one are moved; in the same stack their modules are renumbered."""
@@ -227,13 +202,12 @@ class _Copies:
     def write(self, out: Trace, visit: _Visit, place: int) -> None:
         """The events of a place in the middle, copied from the rehearsed unit that it is like."""
         unit = self.like[place] + 1
-        visit = self.visits[unit, self.keys[visit.events.start]]
+        visit = self.visits[unit, visit.key]
         for at in visit.events:
             ident, is_new = self.trace.events[at]
             layer = self.trace.units[at]
-            out.events.append((self._seen_from(ident, unit, place), is_new))
-            out.units.append(layer if layer == OUTSIDE else layer + (place + 1 - unit) * self.run.period)
-            out.instants.append(self.trace.instants[at])
+            moved = layer if layer == OUTSIDE else layer + (place + 1 - unit) * self.run.period
+            out.note(self._seen_from(ident, unit, place), is_new, moved, self.trace.instants[at])
 
     def write_elsewhere(self, out: Trace, visit: _Visit) -> None:
         for at in visit.events:
@@ -241,13 +215,10 @@ class _Copies:
             layer = self.trace.units[at]
             layer += self.run.missing * self.run.period if layer >= self.start + self.run.period else 0
             for found in self._from_elsewhere(ident, visit):
-                out.events.append((found, is_new))
-                out.units.append(layer)
-                out.instants.append(self.trace.instants[at])
+                out.note(found, is_new, layer, self.trace.instants[at])
 
     def _from_elsewhere(self, ident: int, visit: _Visit) -> Iterator[int]:
-        """The neighbour of a later layer is the last of the middle, that of an earlier one the first; events outside
-        all layers refer to all of them."""
+        """For a later layer that of the last in the middle, for an earlier one the first's, outside layers all."""
         unit, name = self.names[ident]
         if unit not in _MIDDLE:
             yield ident
@@ -292,17 +263,6 @@ def _moved(block: Block, shift: int) -> Block:
         return block
     module = re.sub(r"(?<=\.)\d+\b", lambda number: str(int(number[0]) + shift), block.module, count=1)
     return replace(block, unit=block.unit + shift, module=module)
-
-
-def _totals(
-    trace: Trace, times: Mapping[int, int]
-) -> tuple[dict[tuple[str, int], Counter[Cost]], dict[tuple[str, int], int]]:
-    """`times`: how many layers each stands for."""
-    costs = {
-        key: Counter({cost: count * times.get(key[1], 1) for cost, count in found.items()})
-        for key, found in trace.costs.items()
-    }
-    return costs, {key: count * times.get(key[1], 1) for key, count in trace.operations.items()}
 
 
 def find_inconsistencies(trace: Trace) -> Iterator[str]:

@@ -2,24 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig
 
+from finefit.custom.model import custom_family_of
 from finefit.errors import ModelError
 from finefit.model.resolve_model import custom_source_in
-from finefit.rehearse.custom import rehearse_custom
-from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.layer_extrapolation import (
-    REHEARSED_PERIODS,
-    LayerRun,
-    LayersDiffer,
-    extrapolate,
-    find_inconsistencies,
-)
+from finefit.rehearse.allocator import replay
+from finefit.rehearse.cost_model import total_flops
+from finefit.rehearse.fake_kernels import device_kernels
+from finefit.rehearse.fake_model import StepConfig, build_on_meta, read_config
+from finefit.rehearse.layer_extrapolation import LayerRun, LayersDiffer, extrapolate, find_inconsistencies
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.rehearse.step_config import StepConfig
 from finefit.spec.models import Full, Layers, Lora, Subset, Tuning
 from finefit.vision import vision_forward_of
 
@@ -32,7 +30,7 @@ def rehearse_extrapolated(cfg: StepConfig, memo: dict[str, Rehearsal] | None = N
     vision tower belong to no layer, since levers do not count them."""
     memo = {} if memo is None else memo
     if custom_source_in(cfg.config) is not None:
-        return rehearse_custom(cfg, memo)
+        return _rehearse_custom(cfg, memo)
     config = read_config(cfg.config)
     kinds = layer_kinds(config)
     if not kinds or cfg.levers.recompute > len(kinds):
@@ -49,11 +47,7 @@ def _extrapolated(
     """None where all layers have to be executed."""
     deepstack = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     runs = layer_runs(kinds, cfg.levers.recompute, lead=len(deepstack))
-    kept: list[int] = []  # the first layers of each run: whole periods are left out, so the kinds stay in step
-    start = 0
-    for run in runs:
-        kept += range(start, start + run.rehearsed)
-        start += run.num_layers
+    kept = _kept(runs)
     levers = replace(cfg.levers, recompute=sum(layer < cfg.levers.recompute for layer in kept))
     language = with_layers(cfg.config, [kinds[layer] for layer in kept])
     for tower_runs, tower in tower_cuts(tower_kinds(config)):
@@ -77,6 +71,12 @@ def _executed(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal:
     if repr(cfg) not in memo:
         memo[repr(cfg)] = rehearse(cfg)
     return memo[repr(cfg)]
+
+
+def _kept(runs: Sequence[LayerRun]) -> list[int]:
+    """The first layers of each run: whole periods are left out, so the kinds stay in step."""
+    starts = (sum(run.num_layers for run in runs[:at]) for at in range(len(runs)))
+    return [start + at for start, run in zip(starts, runs, strict=True) for at in range(run.rehearsed)]
 
 
 def names_layers(tuning: Tuning) -> bool:
@@ -154,7 +154,7 @@ def tower_cuts(kinds: Sequence[str]) -> Iterator[tuple[tuple[LayerRun, ...], lis
     """Runs of layers with the kinds of those to be rehearsed: the fewest first, all of them last."""
     middle = kinds[1:-1]
     # where one kernel takes pieces of any length, plain and whole layers differ only in sizes
-    if len(kinds) > REHEARSED_PERIODS and set(middle) == {_PLAIN, _WHOLE}:
+    if LayerRun(len(kinds)).missing and set(middle) == {_PLAIN, _WHOLE}:
         like = tuple(int(kind != middle[0]) for kind in middle)
         yield (LayerRun(len(kinds), like=like),), [kinds[0], middle[0], middle[like.index(1)], kinds[-1]]
     runs = [(kind, LayerRun(len(list(same)))) for kind, same in groupby(kinds)]
@@ -164,27 +164,22 @@ def tower_cuts(kinds: Sequence[str]) -> Iterator[tuple[tuple[LayerRun, ...], lis
 
 def with_tower_layers(values: dict[str, Any], config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any]:
     """`values` of `config` with other layers in the tower."""
-    vision, depth = config.vision_config, len(kinds)
+    vision = config.vision_config
     if kinds == tower_kinds(config):
         return values
-    short = dict(values["vision_config"]) | {_depth_key(vision): depth}
+    short = dict(values["vision_config"]) | {_depth_key(vision): len(kinds)}
     for key, kind in (("fullatt_block_indexes", _WHOLE), ("deepstack_visual_indexes", _TAPPED)):
         if hasattr(vision, key):
             short[key] = [at for at, found in enumerate(kinds) if found == kind]
-    return values | {"vision_config": short} | _moved_features(config, kinds)
-
-
-def _moved_features(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any]:
-    depth = getattr(config.vision_config, _depth_key(config.vision_config))
-    old = _features(config, depth)
-    if not old:
-        return {}
-    tapped = [at + 1 for at, kind in enumerate(kinds) if kind == _TAPPED]
-    new = [0] * (old[0] == 0) + tapped + [sum(kind != _UNUSED for kind in kinds)]
-    asked, moved = config.vision_feature_layer, dict(zip(old, new, strict=True))
-    if isinstance(asked, int):
-        return {"vision_feature_layer": moved[asked % (depth + 1)]}
-    return {"vision_feature_layer": [moved[layer % (depth + 1)] for layer in asked]}
+    found = values | {"vision_config": short}
+    old_depth = getattr(vision, _depth_key(vision))
+    if old := _features(config, old_depth):
+        tapped = [at + 1 for at, kind in enumerate(kinds) if kind == _TAPPED]
+        new = [0] * (old[0] == 0) + tapped + [sum(kind != _UNUSED for kind in kinds)]
+        asked, moved = config.vision_feature_layer, dict(zip(old, new, strict=True))
+        layers = [moved[layer % (old_depth + 1)] for layer in ([asked] if isinstance(asked, int) else asked)]
+        found["vision_feature_layer"] = layers[0] if isinstance(asked, int) else layers
+    return found
 
 
 def _features(config: PretrainedConfig, depth: int) -> list[int]:
@@ -197,3 +192,105 @@ def _features(config: PretrainedConfig, depth: int) -> list[int]:
 
 def _depth_key(vision: PretrainedConfig) -> str:
     return "depth" if hasattr(vision, "depth") else "num_hidden_layers"
+
+
+# A custom model's file does not say which of its layers are alike. Those count as alike that have the same class and
+# the same tensors, are in one list and are treated alike; for every model it is verified once that a few of them give
+# the same trace as all of them. The candidate that is chosen is always rehearsed whole.
+
+_KINDS: dict[str, tuple[tuple[str, ...], ...]] = {}
+_PROVED: dict[str, bool] = {}
+"""By config and tuning, for the life of the process."""
+
+
+def _rehearse_custom(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal:
+    """As `rehearse`; a quick rehearsal executes only a few layers where they are proved to represent all."""
+    key = _key(cfg)
+    if not cfg.is_quick or _PROVED.get(key) is False:
+        return _executed(cfg, memo)
+    if key in _PROVED:
+        return _stretched(cfg, memo) or _executed(cfg, memo)
+    whole, few = _executed(cfg, memo), _stretched(cfg, memo)
+    _PROVED[key] = (
+        few is not None  # memory to the byte, work to the operation
+        and total_flops(whole.trace) == total_flops(few.trace)
+        and sum(whole.trace.operations.values()) == sum(few.trace.operations.values())
+        and len(whole.trace.events) == len(few.trace.events)
+        and replay(whole.trace.stream()) == replay(few.trace.stream())
+    )
+    return whole
+
+
+def _key(cfg: StepConfig) -> str:
+    return repr((cfg.config, cfg.tuning, cfg.device, cfg.capability, cfg.precision))
+
+
+def _stretched(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal | None:
+    """None where all layers must be executed."""
+    stacks: list[tuple[LayerRun, ...]] = []
+    before = recompute = 0
+    for kinds in _kinds(cfg):
+        again = [before + at < cfg.levers.recompute for at in range(len(kinds))]
+        sizes = [len(list(same)) for _, same in groupby(zip(kinds, again, strict=True))]
+        # code may keep the output of the layer before the last one
+        stacks.append(tuple(LayerRun(part) for size in sizes for part in (1, size - 1) if part))
+        recompute += sum(again[at] for at in _kept(stacks[-1]))
+        before += len(kinds)
+    if not any(run.missing for runs in stacks for run in runs):
+        return None
+    short = replace(cfg, levers=replace(cfg.levers, recompute=recompute))
+    kept = [_kept(runs) for runs in stacks]
+    key = f"{kept} {short!r}"
+    try:
+        if key not in memo:
+            memo[key] = rehearse(short, adjust=partial(_keep, kept))
+        found = memo[key]
+        trace = extrapolate(found.trace, *stacks)
+    except (LayersDiffer, ModelError):  # code may rely on all of its layers
+        return None
+    return None if found.unreached or any(find_inconsistencies(trace)) else replace(found, trace=trace)
+
+
+def _kinds(cfg: StepConfig) -> tuple[tuple[str, ...], ...]:
+    """Of the layers of each list: what distinguishes one from another."""
+
+    def kind(layer: nn.Module) -> str:
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        return repr((type(layer), [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]))
+
+    key = _key(cfg)
+    if key not in _KINDS:
+        own = custom_family_of(build_on_meta(cfg, device_kernels(cfg.device, cfg.capability, cfg.precision)))
+        assert own is not None
+        lists = _lists(own.module)
+        _KINDS[key] = tuple(tuple(kind(own.module.get_submodule(name)) for name in names) for names in lists)
+    return _KINDS[key]
+
+
+def _lists(module: nn.Module) -> list[list[str]]:
+    """Names of layers by the list that they make up; nothing if a layer is in no list or a list has other members."""
+    named: Sequence[str] = getattr(module, "layers", None) or ()
+    found = [(parent, list(names)) for parent, names in groupby(named, key=lambda name: name.rpartition(".")[0])]
+    is_whole = all(
+        isinstance(layers := module.get_submodule(parent), nn.ModuleList)
+        and names == [f"{parent}.{at}" for at in range(len(layers))]
+        for parent, names in found
+    )
+    is_plain = not isinstance(getattr(type(module), "layers", None), property)
+    return [names for _, names in found] if is_whole and is_plain else []
+
+
+def _keep(kept: Sequence[Sequence[int]], model: nn.Module) -> None:
+    """Removes the other layers from their lists."""
+    own = custom_family_of(model)
+    assert own is not None
+    left: list[str] = []
+    for names, stay in zip(_lists(own.module), kept, strict=True):
+        parent = names[0].rpartition(".")[0]
+        layers = own.module.get_submodule(parent)
+        assert isinstance(layers, nn.ModuleList)
+        for at in reversed(range(len(names))):
+            if at not in stay:
+                del layers[at]
+        left += [f"{parent}.{at}" for at in range(len(stay))]
+    own.module.layers = tuple(left)  # type: ignore[assignment]

@@ -1,5 +1,4 @@
-"""Records every operation on fake tensors: each new storage is an allocation, its finalizer is the free, each operation
-has a cost.
+"""Records operations on fake tensors and their costs: each new storage is an allocation, its finalizer is the free.
 
 Where an event belongs is known without touching the step: in forward by the modules being called, in backward by the
 sequence number of the autograd node, which names the module whose forward made the node, and in the update by the
@@ -10,13 +9,14 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finefit.rehearse.cost_model import INT8_MM, grouped_bytes, is_attention, num_bytes, operation_flops
+from finefit.rehearse.cost_model import INT8_MM, grouped_bytes, is_attention, operation_flops
 from finefit.rehearse.fake_kernels import GROUPED_MM, DeviceKernels, run_kernel
 from finefit.rehearse.trace import OUTSIDE, Block, Cost, Trace
 
@@ -35,8 +35,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = "load"
-        """`load`, `batch`, `step`, `reference`, `validation` or `generation`; within a step the instant follows from
-        what is executed."""
+        """`load`, `batch`, `step`, `reference`, `validation` or `generation`; see `_find_instant`."""
         self.last: tuple[str, str] = ("", "")
         """The current module and operation, named when an operation cannot be rehearsed."""
         self.entered: dict[str, bool] = {}
@@ -56,8 +55,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         unit_of = {id(layer): at for at, layer in enumerate(layers)}
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._entering(name, unit_of.get(id(module))))
-            module.register_forward_hook(self._leaving, always_call=True)
+            module.register_forward_pre_hook(partial(self._enter, name, unit_of.get(id(module))))
+            module.register_forward_hook(self._leave, always_call=True)
 
     def reading(self, read: Callable[P, R]) -> Callable[P, R]:
         """Wraps the backbone: what it executes is the forward, the head is part of the loss."""
@@ -71,17 +70,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return watched
 
-    def _entering(self, name: str, unit: int | None) -> Callable[..., None]:
-        def enter(*_: object) -> None:
-            self.entered[name] = self.entered.get(name, False) or torch.is_grad_enabled()
-            # without a layer of its own: that of the caller, or in backward of the node that recomputes it
-            inherited = self._find_place(torch._C._current_autograd_node(), ())[1] if unit is None else unit
-            self._stack.append((name, inherited))
-            self._note_place()
+    def _enter(self, name: str, unit: int | None, *_: object) -> None:
+        self.entered[name] = self.entered.get(name, False) or torch.is_grad_enabled()
+        # without a layer of its own: that of the caller, or in backward of the node that recomputes it
+        inherited = self._find_place(torch._C._current_autograd_node(), ())[1] if unit is None else unit
+        self._stack.append((name, inherited))
+        self._note_place()
 
-        return enter
-
-    def _leaving(self, *_: object) -> None:
+    def _leave(self, *_: object) -> None:
         self._stack.pop()
         self._note_place()
 
@@ -124,7 +120,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.last = (module, func.name())
         out = run_kernel(func, args, kwargs or {})
         leaves = list(_tensors((out,)))
-        units = self._units(args, module) if isinstance(out, list) else None
+        units = None
+        if isinstance(out, list) and not module and _is_list(args):  # each output belongs where its input does
+            units = [self._unit_of.get(tensor.untyped_storage()._cdata, OUTSIDE) for tensor in args[0]]
         is_new = False
         for at, leaf in enumerate(leaves):
             is_new |= self._born(leaf.untyped_storage(), module, self._unit if units is None else units[at])
@@ -133,15 +131,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # cuBLAS allocates it at a thread's first product, after the result, and keeps it
             self._with_workspace.add(thread)
             self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
-        self._pass_through(self._kernels.hidden_bytes(func, args), module)
+        sizes = self._kernels.hidden_bytes(func, args)
+        hidden = [Block(size, self._instant, module, self.last[1], self._unit) for size in sizes]
+        for ident in [self.trace.allocate(block, self._unit) for block in hidden]:
+            self.trace.free(ident, self._unit, self._instant)
         self._count(func, args, kwargs or {}, out, leaves, is_new)
         return out
-
-    def _units(self, args: tuple[Any, ...], module: str) -> list[int] | None:
-        """Of an operation over lists of tensors: each output belongs where its input does."""
-        if module or not _is_list(args):
-            return None
-        return [self._unit_of.get(tensor.untyped_storage()._cdata, OUTSIDE) for tensor in args[0]]
 
     def _born(self, storage: torch.UntypedStorage, module: str, unit: int) -> bool:
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -159,13 +154,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # the update goes from tensor to tensor; elsewhere a free belongs to the layer being executed
             self.trace.free(ident, unit if self._instant == "update" else self._unit, self._instant)
 
-    def _pass_through(self, sizes: tuple[int, ...], module: str) -> None:
-        """What a kernel allocates and frees inside itself."""
-        unit, instant = self._unit, self._instant
-        blocks = [Block(size, instant, module, self.last[1], unit) for size in sizes]
-        for ident in [self.trace.allocate(block, unit) for block in blocks]:
-            self.trace.free(ident, unit, instant)
-
     def _count(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool
     ) -> None:
@@ -177,13 +165,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
         if self._instant == "update" and lists:
             for tensors in zip(*lists, strict=False):
-                cost = Cost(0, 2 * sum(map(num_bytes, tensors)), False)
+                cost = Cost(0, 2 * sum(t.nbytes for t in tensors), False)
                 self._add_cost(cost, self._unit_of.get(_first_storage(tensors), OUTSIDE))
             return
         given = list(_tensors(args))
-        moved = (
-            grouped_bytes(args[0], args[1], leaves) if func is GROUPED_MM else sum(map(num_bytes, (*given, *leaves)))
-        )
+        is_grouped = func is GROUPED_MM
+        moved = grouped_bytes(args[0], args[1], leaves) if is_grouped else sum(t.nbytes for t in (*given, *leaves))
         is_half = func is INT8_MM or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
         self._add_cost(Cost(flops, moved, is_half, is_attention(self.last[1])), self._unit)
 
@@ -203,8 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.trace.categories[ident] = category
 
     def join(self, tensors: Iterable[Tensor], to: Tensor) -> None:
-        """Operations on these now belong to the layer of `to`: a tensor's step counter is made from no other
-        tensor."""
+        """Operations on these now belong to the layer of `to`: a step counter is made from no other tensor."""
         unit = self._unit_of.get(to.untyped_storage()._cdata, OUTSIDE)
         self._unit_of |= {key: unit for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._unit_of}
 

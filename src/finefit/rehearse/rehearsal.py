@@ -1,46 +1,44 @@
 """The real step, executed on fake tensors: no GPU, no weights.
 
 Two optimizer steps: the first allocates the optimizer's state, the second is the steady state.
+
+Where a trained tensor gets no gradient, the rehearsal says why as far as it can tell. On the path from the model down
+to the tensor, the first module that was called without gradients is where they end. Where there is none, the tensor's
+own module was never called, or its output was never used.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
+from finefit.artifacts.forecasts import grouped_names
 from finefit.custom.inputs import blank_extra
 from finefit.data.order import capacity_of
 from finefit.errors import ModelError
+from finefit.model.adapter import REFERENCE
 from finefit.model.load import weight_dtype
 from finefit.model.resolve_model import custom_source_in
 from finefit.objective.batch import Batch, Extra, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
 from finefit.objective.losses import DpoLoss
-from finefit.rehearse.fake_images import fake_images, num_tokens
-from finefit.rehearse.fake_kernels import (
-    BitsAndBytesAdamW,
-    DeviceKernels,
-    FakeFusedKernels,
-    device_kernels,
-    fake_dense_weight,
-    leave_uncast,
-    widen_norms,
-)
-from finefit.rehearse.fake_model import build_on_meta, materialise_fakes, trainable_of
-from finefit.rehearse.gradients import explain, frozen_adapters
+from finefit.rehearse import fake_kernels
+from finefit.rehearse.fake_model import StepConfig, build_on_meta, fake_images, materialise_fakes, num_tokens
 from finefit.rehearse.recorder import Recorder
-from finefit.rehearse.step_config import StepConfig
 from finefit.rehearse.trace import OUTSIDE, Trace
 from finefit.spec.schema import AdamW
 from finefit.step.forward import autocast_for, bind, eval_without_grad, is_reference_cached, keeps_casts, make_objective
 from finefit.step.levers import apply_levers, layers_of, other_layers
 from finefit.step.optimize import optimizer_step
-from finefit.step.state import make_optimizer
-
-_REFERENCE = "reference"
+from finefit.step.state import make_optimizer, trainable_of
+from finefit.vision import tower_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class Rehearsal:
     """Why, as far as the rehearsal can tell."""
     frozen: tuple[str, ...]
     """Adapters that are not trained."""
-    kernels: DeviceKernels
+    kernels: fake_kernels.DeviceKernels
 
 
 def rehearse(
@@ -61,26 +59,39 @@ def rehearse(
     bend: Callable[[Forward], Forward] = lambda f: f,
 ) -> Rehearsal:
     """`adjust` may change the model before the first step, as user code would, and `bend` the forward."""
-    kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
+    kernels = fake_kernels.device_kernels(cfg.device, cfg.capability, cfg.precision)
     model = build_on_meta(cfg, kernels)
     adjust(model)
-    padded = _validation_config(cfg)
-    extras = _Extras(train=_extra(cfg), validation=None if padded is None else _extra(padded))
+    extra, validation = _extra(cfg), None
+    if cfg.validation is not None:  # its rows are never packed
+        tokens = max(cfg.validation[0], num_tokens(cfg.config, cfg.grids))
+        levers = replace(cfg.levers, packing=False)
+        padded = replace(cfg, tokens=tokens, supervised=cfg.validation[1], levers=levers)
+        validation = padded, _extra(padded)
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         materialise_fakes(
             model, recorder, is_loaded=cfg.device == "cuda", loaded=weight_dtype(cfg.precision, cfg.tuning)
         )
         recorder.watch(model, [*layers_of(model), *other_layers(model)])
-        apply_levers(model, cfg.levers, _HostMemory(recorder.trace), _fused(cfg), fake_dense_weight)
+        fused = fake_kernels.FakeFusedKernels() if cfg.levers.kernels == "fused" and cfg.device == "cuda" else None
+        apply_levers(model, cfg.levers, _HostMemory(recorder.trace), fused, fake_kernels.fake_dense_weight)
         if cfg.device == "cuda" and cfg.precision != "fp32":
-            leave_uncast(model)
-            widen_norms(model)
+            fake_kernels.leave_uncast(model)
+            fake_kernels.widen_norms(model)
         if not trainable_of(model):
             what = ", ".join(frozen_adapters(model)) or "every tensor"
             raise ModelError(f"nothing is trained: {what} is frozen", "leave requires_grad of what is to be trained on")
         optimizer = _optimizer(model, cfg.optimizer, cfg.device)
-        unreached = _steps(cfg, model, optimizer, recorder, bend, extras)
+        forward = bind(
+            model,
+            loss_chunk=cfg.levers.loss_chunk,
+            autocast=autocast_for("cpu", cfg.precision, with_cache=keeps_casts(cfg.tuning, cfg.levers)),
+            is_fused=cfg.levers.kernels == "fused",
+            kernels=fused,
+            watch=recorder.reading,
+        )
+        unreached = _steps(cfg, model, optimizer, recorder, bend(forward), extra, validation)
     return Rehearsal(
         trace=recorder.finish(),
         unreached=unreached,
@@ -90,28 +101,12 @@ def rehearse(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Extras:
-    """What batches have beside their tokens, on the meta device."""
-
-    train: Extra | None
-    validation: Extra | None
-
-
 def _extra(cfg: StepConfig) -> Extra | None:
+    """What a batch has beside its tokens, on the meta device."""
     rows, tokens = cfg.levers.micro_batch, cfg.tokens
     if (found := custom_source_in(cfg.config)) is not None:
         return blank_extra(found, rows=rows, tokens=tokens, supervised=cfg.supervised, sizes=cfg.grids)
     return fake_images(cfg.config, rows=rows * cfg.sides, tokens=tokens, grids=cfg.grids)
-
-
-def _validation_config(cfg: StepConfig) -> StepConfig | None:
-    """Validation rows are never packed."""
-    if cfg.validation is None:
-        return None
-    tokens, supervised = cfg.validation
-    tokens = max(tokens, num_tokens(cfg.config, cfg.grids))
-    return replace(cfg, tokens=tokens, supervised=supervised, levers=replace(cfg.levers, packing=False))
 
 
 def _steps(
@@ -119,31 +114,32 @@ def _steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     recorder: Recorder,
-    bend: Callable[[Forward], Forward],
-    extras: _Extras,
+    forward: Forward,
+    extra: Extra | None,
+    validation: tuple[StepConfig, Extra | None] | None,
 ) -> tuple[str, ...]:
+    """The names of trained tensors that no gradient reached."""
     unreached: list[str] = []
 
     def decide(_: Tensor) -> bool:
-        gradients = {name: p.grad for name, p in trainable_of(model).items()}
-        recorder.name((g for g in gradients.values() if g is not None), "gradients")
+        recorder.name((p.grad for p in trainable_of(model).values() if p.grad is not None), "gradients")
         updated = {id(parameter) for parameter in optimizer.state}  # inside backward, whose gradients are gone by now
         unreached[:] = [name for name, p in trainable_of(model).items() if p.grad is None and id(p) not in updated]
         return True
 
-    forward = bend(_forward(cfg, model, recorder))
     scale = 2.0 if cfg.precision == "fp16" else 1.0  # any scale but 1: the step divides it out again
     objective = _with_reference_instant(make_objective(cfg.objective, cfg.tuning, model, forward), recorder)
     if is_reference_cached(cfg.objective, cfg.tuning):
-        _cache_reference(cfg, model, forward, recorder, extras)
+        recorder.phase = "reference"
+        with eval_without_grad(model):  # before there are gradients and optimizer state; never packed
+            forward(_batch(replace(cfg, levers=replace(cfg.levers, packing=False)), extra))
     if cfg.is_quick:
         _settle(cfg, model, optimizer, recorder)
     for num_batches in (1,) if cfg.is_quick else (1, 2 if cfg.accumulates else 1):
         recorder.phase = "batch"
         recorder.place(OUTSIDE)
-        batches = [_batch(cfg, extras.train) for _ in range(num_batches)]
+        batches = [_batch(cfg, extra) for _ in range(num_batches)]
         recorder.phase = "step"
-        recorder.trace.marks["step"] = len(recorder.trace.events)
         recorder.trace.costs.clear()
         recorder.trace.operations.clear()
         try:
@@ -163,27 +159,12 @@ def _steps(
             raise untraceable(model, recorder, error) from error
         _note_state(optimizer, recorder)
         del batches
-    padded = _validation_config(cfg)
-    if padded is not None:
-        _validate(padded, model, forward, objective, recorder, extras)
+    if validation is not None:
+        recorder.phase = "validation"
+        model.eval()
+        with torch.no_grad():
+            objective(forward, _batch(*validation))
     return tuple(unreached)
-
-
-def _forward(cfg: StepConfig, model: nn.Module, recorder: Recorder) -> Forward:
-    levers = cfg.levers
-    autocast = autocast_for("cpu", cfg.precision, with_cache=keeps_casts(cfg.tuning, levers))
-    return bind(
-        model,
-        loss_chunk=levers.loss_chunk,
-        autocast=autocast,
-        is_fused=levers.kernels == "fused",
-        kernels=_fused(cfg),
-        watch=recorder.reading,
-    )
-
-
-def _fused(cfg: StepConfig) -> FakeFusedKernels | None:
-    return FakeFusedKernels() if cfg.levers.kernels == "fused" and cfg.device == "cuda" else None
 
 
 def _with_reference_instant(objective: Minimised, recorder: Recorder) -> Minimised:
@@ -193,7 +174,7 @@ def _with_reference_instant(objective: Minimised, recorder: Recorder) -> Minimis
     reference = objective.reference
 
     def timed(batch: Batch) -> Tensor:
-        recorder.phase, before = _REFERENCE if recorder.phase == "step" else recorder.phase, recorder.phase
+        recorder.phase, before = "reference" if recorder.phase == "step" else recorder.phase, recorder.phase
         try:
             return reference(batch)
         finally:
@@ -202,15 +183,8 @@ def _with_reference_instant(objective: Minimised, recorder: Recorder) -> Minimis
     return DpoLoss(beta=objective.beta, reference=timed)
 
 
-def _cache_reference(cfg: StepConfig, model: nn.Module, forward: Forward, recorder: Recorder, extras: _Extras) -> None:
-    """Before the first step, without gradients and optimizer state; never packed."""
-    recorder.phase = _REFERENCE
-    with eval_without_grad(model):
-        forward(_batch(replace(cfg, levers=replace(cfg.levers, packing=False)), extras.train))
-
-
 def _settle(cfg: StepConfig, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
-    """As after some steps and, where gradients accumulate, some micro-batches."""
+    """As after some steps, and some micro-batches where gradients accumulate."""
     recorder.phase = "update"
     for parameter in trainable_of(model).values():
         parameter.grad = torch.zeros_like(parameter)
@@ -227,15 +201,6 @@ def _note_state(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         recorder.join(tensors, parameter)
 
 
-def _validate(
-    cfg: StepConfig, model: nn.Module, forward: Forward, objective: Minimised, recorder: Recorder, extras: _Extras
-) -> None:
-    recorder.phase = "validation"
-    model.eval()
-    with torch.no_grad():
-        objective(forward, _batch(cfg, extras.validation))
-
-
 def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
     module, operation = recorder.last
     place = f" in {module}" if module else ""
@@ -248,7 +213,8 @@ def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> Model
 
 def _batch(cfg: StepConfig, extra: Extra | None) -> Batch:
     sequences = cfg.levers.micro_batch * cfg.sides
-    supervised = sequences * cfg.supervised
+    supervised, of_each = sequences * cfg.supervised, (cfg.supervised,) * sequences
+    is_cached = is_reference_cached(cfg.objective, cfg.tuning)
     shape = (1, sequences * cfg.tokens) if cfg.levers.packing else (sequences, cfg.tokens)
     return Batch(
         input_ids_BT=torch.ones(shape, dtype=torch.long),
@@ -257,16 +223,13 @@ def _batch(cfg: StepConfig, extra: Extra | None) -> Batch:
         num_supervised=supervised,
         num_tokens=sequences * cfg.tokens,
         packed=_packed(cfg) if cfg.levers.packing else None,
-        paired=_paired(cfg, sequences) if cfg.sides > 1 else None,
+        paired=Paired(supervised=of_each, reference_R=torch.zeros(sequences) if is_cached else None)
+        if cfg.sides > 1
+        else None,
         lengths=(cfg.tokens,) * sequences,
-        supervised=(cfg.supervised,) * sequences,
+        supervised=of_each,
         extra=None if extra is None else extra.moved(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)),
     )
-
-
-def _paired(cfg: StepConfig, sequences: int) -> Paired:
-    reference = torch.zeros(sequences) if is_reference_cached(cfg.objective, cfg.tuning) else None
-    return Paired(supervised=(cfg.supervised,) * sequences, reference_R=reference)
 
 
 def _packed(cfg: StepConfig) -> Packed:
@@ -286,12 +249,12 @@ def _optimizer(model: nn.Module, spec: AdamW, device: str) -> torch.optim.Optimi
     if spec.kind == "adamw":
         return real
     groups = (copy.copy(group) for group in real.param_groups)
-    return BitsAndBytesAdamW(groups, is_eight_bit=spec.kind.endswith("8bit"), is_paged=spec.kind.startswith("paged"))
+    is_eight_bit, is_paged = spec.kind.endswith("8bit"), spec.kind.startswith("paged")
+    return fake_kernels.BitsAndBytesAdamW(groups, is_eight_bit=is_eight_bit, is_paged=is_paged)
 
 
 class _HostMemory:
-    """Stands for pinned memory, which is counted apart from the device's. One tensor is on its way out, one on its way
-    back."""
+    """Stands for pinned memory, which is counted apart. One tensor is on its way out, one on its way back."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._now = trace, 0
@@ -300,7 +263,7 @@ class _HostMemory:
         self._coming: Tensor | None = None
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        self._now += tensor.numel() * tensor.element_size()
+        self._now += tensor.nbytes
         self._trace.host_bytes = max(self._trace.host_bytes, self._now)
         self._leaving = tensor
         self._waiting.append((tensor.shape, tensor.dtype))
@@ -318,5 +281,86 @@ class _HostMemory:
             return None
         shape, dtype = self._waiting.pop()
         tensor = torch.empty(shape, dtype=dtype)
-        self._now -= tensor.numel() * tensor.element_size()
+        self._now -= tensor.nbytes
         return tensor
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Never called themselves."""
+
+_NO_INPUT = "gets no input (a tower that the batch does not use); feed it, or leave it out of tuning.targets"
+_NO_IMAGE = (
+    "no row has an image; give rows with images, or train the language tower alone "
+    "(tuning.targets without towers, or tuning: {kind: subset, trainable: [language]})"
+)
+_ADAPTER_IS_OFF = "is called without its adapter, which gets no input; unmerge the adapter, or make it the active one"
+_NO_GRAD = "is computed under no_grad; remove it from the forward that makes the call, or do not train these layers"
+_REENTRANT = (
+    "re-entrant checkpointing passes no gradient to layers whose input requires none; use non-reentrant checkpointing "
+    "or enable_input_require_grads()"
+)
+_UNUSED = "its output does not reach the loss: it is dropped, detached, or used only where gradients are off"
+
+
+def explain(
+    model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool], *, shows_images: bool = True
+) -> tuple[str, ...]:
+    """`entered`: the modules that were called, in the order of their first calls, and whether with gradients enabled in
+    any call. `shows_images`: whether any row does."""
+    modules = dict(model.named_modules())
+    places: dict[str, list[str]] = {}  # by cause
+    for name in unreached:
+        if not shows_images and tower_in(model, name) in ("vision", "projector"):
+            places.setdefault(_NO_IMAGE, []).append(f"the tower {tower_in(model, name)}")
+            continue
+        around = [above for above in _path(name)[:-1] if not isinstance(modules[above], _CONTAINERS)]
+        sentence, place = _cause(around[-1], modules, entered)
+        places.setdefault(sentence, []).append(place or "the model")
+    return tuple(f"{', '.join(grouped_names(found))}: {sentence}" for sentence, found in places.items())
+
+
+def frozen_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Attached and then frozen, so that they are not in `unreached`; without the frozen copy for a DPO reference."""
+    found = (name for name, p in model.named_parameters() if "lora_" in name and not p.requires_grad)
+    return tuple(grouped_names(name for name in found if f".{REFERENCE}" not in name))
+
+
+def _cause(owner: str, modules: Mapping[str, nn.Module], entered: Mapping[str, bool]) -> tuple[str, str]:
+    """What is wrong, and with which module."""
+    path = _path(owner)
+    blind = next((at for at, above in enumerate(path) if entered.get(above) is False), None)
+    if owner not in entered and blind is None:
+        called = [f"{name}." for name in entered]
+        silent = next((above for above in path[1:] if not any(name.startswith(f"{above}.") for name in called)), owner)
+        base, adapter, _ = silent.partition(".lora_")
+        return (_ADAPTER_IS_OFF, base) if adapter else (_NO_INPUT, silent)
+    if blind is None:
+        return _UNUSED, owner.partition(".lora_")[0]
+    callers = [at for at in range(blind) if path[at] in entered]
+    if any(_is_reentrant(modules[above]) for above in path[callers[-1] if callers else 0 : blind + 1]):
+        return _REENTRANT, path[blind]
+    # after a trained one its input most likely requires gradients, and no kind of checkpointing stops them
+    before = takewhile(lambda name: name != path[blind], entered)
+    earlier = (p for name in before if entered[name] for p in modules[name].parameters(recurse=False))
+    is_plain = not callers or any(p.requires_grad for p in earlier)
+    return _NO_GRAD if is_plain else f"{_NO_GRAD}; if it is checkpointed: {_REENTRANT}", path[blind]
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    """Whether it checkpoints what it calls, or itself, re-entrantly."""
+    functions: list[Any] = [module.forward]
+    if getattr(module, "gradient_checkpointing", False):
+        functions.append(getattr(module, "_gradient_checkpointing_func", None))
+    for function in functions:
+        given: dict[str, Any] = {}
+        while isinstance(function, partial):
+            given, function = {**function.keywords, **given}, function.func
+        if function is checkpoint and given.get("use_reentrant") in (True, None):
+            return True
+    return False
+
+
+def _path(name: str) -> list[str]:
+    """From the model, whose name is empty, to the module itself."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]

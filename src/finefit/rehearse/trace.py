@@ -2,7 +2,6 @@
 operation; and what one of several cards holds of it when state is sharded."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -45,28 +44,26 @@ class Trace:
     units: list[int] = field(default_factory=list)
     """By event: the layer that was being worked on."""
     instants: list[str] = field(default_factory=list)
-    """By event: the instant."""
+    """By event."""
     categories: dict[int, str] = field(default_factory=dict)
     """Of idents whose owner is known: gradients, optimizer state."""
     costs: dict[tuple[str, int], Counter[Cost]] = field(default_factory=dict)
     """Kernels by (instant, layer)."""
     operations: dict[tuple[str, int], int] = field(default_factory=dict)
     """Operations that the host dispatches, views included, by (instant, layer)."""
-    marks: dict[str, int] = field(default_factory=dict)
-    """Event index at which a part of the rehearsal begins."""
     host_bytes: int = 0
     """Of pinned memory, at its peak."""
 
     def allocate(self, block: Block, unit: int) -> int:
-        ident = len(self.blocks)
         self.blocks.append(block)
-        self.events.append((ident, True))
-        self.units.append(unit)
-        self.instants.append(block.instant)
-        return ident
+        self.note(len(self.blocks) - 1, True, unit, block.instant)
+        return len(self.blocks) - 1
 
     def free(self, ident: int, unit: int, instant: str) -> None:
-        self.events.append((ident, False))
+        self.note(ident, False, unit, instant)
+
+    def note(self, ident: int, is_new: bool, unit: int, instant: str) -> None:
+        self.events.append((ident, is_new))
         self.units.append(unit)
         self.instants.append(instant)
 
@@ -88,11 +85,8 @@ class Trace:
 
     def loaded(self, unit: int) -> int:
         """Bytes of a layer's weights and adapters, rounded as the allocator rounds."""
-        return sum(
-            -(-block.num_bytes // 512) * 512
-            for block in self.blocks
-            if block.unit == unit and block.operation == LOADED
-        )
+        sizes = (block.num_bytes for block in self.blocks if block.unit == unit and block.operation == LOADED)
+        return sum(-(-num_bytes // 512) * 512 for num_bytes in sizes)
 
     def stream(self) -> list[tuple[int, int]]:
         """For the allocator: (ident, bytes), 0 bytes for a free."""
@@ -103,15 +97,11 @@ class Trace:
 
     def components(self, until: int) -> dict[str, int]:
         """Bytes by category after event `until`, rounded as the allocator rounds."""
-        alive: dict[int, int] = {}
-        for ident, is_new in self.events[: until + 1]:
-            if is_new:
-                alive[ident] = -(-self.blocks[ident].num_bytes // 512) * 512
-            else:
-                del alive[ident]
-        total: Counter[str] = Counter()
-        for ident, num_bytes in alive.items():
-            total[self.category(ident)] += num_bytes
+        events, total = self.events[: until + 1], Counter[str]()
+        freed = {ident for ident, is_new in events if not is_new}
+        for ident, is_new in events:
+            if is_new and ident not in freed:
+                total[self.category(ident)] += -(-self.blocks[ident].num_bytes // 512) * 512
         return dict(total.most_common())
 
     def peaks(self) -> dict[str, int]:
@@ -169,7 +159,11 @@ def sharded(trace: Trace, sharding: Sharding, count: int, *, gathers_halves: boo
 
 
 def _extra_bytes(trace: Trace, sharding: Sharding, count: int, *, gathers_halves: bool) -> int:
-    held, trained = list(_held(trace)), list(_trained(trace))
+    loaded = [(trace.category(at), block) for at, block in enumerate(trace.blocks) if block.operation == LOADED]
+    held = [block for category, block in loaded if category in ("weights", "adapters")]
+    adapters = [block for category, block in loaded if category == "adapters"]
+    widened = [block for block in trace.blocks if block.operation == _WIDENED and block.instant == "load"]
+    trained = adapters or widened or held  # adapters where there are some, else what was widened to be trained
     match sharding:
         case "none":
             return 0
@@ -185,23 +179,8 @@ def _extra_bytes(trace: Trace, sharding: Sharding, count: int, *, gathers_halves
             return 2 * _BUCKET_BYTES + copies + largest + live
 
 
-def _held(trace: Trace) -> Iterator[Block]:
-    """The weights and adapters, each once."""
-    for ident, block in enumerate(trace.blocks):
-        if block.operation == LOADED and trace.category(ident) in ("weights", "adapters"):
-            yield block
-
-
-def _trained(trace: Trace) -> list[Block]:
-    """Adapters where there are some, else what was widened to be trained, else all weights."""
-    loaded = [(ident, block) for ident, block in enumerate(trace.blocks) if block.operation == LOADED]
-    adapters = [block for ident, block in loaded if trace.category(ident) == "adapters"]
-    widened = [block for block in trace.blocks if block.operation == _WIDENED and block.instant == "load"]
-    return adapters or widened or list(_held(trace))
-
-
 def _largest_layer(blocks: list[Block]) -> int:
-    held: dict[int, int] = {}
+    held: Counter[int] = Counter()
     for block in blocks:
-        held[block.unit] = held.get(block.unit, 0) + block.num_bytes
+        held[block.unit] += block.num_bytes
     return max((size for unit, size in held.items() if unit != OUTSIDE), default=0)

@@ -1,26 +1,29 @@
-"""The problems that a check found, and what it proved."""
+"""The problems that were found and what was proved, of a spec (`finefit check`) and of a machine (`finefit doctor`)."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from finefit.artifacts.atomic import read_lines
-from finefit.artifacts.forecasts import Forecast, GradientMap, TowerSize
+from finefit.artifacts.forecasts import GradientMap, TowerSize
 from finefit.artifacts.records import Finding
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import Efficiency, Preparation, SourceLedger
+from finefit.preflight.machine import MachineFacts, is_ready
 from finefit.report.forecast import tower_lines
 from finefit.report.layout import GUTTER, gib, plural
 
 if TYPE_CHECKING:
     from finefit.run.check_stages import CheckedPipeline, CheckedStage
 
-
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
+_MACHINE_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _SUPERVISED = "bold green"
 
 
@@ -29,9 +32,23 @@ def show_stage(name: str, stage: "CheckedStage", console: Console, *, is_flat: b
         console.print(f"{name} ({stage.kind})", style="bold")
     if stage.prepared is not None:
         show_ledger(stage.prepared.record, console)
-    if stage.forecast is not None:
-        for line in proved_lines(stage.forecast, stage.efficiency):
-            console.print(line, soft_wrap=True)
+    if (forecast := stage.forecast) is None:
+        return
+    lines = []
+    if forecast.fits:
+        lines.append(f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}")
+    if not forecast.gradients.unreached:
+        lines.append(f"gradients   all {forecast.gradients.trainable:,} trained tensors get one")
+    lines += [f"towers      {line}" for line in tower_lines(forecast.towers)]
+    lines.append(f"rows        longest {forecast.lengths.longest:,} tokens ({forecast.lengths.source})")
+    if (efficiency := stage.efficiency) is not None:
+        grouped = f"{efficiency.grouped:.0%} if padded and grouped by length"
+        padded = grouped if forecast.levers.packing else "padded, grouped by length"
+        own = f"{efficiency.own:.0%} of the tokens computed are rows' own"
+        compared = f"({padded}; {efficiency.in_order:.0%} if padded in the order of the rows)"
+        lines.append(f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {own} {compared}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def show_findings(found: "CheckedPipeline", console: Console) -> None:
@@ -44,24 +61,6 @@ def show_findings(found: "CheckedPipeline", console: Console) -> None:
             console.print(f"  {finding.remedy}", soft_wrap=True)
     if not found.has_errors:
         console.print("no problem was found that stops this run")
-
-
-def proved_lines(forecast: Forecast, efficiency: Efficiency | None) -> list[str]:
-    gradients, lengths = forecast.gradients, forecast.lengths
-    lines = []
-    if forecast.fits:
-        lines.append(f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}")
-    if not gradients.unreached:
-        lines.append(f"gradients   all {gradients.trainable:,} trained tensors get one")
-    lines += [f"towers      {line}" for line in tower_lines(forecast.towers)]
-    lines.append(f"rows        longest {lengths.longest:,} tokens ({lengths.source})")
-    if efficiency is not None:
-        grouped = f"{efficiency.grouped:.0%} if padded and grouped by length"
-        padded = grouped if forecast.levers.packing else "padded, grouped by length"
-        own = f"{efficiency.own:.0%} of the tokens computed are rows' own"
-        compared = f"({padded}; {efficiency.in_order:.0%} if padded in the order of the rows)"
-        lines.append(f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {own} {compared}")
-    return lines
 
 
 def show_example(title: str, pieces: Sequence[tuple[str, bool]], console: Console) -> None:
@@ -78,7 +77,19 @@ def show_example(title: str, pieces: Sequence[tuple[str, bool]], console: Consol
 def check_document(found: "CheckedPipeline") -> dict[str, Any]:
     """What `--json` prints. A flat spec has the keys of its one stage at the top, too."""
     finding_type = TypeAdapter(Finding)
-    stages = {name: _stage_object(stage) for name, stage in found.stages.items()}
+    stages: dict[str, dict[str, Any]] = {}
+    for name, stage in found.stages.items():
+        stages[name] = {"kind": stage.kind}
+        if (forecast := stage.forecast) is not None:
+            stages[name] |= {
+                "ledger": ledger_document(stage.prepared.record) if stage.prepared else None,
+                "layout": TypeAdapter(Efficiency).dump_python(stage.efficiency) if stage.efficiency else None,
+                "gradients": TypeAdapter(GradientMap).dump_python(forecast.gradients, mode="json"),
+                "towers": TypeAdapter(dict[str, TowerSize]).dump_python(forecast.towers, mode="json"),
+                "fits": forecast.fits,
+                "peak_bytes": forecast.peak_bytes,
+                "budget_bytes": forecast.budget_bytes,
+            }
     findings = [{"stage": name} | finding_type.dump_python(finding, mode="json") for name, finding in found.findings]
     return (next(iter(stages.values())) if found.is_flat else {}) | {
         "ok": not found.has_errors,
@@ -87,25 +98,6 @@ def check_document(found: "CheckedPipeline") -> dict[str, Any]:
         "disk_bytes": found.disk_bytes,
         "free_disk_bytes": found.free_disk_bytes,
     }
-
-
-def _stage_object(stage: "CheckedStage") -> dict[str, Any]:
-    forecast = stage.forecast
-    if forecast is None:
-        return {"kind": stage.kind}
-    return {
-        "kind": stage.kind,
-        "ledger": ledger_document(stage.prepared.record) if stage.prepared else None,
-        "layout": TypeAdapter(Efficiency).dump_python(stage.efficiency) if stage.efficiency else None,
-        "gradients": TypeAdapter(GradientMap).dump_python(forecast.gradients, mode="json"),
-        "towers": TypeAdapter(dict[str, TowerSize]).dump_python(forecast.towers, mode="json"),
-        "fits": forecast.fits,
-        "peak_bytes": forecast.peak_bytes,
-        "budget_bytes": forecast.budget_bytes,
-    }
-
-
-_SOURCE = TypeAdapter(SourceLedger)
 
 
 def show_ledger(found: Preparation, console: Console) -> None:
@@ -118,7 +110,8 @@ def show_ledger(found: Preparation, console: Console) -> None:
 
 def ledger_lines(where: StageDir) -> list[str]:
     """One line per source of a run."""
-    entries = [_SOURCE.validate_python(entry) for entry in read_lines(where.ledger) if "read" in entry]
+    ledger = TypeAdapter(SourceLedger)
+    entries = [ledger.validate_python(entry) for entry in read_lines(where.ledger) if "read" in entry]
     return [f"{entry.split} {entry.source}: {'; '.join((*_counts(entry), _tokens(entry)))}" for entry in entries]
 
 
@@ -127,9 +120,8 @@ def _counts(source: SourceLedger) -> Iterator[str]:
         yield plural(source.records, "record")
     if source.read != source.records:
         yield plural(source.read, "row")
-    yield f"{source.used:,} used" + (
-        f" ({source.cut:,} cut, {source.cut_tokens:,} tokens of their prompts lost)" if source.cut else ""
-    )
+    cut = f" ({source.cut:,} cut, {source.cut_tokens:,} tokens of their prompts lost)" if source.cut else ""
+    yield f"{source.used:,} used{cut}"
     if source.dropped:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in source.dropped.items())
         yield f"{sum(source.dropped.values()):,} dropped ({reasons})"
@@ -149,14 +141,71 @@ def _tokens(source: SourceLedger) -> str:
 
 
 def ledger_document(found: Preparation) -> dict[str, Any]:
-    sources = TypeAdapter(list[SourceLedger]).dump_python(list(found.sources), mode="json")
-    return {**_totals(found.sources), "sources": sources}
-
-
-def _totals(sources: Sequence[SourceLedger]) -> dict[str, Any]:
+    """The sums of all sources, and each source."""
     rows = ("records", "read", "used", "cut", "cut_tokens", "examples", "repeated")
     names = (*rows, "tokens", "supervised_tokens", "images")
     dropped: Counter[str] = Counter()
-    for source in sources:
+    for source in found.sources:
         dropped.update(source.dropped)
-    return {name: sum(getattr(source, name) for source in sources) for name in names} | {"dropped": dict(dropped)}
+    totals = {name: sum(getattr(source, name) for source in found.sources) for name in names}
+    sources = TypeAdapter(list[SourceLedger]).dump_python(list(found.sources), mode="json")
+    return {**totals, "dropped": dict(dropped), "sources": sources}
+
+
+def machine_verdict(found: MachineFacts, findings: tuple[Finding, ...]) -> str:
+    if not is_ready(findings):
+        num_errors = sum(finding.level == "error" for finding in findings)
+        return f"not ready to train: fix the {'error' if num_errors == 1 else f'{num_errors} errors'} above first"
+    cuda = [device for device in found.torch.devices if device.name.startswith("cuda")]
+    if not cuda:
+        return "ready to train on cpu"
+    precision = "bf16" if cuda[0].has_bf16 else "fp32: this card has no bf16"
+    return f"ready to train on {cuda[0].name} ({cuda[0].description}, {_gib(cuda[0].memory_bytes)}, {precision})"
+
+
+def machine_document(found: MachineFacts, findings: tuple[Finding, ...]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "machine": asdict(found.machine),
+        "devices": [asdict(device) for device in found.torch.devices],
+        "disks": [asdict(disk) for disk in found.disks],
+        "power": asdict(found.power),
+        "findings": [asdict(finding) for finding in findings],
+        "ready": is_ready(findings),
+    }
+
+
+def show_machine(found: MachineFacts, findings: tuple[Finding, ...], console: Console) -> None:
+    """Text, not markup, because commands hold brackets; not wrapped, because they are copied."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _machine_rows(found):
+        table.add_row(name, Text(value))
+    for name, version in found.machine.versions.items():
+        table.add_row(name, Text(version or "not installed", style="" if version else "yellow"))
+    console.print(table)
+    for finding in findings:
+        level = f"{finding.level}: ", _MACHINE_STYLES[finding.level]
+        console.print(Text.assemble(level, finding.problem, f"\n    {finding.remedy}"), soft_wrap=True)
+    style = "bold green" if is_ready(findings) else "bold red"
+    console.print(Text(machine_verdict(found, findings), style=style), soft_wrap=True)
+
+
+def _machine_rows(found: MachineFacts) -> Iterator[tuple[str, str]]:
+    machine, power = found.machine, found.power
+    yield "python", machine.python
+    yield "platform", machine.platform
+    yield "processor", f"{machine.cpu_model}, {machine.num_cores} cores"
+    yield "memory", _gib(machine.memory_bytes)
+    for disk in found.disks:
+        yield disk.use, f"{_gib(disk.free_bytes)} free in {disk.path}"
+    source = {True: "battery", False: "mains", None: "unknown"}[power.on_battery]
+    yield "power", source if power.percent is None else f"{source}, battery at {power.percent:.0f} %"
+    for card in machine.cards:
+        yield "card", f"{card.name}, {_gib(card.memory_bytes)}, {_gib(card.free_bytes)} free, driver {card.driver}"
+    for device in found.torch.devices:
+        precision = {True: ", bf16", False: ", no bf16", None: ""}[device.has_bf16]
+        yield f"torch {device.name}", f"{device.description}, {_gib(device.memory_bytes)}{precision}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "unknown size" if num_bytes is None else gib(num_bytes)

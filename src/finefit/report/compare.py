@@ -2,7 +2,7 @@
 `compare_page`."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,20 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finefit.compare.records import (
-    Comparison,
-    ItemChange,
-    MetricDifference,
-    Pairing,
-    Prediction,
-    ScoreInterval,
-    Setting,
-    SideDatasetScores,
-    SideScores,
-    TaskComparison,
-)
+from finefit.compare import records
 from finefit.report.layout import SplitTable, duration, gib, shortened, three_digits, visible
-from finefit.report.scores import format_value
+from finefit.report.scores import format_n, format_value
 from finefit.stats.comparisons import Spread
 from finefit.stats.metrics import Metric
 
@@ -83,83 +72,50 @@ class PairingView:
     items: tuple[ItemView, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskView:
-    name: str
-    scores: TableData
-    pairings: tuple[PairingView, ...]
+def compared_names(comparison: records.Comparison) -> str:
+    return " and ".join(side.name for side in comparison.sides)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonView:
-    title: str
-    verdict: str
-    is_one_variable: bool
-    settings: TableData | None
-    other_settings: TableData | None
-    """Settings that cannot change a score."""
-    tasks: tuple[TaskView, ...]
-    predictions: TableData | None
-    warnings: tuple[str, ...]
+def settings_table(title: str, comparison: records.Comparison, settings: Sequence[records.Setting]) -> TableData:
+    def shown(value: object) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    rows = [(setting.key, *map(shown, setting.values)) for setting in settings]
+    return _side_table(title, "setting", comparison, rows, holds_text=True)
 
 
-def comparison_view(comparison: Comparison) -> ComparisonView:
-    return ComparisonView(
-        title=" and ".join(side.name for side in comparison.sides),
-        verdict=comparison.verdict,
-        is_one_variable=comparison.is_one_variable,
-        settings=_settings_table("settings that differ", comparison, comparison.differing),
-        other_settings=_settings_table("no effect on scores", comparison, comparison.without_effect),
-        tasks=tuple(_task_view(comparison, task) for task in comparison.tasks),
-        predictions=_predictions_table(comparison),
-        warnings=comparison.warnings,
-    )
+def _side_table(
+    title: str, first: str, comparison: records.Comparison, rows: Iterable[Iterable[str]], *, holds_text: bool = False
+) -> TableData:
+    columns = (TableCell(first), *(TableCell(side.name, side=at) for at, side in enumerate(comparison.sides)))
+    shown = tuple(TableRow(tuple(map(TableCell, row))) for row in rows)
+    return TableData(title=title, columns=columns, rows=shown, holds_text=holds_text)
 
 
-def _settings_table(title: str, comparison: Comparison, settings: Sequence[Setting]) -> TableData | None:
-    if not settings:
-        return None
-    rows = (TableRow(tuple(map(TableCell, (row.key, *map(_setting_value, row.values))))) for row in settings)
-    return TableData(title=title, columns=_side_columns("setting", comparison), rows=tuple(rows), holds_text=True)
-
-
-def _setting_value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _side_columns(first: str, comparison: Comparison) -> tuple[TableCell, ...]:
-    return (TableCell(first), *(TableCell(side.name, side=at) for at, side in enumerate(comparison.sides)))
-
-
-def _task_view(comparison: Comparison, task: TaskComparison) -> TaskView:
-    scores = TableData(
-        title=f"task {task.task}, 95 % intervals",
-        columns=tuple(map(TableCell, ("model", "n", "coverage", *(metric.name for metric in task.metrics)))),
-        rows=tuple(_score_rows(comparison, task)),
-    )
-    pairings = tuple(_pairing_view(comparison, task, pairing) for pairing in task.pairings)
-    return TaskView(name=task.task, scores=scores, pairings=pairings)
-
-
-def _score_rows(comparison: Comparison, task: TaskComparison) -> Iterator[TableRow]:
+def scores_table(comparison: records.Comparison, task: records.TaskComparison) -> TableData:
+    rows = []
     for group, spreads in zip(comparison.groups, task.spreads, strict=True):
         for at in group.sides:
             name, scored = comparison.sides[at].name, task.scored[at]
-            if scored is None:
-                missing = [TableCell(MISSING, style="missing")] * (2 + len(task.metrics))
-                yield TableRow((TableCell(name, side=at), *missing))
-                continue
-            yield TableRow((TableCell(name, side=at), *_score_cells(task.metrics, scored)))
-            for dataset, part in scored.by_dataset.items():
-                yield TableRow((TableCell(f"{name}, {dataset}"), *_score_cells(task.metrics, part)), "soft")
+            missing = [TableCell(MISSING, style="missing")] * (2 + len(task.metrics))
+            cells = missing if scored is None else _score_cells(task.metrics, scored)
+            rows.append(TableRow((TableCell(name, side=at), *cells)))
+            for dataset, part in ({} if scored is None else scored.by_dataset).items():
+                rows.append(TableRow((TableCell(f"{name}, {dataset}"), *_score_cells(task.metrics, part)), "soft"))
         if len(group.sides) > 1:
             means = (TableCell(format_spread(metric, spreads[metric.name])) for metric in task.metrics)
-            yield TableRow((TableCell("mean over seeds"), TableCell(""), TableCell(""), *means), "mean")
+            rows.append(TableRow((TableCell("mean over seeds"), TableCell(""), TableCell(""), *means), "mean"))
+    return TableData(
+        title=f"task {task.task}, 95 % intervals",
+        columns=tuple(map(TableCell, ("model", "n", "coverage", *(metric.name for metric in task.metrics)))),
+        rows=tuple(rows),
+    )
 
 
-def _score_cells(metrics: Sequence[Metric], scored: SideScores | SideDatasetScores) -> Iterator[TableCell]:
-    available = scored.available if isinstance(scored, SideScores) else scored.n
-    yield TableCell(f"{scored.n:,}" if scored.n == available else f"{scored.n:,} of {available:,}")
+def _score_cells(
+    metrics: Sequence[Metric], scored: records.SideScores | records.SideDatasetScores
+) -> Iterator[TableCell]:
+    yield TableCell(format_n(scored) if isinstance(scored, records.SideScores) else f"{scored.n:,}")
     yield TableCell(f"{scored.coverage:.0%}")
     for metric in metrics:
         if (found := scored.metrics.get(metric.name)) is None:
@@ -168,7 +124,7 @@ def _score_cells(metrics: Sequence[Metric], scored: SideScores | SideDatasetScor
             yield TableCell(format_value(metric, found.value), format_interval(metric, found), "strong")
 
 
-def _pairing_view(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> PairingView:
+def pairing_view(comparison: records.Comparison, task: records.TaskComparison, pairing: records.Pairing) -> PairingView:
     first, second = (comparison.groups[at].name for at in (pairing.first, pairing.second))
     title = f"{second} minus {first}"
     head = ("metric", "first", "second", "difference", "95 % interval", "p", "p (Holm)")
@@ -180,17 +136,21 @@ def _pairing_view(comparison: Comparison, task: TaskComparison, pairing: Pairing
     if not pairing.changes:
         return PairingView(title=title, differences=differences, counts="", items=())
     metric = main_metric(task, pairing)
+    more, less, by = ("larger", "smaller", "in") if metric.better == "neither" else ("better", "worse", "by")
+    counts = f"{pairing.num_better} {more}, {pairing.num_equal} equal, {pairing.num_worse} {less} {by} {metric.name}"
+    if pairing.only_first or pairing.only_second:
+        counts += f"; {pairing.only_first:,} items only in the first, {pairing.only_second:,} only in the second"
     shown = (("most gained", pairing.gained), ("most lost", pairing.lost), ("most reworded", pairing.reworded))
     items = tuple(_item_view(kind, item, (first, second), metric) for kind, found in shown for item in found)
-    return PairingView(title=title, differences=differences, counts=_counts(pairing, metric), items=items)
+    return PairingView(title=title, differences=differences, counts=counts, items=items)
 
 
-def main_metric(task: TaskComparison, pairing: Pairing) -> Metric:
+def main_metric(task: records.TaskComparison, pairing: records.Pairing) -> Metric:
     """The metric that items are ranked by: the first one that both sides have counts for."""
     return next(metric for metric in task.metrics if metric.name == pairing.changes[0].metric)
 
 
-def _difference_row(task: TaskComparison, found: MetricDifference) -> TableRow:
+def _difference_row(task: records.TaskComparison, found: records.MetricDifference) -> TableRow:
     metric = next(metric for metric in task.metrics if metric.name == found.metric)
     style: Style = ""
     if found.is_clear and metric.better != "neither":
@@ -202,15 +162,7 @@ def _difference_row(task: TaskComparison, found: MetricDifference) -> TableRow:
     return TableRow((TableCell(metric.name), *values, difference, interval, *chances))
 
 
-def _counts(pairing: Pairing, metric: Metric) -> str:
-    more, less, by = ("larger", "smaller", "in") if metric.better == "neither" else ("better", "worse", "by")
-    counts = f"{pairing.num_better} {more}, {pairing.num_equal} equal, {pairing.num_worse} {less} {by} {metric.name}"
-    if pairing.only_first or pairing.only_second:
-        counts += f"; {pairing.only_first:,} items only in the first, {pairing.only_second:,} only in the second"
-    return counts
-
-
-def _item_view(kind: str, item: ItemChange, names: tuple[str, str], metric: Metric) -> ItemView:
+def _item_view(kind: str, item: records.ItemChange, names: tuple[str, str], metric: Metric) -> ItemView:
     answers = []
     for name, answer, failure, scores in zip(names, item.answers, item.failures, item.scores, strict=True):
         score = f" ({format_value(metric, scores[metric.name])})" if metric.name in scores else ""
@@ -224,15 +176,10 @@ def _item_view(kind: str, item: ItemChange, names: tuple[str, str], metric: Metr
     )
 
 
-def _predictions_table(comparison: Comparison) -> TableData | None:
-    if not comparison.predictions:
-        return None
-    rows = []
-    for row in comparison.predictions:
-        found = (format_prediction(row, at) for at in range(len(comparison.sides)))
-        rows.append(TableRow(tuple(map(TableCell, (row.quantity, *found)))))
-    columns = _side_columns("quantity", comparison)
-    return TableData(title="predicted -> measured (prediction error)", columns=columns, rows=tuple(rows))
+def predictions_table(comparison: records.Comparison) -> TableData:
+    sides = range(len(comparison.sides))
+    rows = [(row.quantity, *(format_prediction(row, at) for at in sides)) for row in comparison.predictions]
+    return _side_table("predicted -> measured (prediction error)", "quantity", comparison, rows)
 
 
 def format_difference(metric: Metric, value: float) -> str:
@@ -246,10 +193,10 @@ def format_difference(metric: Metric, value: float) -> str:
             return f"{'+' if value > 0 else ''}{three_digits(value)}"
 
 
-def format_interval(metric: Metric, found: ScoreInterval | MetricDifference) -> str:
+def format_interval(metric: Metric, found: records.ScoreInterval | records.MetricDifference) -> str:
     if found.low is None or found.high is None:
         return "unbounded"
-    write = format_difference if isinstance(found, MetricDifference) else format_value
+    write = format_difference if isinstance(found, records.MetricDifference) else format_value
     low, high = (write(metric, end).removesuffix(" pp") for end in (found.low, found.high))
     return f"{low} .. {high}"
 
@@ -267,30 +214,26 @@ def format_spread(metric: Metric, found: Spread) -> str:
     return f"{format_value(metric, found.mean)}{deviation} ({found.n} {'seed' if found.n == 1 else 'seeds'}{missing})"
 
 
-def format_prediction(row: Prediction, at: int) -> str:
-    predicted, measured = row.predicted[at], row.measured[at]
+def format_prediction(row: records.Prediction, at: int) -> str:
+    predicted, measured, shown = row.predicted[at], row.measured[at], _FORMATS[row.unit]
     if predicted is None:
-        return "-" if measured is None else f"{_quantity(row, measured)} measured"
+        return "-" if measured is None else f"{shown(measured)} measured"
     if measured is None:
-        return f"{_quantity(row, predicted)} predicted"
-    return f"{_quantity(row, predicted)} -> {_quantity(row, measured)} ({predicted / measured - 1:+.0%})"
+        return f"{shown(predicted)} predicted"
+    return f"{shown(predicted)} -> {shown(measured)} ({predicted / measured - 1:+.0%})"
 
 
-def _quantity(row: Prediction, value: float) -> str:
-    match row.unit:
-        case "bytes":
-            return gib(value)
-        case "seconds":
-            return duration(value)
-        case "tokens/s":
-            return f"{three_digits(value)}/s"
-        case "money":
-            return f"{value:.2f}"
+_FORMATS: dict[records.QuantityUnit, Callable[[float], str]] = {
+    "bytes": gib,
+    "seconds": duration,
+    "tokens/s": lambda value: f"{three_digits(value)}/s",
+    "money": "{:.2f}".format,
+}
 
 
-def document(comparison: Comparison) -> str:
+def document(comparison: records.Comparison) -> str:
     """What `--json` prints: the record itself. An unbounded end of an interval is null."""
-    return TypeAdapter(Comparison).dump_json(comparison, indent=2).decode()
+    return TypeAdapter(records.Comparison).dump_json(comparison, indent=2).decode()
 
 
 _RICH: dict[str, str] = {"": "", "strong": "bold", "soft": "dim", "good": "green", "bad": "red", "missing": "yellow"}
@@ -298,31 +241,27 @@ _RICH_ROW = {"": "", "soft": "dim", "mean": "bold"}
 _MAX_CELL, _MAX_TEXT, _MAX_LINE = 60, 240, 600
 
 
-def terminal_view(comparison: Comparison) -> RenderableType:
+def terminal_view(comparison: records.Comparison) -> RenderableType:
     """Settings first, then scores, differences, items, and predicted against measured."""
-    return Group(*_terminal_parts(comparison_view(comparison)))
-
-
-def _terminal_parts(view: ComparisonView) -> Iterator[RenderableType]:
-    if view.settings is not None:
-        yield _rich_table(view.settings)
-    yield _plain(view.verdict, "bold" if view.is_one_variable else "bold yellow")
-    if view.other_settings is not None:
-        rows = ([cell.text for cell in row.cells] for row in view.other_settings.rows)
+    parts: list[RenderableType] = []
+    if comparison.differing:
+        parts.append(_rich_table(settings_table("settings that differ", comparison, comparison.differing)))
+    parts.append(_plain(comparison.verdict, "bold" if comparison.is_one_variable else "bold yellow"))
+    if comparison.without_effect:
+        others = settings_table("no effect on scores", comparison, comparison.without_effect)
+        rows = ([cell.text for cell in row.cells] for row in others.rows)
         words = "; ".join(f"{key} {' | '.join(values)}" for key, *values in rows)
-        yield _plain(shortened(f"{view.other_settings.title}: {words}", _MAX_LINE), "dim")
-    for task in view.tasks:
-        yield Text()
-        yield _split_scores(task.scores)
+        parts.append(_plain(shortened(f"{others.title}: {words}", _MAX_LINE), "dim"))
+    for task in comparison.tasks:
+        parts += [Text(), _split_scores(scores_table(comparison, task))]
         for pairing in task.pairings:
-            yield _rich_table(pairing.differences, is_light=True)
-            if pairing.counts:
-                yield _plain(pairing.counts)
-            yield from (part for item in pairing.items for part in _rich_item(item))
-    if view.predictions is not None:
-        yield Text()
-        yield _rich_table(view.predictions)
-    yield from (_plain(f"note: {warning}", "yellow") for warning in view.warnings)
+            view = pairing_view(comparison, task, pairing)
+            parts.append(_rich_table(view.differences, is_light=True))
+            parts += [_plain(view.counts)] if view.counts else []
+            parts += [part for item in view.items for part in (_plain(item.title, "italic"), _rich_item(item))]
+    if comparison.predictions:
+        parts += [Text(), _rich_table(predictions_table(comparison))]
+    return Group(*parts, *(_plain(f"note: {warning}", "yellow") for warning in comparison.warnings))
 
 
 def _plain(text: str, style: str = "") -> Text:
@@ -343,27 +282,23 @@ def _split_scores(scores: TableData) -> RenderableType:
 
 
 def _rich_table(data: TableData, *, is_light: bool = False) -> Table:
-    title = _plain(data.title, "italic") if data.title else None
-    table = Table(title=title, title_justify="left")
+    table = Table(title=_plain(data.title, "italic") if data.title else None, title_justify="left")
     if is_light:
         table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
     for at, column in enumerate(data.columns):
-        is_number = at > 0 and not data.holds_text
-        is_wrapped = data.holds_text and at > 0
-        justify: Literal["left", "right"] = "right" if is_number else "left"
+        justify: Literal["left", "right"] = "right" if at > 0 and not data.holds_text else "left"
+        is_wrapped = at > 0 and data.holds_text
         table.add_column(_plain(column.text), justify=justify, no_wrap=not is_wrapped, overflow="fold")
     for row in data.rows:
-        table.add_row(*map(_rich_cell, row.cells), style=_RICH_ROW[row.kind], end_section=row.kind == "mean")
+        cells = []
+        for cell in row.cells:
+            text = Text(shortened(visible(cell.text), _MAX_CELL), style=_RICH[cell.style])
+            cells.append(Text.assemble(text, (f"  {visible(cell.detail)}", "dim")) if cell.detail else text)
+        table.add_row(*cells, style=_RICH_ROW[row.kind], end_section=row.kind == "mean")
     return table
 
 
-def _rich_cell(cell: TableCell) -> Text:
-    text = Text(shortened(visible(cell.text), _MAX_CELL), style=_RICH[cell.style])
-    return Text.assemble(text, (f"  {visible(cell.detail)}", "dim")) if cell.detail else text
-
-
-def _rich_item(item: ItemView) -> Iterator[RenderableType]:
-    yield _plain(item.title, "italic")
+def _rich_item(item: ItemView) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -372,7 +307,7 @@ def _rich_item(item: ItemView) -> Iterator[RenderableType]:
     for label, answer, failure in item.answers:
         failed = ("", "") if failure is None else (f"  ({visible(failure)})", "yellow")
         table.add_row(_plain(label), Text.assemble(_one_line(answer), failed))
-    yield table
+    return table
 
 
 def _one_line(text: str) -> Text:
@@ -382,30 +317,23 @@ def _one_line(text: str) -> Text:
 _SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#$"} | {"\n": " ", "\t": " "})
 
 
-def markdown(comparison: Comparison) -> str:
+def markdown(comparison: records.Comparison) -> str:
     """The tables, for a paper or a pull request."""
-    return "\n".join(_markdown_lines(comparison_view(comparison))) + "\n"
-
-
-def _markdown_lines(view: ComparisonView) -> Iterator[str]:
-    yield f"# {_escaped(view.title)}"
-    yield f"\n{_escaped(sentence(view.verdict))}"
-    if view.settings is not None:
-        yield from _markdown_table(view.settings)
-    for task in view.tasks:
-        yield f"\n## {_escaped(task.name)}"
-        yield from _markdown_table(task.scores)
+    lines = [f"# {_escaped(compared_names(comparison))}", f"\n{_escaped(sentence(comparison.verdict))}"]
+    if comparison.differing:
+        lines += _markdown_table(settings_table("settings that differ", comparison, comparison.differing))
+    for task in comparison.tasks:
+        lines += [f"\n## {_escaped(task.task)}", *_markdown_table(scores_table(comparison, task))]
         for pairing in task.pairings:
-            yield f"\n**{_escaped(pairing.differences.title)}**"
-            yield from _markdown_table(pairing.differences)
-        if task.pairings:
-            yield f"\n{METHOD}"
-    if view.predictions is not None:
-        yield f"\n## {_escaped(sentence(view.predictions.title).rstrip('.'))}"
-        yield from _markdown_table(view.predictions)
-    if view.warnings:
-        yield ""
-        yield from (f"- {_escaped(warning)}" for warning in view.warnings)
+            differences = pairing_view(comparison, task, pairing).differences
+            lines += [f"\n**{_escaped(differences.title)}**", *_markdown_table(differences)]
+        lines += [f"\n{METHOD}"] if task.pairings else []
+    if comparison.predictions:
+        predictions = predictions_table(comparison)
+        lines += [f"\n## {_escaped(sentence(predictions.title).rstrip('.'))}", *_markdown_table(predictions)]
+    if comparison.warnings:
+        lines += ["", *(f"- {_escaped(warning)}" for warning in comparison.warnings)]
+    return "\n".join(lines) + "\n"
 
 
 def sentence(text: str) -> str:
@@ -413,14 +341,13 @@ def sentence(text: str) -> str:
 
 
 def _markdown_table(data: TableData) -> Iterator[str]:
-    yield f"\n{_markdown_row(data.columns)}"
+    def line(cells: Sequence[TableCell]) -> str:
+        texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in cells)
+        return f"| {' | '.join(map(_escaped, texts))} |"
+
+    yield f"\n{line(data.columns)}"
     yield f"|{'---|' * len(data.columns)}"
-    yield from (_markdown_row(row.cells) for row in data.rows)
-
-
-def _markdown_row(cells: Sequence[TableCell]) -> str:
-    texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in cells)
-    return f"| {' | '.join(map(_escaped, texts))} |"
+    yield from (line(row.cells) for row in data.rows)
 
 
 def _escaped(text: str) -> str:

@@ -16,17 +16,7 @@ from finefit.artifacts.atomic import write_text
 from finefit.artifacts.records import read_record
 from finefit.compare.records import Comparison, Pairing, TaskComparison
 from finefit.errors import UserError
-from finefit.report.compare import (
-    METHOD,
-    ComparisonView,
-    ItemView,
-    TableCell,
-    TableData,
-    comparison_view,
-    main_metric,
-    markdown,
-    sentence,
-)
+from finefit.report import compare
 from finefit.report.layout import shortened, visible
 from finefit.report.scores import format_value
 from finefit.stats.metrics import Metric
@@ -42,10 +32,8 @@ _INSTALL = "pip install 'finefit[plots]'"
 
 def page(comparison: Comparison) -> str:
     if find_spec("matplotlib") is None:
-        raise UserError(
-            "the page needs matplotlib for its plots, and matplotlib is not installed",
-            f"{_INSTALL}; --markdown, --json and the terminal work without it",
-        )
+        problem = "the page needs matplotlib for its plots, and matplotlib is not installed"
+        raise UserError(problem, f"{_INSTALL}; --markdown, --json and the terminal work without it")
     return _page(comparison, has_plots=True)
 
 
@@ -53,81 +41,84 @@ def write_files(record: Path) -> None:
     """A stage that compares always gets its page; without matplotlib the page says what is missing."""
     found = read_record(record, Comparison)
     write_text(record.with_suffix(".html"), _page(found, has_plots=find_spec("matplotlib") is not None))
-    write_text(record.with_suffix(".md"), markdown(found))
+    write_text(record.with_suffix(".md"), compare.markdown(found))
 
 
 def _page(comparison: Comparison, *, has_plots: bool) -> str:
-    view = comparison_view(comparison)
     style = files("finefit.report").joinpath("compare.css").read_text(encoding="utf-8")
-    missing = f"<p class=warn>This page has no plots, because matplotlib is not installed: {_text(_INSTALL)}</p>"
-    parts = (
+    title = _text(compare.compared_names(comparison))
+    parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        f"<title>{_text(view.title)}</title>\n<style>{style}</style>\n</head>\n<body>",
-        f'<p class="soft">finefit compare</p>\n<h1>{_text(view.title)}</h1>',
-        "" if has_plots else missing,
-        *_settings(view),
-        *(part for at in range(len(view.tasks)) for part in _task(comparison, view, at, has_plots=has_plots)),
-        *_training(comparison, view, has_plots=has_plots),
-        *_notes(view),
-        "</body>\n</html>\n",
-    )
-    return "\n".join(filter(None, parts))
+        f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>",
+        f'<p class="soft">finefit compare</p>\n<h1>{title}</h1>',
+    ]
+    if not has_plots:
+        missing = f"because matplotlib is not installed: {_text(_INSTALL)}"
+        parts.append(f"<p class=warn>This page has no plots, {missing}</p>")
+    parts.append("<h2>Settings that differ</h2>")
+    kind = "verdict" if comparison.is_one_variable else "verdict mixed"
+    parts.append(f'<p class="{kind}">{_text(compare.sentence(comparison.verdict))}</p>')
+    if comparison.differing:
+        parts.append(_table(compare.settings_table("", comparison, comparison.differing)))
+    if others := comparison.without_effect:
+        parts.append(f"<details><summary>{len(others)} more that have no effect on scores</summary>")
+        parts.append(f"{_table(compare.settings_table('', comparison, others))}</details>")
+    parts += [part for task in comparison.tasks for part in _task(comparison, task, has_plots=has_plots)]
+    if comparison.curves and has_plots:
+        parts += ["<h2>Training</h2>", _figure(_loss_plot(comparison), "loss by step; dots are validation")]
+    if comparison.predictions:
+        predictions = compare.predictions_table(comparison)
+        parts += [f"<h2>{_text(compare.sentence(predictions.title).rstrip('.'))}</h2>", _table(predictions)]
+    if comparison.warnings:
+        parts.append(f"<h2>Notes</h2><ul>{''.join(f'<li>{_text(one)}</li>' for one in comparison.warnings)}</ul>")
+    return "\n".join([*parts, "</body>\n</html>\n"])
 
 
 def _text(text: str) -> str:
     return escape(visible(text))
 
 
-def _settings(view: ComparisonView) -> Iterator[str]:
-    yield "<h2>Settings that differ</h2>"
-    kind = "verdict" if view.is_one_variable else "verdict mixed"
-    yield f'<p class="{kind}">{_text(sentence(view.verdict))}</p>'
-    if view.settings is not None:
-        yield _table(view.settings)
-    if view.other_settings is not None:
-        yield f"<details><summary>{len(view.other_settings.rows)} more that have no effect on scores</summary>"
-        yield f"{_table(view.other_settings)}</details>"
-
-
-def _task(comparison: Comparison, view: ComparisonView, at: int, *, has_plots: bool) -> Iterator[str]:
-    task, shown = comparison.tasks[at], view.tasks[at]
-    yield f"<h2>Task {_text(shown.name)}</h2>"
-    yield _table(shown.scores)
+def _task(comparison: Comparison, task: TaskComparison, *, has_plots: bool) -> Iterator[str]:
+    yield f"<h2>Task {_text(task.task)}</h2>"
+    yield _table(compare.scores_table(comparison, task))
     if has_plots:
         for metric in task.metrics:
-            yield from _figure(score_plot(comparison, task, metric), f"{metric.name} with its 95 % interval")
-    if shown.pairings:
+            if (svg := _score_plot(comparison, task, metric)) is not None:
+                yield _figure(svg, f"{metric.name} with its 95 % interval")
+    shown = [compare.pairing_view(comparison, task, pairing) for pairing in task.pairings]
+    if shown:
         yield "<h3>Differences on the same items</h3>"
-        for pairing in shown.pairings:
+        for pairing in shown:
             yield f"<h4>{_text(pairing.differences.title)}</h4>{_table(pairing.differences)}"
-        yield f'<p class="soft">{_text(METHOD)}</p>'
-        if has_plots:
-            yield from _figure(difference_plot(comparison, task), "differences with their 95 % intervals")
-    for recorded, pairing in zip(task.pairings, shown.pairings, strict=True):
+        yield f'<p class="soft">{_text(compare.METHOD)}</p>'
+        if has_plots and (svg := _difference_plot(comparison, task)) is not None:
+            yield _figure(svg, "differences with their 95 % intervals")
+    for recorded, pairing in zip(task.pairings, shown, strict=True):
         if pairing.counts:
-            yield f"<h3>Item by item: {_text(pairing.title)}</h3><p>{_text(sentence(pairing.counts))}</p>"
+            yield f"<h3>Item by item: {_text(pairing.title)}</h3><p>{_text(compare.sentence(pairing.counts))}</p>"
             if has_plots:
-                yield from _figure(item_plot(comparison, task, recorded), "change of each item, largest gain first")
+                yield _figure(_item_plot(comparison, task, recorded), "change of each item, largest gain first")
             yield from map(_item, pairing.items)
 
 
-def _table(data: TableData) -> str:
-    def is_number(at: int) -> bool:
-        return at > 0 and not data.holds_text
+def _figure(svg: str, caption: str) -> str:
+    return f'<figure role="img" aria-label="{_text(caption)}">{svg}</figure>'
 
-    head = "".join(f"<th{' class=n' if is_number(at) else ''}>{_cell(c)}</th>" for at, c in enumerate(data.columns))
-    lines = []
-    for row in data.rows:
-        cells = "".join(f"<td{' class=n' if is_number(at) else ''}>{_cell(c)}</td>" for at, c in enumerate(row.cells))
-        lines.append(f"<tr{f' class={row.kind}' if row.kind else ''}>{cells}</tr>")
+
+def _table(data: compare.TableData) -> str:
+    def line(cells: Sequence[compare.TableCell], tag: str) -> str:
+        of_number = "" if data.holds_text else " class=n"
+        return "".join(f"<{tag}{of_number if at else ''}>{_cell(cell)}</{tag}>" for at, cell in enumerate(cells))
+
+    rows = (f"<tr{f' class={row.kind}' if row.kind else ''}>{line(row.cells, 'td')}</tr>" for row in data.rows)
     kind = " class=settings" if data.holds_text else ""
-    table = f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    return f'<div class="wide">{table}</div>'
+    head = f"<thead><tr>{line(data.columns, 'th')}</tr></thead>"
+    return f'<div class="wide"><table{kind}>{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _cell(cell: TableCell) -> str:
+def _cell(cell: compare.TableCell) -> str:
     dot = "" if cell.side is None else f'<span class="dot" style="background:{_colour(cell.side)}"></span>'
     text = _text(shortened(cell.text, _MAX_CELL))
     if cell.style:
@@ -135,7 +126,7 @@ def _cell(cell: TableCell) -> str:
     return f'{dot}{text} <span class="soft">{_text(cell.detail)}</span>' if cell.detail else f"{dot}{text}"
 
 
-def _item(item: ItemView) -> str:
+def _item(item: compare.ItemView) -> str:
     parts = [f'<div class="both"><h4>prompt</h4>{_pre(item.prompt)}</div>']
     parts.append(f'<div class="both"><h4>reference</h4>{_pre(item.reference)}</div>')
     for label, answer, failure in item.answers:
@@ -149,28 +140,7 @@ def _pre(text: str) -> str:
     return f'<pre dir="auto">{_text(shortened(text.strip(), _MAX_TEXT))}</pre>'
 
 
-def _training(comparison: Comparison, view: ComparisonView, *, has_plots: bool) -> Iterator[str]:
-    if comparison.curves and has_plots:
-        yield "<h2>Training</h2>"
-        yield from _figure(loss_plot(comparison), "loss by step; dots are validation")
-    if view.predictions is not None:
-        yield f"<h2>{_text(sentence(view.predictions.title).rstrip('.'))}</h2>"
-        yield _table(view.predictions)
-
-
-def _notes(view: ComparisonView) -> Iterator[str]:
-    if view.warnings:
-        yield f"<h2>Notes</h2><ul>{''.join(f'<li>{_text(warning)}</li>' for warning in view.warnings)}</ul>"
-
-
-def _figure(svg: str | None, caption: str) -> Iterator[str]:
-    if svg is not None:
-        yield f'<figure role="img" aria-label="{_text(caption)}">{svg}</figure>'
-
-
-# Plots, as SVG text that takes the page's colours.
-
-_INK = "#010203"  # replaced by the page's text colour
+_INK = "#010203"  # in the SVG text of a plot, replaced by the page's text colour
 _GROUND = "#040506"  # replaced by the page's background
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#06b6d4", "#ec4899")
 _GAIN, _LOSS = "#10b981", "#ef4444"
@@ -196,7 +166,7 @@ def _colour(side: int) -> str:
     return _COLOURS[side % len(_COLOURS)]
 
 
-def loss_plot(comparison: Comparison) -> str:
+def _loss_plot(comparison: Comparison) -> str:
     """Training losses are lines, validation losses are dots."""
 
     def draw(axes: "Axes") -> None:
@@ -218,7 +188,7 @@ def loss_plot(comparison: Comparison) -> str:
     return _svg("losses", draw, height=3.2)
 
 
-def score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> str | None:
+def _score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> str | None:
     """The score of every side with its interval, the first on top."""
     scored = [(at, found.metrics.get(metric.name)) for at, found in enumerate(task.scored) if found is not None]
     cells = [(at, cell) for at, cell in scored if cell is not None]
@@ -239,7 +209,7 @@ def score_plot(comparison: Comparison, task: TaskComparison, metric: Metric) -> 
     return _svg(f"scores {task.task} {metric.name}", draw, height=0.75 + 0.45 * len(cells))
 
 
-def difference_plot(comparison: Comparison, task: TaskComparison) -> str | None:
+def _difference_plot(comparison: Comparison, task: TaskComparison) -> str | None:
     """Shares and points in one plot; other metrics have no common scale and are only in the table."""
     metrics = {metric.name: metric for metric in task.metrics}
     pairs = ((pairing, change) for pairing in task.pairings for change in pairing.changes)
@@ -264,9 +234,9 @@ def difference_plot(comparison: Comparison, task: TaskComparison) -> str | None:
     return _svg(f"differences {task.task}", draw, height=0.75 + 0.36 * len(bounded))
 
 
-def item_plot(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> str:
+def _item_plot(comparison: Comparison, task: TaskComparison, pairing: Pairing) -> str:
     """The change of every item, the largest gain first."""
-    metric = main_metric(task, pairing)
+    metric = compare.main_metric(task, pairing)
     scale = 100 if metric.unit == "share" else 1
     changes = [scale * change for change in pairing.item_changes]
 

@@ -2,12 +2,11 @@
 
 Lines are laid out by hand so that a file gets plain lines without trailing spaces."""
 
-import math
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -17,6 +16,9 @@ C = TypeVar("C")
 GUTTER, GAP = 12, 2
 MIN_ROOM = 24
 """Minimum width of a column whose text is wrapped."""
+PLAIN_TABLE: dict[str, Any] = {"title_justify": "left", "box": None, "padding": (0, 2, 0, 0)}
+"""Arguments of a rich table without lines."""
+_DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def print_lines(console: Console, lines: Iterable[Text]) -> None:
@@ -57,27 +59,23 @@ def table(
     header = [Text(name, style="dim") for name in columns] + [Text(last if any(beside) else "", style="dim")]
     yield from _table_lines(header, [*columns, last], widths, right)
     for row, is_beside in zip(rows, beside, strict=True):
-        words = _unpadded(row[last].wrap(console, max(width_left, 1))) if is_beside else Text()
+        words = Text()
+        if is_beside:
+            words = Text("\n").join(trimmed(line) for line in row[last].wrap(console, max(width_left, 1)))
         yield from _table_lines([*(row[name] for name in columns), words], [*columns, last], widths, right)
         for under in filter(None, [row[name] for name in moved] + ([] if is_beside else [row[last]])):
             yield from hanging(console, Text(), under, indent=widths[columns[0]] + GAP, width=console.width)
-
-
-def _unpadded(lines: Iterable[Text]) -> Text:
-    return Text("\n").join(trimmed(line) for line in lines)
 
 
 def _table_lines(
     row: Iterable[Text], columns: Sequence[str], widths: Mapping[str, int], right: Collection[str]
 ) -> Iterator[Text]:
     for cells in zip_longest(*(cell.split("\n") for cell in row), fillvalue=Text()):
-        line = [_padded(cell, widths[name], name in right) for name, cell in zip(columns, cells, strict=True)]
+        line = []
+        for name, cell in zip(columns, cells, strict=True):
+            padding = Text(" " * (widths[name] - len(cell)))
+            line.append(padding + cell if name in right else cell + padding)
         yield trimmed(Text(" " * GAP).join(line))
-
-
-def _padded(cell: Text, width: int, is_right: bool) -> Text:
-    padding = Text(" " * (width - len(cell)))
-    return padding + cell if is_right else cell + padding
 
 
 def trimmed(line: Text) -> Text:
@@ -95,17 +93,16 @@ class SplitTable(Generic[C]):
     """Makes a table of some of the columns; True for the first one, which has the title."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = console.options.update(max_width=10_000)
+
+        def fits(columns: Sequence[C]) -> bool:
+            return console.measure(self.table(columns, False), options=unlimited).maximum <= options.max_width
+
         left, is_first = list(self.columns), True
         while left or is_first:
-            count = next((n for n in range(len(left), 1, -1) if self._width(console, left[:n]) <= options.max_width), 1)
+            count = next((n for n in range(len(left), 1, -1) if fits(left[:n])), 1)
             yield self.table(left[:count], is_first)
             left, is_first = left[count:], False
-
-    def _width(self, console: Console, columns: Sequence[C]) -> int:
-        return console.measure(self.table(columns, False), options=console.options.update(max_width=10_000)).maximum
-
-
-_DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def gib(num_bytes: float) -> str:
@@ -135,11 +132,6 @@ def three_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,g}"
 
 
-def finite(value: float) -> float | None:
-    """For JSON, which has no infinity."""
-    return value if math.isfinite(value) else None
-
-
 def apportion(weights: Sequence[int], total: int) -> list[int]:
     """Integers in proportion to the weights that sum to `total`, so that rounded figures still add up."""
     whole = max(sum(weights), 1)
@@ -153,13 +145,12 @@ def apportion(weights: Sequence[int], total: int) -> list[int]:
 def visible(text: str) -> str:
     """Control characters and marks that change the writing direction are spelled out, so that an answer can neither
     steer a terminal nor break a page. Joiners, which scripts and emoji need, stay."""
-    return "".join(f"\\u{ord(c):04x}" if _is_unprintable(c) else c for c in text)
 
+    def is_unprintable(character: str) -> bool:
+        is_control = character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs", "Co", "Cn")
+        return is_control or character in _DIRECTION_MARKS
 
-def _is_unprintable(character: str) -> bool:
-    if character in _DIRECTION_MARKS:
-        return True
-    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs", "Co", "Cn")
+    return "".join(f"\\u{ord(c):04x}" if is_unprintable(c) else c for c in text)
 
 
 def shortened(text: str, max_characters: int) -> str:

@@ -1,12 +1,11 @@
-"""The progress of a run, read from its records alone: the same for the process that started it and for any other. One
-line renews itself on a terminal; elsewhere there are plain lines, and always lines in logs/run.log."""
+"""The progress of a run and its events, read from its records alone: the same for the process that started it and for
+any other. One line renews itself on a terminal; elsewhere there are plain lines, and always lines in logs/run.log."""
 
 import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -15,128 +14,186 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from finefit.artifacts.atomic import parse_line
-from finefit.artifacts.records import Run, read_record
+from finefit.artifacts.cache import WORTH_A_WARNING
+from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.artifacts.stage_records import EvalRequest, Stage
 from finefit.errors import RunError
-from finefit.report.events import describe_event
 from finefit.report.layout import clock, gib
 
+Line = dict[str, Any]
+_PLAIN_SECONDS = 10.0
 _RECENT_STEPS = 20
 _IN_HAND = ("audited", "oom_recovered", "loss_scale")
 """Events of a step that is not done yet."""
+_EVENTS = {
+    "resumed": "resumed from {checkpoint}",
+    "rejected": "{note}",
+    "rolled_back": "rolled back to step {step}",
+    "stalled": "no progress for {seconds:.0f} s since {since}; the stacks of all threads are in the log",
+    "not_finite": "step {step} was not applied: {found}",
+    "left_out": "step {step} is skipped: it was not finite before",
+    "loss_scale": "step {step} overflowed in fp16 and is repeated with loss scale {scale:g}",
+    "spike": "step {step}: loss {found:.4f} is a spike; the median of the steps before it is {usual:.4f}",
+    "worst_does_not_fit": (
+        "the longest rows with the most supervised tokens do not fit: a later step may run out of memory"
+    ),
+    "oom_recovered": "step {step} ran out of memory; the same rows are repeated with {levers}",
+    "validation_oom_recovered": (
+        "step {step}: validation ran out of memory; it now runs with {levers}, and training is unchanged"
+    ),
+    "validation_not_finite": "step {step}: validation loss {found}, so this step cannot be the best",
+    "validation_left_out": (
+        "step {step}: validation does not fit even row by row with every exact lever; it is skipped, and training "
+        "continues"
+    ),
+}
+_MAX_NAMES = 3
+_QUIET_GRADIENTS = {
+    "zero": "exactly zero for",
+    "faint": "rounding for",
+    "idle": "missing, because no token was routed to these experts, for",
+    "blind": "missing, because no row of this step has an image, for",
+}
+"""Gradients that an audit reports, by kind."""
+_VALIDATED = {
+    "validation_loss": "validation loss {:.4f}",
+    "perplexity": "perplexity {:.4g}",
+    "accuracy": "accuracy {:.1%}",
+    "margin": "margin {:.4f}",
+}
+
+
+def describe_validation(line: Line) -> str:
+    """The loss of a validation and the metrics of its objective."""
+    return ", ".join(words.format(line[name]) for name, words in _VALIDATED.items() if name in line)
+
+
+def describe_event(line: Line) -> str | None:
+    """An event in `metrics.jsonl` that a user should know of, in one line; None if there is nothing to report."""
+    step, event = f"step {line.get('step')}", line.get("event")
+    if event in _EVENTS:
+        before, after = line.get("before", {}), line.get("after", {})
+        changed = (name for name in after if after[name] != before.get(name))
+        levers = ", ".join(f"{name} {before.get(name)} -> {after[name]}" for name in changed)
+        return _EVENTS[event].format(**{"step": None} | line | {"levers": levers})
+    match event:
+        case "amended":
+            return f"after {step}: {line['note'] or ', '.join(line['changes'])}"
+        case "tracker_failed":
+            lost = f"did not get {line['lost_lines']:,} lines" if line.get("lost_lines") else "failed"
+            log = f"see {line['log']}" if "log" in line else ""
+            parts = (f"{line['tracker']} {lost}", line["found"], log, "the run's own metrics are complete")
+            return "; ".join(filter(None, parts))
+        case "measured" if abs(line["error"]) > WORTH_A_WARNING:
+            measured, predicted = gib(line["measured_bytes"]), gib(line["predicted_bytes"])
+            found = f"{measured} reserved with the longest rows, {predicted} predicted ({line['error']:+.1%})"
+            return f"memory is not as planned: {found}; please report it"
+        case "validated":
+            return f"{step}: {describe_validation(line)}"
+        case "audited":
+            kinds = [f"{words} {_few(line[name])}" for name, words in _QUIET_GRADIENTS.items() if line.get(name)]
+            return f"{step}: the gradient is {'; it is '.join(kinds)}" if kinds else None
+        case "dpo_start":
+            loss = line["found"] if isinstance(line["found"], str) else f"{line['found']:.6f}"
+            return f"before the first step the DPO loss is {loss}, and ln 2 is 0.693147"
+        case "routed":
+            shown = []
+            for source, shares in line["first"].items():
+                most = sorted(range(len(shares)), key=lambda at: -shares[at])[:_MAX_NAMES]
+                experts = " / ".join(f"{line['experts'][at]} {shares[at]:.0%}" for at in most)
+                shown.append(f"{source} to {experts}")
+            held_out = "held-out" if line["held_out"] else "trained"
+            return f"{step}: first choices of {held_out} tokens: {'; '.join(shown)}"
+    return None
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStatus:
-    step: int
-    total_steps: int
-    loss: float | None
-    """None after a step that was not applied."""
-    tokens_per_second: float | None
-    memory_bytes: int | None
-    eta_seconds: float | None
-    checkpoint: str | None
-    """The newest verified one."""
-    preparing: str = "loading the model"
-    """What is done before the first step."""
+class Progress:
+    """Of a training in steps, or of an evaluation in answers."""
 
-    def __str__(self) -> str:
-        parts = [f"step {self.step}/{self.total_steps}"]
-        if self.tokens_per_second is None:
-            return f"{parts[0]}  {self.preparing}"
-        parts += [f"loss {self.loss:.4f}"] if self.loss is not None else ["loss -"]
-        parts += [f"{self.tokens_per_second:.0f} tok/s"]
-        parts += [gib(self.memory_bytes)] if self.memory_bytes is not None else []
-        parts += [f"ETA {clock(self.eta_seconds)}"] if self.eta_seconds else []
-        parts += [f"saved {self.checkpoint}"] if self.checkpoint else ["nothing saved yet"]
-        return "  ".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalStatus:
-    task: str
-    checkpoint: str
+    subject: str
     done: int
     total: int
-
-    def __str__(self) -> str:
-        return f"evaluating {self.checkpoint} on {self.task}: {self.done}/{self.total} answers"
+    words: str
 
 
 class RunFollower:
-    """Reads a run's journals as they grow."""
-
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._where = run.stages()[0]
         self._metrics, self._memory = JournalTail(self._where.metrics), JournalTail(self._where.memory)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
-        self._step, self._loss, self._bytes = 0, None, None
+        self._step = 0
+        self._loss: float | None = None
+        self._bytes: int | None = None
         self._checkpoint: str | None = None
         self._preparing = "loading the model"
         self.news()  # what happened before is not news
 
-    _loss: float | None
-    _bytes: int | None
-
-    def status(self) -> Run:
-        return read_record(self.run.run, Run)
-
     def news(self) -> list[str]:
         """Events since the last call, in words."""
-        told = [words for line in self._metrics.lines() if (words := self._take(line))]
+        told = []
+        for line in self._metrics.lines():
+            if line.get("event") not in _IN_HAND:
+                self._step = line.get("step", self._step)
+            match line.get("event"):
+                case None:
+                    self._loss = line["loss"]
+                    self._recent.append((line["seconds"], line["tokens"]))
+                case "saved" | "resumed":
+                    self._checkpoint = line["checkpoint"]
+                case "started":
+                    self._loss, self._checkpoint = None, None
+                case "not_finite":
+                    self._loss = None
+                case "reference":
+                    self._preparing = f"reference of {line['done']:,}/{line['total']:,} pairs"
+            if words := describe_event(line):
+                told.append(words)
         for line in self._memory.lines():
             self._bytes = line.get("reserved_bytes", line["resident_bytes"])
         return told
 
-    def _take(self, line: dict[str, Any]) -> str | None:
-        event = line.get("event")
-        if event not in _IN_HAND:
-            self._step = line.get("step", self._step)
-        match event:
-            case None:
-                self._loss = line["loss"]
-                self._recent.append((line["seconds"], line["tokens"]))
-            case "saved" | "resumed":
-                self._checkpoint = line["checkpoint"]
-            case "started":
-                self._loss, self._checkpoint = None, None
-            case "not_finite":
-                self._loss = None
-            case "reference":
-                self._preparing = f"reference of {line['done']:,}/{line['total']:,} pairs"
-        return describe_event(line)
-
-    def training(self) -> TrainingStatus | None:
+    def training(self) -> Progress | None:
         """None where nothing is trained."""
         if not self._where.stage.exists():
             return None
         total = read_record(self._where.stage, Stage).total_steps
-        seconds = sum(s for s, _ in self._recent)
-        return TrainingStatus(
-            step=self._step,
-            total_steps=total,
-            loss=self._loss,
-            tokens_per_second=sum(t for _, t in self._recent) / seconds if seconds else None,
-            memory_bytes=self._bytes,
-            eta_seconds=(total - self._step) * seconds / len(self._recent) if self._recent else None,
-            checkpoint=self._checkpoint,
-            preparing=self._preparing,
-        )
+        parts, seconds = [f"step {self._step}/{total}"], sum(seconds for seconds, _ in self._recent)
+        if not seconds:
+            parts.append(self._preparing)
+        else:
+            parts.append("loss -" if self._loss is None else f"loss {self._loss:.4f}")
+            parts.append(f"{sum(tokens for _, tokens in self._recent) / seconds:.0f} tok/s")
+            parts += [] if self._bytes is None else [gib(self._bytes)]
+            eta_seconds = (total - self._step) * seconds / len(self._recent)
+            parts += [f"ETA {clock(eta_seconds)}"] if eta_seconds else []
+            parts.append(f"saved {self._checkpoint}" if self._checkpoint else "nothing saved yet")
+        return Progress(subject="training", done=self._step, total=total, words="  ".join(parts))
 
-    def answering(self) -> EvalStatus | None:
+    def evaluating(self) -> Progress | None:
         """The evaluation in progress: requested last, after the last step, and without a result yet."""
         asked = self._where.evaluations()
-        if not asked or _written(asked[-1].request) < max(_written(self._where.metrics), _written(self._where.memory)):
-            return None  # training goes on, and an evaluation that was stopped waits
-        paths = asked[-1]
-        if paths.result.exists():
+        if not asked or asked[-1].result.exists():
             return None
-        rows = _count(self._where.prepared(_items_of(paths.request)))
+        paths = asked[-1]
+        if _written(paths.request) < max(_written(self._where.metrics), _written(self._where.memory)):
+            return None  # training goes on, and an evaluation that was stopped waits
+        try:
+            items = read_record(paths.request, EvalRequest).subject.items
+        except RunError:  # of another version
+            items = "test.jsonl"
+        rows = _count(self._where.prepared(items))
         total = min(rows, paths.limit or rows)
         done = min(total, sum(map(_count, paths.answered())))  # a sample can follow the answers to all
-        return EvalStatus(task=paths.folder.name, checkpoint=paths.checkpoint, done=done, total=total)
+        task, checkpoint = paths.folder.name, paths.checkpoint
+        words = f"evaluating {checkpoint} on {task}: {done}/{total} answers"
+        return Progress(subject=f"{task} {checkpoint}", done=done, total=total, words=words)
 
 
 class JournalTail:
@@ -145,7 +202,7 @@ class JournalTail:
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[Line]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -156,14 +213,6 @@ class JournalTail:
         return [value for line in ended.splitlines() if (value := parse_line(line)) is not None]
 
 
-def _items_of(request: Path) -> str:
-    """The name of the file with the items; a request of another version cannot be read."""
-    try:
-        return read_record(request, EvalRequest).subject.items
-    except RunError:
-        return "test.jsonl"
-
-
 def _count(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -172,14 +221,9 @@ def _written(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-_PLAIN_SECONDS = 10.0
-
-
 class RunView:
-    """`tick()` as often as you like; it reads the run's records and shows what is new.
-
-    `evaluates`: for a verb that only evaluates, the progress of an earlier training is not shown.
-    """
+    """`tick()` as often as you like; it reads the run's records and shows what is new. `evaluates`: for a verb that
+    only evaluates, the progress of an earlier training is not shown."""
 
     def __init__(self, run: RunDir, console: Console, *, log: Path | None = None, evaluates: bool = False) -> None:
         self.follower = RunFollower(run)
@@ -192,9 +236,7 @@ class RunView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._plain_lines(at_end=True)
         if self._live:
             self._live.stop()
@@ -204,29 +246,27 @@ class RunView:
             self.say(line)
         now = self._plain_lines()
         if self._live and now is not None:
-            self._live.update(_bar(now), refresh=True)
+            row = Table.grid(padding=(0, 2))
+            row.add_row(ProgressBar(total=max(now.total, 1), completed=now.done, width=24), now.words)
+            self._live.update(row, refresh=True)
 
     def say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
         self._write(line)
 
-    def _plain_lines(self, *, at_end: bool = False) -> TrainingStatus | EvalStatus | None:
+    def _plain_lines(self, *, at_end: bool = False) -> Progress | None:
         """A line for what begins, one for a training that has ended, and one from time to time in between."""
-        answering, training = self.follower.answering(), None if self._evaluates else self.follower.training()
-        if training is not None:
-            self._plain_line("training", str(training), force=at_end or answering is not None)
-        if answering is not None:
-            self._plain_line(f"{answering.task} {answering.checkpoint}", str(answering), force=at_end)
-        return answering or training
-
-    def _plain_line(self, subject: str, line: str, *, force: bool) -> None:
-        is_due = force or subject not in self._shown or time.monotonic() - self._last_plain >= _PLAIN_SECONDS
-        if not is_due or self._shown.get(subject) == line:
-            return
-        self._last_plain, self._shown[subject] = time.monotonic(), line
-        if self._live is None:
-            self._console.print(line, highlight=False, soft_wrap=True)
-        self._write(line)
+        evaluating, training = self.follower.evaluating(), None if self._evaluates else self.follower.training()
+        for now in filter(None, (training, evaluating)):
+            has_ended = at_end or (now is training and evaluating is not None)
+            is_late = time.monotonic() - self._last_plain >= _PLAIN_SECONDS
+            is_due = has_ended or is_late or now.subject not in self._shown
+            if is_due and self._shown.get(now.subject) != now.words:
+                self._last_plain, self._shown[now.subject] = time.monotonic(), now.words
+                if self._live is None:
+                    self._console.print(now.words, highlight=False, soft_wrap=True)
+                self._write(now.words)
+        return evaluating or training
 
     def _write(self, line: str) -> None:
         if self._log is None:
@@ -237,10 +277,3 @@ class RunView:
         except OSError as error:  # a full disk stops the run where it saves, not here
             self._console.print(f"{self._log} is not written any more: {error.strerror}")
             self._log = None
-
-
-def _bar(now: TrainingStatus | EvalStatus) -> Table:
-    done, total = (now.step, now.total_steps) if isinstance(now, TrainingStatus) else (now.done, now.total)
-    row = Table.grid(padding=(0, 2))
-    row.add_row(ProgressBar(total=max(total, 1), completed=done, width=24), str(now))
-    return row

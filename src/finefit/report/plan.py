@@ -1,35 +1,24 @@
 """The plan of a run, whatever the number of its stages. On one card: a row for each stage, changes that would make it
-fit, and the fullest stage in full. On several cards: a row for each card."""
+fit, and the fullest stage in full. On several cards: a row for each card. In a run: every value with its source."""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, StageForecast, Suggestion
-from finefit.artifacts.records import Levers
-from finefit.report.forecast import (
-    card_name,
-    forecast_object,
-    limit_words,
-    ordered_suggestions,
-    show_forecast,
-    suggestion_lines,
-    yes_or_no,
-)
-from finefit.report.layout import duration, gib, hanging, print_lines, table, three_digits
+from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, Plan, Resolved, StageForecast, Suggestion
+from finefit.report import forecast
+from finefit.report.layout import PLAIN_TABLE, duration, gib, hanging, print_lines, table, three_digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The forecasts of all stages on all cards."""
-
     name: str
     is_flat: bool
     costs: Mapping[str, StageForecast]
@@ -60,7 +49,7 @@ class RunPlan:
     def suggestions(self, at: int = 0) -> tuple[Suggestion, ...]:
         """Stage by stage, as they are numbered from 1."""
         trainings = [one.forecasts[at] for one in self.costs.values() if one.forecasts]
-        return tuple(suggestion for one in trainings for suggestion in ordered_suggestions(one.suggestions))
+        return tuple(suggestion for one in trainings for suggestion in forecast.ordered_suggestions(one.suggestions))
 
     def fullest(self, at: int = 0) -> str | None:
         """The training that fills the card most; None where nothing is trained."""
@@ -73,8 +62,7 @@ class RunPlan:
         return None if name is None else self.costs[name].forecasts[at]
 
     def seconds(self, at: int = 0) -> float | None:
-        """Of all trainings, and of the evaluations whose time is known, on the first card alone; None where the time of
-        a training is not known."""
+        """Of all trainings and, on the first card, of evaluations if known; None if that of a training is not known."""
         trained = [one.forecasts[at].total_seconds for one in self.costs.values() if one.forecasts]
         if any(seconds is None for seconds in trained):
             return None
@@ -85,6 +73,11 @@ class RunPlan:
         found, seconds = self.fullest_forecast(at), self.seconds(at)
         price = None if found is None else found.price_per_hour
         return None if price is None or seconds is None else price * seconds / 3600
+
+    def step_seconds(self, at: int = 0) -> float | None:
+        """Of a flat spec; steps of several stages have no common time."""
+        found = self.fullest_forecast(at)
+        return found.step_seconds if found is not None and self.is_flat else None
 
 
 def show_plan(plan: RunPlan, console: Console, *, now: datetime, only: str | None = None) -> None:
@@ -102,19 +95,28 @@ def show_plan(plan: RunPlan, console: Console, *, now: datetime, only: str | Non
         found = None if found is None else replace(found, suggestions=())
     if found is not None and shown is not None:
         print_lines(console, [] if plan.is_flat else [Text()])
-        show_forecast(found, console, stage=shown)
+        forecast.show_forecast(found, console, stage=shown)
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:
-    """What `--json` prints: the training that fills the first card most, the totals of the run, each stage, each
-    card."""
-    stages = {name: _stage_object(one) for name, one in plan.costs.items()}
+    """What `--json` prints: the training that fills the first card most, the run's totals, each stage, each card."""
+    limits = TypeAdapter(dict[str, dict[str, EvalBatchLimit]])
+    stages: dict[str, dict[str, Any]] = {}
+    for name, one in plan.costs.items():
+        other = {"forecasts", "eval_limits", "seconds"}
+        own: dict[str, Any] = TypeAdapter(StageForecast).dump_python(one, mode="json", exclude=other)
+        own |= {"fits": one.fits[0], "total_seconds": one.seconds}
+        if one.eval_limits:
+            own["eval_limits"] = limits.dump_python(one.eval_limits[0], mode="json")
+        if one.forecasts:
+            own = forecast.forecast_object(one.forecasts[0]) | own | {"notes": [*one.notes, *one.forecasts[0].notes]}
+        stages[name] = own
     return _card_object(plan, 0) | {"stages": stages, "cards": [_card_object(plan, at) for at in range(plan.num_cards)]}
 
 
 def _card_object(plan: RunPlan, at: int) -> dict[str, Any]:
     found = plan.fullest_forecast(at)
-    return (forecast_object(found) if found else {}) | {
+    return (forecast.forecast_object(found) if found else {}) | {
         "stage": plan.fullest(at),
         "fits": plan.fits(at),
         "total_seconds": plan.seconds(at),
@@ -126,38 +128,24 @@ def _card_object(plan: RunPlan, at: int) -> dict[str, Any]:
     }
 
 
-def _stage_object(one: StageForecast) -> dict[str, Any]:
-    own: dict[str, Any] = TypeAdapter(StageForecast).dump_python(
-        one, mode="json", exclude={"forecasts", "eval_limits", "seconds"}
-    )
-    own |= {"fits": one.fits[0], "total_seconds": one.seconds}
-    if one.eval_limits:
-        limits = TypeAdapter(dict[str, dict[str, EvalBatchLimit]])
-        own["eval_limits"] = limits.dump_python(one.eval_limits[0], mode="json")
-    if one.forecasts:
-        own = forecast_object(one.forecasts[0]) | own | {"notes": [*one.notes, *one.forecasts[0].notes]}
-    return own
-
-
-# One card, several stages
-
-
 def _show_stages(plan: RunPlan, console: Console) -> None:
-    rows = [_stage_row(name, one) for name, one in plan.costs.items()]
-    right = ("GiB", "parameters", "trained", "time", "disk")
-    print_lines(console, [*_verdict(plan), *_disk_verdict(plan), *table(console, rows, right=right, below=())])
-    print_lines(console, [_totals(plan), Text(), *_notes(plan, console)])
-    if suggestions := plan.suggestions():
-        print_lines(console, [Text(), *suggestion_lines(suggestions, console, fits=False)])
-
-
-def _verdict(plan: RunPlan) -> Iterator[Text]:
-    card = next((f" on {card_name(one.forecasts[0])}" for one in plan.costs.values() if one.forecasts), "")
+    card = next((f" on {forecast.card_name(one.forecasts[0])}" for one in plan.costs.values() if one.forecasts), "")
     if too_large := plan.too_large():
         reasons = ", ".join(_why_too_large(name, plan.costs[name]) for name in too_large)
-        yield Text(f"{plan.name} does not fit{card}: {reasons}", style="bold red")
+        console.print(Text(f"{plan.name} does not fit{card}: {reasons}", style="bold red"))
     elif not plan.lacking_disk():
-        yield Text(f"{plan.name}: all {len(plan.costs)} stages fit{card}", style="bold green")
+        console.print(Text(f"{plan.name}: all {len(plan.costs)} stages fit{card}", style="bold green"))
+    rows = [_stage_row(name, one) for name, one in plan.costs.items()]
+    right = ("GiB", "parameters", "trained", "time", "disk")
+    print_lines(console, [*_disk_verdict(plan), *table(console, rows, right=right, below=())])
+    seconds = plan.seconds()
+    known = "not known, since that of a training is not" if seconds is None else f"about {duration(seconds)}"
+    unknown = [name for name, one in plan.costs.items() if one.seconds is None and not one.forecasts]
+    without = f" without {', '.join(unknown)}" if unknown and seconds is not None else ""
+    console.print(Text(f"in all: time {known}{without}; {_size(plan.disk_bytes) or 'no'} of disk at most"))
+    print_lines(console, [Text(), *_notes(plan, console)])
+    if suggestions := plan.suggestions():
+        print_lines(console, [Text(), *forecast.suggestion_lines(suggestions, console, fits=False)])
 
 
 def _disk_verdict(plan: RunPlan) -> Iterator[Text]:
@@ -185,15 +173,21 @@ def _held(one: StageForecast) -> tuple[int, int] | None:
 
 
 def _stage_row(name: str, one: StageForecast) -> dict[str, Text]:
-    held = _held(one)
+    held, step = _held(one), one.forecasts[0].step_seconds if one.forecasts else None
+    if one.seconds is not None:
+        time = ("" if one.forecasts else "≤ ") + duration(one.seconds)
+    elif step is not None:
+        time = f"{duration(step)} a step"
+    else:
+        time = "not known" if one.forecasts or one.eval_limits else ""
     return {
         "stage": Text(name, style="bold"),
         "kind": Text(one.kind),
-        "fits": Text() if held is None and one.host_bytes is None else yes_or_no(one.fits[0]),
+        "fits": Text() if held is None and one.host_bytes is None else forecast.yes_or_no(one.fits[0]),
         "GiB": Text("" if held is None else f"{held[0] / 2**30:.1f} of {held[1] / 2**30:.1f}"),
         "parameters": Text("" if one.parameters is None else _count(one.parameters)),
         "trained": Text("" if one.trainable_parameters is None else _count(one.trainable_parameters)),
-        "time": Text(_time(one)),
+        "time": Text(time),
         "disk": Text(_size(one.disk_bytes)),
     }
 
@@ -211,122 +205,99 @@ def _size(num_bytes: int) -> str:
     return gib(num_bytes) if num_bytes >= 2**30 / 20 else f"{max(num_bytes / 2**20, 0.1):.1f} MiB"
 
 
-def _time(one: StageForecast) -> str:
-    if one.seconds is not None:
-        return ("" if one.forecasts else "≤ ") + duration(one.seconds)
-    step = one.forecasts[0].step_seconds if one.forecasts else None
-    return f"{duration(step)} a step" if step is not None else "not known" if one.forecasts or one.eval_limits else ""
-
-
-def _totals(plan: RunPlan) -> Text:
-    seconds = plan.seconds()
-    known = "not known, since that of a training is not" if seconds is None else f"about {duration(seconds)}"
-    unknown = [name for name, one in plan.costs.items() if one.seconds is None and not one.forecasts]
-    without = f" without {', '.join(unknown)}" if unknown and seconds is not None else ""
-    return Text(f"in all: time {known}{without}; {_size(plan.disk_bytes) or 'no'} of disk at most")
-
-
 def _notes(plan: RunPlan, console: Console) -> Iterator[Text]:
     for name, one in plan.costs.items():
+        notes = [*one.notes]
+        if one.host_bytes is not None and not one.forecasts:  # a training's listing has it
+            notes.append(f"about {_size(one.host_bytes)} of host memory")
+        for model, limits in (one.eval_limits[0] if one.eval_limits else {}).items():
+            notes += [f"{model}, {forecast.limit_words(label, limit)}" for label, limit in limits.items()]
         label = Text(f"{name}: ", style="cyan")
-        for note in (*one.notes, *_own_notes(one)):
-            body = Text(note, style="dim")
-            yield from hanging(console, label, body, indent=len(name) + 2, width=console.width)
-
-
-def _own_notes(one: StageForecast) -> Iterator[str]:
-    if one.host_bytes is not None and not one.forecasts:  # a training's listing has it
-        yield f"about {_size(one.host_bytes)} of host memory"
-    for model, limits in (one.eval_limits[0] if one.eval_limits else {}).items():
-        yield from (f"{model}, {limit_words(label, limit)}" for label, limit in limits.items())
-
-
-# Several cards
+        for note in notes:
+            yield from hanging(console, label, Text(note, style="dim"), indent=len(name) + 2, width=console.width)
 
 
 def _card_row(plan: RunPlan, at: int, now: datetime) -> dict[str, Text]:
-    """What does not fit has no time and no cost."""
+    """One of several cards. What does not fit has no time and no cost."""
     found, fits, seconds, cost = plan.fullest_forecast(at), plan.fits(at), plan.seconds(at), plan.cost(at)
-    levers = "" if found is None or not plan.is_flat else ", ".join(_short_levers(found.levers))
-    is_shown = fits and plan.is_flat
+    pulled: dict[str, object] = {}
+    if found is not None and plan.is_flat:
+        levers = found.levers
+        pulled = {
+            f"micro {levers.micro_batch}": True,
+            f"recompute {levers.recompute}": levers.recompute,
+            "attention kept": levers.keep_attention,
+            f"chunk {levers.loss_chunk or 0:,}": levers.loss_chunk is not None,
+            "offload": levers.offload,
+            f"tiles {levers.mlp_tiles}": levers.mlp_tiles > 1,
+            "packed": levers.packing,
+            "fused": levers.kernels == "fused",
+            "update inside": levers.update == "inside",
+            "compiled": levers.compile,
+        }
+    time, finished, price = "", "", ""
+    if fits:
+        step = plan.step_seconds(at)
+        time = "not known" if step is None else f"{duration(step)} a step"
+        time = time if seconds is None else duration(seconds)
+    if fits and plan.is_flat:
+        price = "" if cost is None else f"{cost:,.2f}"
+        if seconds is not None:  # local time, with the date where a weekday would be ambiguous
+            end = (now.astimezone(UTC) + timedelta(seconds=seconds)).astimezone()
+            finished = end.strftime("%a %H:%M" if seconds < 6 * 86400 else "%d %b %H:%M")
     return {
-        "card": Text("" if found is None else card_name(found), style="bold"),
-        "fits": yes_or_no(fits),
+        "card": Text("" if found is None else forecast.card_name(found), style="bold"),
+        "fits": forecast.yes_or_no(fits),
         "fullest stage": Text("" if plan.is_flat else plan.fullest(at) or ""),
         "GiB": Text("" if found is None else f"{found.peak_bytes / 2**30:.1f} of {found.budget_bytes / 2**30:.1f}"),
-        "levers": Text(levers, style="dim"),
-        "time": Text(_card_time(plan, at) if fits else ""),
-        "finished": Text(_moment(now, seconds) if is_shown and seconds is not None else ""),
-        "cost": Text(f"{cost:,.2f}" if is_shown and cost is not None else ""),
+        "levers": Text(", ".join(words for words, is_pulled in pulled.items() if is_pulled), style="dim"),
+        "time": Text(time),
+        "finished": Text(finished),
+        "cost": Text(price),
         "": Text(_remark(plan, at), style="bold green" if fits else ""),
     }
 
 
-def _short_levers(levers: Levers) -> Iterator[str]:
-    yield f"micro {levers.micro_batch}"
-    if levers.recompute:
-        yield f"recompute {levers.recompute}"
-    if levers.keep_attention:
-        yield "attention kept"
-    if levers.loss_chunk is not None:
-        yield f"chunk {levers.loss_chunk:,}"
-    if levers.offload:
-        yield "offload"
-    if levers.mlp_tiles > 1:
-        yield f"tiles {levers.mlp_tiles}"
-    if levers.packing:
-        yield "packed"
-    if levers.kernels == "fused":
-        yield "fused"
-    if levers.update == "inside":
-        yield "update inside"
-    if levers.compile:
-        yield "compiled"
-
-
-def _card_time(plan: RunPlan, at: int) -> str:
-    if (seconds := plan.seconds(at)) is not None:
-        return duration(seconds)
-    step = _step_seconds(plan, at)
-    return "not known" if step is None else f"{duration(step)} a step"
-
-
-def _step_seconds(plan: RunPlan, at: int) -> float | None:
-    found = plan.fullest_forecast(at)
-    return found.step_seconds if found is not None and plan.is_flat else None
-
-
-def _moment(now: datetime, seconds: float) -> str:
-    """Local time, with the date where a weekday would be ambiguous."""
-    end = (now.astimezone(UTC) + timedelta(seconds=seconds)).astimezone()
-    return end.strftime("%a %H:%M" if seconds < 6 * 86400 else "%d %b %H:%M")
-
-
 def _remark(plan: RunPlan, at: int) -> str:
-    """Which card is cheapest and fastest, as far as a flat spec fits; else what does not fit, or what would make it."""
-    if not plan.fits(at):
-        names = plan.too_large(at) + (["the disk"] if plan.lacking_disk(at) else [])
-        return _way_to_fit(plan.suggestions(at)) if plan.is_flat else f"does not fit: {', '.join(names)}"
+    """Which card is cheapest and fastest, as far as a flat spec fits; else what does not fit, or the cheapest change
+    that would make it fit: an exact one, then the fastest."""
     if not plan.is_flat:
-        return ""
-    fitting = [card for card in range(plan.num_cards) if plan.fits(card)]
+        names = plan.too_large(at) + (["the disk"] if plan.lacking_disk(at) else [])
+        return "" if plan.fits(at) else f"does not fit: {', '.join(names)}"
+    if not plan.fits(at):
+        fitting = [one for one in plan.suggestions(at) if one.fits]
+        if not fitting:
+            return "no change found that fits"
+        best = min(fitting, key=lambda one: (not one.is_exact, one.step_seconds is None, one.step_seconds or 0.0))
+        return "fits with " + ", ".join(change.removeprefix("levers.") for change in best.changes)
+
+    def seconds(card: int) -> float | None:
+        total = plan.seconds(card)
+        return plan.step_seconds(card) if total is None else total
+
     marks = []
-    for mark, measure in (("cheapest", plan.cost), ("fastest", partial(_rank_seconds, plan))):
-        known = [value for card in fitting if (value := measure(card)) is not None]
+    for mark, measure in (("cheapest", plan.cost), ("fastest", seconds)):
+        known = [value for card in range(plan.num_cards) if plan.fits(card) and (value := measure(card)) is not None]
         if known and measure(at) == min(known):
             marks.append(mark)
     return ", ".join(marks)
 
 
-def _rank_seconds(plan: RunPlan, at: int) -> float | None:
-    seconds = plan.seconds(at)
-    return _step_seconds(plan, at) if seconds is None else seconds
+def plan_view(plan: Plan) -> RenderableType:
+    """The plan of a training in its run: decisions in a table, values of the spec and defaults in a paragraph each."""
+    parts: list[RenderableType] = []
+    for name, values in plan.stages.items():
+        decided = Table(title=f"stage {name}, decided", show_header=False, **PLAIN_TABLE)
+        for key, resolved in values.items():
+            if resolved.source not in ("spec", "default"):
+                decided.add_row(key, _value(resolved), Text(resolved.source, style="dim"))
+        parts.append(decided)
+        for title, source in (("from the spec", "spec"), ("defaults", "default")):
+            shown = ", ".join(f"{key} {_value(one)}" for key, one in values.items() if one.source == source)
+            parts.append(Text(f"{title}: {shown}", style="dim"))
+    towers = (line for one in plan.forecasts.values() for line in forecast.tower_lines(one.towers))
+    return Group(*parts, *(Text(f"tower    {line}") for line in towers))
 
 
-def _way_to_fit(suggestions: Iterable[Suggestion]) -> str:
-    """The cheapest: an exact one, then the fastest."""
-    fitting = [suggestion for suggestion in suggestions if suggestion.fits]
-    if not fitting:
-        return "no change found that fits"
-    best = min(fitting, key=lambda one: (not one.is_exact, math.inf if one.step_seconds is None else one.step_seconds))
-    return "fits with " + ", ".join(change.removeprefix("levers.") for change in best.changes)
+def _value(resolved: Resolved) -> str:
+    return resolved.value if isinstance(resolved.value, str) else json.dumps(resolved.value, ensure_ascii=False)

@@ -12,7 +12,6 @@ from finefit.report.layout import visible
 from finefit.review.export import PreferencePairs
 from finefit.review.session import BlindItem, Turn
 from finefit.review.verdicts import REASONS, Reason, ReviewResults
-from finefit.stats.comparisons import Agreement, Preference
 from finefit.stats.intervals import Interval
 
 REASON_KEYS: dict[Reason, str] = {
@@ -28,20 +27,23 @@ _SIDE_BY_SIDE = 100
 
 def results_document(results: ReviewResults) -> dict[str, Any]:
     """What `--json` prints and the page shows."""
+    of_review = ("task", "models", "items", "judged", "skipped", "split", "unpaired", "other_texts")
     of_rater = ("rater", "judged", "skipped", "undone", "not_blind", "choices", "shown_first")
-    return {
-        "task": results.task,
-        "models": list(results.models),
-        "items": results.items,
-        "judged": results.judged,
-        "skipped": results.skipped,
-        "split": results.split,
-        "unpaired": results.unpaired,
-        "other_texts": results.other_texts,
+    agreement = []
+    for pair in results.agreement:
+        observed, kappa = pair.agreement.observed, pair.agreement.kappa
+        measures = {"observed": _interval(observed), "kappa": _interval(kappa)}
+        agreement.append({"raters": list(pair.raters), "n": observed.n, **measures})
+    preference = None
+    if (found := results.preference) is not None:
+        sides = {"model": results.models[0], "over": results.models[1]}
+        counts = {"wins": found.wins, "losses": found.losses, "ties": found.ties}
+        preference = sides | counts | {"share": _interval(found.share), "p": found.p}
+    return {name: getattr(results, name) for name in of_review} | {
         "faults": [{"model": f.model, "bad": _interval(f.bad), "reasons": f.reasons} for f in results.faults],
-        "preference": None if results.preference is None else _preference(results.models, results.preference),
+        "preference": preference,
         "raters": [{name: getattr(rater, name) for name in of_rater} for rater in results.raters],
-        "agreement": [{"raters": list(pair.raters), **_agreement(pair.agreement)} for pair in results.agreement],
+        "agreement": agreement,
     }
 
 
@@ -51,87 +53,57 @@ def _interval(interval: Interval | None) -> dict[str, float] | None:
     return {"value": interval.value, "low": interval.low, "high": interval.high, "n": interval.n}
 
 
-def _preference(models: Sequence[str], found: Preference) -> dict[str, Any]:
-    counts = {"wins": found.wins, "losses": found.losses, "ties": found.ties}
-    return {"model": models[0], "over": models[1], **counts, "share": _interval(found.share), "p": found.p}
-
-
-def _agreement(found: Agreement) -> dict[str, Any]:
-    return {"n": found.observed.n, "observed": _interval(found.observed), "kappa": _interval(found.kappa)}
-
-
 def results_view(results: ReviewResults) -> Group:
-    return Group(*_parts(results))
-
-
-def _parts(results: ReviewResults) -> Iterator[RenderableType]:
-    yield Text(f"{results.judged} of {results.items} items of {results.task} judged{_remarks(results)}")
-    if results.preference is not None:
-        yield _preference_table(results.models, results.preference)
-        yield Text(_preference_summary(results.models, results.preference))
-    yield _faults_table(results)
-    if results.raters:
-        yield _raters_table(results)
-    if results.agreement:
-        yield _agreement_table(results)
-
-
-def _remarks(results: ReviewResults) -> str:
     counted = {
         "only skipped": results.skipped,
         "with raters split": results.split,
         "left out because only one model answered": results.unpaired,
     }
-    words = "".join(f", {count} {what}" for what, count in counted.items() if count)
-    return words + (f"; {results.other_texts} verdicts on other texts do not count" if results.other_texts else "")
+    remarks = "".join(f", {count} {what}" for what, count in counted.items() if count)
+    if results.other_texts:
+        remarks += f"; {results.other_texts} verdicts on other texts do not count"
+    judged = f"{results.judged} of {results.items} items of {results.task} judged{remarks}"
+    return Group(Text(judged), *_result_tables(results))
 
 
-def _preference_summary(models: Sequence[str], found: Preference) -> str:
-    return (
-        f"{models[0]} over {models[1]}: {_share(found.share)}, where a tie counts as half and 50% means no preference. "
-        f"Sign test on the {found.wins + found.losses} items without a tie: p = {found.p:.3g}"
-    )
-
-
-def _share(interval: Interval | None) -> str:
-    return "nothing judged" if interval is None else f"{interval.value:.1%} ({interval.low:.1%} .. {interval.high:.1%})"
-
-
-def _preference_table(models: Sequence[str], found: Preference) -> Table:
-    table = _table("preference", "preferred", "items")
-    for name, count in ((models[0], found.wins), (models[1], found.losses), ("neither", found.ties)):
-        table.add_row(name, str(count))
-    return table
-
-
-def _faults_table(results: ReviewResults) -> Table:
+def _result_tables(results: ReviewResults) -> Iterator[RenderableType]:
+    if (preference := results.preference) is not None:
+        one, other = results.models
+        table = _table("preference", "preferred", "items")
+        for name, count in ((one, preference.wins), (other, preference.losses), ("neither", preference.ties)):
+            table.add_row(name, str(count))
+        yield table
+        yield Text(
+            f"{one} over {other}: {_share(preference.share)}, where a tie counts as half and 50% means no preference. "
+            f"Sign test on the {preference.wins + preference.losses} items without a tie: p = {preference.p:.3g}"
+        )
     title = "bad answers" if len(results.models) == 1 else "answers with a reason marked"
     table = _table(title, "", *results.models)
     table.add_row("share (95 % interval)", *(_share(faults.bad) for faults in results.faults))
     for reason in REASONS:
         table.add_row(reason, *(str(faults.reasons[reason]) for faults in results.faults))
-    return table
+    yield table
+    if results.raters:
+        table = _table("raters", "rater", "judged", "skipped", "undone", "not blind", "preferred the first shown")
+        for found in results.raters:
+            preferred = found.choices.get("first", 0) + found.choices.get("second", 0)
+            first = f"{found.shown_first} of {preferred}" if preferred else ""
+            counts = (found.judged, found.skipped, found.undone, found.not_blind)
+            table.add_row(found.rater, *map(str, counts), first)
+        yield table
+    if results.agreement:
+        table = _table("agreement", "raters", "items", "agree", "Cohen's kappa (95 % interval)")
+        for pair in results.agreement:
+            observed, kappa = pair.agreement.observed, pair.agreement.kappa
+            shown = "none: both always chose the same"
+            if kappa is not None:
+                shown = f"{kappa.value:.2f} ({kappa.low:.2f} .. {kappa.high:.2f})"
+            table.add_row(", ".join(pair.raters), str(observed.n), f"{observed.value:.1%}", shown)
+        yield table
 
 
-def _raters_table(results: ReviewResults) -> Table:
-    table = _table("raters", "rater", "judged", "skipped", "undone", "not blind", "preferred the first shown")
-    for found in results.raters:
-        preferred = found.choices.get("first", 0) + found.choices.get("second", 0)
-        first = f"{found.shown_first} of {preferred}" if preferred else ""
-        counts = (found.judged, found.skipped, found.undone, found.not_blind)
-        table.add_row(found.rater, *map(str, counts), first)
-    return table
-
-
-def _agreement_table(results: ReviewResults) -> Table:
-    table = _table("agreement", "raters", "items", "agree", "Cohen's kappa (95 % interval)")
-    for pair in results.agreement:
-        observed, kappa = pair.agreement.observed, pair.agreement.kappa
-        shown = "none: both always chose the same"
-        if kappa is not None:
-            shown = f"{kappa.value:.2f} ({kappa.low:.2f} .. {kappa.high:.2f})"
-        table.add_row(", ".join(pair.raters), str(observed.n), f"{observed.value:.1%}", shown)
-    return table
+def _share(interval: Interval | None) -> str:
+    return "nothing judged" if interval is None else f"{interval.value:.1%} ({interval.low:.1%} .. {interval.high:.1%})"
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -1,78 +1,46 @@
-"""A run on a terminal and as a document: the plan of a training, which stages would run and why, the stage in progress,
-and the results. A run of a flat spec is one training; a pipeline has a table of stages."""
+"""A run on a terminal and as a document: which stages would run and why, the stage in progress, and the results. A run
+of a flat spec is one training; a pipeline has a table of stages."""
 
-import json
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from finefit.artifacts.atomic import read_lines, read_steps
-from finefit.artifacts.forecasts import Plan, Resolved
+from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.processes import holder_of
 from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageMemory, StageState, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline, is_run
-from finefit.artifacts.stage_records import EvalItem, EvalResult, Stage, StageResult
+from finefit.artifacts.stage_records import EvalResult, Stage, StageResult
 from finefit.data.rows import read_items
 from finefit.errors import RunError
 from finefit.report.check import ledger_lines
-from finefit.report.events import describe_validation
-from finefit.report.forecast import tower_lines
-from finefit.report.layout import clock, gib
-from finefit.report.live import RunView
-from finefit.report.scores import format_n, format_value, metric_of, score_boards, scores_document, sorted_results
-from finefit.report.stage_summary import summary_lines
+from finefit.report.layout import PLAIN_TABLE, clock, gib
+from finefit.report.live import RunView, describe_validation
+from finefit.report.plan import plan_view
+from finefit.report.scores import change_tables, score_boards, scores_document, sorted_results
 from finefit.spec.load import pipeline_from_json
 from finefit.spec.pipeline import Pipeline, needs
 
 if TYPE_CHECKING:
     from finefit.run.staleness import StageDecision
 
-
+Summary = Mapping[str, Any]
+_FINISHED = ("key", "output_digest", "seconds", "memory", "summary")
+_ACTIONS = {"run": "would run", "done": "done", "reused": "reused"}
 _RESULT = ("step", "total_steps", "checkpoint", "trainable_parameters", "parameters", "tokens", "seconds", "peak_bytes")
-
-
-def plan_view(plan: Plan) -> RenderableType:
-    """Every value with its source: decisions in a table, values of the spec and defaults in a
-    paragraph each."""
-    parts: list[RenderableType] = []
-    for name, values in plan.stages.items():
-        table = Table(
-            title=f"stage {name}, decided", title_justify="left", box=None, padding=(0, 2, 0, 0), show_header=False
-        )
-        for key, resolved in values.items():
-            if resolved.source not in ("spec", "default"):
-                table.add_row(key, _shown(resolved), Text(resolved.source, style="dim"))
-        parts += [table, _paragraph("from the spec", "spec", values), _paragraph("defaults", "default", values)]
-    towers = (line for forecast in plan.forecasts.values() for line in tower_lines(forecast.towers))
-    return Group(*parts, *(Text(f"tower    {line}") for line in towers))
-
-
-def _paragraph(title: str, source: str, values: dict[str, Resolved]) -> Text:
-    return Text(
-        f"{title}: " + ", ".join(f"{key} {_shown(r)}" for key, r in values.items() if r.source == source), style="dim"
-    )
-
-
-def _shown(resolved: Resolved) -> str:
-    return resolved.value if isinstance(resolved.value, str) else json.dumps(resolved.value, ensure_ascii=False)
 
 
 def result_lines(result: StageResult) -> list[str]:
     share = result.trainable_parameters / result.parameters
-    return [
-        f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})",
-        (
-            f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since it was last started; "
-            f"peak memory {gib(result.peak_bytes)}"
-        ),
-    ]
+    trained = f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})"
+    steps = f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since it was last started"
+    return [trained, f"{steps}; peak memory {gib(result.peak_bytes)}"]
 
 
 def waited_share(where: StageDir) -> float:
@@ -90,51 +58,12 @@ def last_validation(where: StageDir) -> dict[str, Any] | None:
 
 def evals_of(where: StageDir) -> list[EvalResult]:
     """Those that this version can read; others are scored again when they are asked for."""
-    return sorted_results(result for paths in where.evaluations() if (result := _readable(paths.result)) is not None)
-
-
-def _readable(path: Path) -> EvalResult | None:
-    try:
-        return read_record(path, EvalResult) if path.exists() else None
-    except RunError:
-        return None
-
-
-def training_document(run: RunDir) -> dict[str, Any]:
-    """What `--json` prints of a training, beside what it prints of every run."""
-    where = run.stages()[0]
-    result = read_record(where.result, StageResult) if where.result.exists() else None
-    return {
-        "checkpoints": str(where.checkpoints),
-        "plan": {
-            stage: {key: {"value": r.value, "source": r.source} for key, r in values.items()}
-            for stage, values in read_record(run.plan, Plan).stages.items()
-        },
-        "ledger": [line for line in read_lines(where.ledger) if "read" in line],
-        "result": None if result is None else {key: getattr(result, key) for key in _RESULT},
-        "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
-        "validation": last_validation(where),
-        "waited_share": waited_share(where),
-        "evaluations": scores_document(evals_of(where), where),
-    }
-
-
-def show_training(run: RunDir, console: Console) -> None:
-    where = run.stages()[0]
-    for line in result_lines(read_record(where.result, StageResult)):
-        console.print(line, highlight=False)
-    console.print(f"{waited_share(where):.1%} of the time was spent waiting for rows", highlight=False)
-    if (found := last_validation(where)) is not None:
-        console.print(f"{describe_validation(found)} at step {found['step']}", highlight=False)
-    results = evals_of(where)
-    if results:
-        console.print(score_boards(results, run))
-    console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)
-    if results:
-        console.print(f"next     finefit eval {run.path} --checkpoint all", highlight=False, soft_wrap=True)
-
-
-_ACTIONS = {"run": "would run", "done": "done", "reused": "reused"}
+    results = []
+    for paths in where.evaluations():
+        with suppress(RunError):
+            if paths.result.exists():
+                results.append(read_record(paths.result, EvalResult))
+    return sorted_results(results)
 
 
 class ConsoleProgress:
@@ -185,12 +114,8 @@ def format_memory(memory: StageMemory | None) -> str:
     return f"memory {where}: before {gib(memory.before_bytes)}, {loaded}{peak}after {gib(memory.after_bytes)}"
 
 
-# before a run
-
-
 def decisions_table(pipeline: Pipeline, decisions: "Sequence[StageDecision]") -> Table:
-    """The graph, and what would happen to each stage."""
-    table = Table(title=f"stages of {pipeline.name}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=f"stages of {pipeline.name}", **PLAIN_TABLE)
     for column in ("stage", "kind", "depends on", "", "why"):
         table.add_column(column, overflow="fold")
     for decision in decisions:
@@ -212,33 +137,56 @@ def decisions_document(pipeline: Pipeline, decisions: "Sequence[StageDecision]")
     ]
 
 
-# after a run
-
-
 def run_document(run: RunDir) -> dict[str, Any]:
     """What `--json` prints of a run."""
     record = read_record(run.run, Run)
-    return {
-        "run": str(run.path),
-        "kind": record.kind,
-        "status": record.status,
-        "failure": record.failure and asdict(record.failure),
-        **(
-            {"stages": [_stage_document(run, state) for state in states_of(run)]}
-            if is_pipeline(run.path)
-            else training_document(run)
-        ),
+    failure = record.failure and asdict(record.failure)
+    shared = {"run": str(run.path), "kind": record.kind, "status": record.status, "failure": failure}
+    if is_pipeline(run.path):
+        stages = []
+        for state in states_of(run):
+            place = {"why": state.reason, "place": _shown_place(run, state)}
+            stages.append({"stage": state.name, "kind": state.kind, "status": state.status, **place})
+            if (done := done_of(run, state)) is not None:
+                recorded = asdict(done)
+                stages[-1] |= {key: recorded[key] for key in _FINISHED}
+        return shared | {"stages": stages}
+    where = run.stages()[0]
+    result = read_record(where.result, StageResult) if where.result.exists() else None
+    return shared | {
+        "checkpoints": str(where.checkpoints),
+        "plan": {
+            stage: {key: {"value": r.value, "source": r.source} for key, r in values.items()}
+            for stage, values in read_record(run.plan, Plan).stages.items()
+        },
+        "ledger": [line for line in read_lines(where.ledger) if "read" in line],
+        "result": None if result is None else {key: getattr(result, key) for key in _RESULT},
+        "loss": next((line["loss"] for line in reversed(read_steps(where.metrics))), None),
+        "validation": last_validation(where),
+        "waited_share": waited_share(where),
+        "evaluations": scores_document(evals_of(where), where),
     }
 
 
 def show_end(run: RunDir, console: Console) -> None:
-    if not is_pipeline(run.path):
-        return show_training(run, console)
-    console.print()
-    console.print(stages_table(run))
-    for line in next_steps(run):
-        console.print(line, highlight=False, soft_wrap=True)
-    return None
+    if is_pipeline(run.path):
+        console.print()
+        console.print(_stages_table(run))
+        for line in _next_steps(run):
+            console.print(line, highlight=False, soft_wrap=True)
+        return
+    where = run.stages()[0]
+    for line in result_lines(read_record(where.result, StageResult)):
+        console.print(line, highlight=False)
+    console.print(f"{waited_share(where):.1%} of the time was spent waiting for rows", highlight=False)
+    if (found := last_validation(where)) is not None:
+        console.print(f"{describe_validation(found)} at step {found['step']}", highlight=False)
+    results = evals_of(where)
+    if results:
+        console.print(score_boards(results, run))
+    console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)
+    if results:
+        console.print(f"next     finefit eval {run.path} --checkpoint all", highlight=False, soft_wrap=True)
 
 
 def states_of(run: RunDir) -> list[StageState]:
@@ -253,8 +201,8 @@ def done_of(run: RunDir, state: StageState) -> FinishedStage | None:
     return read_record(path, FinishedStage) if state.status == "done" and path.exists() else None
 
 
-def stages_table(run: RunDir) -> Table:
-    table = Table(title="stages; memory in GiB", title_justify="left", box=None, padding=(0, 2, 0, 0))
+def _stages_table(run: RunDir) -> Table:
+    table = Table(title="stages; memory in GiB", **PLAIN_TABLE)
     for column in ("stage", "kind", "status"):
         table.add_column(column, no_wrap=True)
     for column in ("time", "before", "loaded", "peak", "after"):
@@ -263,15 +211,11 @@ def stages_table(run: RunDir) -> Table:
     for state in states_of(run):
         done = done_of(run, state)
         time = "-" if done is None else clock(done.seconds)
-        table.add_row(state.name, state.kind, state.status, time, *_memory_cells(done), _shown_place(run, state))
+        held = None if done is None else done.memory
+        sizes = (held.before_bytes, held.loaded_bytes, held.peak_bytes, held.after_bytes) if held else (None,) * 4
+        cells = ("-" if size is None else f"{size / 2**30:.2f}" for size in sizes)
+        table.add_row(state.name, state.kind, state.status, time, *cells, _shown_place(run, state))
     return table
-
-
-def _memory_cells(done: FinishedStage | None) -> list[str]:
-    if done is None or done.memory is None:
-        return ["-"] * 4
-    values = (done.memory.before_bytes, done.memory.loaded_bytes, done.memory.peak_bytes, done.memory.after_bytes)
-    return ["-" if value is None else f"{value / 2**30:.2f}" for value in values]
 
 
 def _shown_place(run: RunDir, state: StageState) -> str:
@@ -279,27 +223,7 @@ def _shown_place(run: RunDir, state: StageState) -> str:
     return str(run.path / state.name) if state.place.startswith("stages/") else os.path.normpath(run.path / state.place)
 
 
-def _stage_document(run: RunDir, state: StageState) -> dict[str, Any]:
-    done = done_of(run, state)
-    found: dict[str, Any] = {
-        "stage": state.name,
-        "kind": state.kind,
-        "status": state.status,
-        "why": state.reason,
-        "place": _shown_place(run, state),
-    }
-    if done is None:
-        return found
-    return found | {
-        "key": done.key,
-        "output_digest": done.output_digest,
-        "seconds": done.seconds,
-        "memory": done.memory and asdict(done.memory),
-        "summary": done.summary,
-    }
-
-
-def next_steps(run: RunDir) -> list[str]:
+def _next_steps(run: RunDir) -> list[str]:
     """Commands that make sense after what was done, and for what was not."""
     states = states_of(run)
     pipeline = pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
@@ -311,9 +235,6 @@ def next_steps(run: RunDir) -> list[str]:
     if len(trained) > 1:
         found.append(f"finefit review {run.path / trained[-2]} {run.path / trained[-1]}")
     return [f"{'next' if at == 0 else '':9}{line}" for at, line in enumerate(found)]
-
-
-# seen from another terminal
 
 
 class RunWatch:
@@ -328,9 +249,7 @@ class RunWatch:
         self.tick()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.tick()
         self._close()
 
@@ -340,7 +259,10 @@ class RunWatch:
         for state in read_record(self._run.state, PipelineState).stages:
             if state.status != "waiting" and self._shown.get(state.name) != state.status:
                 self._close()
-                self._console.print(_state_line(self._run, state), highlight=False, soft_wrap=True)
+                done = done_of(self._run, state)
+                more = f"; {clock(done.seconds)}; {format_memory(done.memory)}" if done is not None else ""
+                line = f"stage {state.name} ({state.kind}) is {state.status}: {state.reason}{more}"
+                self._console.print(line, highlight=False, soft_wrap=True)
                 self._shown[state.name] = state.status
             if state.status == "running" and state.kind == "train":
                 self._follow(RunDir(self._run.path / state.place))
@@ -358,19 +280,8 @@ class RunWatch:
             self._view = None
 
 
-def _state_line(run: RunDir, state: StageState) -> str:
-    done = done_of(run, state)
-    more = f"; {clock(done.seconds)}; {format_memory(done.memory)}" if done is not None else ""
-    return f"stage {state.name} ({state.kind}) is {state.status}: {state.reason}{more}"
-
-
-# What a demo run changed: base against fine-tuned, with answers side by side.
-
-_NUM_SHOWN = 3
-_MAX_TEXT = 240
-
-
 def show_change(run: RunDir, console: Console) -> None:
+    """What a demo run changed: base against fine-tuned, with answers side by side."""
     where = run.stages()[0]
     result, evaluation = read_record(where.result, StageResult), read_record(where.stage, Stage).evaluate[0]
     base, tuned = (
@@ -379,47 +290,151 @@ def show_change(run: RunDir, console: Console) -> None:
     )
     for line in result_lines(result):
         console.print(line)
-    console.print(_scores_table({"base": base, "fine-tuned": tuned}))
     messages = [row.prompt[-1].content for row in read_items(where.prepared("test.jsonl"))]
-    pairs = list(zip(base.items, tuned.items, strict=True))
-    for before, after in pairs[:: max(1, base.n // _NUM_SHOWN)][:_NUM_SHOWN]:  # evenly spaced, not chosen
-        console.print(_side_by_side(messages[before.item], before, after))
+    for table in change_tables(base, tuned, messages):
+        console.print(table)
+    following = "(then put your own rows in, and: finefit run my-demo/spec.yaml)"
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", soft_wrap=True)
-    console.print(
-        "next     finefit recipes demo --to my-demo   (then put your own rows in, and: finefit run my-demo/spec.yaml)",
-        soft_wrap=True,
-    )
+    console.print(f"next     finefit recipes demo --to my-demo   {following}", soft_wrap=True)
 
 
-def _scores_table(results: dict[str, EvalResult]) -> Table:
-    """All items count; a failure scores zero."""
-    task = next(iter(results.values())).task
-    table = Table(title=f"held-out items, task {task}", title_justify="left")
-    for column in ("model", "metric"):
-        table.add_column(column, no_wrap=True)
-    for column in ("n", "score", "95 % interval", "coverage"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for model, result in results.items():
-        for at, (name, score) in enumerate(result.metrics.items()):
-            value, low, high = (
-                format_value(metric_of(result, name), one) for one in (score.value, score.low, score.high)
-            )
-            label = model if at == 0 else ""
-            table.add_row(label, name, format_n(result), value, f"{low} .. {high}", f"{result.coverage:.0%}")
-    return table
+def summary_lines(kind: str, summary: Summary) -> list[str]:
+    """What a finished stage leaves in its record, for people. A training has a result of its own instead."""
+    lines = _SUMMARY_LINES.get(kind)
+    return lines(summary) if lines is not None and summary else []
 
 
-def _side_by_side(message: str, before: EvalItem, after: EvalItem) -> Table:
-    reference = Text(f"reference: {before.reference}")
-    table = Table(title=Text(message), title_justify="left", caption=reference, caption_justify="left", expand=True)
-    for column in ("base", "fine-tuned"):
-        table.add_column(column, overflow="fold", ratio=1)
-    table.add_row(_coloured(before), _coloured(after))
-    return table
+def _compare_lines(summary: Summary) -> list[str]:
+    lines = [summary["verdict"]]
+    for task, found in ((task, found) for task, several in summary["tasks"].items() for found in several):
+        ends = [found[key] for key in ("value", "low", "high")]
+        is_share = found["unit"] == "share"
+        value, low, high = (
+            "?" if end is None else f"{100 * end:+.1f} points" if is_share else f"{end:+.3g}" for end in ends
+        )
+        verdict = "not clear" if not found["is_clear"] else "better" if found["is_better"] else "worse"
+        sides = f"{found['second']} against {found['first']}: {found['metric']} {value} ({low} to {high})"
+        lines.append(f"{task}: {sides}, p {found['p']:.2g}, n {found['n']}: {verdict}")
+    return lines + [f"note: {warning}" for warning in summary["warnings"]]
 
 
-def _coloured(item: EvalItem) -> Text:
-    is_right = all(score == 1.0 for score in item.scores.values())
-    answer = " ".join(item.answer.split()) or "(empty)"
-    shown = answer if len(answer) <= _MAX_TEXT else f"{answer[:_MAX_TEXT]} ..."
-    return Text(shown, style="green" if is_right else "red")
+def _evaluate_lines(summary: Summary) -> list[str]:
+    """Of each task its own metric, which is its first. Some of lm-eval's metrics have no definition."""
+    own = {task: metrics[0] for task, metrics in summary["metrics"].items() if metrics}
+    width = max(map(len, summary["models"]))
+    lines = []
+    for model, tasks in summary["scores"].items():
+        parts, answered_by = [], []
+        for task, scores in tasks.items():
+            metric = own.get(task) or {"name": next(iter(scores["metrics"])), "unit": "number"}
+            name, form = metric["name"], "{:.1%}" if metric["unit"] == "share" else "{:.3g}"
+            ends = (scores["metrics"][name][key] for key in ("value", "low", "high"))
+            value, low, high = ("?" if end is None else form.format(end) for end in ends)
+            label = name if name.startswith(task) else f"{task} {name}"
+            parts.append(f"{label} {value} ({low} to {high}, n {scores['n']})")
+            if "answered_by" in scores:
+                answered_by.append(", ".join(f"{count} by {one}" for one, count in scores["answered_by"].items()))
+        lines.append(f"{model:<{width}}  {'; '.join([*parts, *dict.fromkeys(answered_by)])}")
+    return lines
+
+
+def _make_pairs_lines(summary: Summary) -> list[str]:
+    lines, warnings = [], []
+    for name, split in summary["splits"].items():
+        rules = ", ".join(f"{rule} {count['made']}" for rule, count in split["rules"].items())
+        made = f"{name}: {split['pairs']:,} pairs of {split['used']:,} of {split['read']:,} rows"
+        made += f" ({rules})" if rules else ""
+        if split["words_auc"] is not None:
+            lengths = ", ".join(f"by the number of {measure} {auc:.2f}" for measure, auc in split["length_auc"].items())
+            made += f"; sides are told apart {lengths}, by single words {split['words_auc']:.2f} (0.5 is a guess)"
+        lines.append(made)
+        if unused := split["read"] - split["used"]:
+            reasons = "; ".join(f"{count:,} {reason}" for reason, count in split["unused"].items())
+            lines.append(f"{name}: {unused:,} rows are in no pair: {reasons}")
+        warnings += [f"warning: {name}: {warning}" for warning in split["warnings"]]
+    return lines + warnings
+
+
+def _merge_adapter_lines(summary: Summary) -> list[str]:
+    size = f"{summary['base']} with its adapter: {summary['parameters']:,} parameters in {summary['dtype']}"
+    limit = f"of the logits' spread (at most {summary['tolerance']:g})"
+    proof = f"differs from base and adapter by {summary['difference']:.1e} {limit}"
+    return [
+        f"{size}, {proof}; the adapter itself by {summary['effect']:.1e}",
+        "read back in plain transformers: the same logits",
+        *(f"warning: {words}" for words in summary["warnings"]),
+    ]
+
+
+def _build_moe_lines(summary: Summary) -> list[str]:
+    names, size = summary["experts"], _billions(summary["parameters"])
+    copies = [f"{copy} is a copy of {of} and was left out" for copy, of in summary["collapsed"].items()]
+    if summary["merge"] == "average":
+        return [f"the mean of {', '.join(names)}: {size} parameters, of the base's architecture", *copies]
+    experts = f"{len(names)} experts ({', '.join(names)}), {summary['top_k']} answer each token"
+    lines = [f"{experts}: {size} parameters, where the base has {_billions(summary['base_parameters'])}", *copies]
+    if summary["router"] == "select_one":
+        lines.append("every token goes to it: a router could not reach the other experts, so they were left out")
+    elif summary["top_k"] == 1:
+        frozen = "the language-model loss gives such a router no gradient, so it stays as it starts"
+        lines.append(f"one expert answers each token at full weight: {frozen}")
+    elif summary["router"] == "random":
+        lines.append("the router starts at random: train it")
+    for name, found in summary.get("left_out", {}).items():
+        lines.append(f"the router starts without {found['rows']} rows of {name}; the first: {found['first']}")
+    lines += _routes(summary)
+    proof: Mapping[str, float] | str = summary["proof"]
+    if isinstance(proof, str):
+        return [*lines, f"the proof that each expert alone answers as before was {proof}"]
+    sent = "loaded again, with all tokens sent to one expert it answers as that expert"
+    return [*lines, f"{sent}: logits differ by at most {max(proof.values()):.1g}"]
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.1f} M"
+
+
+def _routes(summary: Summary) -> list[str]:
+    chance = 1 / len(summary["experts"])
+    shares = summary.get("own") or summary.get("own_in_base")
+    if not shares:
+        return []
+    each = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    if not summary.get("own"):
+        nearest = f"held-out tokens nearest to their own expert in the base: {each} (by chance {chance:.0%})"
+        return [f"{nearest}; {summary['routing']}"]
+    means = [statistics.fmean(layer) for layer in zip(*summary["own_by_layer"].values(), strict=True)]
+    first = f"held-out tokens whose first choice is their own expert: {each} (by chance {chance:.0%})"
+    return [f"{first}; by layer {min(means):.0%} to {max(means):.0%}", "where they go: routing.json, routing.svg"]
+
+
+def _gate_lines(summary: Summary) -> list[str]:
+    accuracy, held, experts = summary["accuracy"], summary["held"], summary["experts"]
+    right, most = round(accuracy["value"] * accuracy["n"]), max(held, key=held.__getitem__)
+    shares = (*(accuracy[key] for key in ("value", "low", "high")), held[most] / accuracy["n"])
+    value, low, high, by_most = (f"{100 * share:.1f} %" for share in shares)
+    always = f"always {most}: {by_most}"
+    lines = [f"right for {right} of {accuracy['n']} held-out prompts: {value} ({low} to {high}); {always}"]
+    for expert in experts:
+        words = ", ".join(map(repr, summary["telling"][expert]))
+        own = f"{expert}: {summary['confusion'][expert][expert]} of {held[expert]}"
+        lines.append(f"{own}; the tokens that speak most for it: {words}")
+    if shared := summary["shared_prompts"]:
+        lines.append(f"{shared} prompts are in the rows of several experts; no choice is right for all of them")
+    chosen = "one expert for the whole prompt, by which tokens it has"
+    return [*lines, f"{chosen}: it sees neither their order nor a hidden state, so it is not a router"]
+
+
+def _python_lines(summary: Summary) -> list[str]:
+    return [f"{name}: {size['files']:,} files, {size['bytes']:,} bytes" for name, size in summary["outputs"].items()]
+
+
+_SUMMARY_LINES: dict[str, Callable[[Summary], list[str]]] = {
+    "compare": _compare_lines,
+    "evaluate": _evaluate_lines,
+    "make_pairs": _make_pairs_lines,
+    "merge_adapter": _merge_adapter_lines,
+    "build_moe": _build_moe_lines,
+    "gate": _gate_lines,
+    "python": _python_lines,
+}

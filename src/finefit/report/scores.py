@@ -11,12 +11,13 @@ from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir
-from finefit.artifacts.stage_records import EvalItem, EvalResult, EvalStage, Score
+from finefit.artifacts.stage_records import EvalResult, EvalStage, Score
+from finefit.compare.records import SideScores, finite
 from finefit.errors import RunError
-from finefit.report.layout import SplitTable, finite, three_digits
+from finefit.report.layout import SplitTable, three_digits
 from finefit.stats.metrics import Metric
 
-_MAX_TEXT = 600
+_NUM_SHOWN = 3
 
 
 def sorted_results(results: Iterable[EvalResult]) -> list[EvalResult]:
@@ -53,7 +54,7 @@ def format_score(metric: Metric, score: Score) -> str:
     return f"{format_value(metric, score.value)}\n{low} .. {high}"
 
 
-def format_n(result: EvalResult) -> str:
+def format_n(result: EvalResult | SideScores) -> str:
     return f"{result.n:,}" if result.n == result.available else f"{result.n:,} of {result.available:,}"
 
 
@@ -78,7 +79,6 @@ def best_of(results: Sequence[EvalResult], by: str | None) -> EvalResult | None:
 
 
 def score_boards(results: Sequence[EvalResult], run: RunDir, *, by: str | None = None) -> Group:
-    """One board per task."""
     where = run.stages()[0]
     of_model = f" of {read_record(where.eval_stage, EvalStage).subject.model_name}" if where.eval_stage.exists() else ""
     losses = validation_losses(where)
@@ -89,46 +89,36 @@ def score_boards(results: Sequence[EvalResult], run: RunDir, *, by: str | None =
 def _board(
     results: Sequence[EvalResult], by: str | None, losses: dict[int, float], of_model: str
 ) -> Iterator[RenderableType]:
-    best, name = best_of(results, by), main_metric(results[0], by)
-    title = f"{results[0].task}{of_model}, 95 % intervals"
+    best, main = best_of(results, by), main_metric(results[0], by)
+    has_loss = any(step_named(result.checkpoint) in losses for result in results)
 
     def table(names: Sequence[str], is_first: bool) -> Table:
-        return _table(results, best, name, losses, names, title if is_first else "")
+        title = f"{results[0].task}{of_model}, 95 % intervals" if is_first else None
+        table = Table(title=title, title_justify="left")
+        table.add_column("checkpoint", no_wrap=True)
+        for column in (*(["validation\nloss"] if has_loss else []), *names, "n", "coverage"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for result in results:
+            step, is_best = step_named(result.checkpoint), result is best
+            loss = [f"{losses[step]:.4f}" if step in losses else ""] if has_loss else []
+            cells = []
+            for name in names:
+                score = format_score(metric_of(result, name), result.metrics[name])
+                cells.append(Text(score, style="bold" if is_best and name == main else ""))
+            checkpoint = f"{result.checkpoint} *" if is_best else result.checkpoint
+            table.add_row(checkpoint, *loss, *cells, format_n(result), f"{result.coverage:.0%}")
+            for dataset, part in result.by_dataset.items():
+                values = [format_score(metric_of(result, name), part.metrics[name]) for name in names]
+                figures = (*([""] if has_loss else []), *values, f"{part.n:,}", f"{part.coverage:.0%}")
+                table.add_row(Text(f"  {dataset}", style="dim"), *figures)
+        return table
 
     yield SplitTable(columns=list(results[0].metrics), table=table)
     if best is not None:
-        lower = ", where lower is better" if metric_of(best, name).better == "lower" else ""
-        yield Text(f"* best by {name}{lower}", style="dim")
+        lower = ", where lower is better" if metric_of(best, main).better == "lower" else ""
+        yield Text(f"* best by {main}{lower}", style="dim")
     for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         yield Text(f"note: {warning}", style="yellow")
-
-
-def _table(
-    results: Sequence[EvalResult],
-    best: EvalResult | None,
-    by: str,
-    losses: dict[int, float],
-    names: Sequence[str],
-    title: str,
-) -> Table:
-    table = Table(title=title or None, title_justify="left")
-    table.add_column("checkpoint", no_wrap=True)
-    has_loss = any(step_named(result.checkpoint) in losses for result in results)
-    for column in (*(["validation\nloss"] if has_loss else []), *names, "n", "coverage"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for result in results:
-        step, is_best = step_named(result.checkpoint), result is best
-        loss = [f"{losses[step]:.4f}" if step in losses else ""] if has_loss else []
-        styles = ("bold" if is_best and name == by else "" for name in names)
-        scores = (format_score(metric_of(result, name), result.metrics[name]) for name in names)
-        cells = [Text(score, style=style) for score, style in zip(scores, styles, strict=True)]
-        checkpoint = f"{result.checkpoint} *" if is_best else result.checkpoint
-        table.add_row(checkpoint, *loss, *cells, format_n(result), f"{result.coverage:.0%}")
-        for dataset, part in result.by_dataset.items():
-            values = [format_score(metric_of(result, name), part.metrics[name]) for name in names]
-            no_loss = [""] if has_loss else []
-            table.add_row(Text(f"  {dataset}", style="dim"), *no_loss, *values, f"{part.n:,}", f"{part.coverage:.0%}")
-    return table
 
 
 def validation_losses(where: StageDir) -> dict[int, float]:
@@ -142,52 +132,73 @@ def sample_answers(results: Sequence[EvalResult], count: int) -> Iterator[Table]
     for found in _by_task(sorted_results(results)).values():
         items = found[0].items
         for item in list(items[:: max(1, len(items) // max(count, 1))])[:count]:
-            yield _sample(item, found)
+            title, reference = Text(_cut(item.prompt)), Text(f"reference: {_cut(item.reference)}")
+            table = Table(title=title, title_justify="left", caption=reference, caption_justify="left")
+            for column in ("checkpoint", "answer", "scores"):
+                table.add_column(column, overflow="fold")
+            for result in found:
+                for other in (other for other in result.items if other.item == item.item):
+                    scores = (f"{n} {format_value(metric_of(result, n), value)}" for n, value in other.scores.items())
+                    shown = Text(other.failure or ", ".join(scores), style="red" if other.failure else "")
+                    table.add_row(result.checkpoint, Text(_cut(other.answer) or "(empty)"), shown)
+            yield table
 
 
-def _sample(item: EvalItem, results: Sequence[EvalResult]) -> Table:
-    reference = Text(f"reference: {_cut(item.reference)}")
-    table = Table(title=Text(_cut(item.prompt)), title_justify="left", caption=reference, caption_justify="left")
-    for column in ("checkpoint", "answer", "scores"):
-        table.add_column(column, overflow="fold")
-    for result in results:
-        for other in (other for other in result.items if other.item == item.item):
-            values = (f"{name} {format_value(metric_of(result, name), value)}" for name, value in other.scores.items())
-            scores = Text(other.failure or ", ".join(values), style="red" if other.failure else "")
-            table.add_row(result.checkpoint, Text(_cut(other.answer) or "(empty)"), scores)
-    return table
-
-
-def _cut(text: str) -> str:
+def _cut(text: str, max_characters: int = 600) -> str:
     plain = " ".join(text.split())
-    return plain if len(plain) <= _MAX_TEXT else f"{plain[:_MAX_TEXT]} ..."
+    return plain if len(plain) <= max_characters else f"{plain[:max_characters]} ..."
+
+
+def change_tables(base: EvalResult, tuned: EvalResult, messages: Sequence[str]) -> Iterator[Table]:
+    """The scores of both, where all items count and a failure scores zero; then some answers side by side."""
+    table = Table(title=f"held-out items, task {base.task}", title_justify="left")
+    for column in ("model", "metric"):
+        table.add_column(column, no_wrap=True)
+    for column in ("n", "score", "95 % interval", "coverage"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for model, result in {"base": base, "fine-tuned": tuned}.items():
+        for at, (name, score) in enumerate(result.metrics.items()):
+            metric = metric_of(result, name)
+            value, low, high = (format_value(metric, one) for one in (score.value, score.low, score.high))
+            label = model if at == 0 else ""
+            table.add_row(label, name, format_n(result), value, f"{low} .. {high}", f"{result.coverage:.0%}")
+    yield table
+    pairs = list(zip(base.items, tuned.items, strict=True))
+    for before, after in pairs[:: max(1, base.n // _NUM_SHOWN)][:_NUM_SHOWN]:  # evenly spaced, not chosen
+        title, reference = Text(messages[before.item]), Text(f"reference: {before.reference}")
+        table = Table(title=title, title_justify="left", caption=reference, caption_justify="left", expand=True)
+        for column in ("base", "fine-tuned"):
+            table.add_column(column, overflow="fold", ratio=1)
+        answers = []
+        for item in (before, after):
+            is_right = all(score == 1.0 for score in item.scores.values())
+            answers.append(Text(_cut(item.answer, 240) or "(empty)", style="green" if is_right else "red"))
+        table.add_row(*answers)
+        yield table
 
 
 def scores_document(results: Sequence[EvalResult], where: StageDir, *, by: str | None = None) -> list[dict[str, Any]]:
     """What `--json` prints."""
     losses = validation_losses(where)
     best = {task: best_of(found, by) for task, found in _by_task(results).items()}
-    documents = []
-    for result in results:
-        parts = {
-            name: {"n": part.n, "coverage": part.coverage, "metrics": _scores(part.metrics)}
-            for name, part in result.by_dataset.items()
+    return [
+        {
+            "task": result.task,
+            "checkpoint": result.checkpoint,
+            "n": result.n,
+            "available": result.available,
+            "coverage": result.coverage,
+            "metrics": _scores(result.metrics),
+            "by_dataset": {
+                name: {"n": part.n, "coverage": part.coverage, "metrics": _scores(part.metrics)}
+                for name, part in result.by_dataset.items()
+            },
+            "best": result is best[result.task],
+            "validation_loss": losses.get(step_named(result.checkpoint) or -1),
+            "warnings": list(result.warnings),
         }
-        documents.append(
-            {
-                "task": result.task,
-                "checkpoint": result.checkpoint,
-                "n": result.n,
-                "available": result.available,
-                "coverage": result.coverage,
-                "metrics": _scores(result.metrics),
-                "by_dataset": parts,
-                "best": result is best[result.task],
-                "validation_loss": losses.get(step_named(result.checkpoint) or -1),
-                "warnings": list(result.warnings),
-            }
-        )
-    return documents
+        for result in results
+    ]
 
 
 def _scores(metrics: Mapping[str, Score]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,50 +11,35 @@ from typing import Any
 from finefit.artifacts.atomic import write_text
 from finefit.errors import UserError
 from finefit.review.items import PromptMessage, ReviewItem, ReviewSet, copy_images
-from finefit.review.verdicts import (
-    JournalEntry,
-    Verdict,
-    entries_about,
-    majority_choices,
-    unblinded_verdicts,
-    valid_verdicts,
-)
+from finefit.review.verdicts import JournalEntry, entries_about, majority_choices, unblinded_verdicts, valid_verdicts
 
 
-def verdict_rows(
-    review_set: ReviewSet, entries: Sequence[JournalEntry], images: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
-    """One per valid verdict, with the texts it is about. `images`: digest -> name; by default an image's own name."""
-    kept = entries_about(entries, review_set)
+def _verdict_rows(
+    review_set: ReviewSet, entries: Sequence[JournalEntry], images: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """One per valid verdict, with the texts it is about. `images`: digest -> name."""
+    kept, models = entries_about(entries, review_set), review_set.models
     items = {item.key: item for item in review_set.items}
     unblinded = unblinded_verdicts(kept)
-    return [
-        _verdict_row(review_set, items[verdict.key], verdict, images or {}, is_blind=verdict.number not in unblinded)
-        for verdict in valid_verdicts(kept)
-    ]
-
-
-def _verdict_row(
-    review_set: ReviewSet, item: ReviewItem, verdict: Verdict, images: Mapping[str, str], *, is_blind: bool
-) -> dict[str, Any]:
-    preferred = {"first": 0, "second": 1}.get(verdict.choice)
-    answers = zip(review_set.models, item.answers, verdict.reasons, strict=True)
-    return {
-        "id": item.key,
-        "task": review_set.task,
-        "place": item.place,
-        "rater": verdict.rater,
-        "at": verdict.at,
-        "choice": verdict.choice,
-        "preferred": None if preferred is None else review_set.models[preferred],
-        "is_blind": is_blind,
-        "shown_first": review_set.models[verdict.shown[0]],
-        "note": verdict.note,
-        "prompt": _prompt(item.prompt),
-        **_image_names(review_set, item, images),
-        "reference": item.reference,
-        "answers": [{"model": model, "answer": answer, "reasons": list(why)} for model, answer, why in answers],
-    }
+    for verdict in valid_verdicts(kept):
+        item, preferred = items[verdict.key], {"first": 0, "second": 1}.get(verdict.choice)
+        answers = zip(models, item.answers, verdict.reasons, strict=True)
+        yield {
+            "id": item.key,
+            "task": review_set.task,
+            "place": item.place,
+            "rater": verdict.rater,
+            "at": verdict.at,
+            "choice": verdict.choice,
+            "preferred": None if preferred is None else models[preferred],
+            "is_blind": verdict.number not in unblinded,
+            "shown_first": models[verdict.shown[0]],
+            "note": verdict.note,
+            "prompt": _prompt(item.prompt),
+            **_image_names(review_set, item, images),
+            "reference": item.reference,
+            "answers": [{"model": model, "answer": answer, "reasons": list(why)} for model, answer, why in answers],
+        }
 
 
 def _image_names(review_set: ReviewSet, item: ReviewItem, images: Mapping[str, str]) -> dict[str, list[str]]:
@@ -73,16 +58,14 @@ def _prompt(messages: Sequence[PromptMessage]) -> str | list[dict[str, str]]:
 
 def export_verdicts(path: Path, review_set: ReviewSet, entries: Sequence[JournalEntry]) -> int:
     """Returns how many were written. The extension decides the format; images go into a folder next to the file."""
-    format_rows = _FORMATS.get(path.suffix.lower())
-    if format_rows is None:
-        extension = path.suffix.lower() or "none"
-        raise UserError(
-            f"{path.name} has the extension {extension}, which is not a known format", "name it .jsonl or .csv"
-        )
+    extension = path.suffix.lower()
+    if extension not in (".jsonl", ".csv"):
+        problem = f"{path.name} has the extension {extension or 'none'}, which is not a known format"
+        raise UserError(problem, "name it .jsonl or .csv")
     judged = {verdict.key for verdict in valid_verdicts(entries_about(entries, review_set))}
     shown = (image for item in review_set.items if item.key in judged for image in item.images)
-    rows = verdict_rows(review_set, entries, copy_images(path, shown))
-    write_text(path, format_rows(rows))
+    rows = list(_verdict_rows(review_set, entries, copy_images(path, shown)))
+    write_text(path, _json_lines(rows) if extension == ".jsonl" else _csv(rows))
     return len(rows)
 
 
@@ -91,30 +74,24 @@ def _json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    text, flat = io.StringIO(), [_flat(row) for row in rows]
-    if flat:
-        names = dict.fromkeys(name for row in flat for name in row)
+    """One column for each model's answer."""
+    text, lines = io.StringIO(), []
+    for row in rows:
+        line = {name: value for name, value in row.items() if name not in ("answers", "images")}
+        if isinstance(line["prompt"], list):
+            line["prompt"] = "\n\n".join(f"{message['role']}: {message['content']}" for message in line["prompt"])
+        if "images" in row:
+            line["images"] = "; ".join(row["images"])
+        for mark, answer in zip("ab", row["answers"], strict=False):
+            line[f"model_{mark}"], line[f"answer_{mark}"] = answer["model"], answer["answer"]
+            line[f"reasons_{mark}"] = "; ".join(answer["reasons"])
+        lines.append(line)
+    if lines:
+        names = dict.fromkeys(name for line in lines for name in line)
         writer = csv.DictWriter(text, fieldnames=list(names), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(flat)
+        writer.writerows(lines)
     return text.getvalue()
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One column for each model's answer."""
-    flat = {name: value for name, value in row.items() if name not in ("answers", "images")}
-    if isinstance(flat["prompt"], list):
-        flat["prompt"] = "\n\n".join(f"{message['role']}: {message['content']}" for message in flat["prompt"])
-    if "images" in row:
-        flat["images"] = "; ".join(row["images"])
-    for mark, answer in zip("ab", row["answers"], strict=False):
-        flat[f"model_{mark}"] = answer["model"]
-        flat[f"answer_{mark}"] = answer["answer"]
-        flat[f"reasons_{mark}"] = "; ".join(answer["reasons"])
-    return flat
-
-
-_FORMATS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {".jsonl": _json_lines, ".csv": _csv}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +122,6 @@ def preference_pairs(
 def _pair(item: ReviewItem, choice: str | None) -> tuple[str, str] | str:
     """The chosen and the rejected answer, or why there is no pair."""
     match choice:
-        case None:
-            return "not judged"
         case "first":
             chosen, rejected = item.answers
         case "second":
@@ -157,10 +132,9 @@ def _pair(item: ReviewItem, choice: str | None) -> tuple[str, str] | str:
             return "bad, but without a reference to prefer"
         case "bad":
             return "bad, but the reference has tool calls or reasoning, which a pair cannot hold"
-        case "split":
-            return "raters disagree"
         case _:
-            return {"good": "good", "tie": "tie", "skip": "skipped"}[choice]
+            reasons = {None: "not judged", "good": "good", "tie": "tie", "skip": "skipped", "split": "raters disagree"}
+            return reasons[choice]
     if item.is_rendered:
         return "prompt only known as rendered by a chat template"
     if not chosen.strip() or not rejected.strip():

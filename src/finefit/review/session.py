@@ -15,24 +15,12 @@ from typing import Literal
 from finefit.artifacts.atomic import Journal
 from finefit.artifacts.processes import holder_of, run_lock
 from finefit.errors import RunError
+from finefit.review import verdicts as journal
 from finefit.review.items import PromptMessage, ReviewItem, ReviewSet
-from finefit.review.verdicts import (
-    REASONS,
-    JournalEntry,
-    Reason,
-    ResultsRevealed,
-    ReviewOpened,
-    Verdict,
-    VerdictChoice,
-    VerdictUndone,
-    Write,
-    entries_about,
-    entry_to_json,
-    read_entries,
-    valid_verdicts,
-)
+from finefit.review.verdicts import REASONS, JournalEntry, Reason, ResultsRevealed, Verdict, VerdictChoice
 
 Press = Literal["1", "2", "tie", "skip"]
+Marks = tuple[tuple[Reason, ...], ...]
 NAME_LENGTH = 40
 NOTE_LENGTH = 4000
 _GOOD_OR_BAD: dict[Press, VerdictChoice] = {"1": "good", "2": "bad", "skip": "skip"}
@@ -72,7 +60,7 @@ class BlindItem:
 class Draft:
     """What a rater had marked before undoing a verdict."""
 
-    reasons: tuple[tuple[Reason, ...], ...]
+    reasons: Marks
     """In the order in which the answers are shown."""
     note: str
 
@@ -84,7 +72,6 @@ class Turn:
     skipped: int
     total: int
     item: BlindItem | None
-    """None if nothing is left."""
     draft: Draft
     can_undo: bool
     has_seen_results: bool
@@ -95,17 +82,13 @@ class Session:
         self,
         review_set: ReviewSet,
         entries: Sequence[JournalEntry],
-        write: Write,
+        write: journal.Write,
         *,
         overlap: int | None = None,
         shows_reference: bool = True,
     ) -> None:
-        self.review_set = review_set
-        self._entries = list(entries)
-        self._write = write
-        self._overlap = overlap
-        self._shows_reference = shows_reference
-        self._seed = _seed_of(entries)
+        self.review_set, self._entries, self._write = review_set, list(entries), write
+        self._overlap, self._shows_reference, self._seed = overlap, shows_reference, _seed_of(entries)
 
     @property
     def entries(self) -> list[JournalEntry]:
@@ -113,18 +96,31 @@ class Session:
 
     def turn(self, rater: str) -> Turn:
         rater = rater_name(rater)
-        entries = entries_about(self._entries, self.review_set)
-        own = [verdict for verdict in valid_verdicts(entries) if verdict.rater == rater]
+        entries = journal.entries_about(self._entries, self.review_set)
+        own = [verdict for verdict in journal.valid_verdicts(entries) if verdict.rater == rater]
         skipped = sum(verdict.choice == "skip" for verdict in own)
-        left = self._left(rater, entries)
-        item = left[0] if left else None
+        undone = _last_undone(rater, entries)
+        left = self._left(rater, entries, undone)
+        shown, draft = None, Draft(reasons=((),) * len(self.review_set.models), note="")
+        if left:
+            item = left[0]
+            shown = BlindItem(
+                handle=item.handle,
+                prompt=item.prompt,
+                answers=tuple(item.answers[at] for at in answer_order(item, self._seed, rater)),
+                reference=item.reference if self._shows_reference else None,
+                place=item.place,
+                images=tuple(BlindImage(name=image.name, sha256=image.sha256) for image in item.images),
+            )
+            if undone is not None and undone.key == item.key:
+                draft = Draft(reasons=_reordered(undone.reasons, undone.shown), note=undone.note)
         return Turn(
             rater=rater,
             judged=len(own) - skipped,
             skipped=skipped,
             total=len(own) + len(left),
-            item=None if item is None else self._blind(item, rater),
-            draft=self._draft(item, rater, entries),
+            item=shown,
+            draft=draft,
             can_undo=bool(own),
             has_seen_results=any(isinstance(entry, ResultsRevealed) and entry.rater == rater for entry in entries),
         )
@@ -139,7 +135,15 @@ class Session:
         rater = rater_name(rater)
         item = next(item for item in self.review_set.items if item.handle == handle)
         shown = answer_order(item, self._seed, rater)
-        choice = _choice(press, shown)
+        choice: VerdictChoice
+        if len(shown) == 1:
+            if press not in _GOOD_OR_BAD:
+                raise Refused("a single answer is good or bad; there is no tie")
+            choice = _GOOD_OR_BAD[press]
+        elif press == "tie" or press == "skip":
+            choice = press
+        else:
+            choice = _FIRST_OR_SECOND[shown[int(press) - 1]]
         if len(note) > NOTE_LENGTH:
             raise Refused(f"the note has {len(note)} characters; at most {NOTE_LENGTH} are allowed")
         verdict = Verdict(
@@ -159,11 +163,11 @@ class Session:
 
     def undo(self, rater: str) -> Turn:
         """Undoes the rater's latest verdict: its item comes next, marked as it was."""
-        valid = valid_verdicts(entries_about(self._entries, self.review_set))
+        valid = journal.valid_verdicts(journal.entries_about(self._entries, self.review_set))
         own = [verdict for verdict in valid if verdict.rater == rater_name(rater)]
         if not own:
             raise Refused("there is no verdict to undo")
-        self._keep(VerdictUndone(at=_now(), rater=own[-1].rater, number=own[-1].number))
+        self._keep(journal.VerdictUndone(at=_now(), rater=own[-1].rater, number=own[-1].number))
         return self.turn(rater)
 
     def reveal(self, rater: str) -> None:
@@ -176,56 +180,31 @@ class Session:
         self._write(entry)
         self._entries.append(entry)
 
-    def _left(self, rater: str, entries: Sequence[JournalEntry]) -> list[ReviewItem]:
-        """What the rater has still to judge, the next item first."""
-        verdicts = valid_verdicts(entries)
+    def _left(self, rater: str, entries: Sequence[JournalEntry], undone: Verdict | None) -> list[ReviewItem]:
+        """What the rater has still to judge, in an order of their own, in which the shared items come first."""
+        verdicts = journal.valid_verdicts(entries)
         own = {verdict.key for verdict in verdicts if verdict.rater == rater}
-        ordered = rater_order(self.review_set, self._seed, rater, overlap=self._overlap)
+        shared = {item.key for item in shared_order(self.review_set, self._seed)[: self._overlap]}
+        ordered = sorted(
+            self.review_set.items,
+            key=lambda item: (item.key not in shared, _hash("order", self._seed, rater, item.key)),
+        )
         if self._overlap is not None:  # items after the shared ones are judged by one rater each
             others = {verdict.key for verdict in verdicts if verdict.rater != rater and verdict.choice != "skip"}
             ordered = [item for at, item in enumerate(ordered) if at < self._overlap or item.key not in others]
-        undone = _last_undone(rater, entries)
         left = [item for item in ordered if item.key not in own]
         return sorted(left, key=lambda item: undone is None or item.key != undone.key)
-
-    def _blind(self, item: ReviewItem, rater: str) -> BlindItem:
-        return BlindItem(
-            handle=item.handle,
-            prompt=item.prompt,
-            answers=tuple(item.answers[at] for at in answer_order(item, self._seed, rater)),
-            reference=item.reference if self._shows_reference else None,
-            place=item.place,
-            images=tuple(BlindImage(name=image.name, sha256=image.sha256) for image in item.images),
-        )
-
-    def _draft(self, item: ReviewItem | None, rater: str, entries: Sequence[JournalEntry]) -> Draft:
-        undone = _last_undone(rater, entries)
-        if item is None or undone is None or undone.key != item.key:
-            return Draft(reasons=((),) * len(self.review_set.models), note="")
-        return Draft(reasons=_reordered(undone.reasons, undone.shown), note=undone.note)
 
 
 def _last_undone(rater: str, entries: Sequence[JournalEntry]) -> Verdict | None:
     """The verdict that the rater undid last, if they have decided nothing since."""
-    own = [entry for entry in entries if isinstance(entry, Verdict | VerdictUndone) and entry.rater == rater]
-    if not own or not isinstance(own[-1], VerdictUndone):
+    own = [entry for entry in entries if isinstance(entry, Verdict | journal.VerdictUndone) and entry.rater == rater]
+    if not own or not isinstance(own[-1], journal.VerdictUndone):
         return None
     return next(entry for entry in own if isinstance(entry, Verdict) and entry.number == own[-1].number)
 
 
-def _choice(press: Press, shown: tuple[int, ...]) -> VerdictChoice:
-    if len(shown) == 1:
-        if press not in _GOOD_OR_BAD:
-            raise Refused("a single answer is good or bad; there is no tie")
-        return _GOOD_OR_BAD[press]
-    if press == "tie" or press == "skip":
-        return press
-    return _FIRST_OR_SECOND[shown[int(press) - 1]]
-
-
-def _checked(
-    reasons: Sequence[Sequence[str]], choice: VerdictChoice, num_answers: int
-) -> tuple[tuple[Reason, ...], ...]:
+def _checked(reasons: Sequence[Sequence[str]], choice: VerdictChoice, num_answers: int) -> Marks:
     """In a fixed order, so that equal marks give equal entries."""
     if len(reasons) not in (0, num_answers):
         raise Refused(f"there are reasons for {len(reasons)} answers, but {num_answers} answers")
@@ -237,7 +216,7 @@ def _checked(
     return marked
 
 
-def _reordered(reasons: tuple[tuple[Reason, ...], ...], shown: tuple[int, ...]) -> tuple[tuple[Reason, ...], ...]:
+def _reordered(reasons: Marks, shown: tuple[int, ...]) -> Marks:
     """From the order shown to the order of the models, or back: with two answers both are the same swap."""
     return tuple(reasons[at] for at in shown)
 
@@ -268,66 +247,52 @@ def open_session(
     shows_reference: bool = True,
     draw: Callable[[], int] = lambda: secrets.randbits(32),
 ) -> Iterator[Session]:
-    """The only writer of the review's journal while it is open. A verdict is on disk before the rater sees the next
-    item."""
+    """The only writer of the review's journal. A verdict is on disk before the rater sees the next item."""
     path = journal_of(folder, review_set.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
     if (pid := holder_of(lock)) is not None:
-        raise RunError(
-            f"the review {path} is already open in process {pid}",
-            "judge there, since it takes several raters at once, or stop it first",
-        )
+        remedy = "judge there, since it takes several raters at once, or stop it first"
+        raise RunError(f"the review {path} is already open in process {pid}", remedy)
     with run_lock(lock):
 
         def write(entry: JournalEntry) -> None:
-            with Journal(path) as journal:  # reopened each time: a line cut off by a full disk is closed first
-                journal.write(**entry_to_json(entry))
-                journal.sync()
+            with Journal(path) as file:  # reopened each time: a line cut off by a full disk is closed first
+                file.write(**journal.entry_to_json(entry))
+                file.sync()
 
-        entries = read_entries(path)
-        if not any(isinstance(entry, ReviewOpened) for entry in entries):
+        entries = journal.read_entries(path)
+        if not any(isinstance(entry, journal.ReviewOpened) for entry in entries):
             drawn = draw() if seed is None else seed
-            opened = ReviewOpened(at=_now(), seed=drawn, task=review_set.task, models=review_set.models)
+            opened = journal.ReviewOpened(at=_now(), seed=drawn, task=review_set.task, models=review_set.models)
             write(opened)
             entries.append(opened)
         if seed not in (None, _seed_of(entries)):
-            raise RunError(
-                f"{path} was started with seed {_seed_of(entries)}, and another seed would change every rater's order",
-                f"leave out --seed {seed}, or start another review with --name",
-            )
+            problem = f"{path} was started with seed {_seed_of(entries)}"
+            remedy = f"leave out --seed {seed}, or start another review with --name"
+            raise RunError(f"{problem}, and another seed would change every rater's order", remedy)
         chosen = sampled(review_set, entries, limit)
         yield Session(chosen, entries, write, overlap=overlap, shows_reference=shows_reference)
 
 
 def _seed_of(entries: Sequence[JournalEntry]) -> int:
-    return next(entry.seed for entry in entries if isinstance(entry, ReviewOpened))
+    return next(entry.seed for entry in entries if isinstance(entry, journal.ReviewOpened))
 
 
 def sampled(review_set: ReviewSet, entries: Sequence[JournalEntry], limit: int | None) -> ReviewSet:
     """The same sample of the items for every rater."""
-    if limit is None or not any(isinstance(entry, ReviewOpened) for entry in entries):
+    if limit is None or not any(isinstance(entry, journal.ReviewOpened) for entry in entries):
         return review_set
     return replace(review_set, items=tuple(shared_order(review_set, _seed_of(entries))[:limit]))
 
 
-# The order in which a rater sees the items and the two answers. It depends only on the seed, the rater and the item, so
-# neither a restart nor an item that is added or removed changes it.
-
-
 def shared_order(review_set: ReviewSet, seed: int) -> list[ReviewItem]:
-    """An order common to all raters; its beginning is a sample of the items."""
+    """An order common to all raters; its beginning is a sample of the items. Here and in the orders of a rater a place
+    depends only on seed, rater and item, so neither a restart nor an item that is added or removed changes it."""
     return sorted(review_set.items, key=lambda item: _hash("shared", seed, item.key))
 
 
-def rater_order(review_set: ReviewSet, seed: int, rater: str, *, overlap: int | None = None) -> list[ReviewItem]:
-    """Each rater has their own. `overlap`: this many items come first for everybody."""
-    shared = {item.key for item in shared_order(review_set, seed)[:overlap]}
-    return sorted(review_set.items, key=lambda item: (item.key not in shared, _hash("order", seed, rater, item.key)))
-
-
 def answer_order(item: ReviewItem, seed: int, rater: str) -> tuple[int, ...]:
-    """The models in the order in which their answers are shown."""
     if len(item.answers) == 1:
         return (0,)
     return (0, 1) if _hash("sides", seed, rater, item.key) % 2 == 0 else (1, 0)

@@ -62,7 +62,6 @@ class VerdictUndone(Record):
     at: str
     rater: str
     number: int
-    """Number of the undone verdict."""
 
 
 class ResultsRevealed(Record):
@@ -83,19 +82,15 @@ _ENTRY: TypeAdapter[JournalEntry] = TypeAdapter(Annotated[JournalEntry, Discrimi
 
 def read_entries(path: Path) -> list[JournalEntry]:
     """An incomplete last line is skipped: the rater never saw it confirmed."""
-    return [_entry(line, path, number) for number, line in enumerate(read_lines(path), start=1)]
-
-
-def _entry(line: dict[str, Any], path: Path, number: int) -> JournalEntry:
-    try:
-        return _ENTRY.validate_python(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise RunError(
-            f"{path}: entry {number} is not of this version: {place}: {first['msg']}",
-            "move the file away to start a new review",
-        ) from None
+    entries = []
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            entries.append(_ENTRY.validate_python(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"entry {number} is not of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise RunError(f"{path}: {problem}", "move the file away to start a new review") from None
+    return entries
 
 
 def entry_to_json(entry: JournalEntry) -> dict[str, Any]:
@@ -122,8 +117,7 @@ def valid_verdicts(entries: Sequence[JournalEntry]) -> list[Verdict]:
 
 def unblinded_verdicts(entries: Sequence[JournalEntry]) -> frozenset[int]:
     """Numbers of verdicts given after the rater had seen the results."""
-    informed: set[str] = set()
-    found: set[int] = set()
+    informed, found = set[str](), set[int]()
     for entry in entries:
         if isinstance(entry, ResultsRevealed):
             informed.add(entry.rater)
@@ -139,8 +133,7 @@ Decision = VerdictChoice | Literal["split"]
 class ModelFaults:
     model: str
     bad: Interval | None
-    """Share of the judged items; None if none is judged. With two models: items with a reason marked by at least half
-    of the raters."""
+    """Share of the judged items, if any. With two models: those with a reason marked by at least half of the raters."""
     reasons: dict[Reason, int]
     """Number of items by reason; an item may have several reasons."""
 
@@ -160,8 +153,6 @@ class RaterSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaterAgreement:
-    """How far two raters agree on the items that both judged."""
-
     raters: tuple[str, str]
     agreement: Agreement
 
@@ -176,7 +167,6 @@ class ReviewResults:
     skipped: int
     """Items that were only skipped."""
     split: int
-    """Items without a majority."""
     faults: tuple[ModelFaults, ...]
     preference: Preference | None
     """Of the first model over the second; None for one model, or if nothing is judged."""
@@ -193,6 +183,8 @@ def results_of(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> Review
     judged = [verdict for verdict in verdicts if verdict.choice != "skip"]
     choices = majority_choices(review_set, entries)
     counts = Counter(choices.values())
+    ties = counts["tie"] + counts["split"]  # an item without a majority is a tie
+    is_compared = len(review_set.models) == 2 and counts["first"] + counts["second"] + ties > 0
     return ReviewResults(
         task=review_set.task,
         models=review_set.models,
@@ -201,7 +193,7 @@ def results_of(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> Review
         skipped=counts["skip"],
         split=counts["split"],
         faults=tuple(_faults(at, review_set, _by_key(judged), choices) for at in range(len(review_set.models))),
-        preference=_preference(counts) if len(review_set.models) == 2 else None,
+        preference=preference(counts["first"], counts["second"], ties) if is_compared else None,
         raters=tuple(_summary_of(rater, kept, verdicts) for rater in sorted({verdict.rater for verdict in verdicts})),
         agreement=tuple(_agreements(judged)),
         unpaired=review_set.unpaired,
@@ -211,18 +203,12 @@ def results_of(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> Review
 
 def majority_choices(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> dict[str, Decision]:
     """Item key -> the choice of most raters; a skip counts only if nobody judged the item."""
-    by_key = _by_key(valid_verdicts(entries_about(entries, review_set)))
-    return {
-        key: _most(verdict.choice for verdict in verdicts if verdict.choice != "skip")
-        for key, verdicts in by_key.items()
-    }
-
-
-def _most(choices: Iterable[VerdictChoice]) -> Decision:
-    ranked = Counter(choices).most_common(2)
-    if not ranked:
-        return "skip"
-    return "split" if len(ranked) == 2 and ranked[0][1] == ranked[1][1] else ranked[0][0]
+    decisions: dict[str, Decision] = {}
+    for key, verdicts in _by_key(valid_verdicts(entries_about(entries, review_set))).items():
+        ranked = Counter(verdict.choice for verdict in verdicts if verdict.choice != "skip").most_common(2)
+        is_split = len(ranked) == 2 and ranked[0][1] == ranked[1][1]
+        decisions[key] = "split" if is_split else ranked[0][0] if ranked else "skip"
+    return decisions
 
 
 def _by_key(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
@@ -249,12 +235,6 @@ def _faults(
 def _half(marks: Sequence[bool]) -> bool:
     """Whether at least half of the raters marked it."""
     return any(marks) and 2 * sum(marks) >= len(marks)
-
-
-def _preference(counts: Counter[Decision]) -> Preference | None:
-    """An item without a majority is a tie."""
-    wins, losses, ties = counts["first"], counts["second"], counts["tie"] + counts["split"]
-    return preference(wins, losses, ties) if wins + losses + ties else None
 
 
 def _summary_of(rater: str, entries: Sequence[JournalEntry], verdicts: Sequence[Verdict]) -> RaterSummary:

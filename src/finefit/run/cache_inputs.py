@@ -15,10 +15,9 @@ from finefit import __version__
 from finefit.artifacts.atomic import write_text
 from finefit.artifacts.cache import content_key, forget_old, source_digest
 from finefit.artifacts.checkpoint import MANIFEST
-from finefit.artifacts.records import CacheInputs, read_record
+from finefit.artifacts.records import At, CacheInputs, output_of, read_record, with_files
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
 from finefit.artifacts.stage_records import EvalResult
-from finefit.artifacts.wiring import At, output_of, with_files
 from finefit.data.columns import RecordError
 from finefit.data.files import find_files, pin_hub_path
 from finefit.data.images import FileState, content_at, file_state, find_image
@@ -28,39 +27,19 @@ from finefit.errors import DataError, DiskFull, SpecError
 from finefit.facts.files import finefit_cache, read_model_folder, sha256_of
 from finefit.model.resolve_model import adapter_fingerprint, commit_of
 from finefit.plan.stage_forecasts import stage_in_errors
+from finefit.spec import stages as kinds
 from finefit.spec.data import Fields, HeldOut, Source
 from finefit.spec.models import CustomModel, FolderModel, HubModel, Lora
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Common
-from finefit.spec.stages import (
-    STAGE_PATH,
-    AnyStage,
-    BuildMoe,
-    CompareStage,
-    EvaluateStage,
-    Gate,
-    MergeAdapter,
-    StageModel,
-    TrainStage,
-    Verdicts,
-    models_of,
-    moved,
-    paths_of,
-)
+from finefit.spec.stages import STAGE_PATH, AnyStage, TrainStage, models_of, moved, paths_of
 
 DigestOf = Callable[[str], str]
 """The digest of a stage's output, by its name."""
 _OF_TRAINING = tuple(key for key in Common.model_fields if key not in ("name", "trackers"))
-_OF_OTHERS = ("seed", "device", "precision")
-_UNSEEDED = ("python", "compare")
-"""Kinds of stages that depend neither on the seed nor on the device."""
-_TOKENIZER = ".tokenizer.path"
-"""Of a custom model: a folder that need not hold weights."""
 _ROWS, _IMAGES = ".path", ".images_root"
 _COPIED = (Source, HeldOut, Fields)
 """What a training has a copy of once it has begun: their files may be gone then."""
-_HASHED_APART = "finefit_"
-"""Files of a checkpoint with this prefix are not part of the model."""
 
 
 def stage_inputs(pipeline: Pipeline, name: str, base: Path, at: At, digest_of: DigestOf) -> CacheInputs:
@@ -75,13 +54,7 @@ def key_of(found: CacheInputs) -> str:
     return content_key(found.inputs)
 
 
-def is_same_work(one: CacheInputs, other: CacheInputs) -> bool:
-    """Whether the inputs are equal; another version of finefit may go on with what one has begun."""
-    return {**one.inputs, "finefit": ""} == {**other.inputs, "finefit": ""}
-
-
 def differences(old: CacheInputs, new: CacheInputs) -> list[str]:
-    """What has changed, in words."""
     found = []
     for name in dict.fromkeys((*old.inputs, *new.inputs)):
         before, now = old.inputs.get(name), new.inputs.get(name)
@@ -96,18 +69,14 @@ def differences(old: CacheInputs, new: CacheInputs) -> list[str]:
     return found
 
 
-# the inputs of a whole run
-
-
 def outside_inputs(pipeline: Pipeline, base: Path, *, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Digests of the files and models that no stage of it makes. Rows that are gone count as those that are `known`: a
-    training has its own copy of them."""
+    """Digests of the files and models that no stage makes. Rows that are gone, copied by a training, are as `known`."""
     found: dict[str, str] = {}
     for name, stage in pipeline.stages.items():
         prefix = "" if pipeline.is_flat else f"{name}."
         own = {key.removeprefix(prefix): sha256 for key, sha256 in (known or {}).items() if key.startswith(prefix)}
         with stage_in_errors(pipeline, name):
-            found |= {f"{prefix}{key}": sha256 for key, sha256 in _inputs(stage, base, None, None, own)}
+            found |= {f"{prefix}{key}": sha256 for key, sha256 in _inputs(stage, base, known=own)}
     return found
 
 
@@ -138,13 +107,12 @@ def pinned(pipeline: Pipeline) -> Pipeline:
     return pipeline.model_copy(update={"stages": {name: pin(stage) for name, stage in pipeline.stages.items()}})
 
 
-# one stage
-
-
 def _document(pipeline: Pipeline, name: str) -> dict[str, Any]:
     stage = pipeline.stages[name]
     plain = _without_revisions(moved(stage, lambda _: "", addresses=True).model_dump(mode="json", by_alias=True))
-    common = () if stage.kind in _UNSEEDED else _OF_TRAINING if isinstance(stage, TrainStage) else _OF_OTHERS
+    common = _OF_TRAINING if isinstance(stage, TrainStage) else ("seed", "device", "precision")
+    if stage.kind in ("python", "compare"):  # which depend on none of these
+        common = ()
     return {**{key: getattr(pipeline, key) for key in common}, **plain}
 
 
@@ -160,36 +128,45 @@ def _without_revisions(part: Any) -> Any:
 
 
 def _inputs(
-    stage: AnyStage, base: Path, at: At | None, digest_of: DigestOf | None, known: Mapping[str, str] | None = None
+    stage: AnyStage,
+    base: Path,
+    at: At | None = None,
+    digest_of: DigestOf | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Without `at` only what lies outside of the pipeline. What is gone counts as what is `known` of it."""
     read: dict[str, str] = {}
+    known = known or {}
     for key, holder, path in paths_of(stage):
         if key.endswith(_IMAGES) or (place := _placed(path, at)) is None:  # images are found through their rows
             continue
         try:
             read[key] = _content(holder, key, place, base, _split_of(stage, key))
         except DataError:
-            if not isinstance(holder, _COPIED) or key not in (known or {}):
+            if not isinstance(holder, _COPIED) or key not in known:
                 raise
-            yield from ((name, sha256) for name, sha256 in (known or {}).items() if name in (key, _images_of(key)))
+            images = f"{key.removesuffix(_ROWS)}.images"
+            yield from ((name, sha256) for name, sha256 in known.items() if name in (key, images))
     yield from read.items()
     for key, holder, _ in paths_of(stage):
         if isinstance(holder, Source | HeldOut) and key in read and key.endswith(_ROWS):
-            yield from _images(holder, key, read, base, at, _split_of(stage, key))
+            if any(_placed(path, at) is None for _, _, path in paths_of(holder)):
+                continue  # some rows are not made yet
+            there, above = with_files(holder, lambda path: _placed(path, at) or path), key.removesuffix(_ROWS)
+            source = there if isinstance(there, Source) else there.source(there.path or "")
+            content = content_key([read[key], read.get(f"{above}.fields.join")])
+            images_sha256 = images_digest(source, base, split=_split_of(stage, key), content=content)
+            if images_sha256 is not None:
+                yield f"{above}.images", images_sha256
     for key, model in models_of(stage):
-        if isinstance(model, StageModel) and digest_of is not None:
+        if isinstance(model, kinds.StageModel) and digest_of is not None:
             yield key, digest_of(model.name)
         elif isinstance(model, HubModel):
             yield key, commit_of(model)
         elif isinstance(model, CustomModel) and isinstance(model.tokenizer, HubModel):
             yield f"{key}.tokenizer", commit_of(model.tokenizer)
-    if isinstance(stage, CompareStage) and digest_of is not None:
+    if isinstance(stage, kinds.CompareStage) and digest_of is not None:
         yield from ((f"of.{part}", digest_of(part.partition(":")[0])) for part in stage.of)
-
-
-def _images_of(rows: str) -> str:
-    return f"{rows.removesuffix(_ROWS)}.images"
 
 
 def _placed(path: str, at: At | None) -> str | None:
@@ -200,28 +177,14 @@ def _placed(path: str, at: At | None) -> str | None:
 
 
 def _split_of(stage: AnyStage, key: str) -> str:
-    """Which files of a folder are meant, by its key in the stage. Rows of experts are keyed by the experts' names,
-    which say nothing about a split."""
-    if isinstance(stage, Gate | BuildMoe):
+    """Which files of a folder are meant. Names of experts, which their rows have as keys, say nothing about a split."""
+    if isinstance(stage, kinds.Gate | kinds.BuildMoe):
         return "train"
     return next((part for part in key.split(".") if part in ("validation", "test")), "train")
 
 
-def _images(
-    rows: Source | HeldOut, key: str, read: dict[str, str], base: Path, at: At | None, split: str
-) -> Iterator[tuple[str, str]]:
-    """The images of the rows at `key`; nothing where there are none, or where some rows are not made yet."""
-    if any(_placed(path, at) is None for _, _, path in paths_of(rows)):
-        return
-    there, above = with_files(rows, lambda path: _placed(path, at) or path), key.removesuffix(_ROWS)
-    source = there if isinstance(there, Source) else there.source(there.path or "")
-    content = content_key([read[key], read.get(f"{above}.fields.join")])
-    if (found := images_digest(source, base, split=split, content=content)) is not None:
-        yield f"{above}.images", found
-
-
 def _content(holder: BaseModel, key: str, path: str, base: Path, split: str) -> str:
-    if key.endswith(_TOKENIZER):
+    if key.endswith(".tokenizer.path"):  # of a custom model: a folder that need not hold weights
         return tree_digest(base / path)
     match holder:
         case Source() | HeldOut() | Fields() if path.startswith("hf://"):
@@ -231,9 +194,9 @@ def _content(holder: BaseModel, key: str, path: str, base: Path, split: str) -> 
             return content_key([sha256_of(file.path) for file in find_files(path, base, split=split)])
         case FolderModel():
             return read_model_folder(base / path).fingerprint
-        case Lora() | MergeAdapter():
+        case Lora() | kinds.MergeAdapter():
             return adapter_fingerprint(base / path)
-        case Verdicts() if is_run(base / path):
+        case kinds.Verdicts() if is_run(base / path):
             return content_key([tree_digest(journal) for journal in sorted((base / path / "reviews").glob("*.jsonl"))])
     return tree_digest(base / path)
 
@@ -245,87 +208,54 @@ def tree_digest(path: Path) -> str:
             return content_key([(file.relative_to(path).as_posix(), sha256_of(file)) for file in _files_in(path)])
         return sha256_of(path)
     except OSError as error:
-        raise SpecError(
-            f"{error.filename} cannot be read: {error.strerror}", "paths are relative to the spec file"
-        ) from None
+        problem = f"{error.filename} cannot be read: {error.strerror}"
+        raise SpecError(problem, "paths are relative to the spec file") from None
 
 
 def _files_in(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
 
 
-# the output of a stage
-
-
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Of the files in a folder, by name."""
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in _files_in(folder)}
 
 
-def sizes_of(place: Path, stage: AnyStage) -> dict[str, int]:
-    return {} if isinstance(stage, EvaluateStage) else sizes_in(output_of(place, stage))
-
-
 def output_digest(place: Path, stage: AnyStage, key: str) -> str:
+    """Of a training its weights, as its manifest names them; of an evaluation answers and scores, without the time."""
     match stage:
         case TrainStage():
-            return content_key([key, _weights(output_of(place, stage))])
-        case EvaluateStage():
-            return content_key([key, list(_answers(place))])
+            files = json.loads((output_of(place, stage) / MANIFEST).read_bytes())["files"]
+            weights = [
+                (name, about["sha256"])
+                for name, about in sorted(files.items())
+                if name.endswith(".safetensors") and not name.startswith("finefit_")  # those are not part of the model
+            ]
+            return content_key([key, weights])
+        case kinds.EvaluateStage():
+            answers = []
+            for run in sorted(path for path in place.iterdir() if is_run(path) and not path.name.startswith(".")):
+                evaluations = [paths for where in RunDir(run).stages() for paths in where.evaluations()]
+                for path in sorted((one.result for one in evaluations if one.result.exists()), key=str):
+                    result = read_record(path, EvalResult)
+                    items = [[item.key, item.answer, item.scores] for item in result.items]
+                    answers.append([run.name, result.task, result.checkpoint, items])
+            return content_key([key, answers])
     return tree_digest(StageDir(place).output)
 
 
-def _weights(checkpoint: Path) -> list[tuple[str, str]]:
-    """Named by the checkpoint's own manifest."""
-    files = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
-    return [
-        (name, about["sha256"])
-        for name, about in sorted(files.items())
-        if name.endswith(".safetensors") and not name.startswith(_HASHED_APART)
-    ]
-
-
-def _answers(place: Path) -> Iterator[object]:
-    """What was answered and how it was scored, without the time that it took."""
-    for run in sorted(path for path in place.iterdir() if is_run(path) and not path.name.startswith(".")):
-        for where in RunDir(run).stages():
-            for paths in sorted(where.evaluations(), key=lambda paths: str(paths.result)):
-                if paths.result.exists():
-                    result = read_record(paths.result, EvalResult)
-                    yield [
-                        run.name,
-                        result.task,
-                        result.checkpoint,
-                        [[item.key, item.answer, item.scores] for item in result.items],
-                    ]
-
-
 def _changed_keys(old: Any, new: Any, key: str = "") -> list[str]:
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
             for name in dict.fromkeys((*old, *new))
             for line in _changed_keys(old.get(name), new.get(name), f"{key}.{name}" if key else name)
         ]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [
-            line
-            for at, (one, other) in enumerate(zip(old, new, strict=True))
-            for line in _changed_keys(one, other, f"{key}.{at}")
-        ]
     return [] if old == new else [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]
 
 
-# The content of images that rows name by path. Which images rows name is cached by the content of their files, and the
-# digest of an image by the size and time of the file that holds it: a second look reads only what has changed.
-
-_MAX_ENTRIES = 100
-_MAX_IN_MEMORY = 16
-
-
 class _HashedImage(NamedTuple):
-    """An image as rows name it, and its content."""
-
     root: str
     path: str
     state: FileState | None = None
@@ -335,33 +265,35 @@ class _HashedImage(NamedTuple):
 
 def images_digest(source: Source, base: Path, *, split: str, content: str) -> str | None:
     """The same wherever the rows lie with their images; None where they name none by a path. `content`: digest of the
-    files of the rows."""
+    files of the rows. Which images these name is cached by it, and the digest of an image by the size and time of the
+    file that holds it: a second look reads only what has changed."""
     if source.path.startswith("hf://") and source.images_root is None:
         return None  # the images are of the same commit
     try:
-        place = finefit_cache() / "images" / f"{_images_key(source, base, split, content)}.jsonl"
-        before = _cached(place)
-        now = [_hashed(one) for one in (_image_refs(source, base, split) if before is None else before)]
+        # everything that decides which images are named, and where they are looked for
+        files = [str(file.path.absolute()) for file in find_files(source.path, base, split=split)]
+        root = None if source.images_root is None else str((base / source.images_root).absolute())
+        asked = source.model_dump(mode="json", include={"fields", "where"})
+        key = content_key([files, root, asked, split, content, source_digest("data", "vision")])
+        place = finefit_cache() / "images" / f"{key}.jsonl"
+        try:
+            before = _read_cache(place, place.stat().st_mtime_ns)
+        except (OSError, ValueError, TypeError):  # missing or unreadable
+            before = None
+        now = [_hashed(one) for one in (_named_images(source, base, split) if before is None else before)]
     except DataError:  # reported when the rows are checked
         return None
     if now != before:
         with suppress(OSError, DiskFull):  # a cache that cannot be written only costs time
-            _cache(place, now)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_text(place, "".join(json.dumps(one) + "\n" for one in now))
+            forget_old(place.parent, max_entries=100)
     return hashlib.sha256(json.dumps([(one.path, one.sha256) for one in now]).encode()).hexdigest() if now else None
 
 
-def _images_key(source: Source, base: Path, split: str, content: str) -> str:
-    """Of everything that decides which images are named, and where they are looked for."""
-    files = [str(file.path.absolute()) for file in find_files(source.path, base, split=split)]
-    root = None if source.images_root is None else str((base / source.images_root).absolute())
-    asked = source.model_dump(mode="json", include={"fields", "where"})
-    return content_key([files, root, asked, split, content, source_digest("data", "vision")])
-
-
-def _image_refs(source: Source, base: Path, split: str) -> Iterator[_HashedImage]:
+def _named_images(source: Source, base: Path, split: str) -> Iterator[_HashedImage]:
     """Each once, in the order of the rows. Images inside a row are part of its file."""
-    reading = open_source(source, base, split=split)
-    rows = (row for row in reading.rows() if isinstance(row, Row))
+    rows = (row for row in open_source(source, base, split=split).rows() if isinstance(row, Row))
     yield from dict.fromkeys(
         _HashedImage(str(Path(image.root).absolute()), image.path) for row in rows for image in row.images if image.path
     )
@@ -379,14 +311,7 @@ def _hashed(before: _HashedImage) -> _HashedImage:
         return before._replace(state=None, sha256="")
 
 
-def _cached(place: Path) -> list[_HashedImage] | None:
-    try:
-        return _read_cache(place, place.stat().st_mtime_ns)
-    except (OSError, ValueError, TypeError):  # missing or unreadable
-        return None
-
-
-@lru_cache(_MAX_IN_MEMORY)
+@lru_cache(16)
 def _read_cache(place: Path, changed: int) -> list[_HashedImage]:  # noqa: ARG001 a rewritten file is read again
     with place.open(encoding="utf-8") as file:
         lines = (json.loads(line) for line in file)
@@ -394,9 +319,3 @@ def _read_cache(place: Path, changed: int) -> list[_HashedImage]:  # noqa: ARG00
             _HashedImage(root, path, None if state is None else tuple(state), sha256)
             for root, path, state, sha256 in lines
         ]
-
-
-def _cache(place: Path, seen: list[_HashedImage]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_text(place, "".join(json.dumps(one) + "\n" for one in seen))
-    forget_old(place.parent, max_entries=_MAX_ENTRIES)

@@ -1,34 +1,29 @@
 """What `finefit run` does, whatever it is given: a spec file or a run directory, one training or a pipeline.
-
 The spec is parsed once, when the command is read; the run's lock is taken once, for everything that is written."""
 
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from finefit.artifacts.atomic import write_text
+import torch
+
+from finefit.artifacts.atomic import read_lines, write_text
 from finefit.artifacts.processes import holder_of, run_lock
-from finefit.artifacts.records import Run, read_record
-from finefit.artifacts.rundir import RunDir, is_pipeline, open_any_run
-from finefit.errors import RunError, WorkerDied
+from finefit.artifacts.records import PipelineState, Run, read_record
+from finefit.artifacts.rundir import RunDir, is_pipeline, open_any_run, stage_of
+from finefit.artifacts.stage_records import Stage
+from finefit.errors import FindingError, FinefitError, RunError, UserError, WorkerDied
 from finefit.run.cache_inputs import pinned
 from finefit.run.create import between, create_run, find_stages, in_order_of, read_request
 from finefit.run.resume import amend, follow, parse_again, require_unchanged
-from finefit.run.run_stages import StageProgress, Train, run_stages
-from finefit.run.staleness import (
-    StageDecision,
-    Stages,
-    above,
-    decide_all,
-    for_command,
-    is_finished,
-    open_stages,
-    require_stages,
-)
-from finefit.spec.load import load_pipeline, pipeline_from_json, spec_to_json, whole_text
+from finefit.run.run_stages import StageProgress, Train, run_stages, train_run
+from finefit.run.staleness import StageDecision, Stages, above, command_id, decide_all, is_finished, open_stages
+from finefit.spec.load import load_pipeline, load_spec, pipeline_from_json, spec_to_json, whole_text
 from finefit.spec.pipeline import EVERY, Pipeline
 from finefit.spec.stages import moved
 
@@ -46,44 +41,31 @@ class StageSelection:
     def __bool__(self) -> bool:
         return self != StageSelection()
 
-    def arguments(self) -> list[str]:
-        """As a command line has them."""
-        found = [] if self.first is None else ["--from", self.first]
-        found += [] if self.only is None else ["--only", self.only]
-        return [*found, *(word for name in self.force for word in ("--force", name))]
-
     def forced(self, pipeline: Pipeline) -> set[str]:
         """Stages that run although they are finished."""
         named = [name for name in (self.first, self.only) if name is not None]
-        require_stages(pipeline, [*named, *(name for name in self.force if name != EVERY)])
-        self._require_sense(pipeline)
+        named += [name for name in self.force if name != EVERY]
+        if unknown := [name for name in named if name not in pipeline.stages]:
+            remedy = f"its stages are {', '.join(pipeline.order())}"
+            raise RunError(f"{pipeline.name} has no stage {', '.join(unknown)}", remedy)
+        if self.only is not None and self.first is not None:
+            problem = f"--from {self.first} means several stages, --only {self.only} one alone"
+            raise RunError(problem, "leave one of the two out")
+        others = [name for name in self.force if name not in (EVERY, self.only)]
+        if self.only is not None and others:
+            problem = f"--force {', '.join(others)} makes another stage again than --only {self.only} runs"
+            raise RunError(problem, "leave one of the two out")
+        if pipeline.is_flat and (self.first is not None or self.force):
+            problem = f"{pipeline.name} is one training, which --from and --force would train again in place of itself"
+            raise RunError(problem, "--new trains it again in another run")
         again = set(pipeline.stages) if EVERY in self.force else set(self.force)
         if self.only is not None:
             return again & {self.only}
         return again | (above(pipeline, self.first) if self.first is not None else set())
 
-    def _require_sense(self, pipeline: Pipeline) -> None:
-        others = [name for name in self.force if name not in (EVERY, self.only)]
-        if self.only is not None and self.first is not None:
-            raise RunError(
-                f"--from {self.first} means several stages, --only {self.only} one alone", "leave one of the two out"
-            )
-        if self.only is not None and others:
-            raise RunError(
-                f"--force {', '.join(others)} makes another stage again than --only {self.only} runs",
-                "leave one of the two out",
-            )
-        if pipeline.is_flat and (self.first is not None or self.force):
-            raise RunError(
-                f"{pipeline.name} is one training, which --from and --force would train again in place of itself",
-                "--new trains it again in another run",
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArgs:
-    """The arguments of `finefit run`."""
-
     target: Path
     """A spec file, or a run directory."""
     overrides: tuple[str, ...] = ()
@@ -109,8 +91,7 @@ class RunCommand:
 
 
 def read_command(args: RunArgs, pipeline: Pipeline | None = None) -> RunCommand:
-    """What is wrong with arguments or spec is reported before anything else is read. `pipeline`: a spec file, where it
-    is parsed already."""
+    """Mistakes in arguments or spec are reported first. `pipeline`: a spec file, where it is parsed already."""
     if args.target.is_dir():
         run = open_any_run(args.target)
         command = RunCommand(args=args, pipeline=_spec_of(run, args), base=args.target, run=run)
@@ -122,34 +103,29 @@ def read_command(args: RunArgs, pipeline: Pipeline | None = None) -> RunCommand:
 
 
 def _spec_of(run: RunDir, args: RunArgs) -> Pipeline:
-    place, pipeline = run.path, run.path.resolve().parent.parent
+    place, above_it = run.path, run.path.resolve().parent.parent
     if args.new:
-        raise RunError(
-            "--new starts from a spec file, not from a run directory",
-            f"give the spec file that {place} was started from",
-        )
-    if is_pipeline(place) and args.overrides:
-        raise RunError(
-            f"{place} is a pipeline, which goes on as it began: --set has no place here",
-            "give --set with the spec file: it starts another run, which takes over every stage that has not changed",
-        )
+        remedy = f"give the spec file that {place} was started from"
+        raise RunError("--new starts from a spec file, not from a run directory", remedy)
     if is_pipeline(place):
+        if args.overrides:
+            raise RunError(
+                f"{place} is a pipeline, which goes on as it began: --set has no place here",
+                "give --set with the spec file: it starts another run, which takes over every stage that has not "
+                "changed",
+            )
         return pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
     if read_record(run.run, Run).kind == "eval":
-        raise RunError(
-            f"{place.name} holds an evaluation and nothing to train", f"`finefit eval {place}` goes on with it"
-        )
-    if is_pipeline(pipeline) and args.overrides:  # with other settings it would not be what its key says
-        raise RunError(
-            f"{place} is a stage of {pipeline.name}, and --set would make it another one",
-            "give --set stages.NAME.KEY=VALUE with the spec file of the pipeline",
-        )
+        problem = f"{place.name} holds an evaluation and nothing to train"
+        raise RunError(problem, f"`finefit eval {place}` goes on with it")
+    if is_pipeline(above_it) and args.overrides:  # with other settings it would not be what its key says
+        problem = f"{place} is a stage of {above_it.name}, and --set would make it another one"
+        raise RunError(problem, "give --set stages.NAME.KEY=VALUE with the spec file of the pipeline")
     return Pipeline.of(parse_again(run, args.overrides))
 
 
 def find_or_create(command: RunCommand, *, nodes: int | None = None) -> RunDir:
-    """The run that a command means: the directory itself, the newest with the same digest, or a new one. `nodes`: that
-    ranks were started on already."""
+    """The directory itself, the newest run with the same digest, or a new one. `nodes`: that ranks were started on."""
     args, pipeline = command.args, command.pipeline
     if command.run is not None:
         if not pipeline.is_flat:
@@ -162,8 +138,7 @@ def find_or_create(command: RunCommand, *, nodes: int | None = None) -> RunDir:
 
 
 def take_over(command: RunCommand, run: RunDir) -> list[str]:
-    """What a command may change in a run that exists: settings that leave the steps done as they were, and where files
-    lie. The caller holds the run's lock. Returns lines that say what has changed."""
+    """Takes over what may change in a run that exists; returns lines that say what has. The caller holds its lock."""
     pipeline = command.pipeline
     if command.run is not None:
         return amend(run, command.args.overrides, asked=pipeline.flat_spec) if pipeline.is_flat else []
@@ -196,8 +171,7 @@ def has_work(command: RunCommand, run: RunDir) -> bool:
 
 
 def carry_out(command: RunCommand, run: RunDir, progress: RunProgress, *, train: Train | None = None) -> bool:
-    """Runs what has yet to be done; False where that is nothing. `train`: by default in processes that are started
-    here."""
+    """Runs what has yet to be done; False where that is nothing. `train`: by default in processes started here."""
     if not has_work(command, run):
         return False
     with run_lock(run.lock) as lock:
@@ -212,33 +186,76 @@ def carry_out(command: RunCommand, run: RunDir, progress: RunProgress, *, train:
 
 
 def detach(command: RunCommand, run: RunDir) -> int | None:
-    """Goes on in a process without a terminal, and returns its id once it holds the run's lock; None where nothing is
-    left to do."""
+    """Goes on without a terminal; returns the process id once it holds the run's lock, None if there is no work."""
     if not has_work(command, run):
         return None
     amend_now(command, run)  # what is refused is refused here, not in a log that nobody reads
-    log = run.log.parent / "detached.log"
-    words = [sys.executable, "-P", "-m", "finefit", "run", str(run.path), *command.args.selection.arguments()]
+    selection, log = command.args.selection, run.log.parent / "detached.log"
+    words = [sys.executable, "-P", "-m", "finefit", "run", str(run.path)]
+    for option, value in (("--from", selection.first), ("--only", selection.only)):
+        words += [] if value is None else [option, value]
+    words += [word for name in selection.force for word in ("--force", name)]
+    nothing, same = subprocess.DEVNULL, subprocess.STDOUT
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=same, start_new_session=True)
     while holder_of(run.lock) != process.pid and process.poll() is None:
         time.sleep(_POLL_SECONDS)
     if process.returncode:
-        raise WorkerDied(
-            f"the detached process ended at once, with code {process.returncode}", f"its reason is in {log}"
-        )
+        problem = f"the detached process ended at once, with code {process.returncode}"
+        raise WorkerDied(problem, f"its reason is in {log}")
     return process.pid
 
 
 def dry_run(command: RunCommand) -> tuple[Stages, list[StageDecision]]:
-    """Which stages would run, and why."""
-    args = command.args
+    args, forced = command.args, command.forced
     if command.run is not None:
         stages = open_stages(command.run)
     else:
         request = read_request(command.pipeline, command.base, spec_text="", overrides=args.overrides)
         stages = find_stages(request, runs=args.runs, new=args.new)
-    forced = command.forced
-    return stages, decide_all(for_command(stages, forced), forced=forced, only=args.selection.only)
+    if stages.run is not None and not stages.pipeline.is_flat:  # as this command would find them
+        stages = replace(stages, command=command_id(read_record(stages.run.state, PipelineState), forced))
+    return stages, decide_all(stages, forced=forced, only=args.selection.only)
+
+
+_NOTHING_ELSE = ("evaluate=[]", "data.validation=null", "save.every=1000000 steps")
+_ONE_STEP = ("schedule.epochs=null", "schedule.steps=1", "schedule.warmup=0", *_NOTHING_ELSE)
+
+
+def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """One real step on this card, as a run in a temporary folder, which compares its longest rows with the forecast."""
+    if not torch.cuda.is_available():
+        problem = "--measure needs a CUDA device, and torch finds none here"
+        raise UserError(problem, "`finefit doctor` says why; without --measure no device is needed")
+    overrides = (*overrides, *_ONE_STEP)
+    pipeline = Pipeline.of(load_spec(target, overrides))
+    with tempfile.TemporaryDirectory(prefix="finefit-measure-") as folder:
+        text, base = whole_text(target), target.resolve().parent
+        run = create_run(read_request(pipeline, base, spec_text=text, overrides=overrides), runs=Path(folder))
+        require_measurable(read_record(stage_of(run).stage, Stage))
+        train_run(run)
+        found = measured(read_lines(stage_of(run).metrics))
+    keys = ("predicted_bytes", "measured_bytes", "error")
+    return {"card": torch.cuda.get_device_name(), **{key: found[key] for key in keys}}
+
+
+def require_measurable(stage: Stage) -> None:
+    """Refused before a weight is loaded: such a step would not be compared."""
+    if (num_ranks := stage.num_ranks or 1) > 1:
+        remedy = "measure one rank: --set 'engine={kind: single}'; memory.jsonl of a run says what each of several held"
+        raise UserError(f"--measure compares one card, and this spec is planned for {num_ranks} ranks", remedy)
+    if stage.levers.update == "inside":
+        problem = "--measure applies nothing, and with levers.update: inside backward itself changes the weights"
+        raise UserError(problem, "measure with --set levers.update=after; memory.jsonl of a run says what it held")
+
+
+def measured(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The line that training wrote about its longest rows."""
+    events = {line["event"]: line for line in lines if "event" in line}
+    if (found := events.get("measured")) is not None:
+        return found
+    if (short := events.get("worst_does_not_fit")) is not None:
+        problem = f"a step of the longest rows ran out of memory; {short['predicted_bytes']:,} bytes were predicted"
+        raise FindingError(problem, "close what else uses the card and measure again, or lower levers.micro_batch")
+    problem = "the step was taken and not measured, which is a bug in finefit"
+    raise FinefitError(problem, "please report it with the spec")

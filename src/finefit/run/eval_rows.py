@@ -1,22 +1,28 @@
-"""The rows of an evaluation: a run's own test rows, or other ones that are read, built and rendered in the same way."""
+"""The rows of an evaluation: a run's own test rows, or other ones that are read, built and rendered in the same way;
+and answers to them that were made elsewhere."""
 
 import hashlib
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from finefit.artifacts.atomic import Journal
+from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.records import read_record
-from finefit.artifacts.rundir import RunDir, StageDir, stage_of
-from finefit.artifacts.stage_records import EvalStage, Stage, Subject
-from finefit.custom.inputs import RawImageProcessor
-from finefit.data.columns import RecordError
-from finefit.data.image_check import ImageChecker, ModelProcessor
-from finefit.data.rows import IMAGE_ARCHIVE, BadRow, Row, read_items
-from finefit.data.sources import open_source
+from finefit.artifacts.rundir import EvalPaths, RunDir, stage_of
+from finefit.artifacts.stage_records import EvalItem, EvalRequest, EvalStage, Stage, Subject
+from finefit.data.files import find_files
+from finefit.data.image_check import ModelProcessor
+from finefit.data.records import is_amr, read_records
+from finefit.data.rows import IMAGE_ARCHIVE, BadRow, Row, key_of, read_items
 from finefit.errors import DataError, RunError
 from finefit.evaluate.external_model import without_rows
+from finefit.evaluate.score import score_item
 from finefit.facts.files import FileFact, sha256_of
 from finefit.model.resolve_model import resolve_model
 from finefit.plan.client import Grids
@@ -24,9 +30,12 @@ from finefit.plan.prepared_data import PreparedData, prepare_data
 from finefit.preflight.data import fix_or_drop, require_data, unreadable_references
 from finefit.spec.data import ImageLimits, Source
 from finefit.spec.load import spec_from_json
-from finefit.spec.models import CustomModel, Model
+from finefit.spec.models import CustomModel
 from finefit.spec.schema import Evaluation, Sft, Spec
 from finefit.spec.stages import moved
+from finefit.spec.tasks import AmrForm, Form
+from finefit.tasks import Reply, Task
+from finefit.tasks.amr import prompt_of, read_graphs
 
 ITEMS = "test.jsonl"
 NO_ITEMS = hashlib.sha256(b"").hexdigest()
@@ -73,11 +82,24 @@ def other_rows(run: RunDir, data: str) -> EvalRows:
         raise RunError(f"{run.path.name} belongs to its own rows", remedy)
     spec = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
     model = moved(spec.model, lambda path: str((run.path / path).resolve()))
+    tokenizer = where.tokenizer
+    if not isinstance(model, CustomModel):
+        folder = resolve_model(model, where.run).folder
+        if ModelProcessor(folder, folder / "config.json", ImageLimits())() is not None:
+            tokenizer = folder  # of a vision-language model: it has its config and processor
     like = spec.model_copy(update={"model": model, "data": without_rows(spec.data, form_base=run.path)})
-    prepared = prepare_eval_rows(Source(path=data), like, _tokenizer(where, model), base=Path.cwd())
+    prepared = prepare_eval_rows(Source(path=data), like, tokenizer, base=Path.cwd())
     content = [*(fact.sha256 for fact in file_facts(prepared)), prepared.record.images_sha256 or ""]
     digest = hashlib.sha256("".join(content).encode()).hexdigest()[:8]
-    place = _copied(where, prepared, digest)
+    # images that came as bytes lie beside their items, which then have a folder of their own
+    has_images = IMAGE_ARCHIVE in prepared.record.files
+    place = where.prepared(f"items-{digest}/{ITEMS}" if has_images else f"items-{digest}.jsonl")
+    place.parent.mkdir(exist_ok=True)
+    images = ((IMAGE_ARCHIVE, place.with_name(IMAGE_ARCHIVE)),) if has_images else ()
+    for name, target in (*images, (ITEMS, place)):
+        temporary = target.with_suffix(".tmp")
+        shutil.copyfile(prepared.path(name), temporary)
+        temporary.replace(target)
     stem = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(data).stem)[:_MAX_STEM]
     return EvalRows(
         file=str(place.relative_to(where.prepared(""))),
@@ -102,20 +124,6 @@ def prepare_eval_rows(source: Source, like: Spec, tokenizer: Path, *, base: Path
     return prepared
 
 
-def read_eval_rows(source: Source, *, base: Path) -> list[Row]:
-    """Without a tokenizer, for answers that exist already. Images are checked and not processed: no model sees
-    them."""
-    check_images, rows = ImageChecker(RawImageProcessor("", None)), []
-    for row in open_source(source, base, split="test").rows():
-        if isinstance(row, BadRow):
-            raise DataError(f"{row.place} {row.reason}", "fix or remove this row")
-        try:
-            rows.append(replace(row, image_refs=check_images(row)))
-        except RecordError as fault:
-            raise DataError(f"{row.place} {fault}", "fix or remove this row") from None
-    return rows
-
-
 def rows_of(run: RunDir, subject: Subject) -> list[Row]:
     return read_items(stage_of(run).verified(subject.items, {subject.items: subject.items_sha256}))
 
@@ -131,22 +139,127 @@ def file_facts(prepared: PreparedData) -> tuple[FileFact, ...]:
     return tuple(fact for files in prepared.sources["test"] for fact in files)
 
 
-def _tokenizer(where: StageDir, model: Model) -> Path:
-    """The run's own; for a vision-language model the model's folder, which has its config and processor."""
-    if isinstance(model, CustomModel):
-        return where.tokenizer
-    folder = resolve_model(model, where.run).folder
-    return where.tokenizer if ModelProcessor(folder, folder / "config.json", ImageLimits())() is None else folder
+_ANSWERS = ("answer", "response", "output", "prediction", "completion", "generated_text")
+_PROMPTS = ("prompt", "question", "instruction", "input")
+_ITEM = TypeAdapter(EvalItem)
+_SHOWN = 60
 
 
-def _copied(where: StageDir, prepared: PreparedData, digest: str) -> Path:
-    """Images that came as bytes lie beside their items, which then have a folder of their own."""
-    has_images = IMAGE_ARCHIVE in prepared.record.files
-    place = where.prepared(f"items-{digest}/{ITEMS}" if has_images else f"items-{digest}.jsonl")
-    place.parent.mkdir(exist_ok=True)
-    images = ((IMAGE_ARCHIVE, place.with_name(IMAGE_ARCHIVE)),) if has_images else ()
-    for name, target in (*images, (ITEMS, place)):
-        temporary = target.with_suffix(".tmp")
-        shutil.copyfile(prepared.path(name), temporary)
-        temporary.replace(target)
-    return place
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalAnswer:
+    place: str
+    text: str
+    id: str = ""
+    """An item's key, the place of its row (`test.jsonl:3`), or its number."""
+    prompt: str = ""
+    """All of it, or its last message."""
+
+
+def read_answers(path: Path, form: Form | None) -> list[ExternalAnswer]:
+    """From JSON lines, JSON, CSV or Parquet with an answer and its prompt or id; or from AMR graphs below sentences."""
+    if not path.is_file():
+        raise DataError(f"{path} is not there", "--answers names a file with one answer for every item")
+    (file,) = find_files(path.name, path.parent, split="test")
+    found = []
+    if is_amr(file):
+        method = form.method if isinstance(form, AmrForm) else None
+        for graph in read_graphs(path):
+            prompt = prompt_of(graph.sentence, method) if method else graph.sentence
+            found.append(ExternalAnswer(place=graph.place, prompt=prompt, text=graph.graph))
+        return found
+    for record in read_records(file):
+        if isinstance(record, BadRow):
+            raise DataError(f"{record.place} {record.reason}", "fix the file: every item needs its answer")
+        place, value = f"{record.source}:{record.number}", dict(record.value)
+        answer = next((value[name] for name in _ANSWERS if name in value), None)
+        id_, prompt = (
+            next((str(value[name]) for name in names if value.get(name) not in (None, "")), "")
+            for names in (("id",), _PROMPTS)
+        )
+        if not isinstance(answer, str) or not (id_ or prompt):
+            problem = f"{place} has {', '.join(value) or 'nothing'}: it needs an answer as text, and its prompt or id"
+            raise DataError(problem, "name the columns answer, and prompt or id")
+        found.append(ExternalAnswer(place=place, id=id_, prompt=prompt, text=answer))
+    return found
+
+
+def align_answers(answers: Iterable[ExternalAnswer], rows: Sequence[Row]) -> list[str]:
+    """One answer to each row; rows of the same content are answered in their order. An id is never taken for a prompt,
+    nor a prompt for an id: an answer beside the wrong question would be a wrong score that nobody notices."""
+    by_id = _named([key_of(row) for row in rows], [row.place for row in rows], [str(row.number) for row in rows])
+    whole = ["\n\n".join(message.content for message in row.prompt) for row in rows]
+    by_prompt = _named(whole, [row.prompt[-1].content if row.prompt else "" for row in rows])
+    found: dict[int, ExternalAnswer] = {}
+    for one in answers:
+        asked = _rows_asked(one, rows, by_id.get(_plain(one.id), ()), by_prompt.get(_plain(one.prompt), ()))
+        at = next((at for at in asked if at not in found), asked[-1])
+        if at in found:
+            problem = f"{one.place} answers {rows[at].place}, which {found[at].place} answers already"
+            raise DataError(problem, "keep one answer for every item")
+        found[at] = one
+    if missing := [row.place for at, row in enumerate(rows) if at not in found]:
+        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        remedy = "an item that was not answered counts too: give it an empty answer"
+        raise DataError(f"{missing[0]} has no answer{more}", remedy)
+    return [found[at].text for at in range(len(rows))]
+
+
+def _rows_asked(
+    one: ExternalAnswer, rows: Sequence[Row], by_id: Sequence[int], by_prompt: Sequence[int]
+) -> Sequence[int]:
+    """One row, or several of the same content. An id that is unknown here is ignored where there is a prompt."""
+    asked = [at for at in by_id if at in by_prompt] if by_id and by_prompt else by_id or by_prompt
+    name = _plain(one.id or one.prompt)
+    shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]} ..."
+    if not (by_id or by_prompt):
+        problem = f"{one.place} answers `{shown}`, which is none of the {len(rows):,} items"
+        raise DataError(problem, "give answers to these rows")
+    if not asked:
+        here, there = rows[by_id[0]].place, rows[by_prompt[0]].place
+        problem = f"{one.place} has the id {one.id} of {here} and the prompt of {there}"
+        raise DataError(problem, "name one item: fix the id, or leave it out")
+    if len({key_of(rows[at]) for at in asked}) > 1:
+        first, second, *_ = (rows[at].place for at in asked)
+        problem = f"{one.place} answers `{shown}`, which names {first} and {second}, two different items"
+        raise DataError(problem, f"name each by its place: id {first}")
+    return asked
+
+
+def _named(*kinds: Sequence[str]) -> dict[str, list[int]]:
+    """Names by precedence: a name of an earlier kind hides the same name of a later one."""
+    found: dict[str, list[int]] = {}
+    for kind in kinds:
+        here: defaultdict[str, list[int]] = defaultdict(list)
+        for at, name in enumerate(map(_plain, kind)):
+            if name:
+                here[name].append(at)
+        found = here | found
+    return found
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def answers_name(path: Path) -> str:
+    """Their scores are filed under it. It depends on the content of the file."""
+    kept = "".join(c if c.isascii() and c.isalnum() else "-" for c in path.stem).strip("-")
+    name = f"{kept[:40] or 'answers'}-{sha256_of(path)[:8]}"
+    # a file checkpoint.jsonl, with a digest without letters, would look like a checkpoint
+    return name if step_named(name) is None else f"answers-{name}"
+
+
+def write_answers(
+    task: Task, request: EvalRequest, paths: EvalPaths, answers: Sequence[str], rows: Sequence[Row]
+) -> None:
+    """As answered items: the process that scores them finds nothing left to ask."""
+    if not task.generates or any(any(task.candidates(row)) for row in rows):
+        problem = f"{request.evaluation.label} needs a model's likelihoods, which a file of answers does not have"
+        raise DataError(problem, "leave --answers out and name a model")
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    paths.items.unlink(missing_ok=True)
+    with Journal(paths.items) as items:
+        for at, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            prompt = "\n\n".join(message.content for message in row.prompt)
+            item = score_item(task, at, row, prompt=prompt, reply=Reply(text=answer))
+            items.write(**_ITEM.dump_python(item, mode="json"))

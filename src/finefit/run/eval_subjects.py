@@ -6,8 +6,9 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from os.path import relpath
 from pathlib import Path
 from typing import Any, Literal
@@ -17,34 +18,33 @@ import torch
 from finefit import __version__
 from finefit.artifacts.atomic import publish, staged_folder
 from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints
-from finefit.artifacts.records import Facts, Inputs, Run, read_record, write_record
+from finefit.artifacts.records import Facts, Inputs, Run, read_or_none, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, newest_with_digest, put_in_place, stage_holding, stage_of
 from finefit.artifacts.stage_records import EvalStage, ModelSetup, Stage, Subject
-from finefit.custom.inputs import processor_opener
-from finefit.data.image_check import ImageArchive, copy_processor_files
-from finefit.data.render import Renderer, open_renderer
-from finefit.data.rows import IMAGE_ARCHIVE, item_line, read_items
-from finefit.errors import RunError
+from finefit.custom.inputs import processor_opener, raw_image_processor
+from finefit.data.columns import RecordError
+from finefit.data.image_check import ImageArchive, ImageChecker
+from finefit.data.render import open_renderer
+from finefit.data.rows import IMAGE_ARCHIVE, BadRow, item_line, read_items
+from finefit.data.sources import open_source
+from finefit.errors import DataError, RunError
 from finefit.evaluate.external_model import ExternalModel
 from finefit.facts.files import sha256_of
 from finefit.facts.machine import read_machine
 from finefit.plan.prepared_data import PreparedData
 from finefit.plan.resolve import precision_on
-from finefit.run.eval_rows import ITEMS, NO_ITEMS, file_facts, prepare_eval_rows, read_eval_rows
-from finefit.run.external_answers import answers_name
-from finefit.spec.data import Data, Source
+from finefit.run.create import save_tokenizer
+from finefit.run.eval_rows import ITEMS, NO_ITEMS, answers_name, file_facts, prepare_eval_rows
+from finefit.spec.data import Source
 from finefit.spec.models import FolderModel, Full, ShapeModel
 from finefit.spec.stages import moved
 from finefit.spec.tasks import CustomTask
-from finefit.tasks.task_files import keep_form
+from finefit.tasks.custom import keep_form
 
 Device = Literal["cpu", "cuda"]
 EARLIER = ".earlier-"
 """How the name of a run directory begins that was set aside."""
 _ALIASES = ("final", "best")
-
-
-# Checkpoints of a run
 
 
 def run_subject(where: StageDir, checkpoint: str) -> Subject:
@@ -59,6 +59,13 @@ def run_subject(where: StageDir, checkpoint: str) -> Subject:
         manifest_sha256=None if is_base else sha256_of(folder / MANIFEST),
         items_sha256=stage.prepared.get(ITEMS, NO_ITEMS),
     )
+
+
+def without_model(subject: Subject, name: str, fingerprint: str) -> Subject:
+    """Of answers that exist already: no model is asked."""
+    nothing = ShapeModel(kind="shape", config={})
+    known = replace(subject, model=nothing, model_name=name, model_fingerprint=fingerprint)
+    return replace(known, weights=None, manifest_sha256=None)
 
 
 def checkpoints_of(run: RunDir, asked: str) -> list[str]:
@@ -84,9 +91,6 @@ def resolve_checkpoint(where: StageDir, checkpoint: str) -> str:
     return (where.checkpoints / name).resolve().name if name in _ALIASES else name
 
 
-# Run directories that only evaluate
-
-
 def open_eval_run(
     runs: Path,
     name: str,
@@ -99,7 +103,12 @@ def open_eval_run(
     """The newest run of the same content, or a new one, which `fill` gets under a hidden name. `is_numbered`: it is
     runs/<name>-<n>; otherwise it is runs/<name>, and whatever else lies there is set aside."""
     place = runs / name
-    if found := newest_with_digest(runs, name, digest) if is_numbered else _run_with_digest(place, digest):
+    if is_numbered:
+        found = newest_with_digest(runs, name, digest)
+    else:
+        there = read_or_none(RunDir(place).run, Run)
+        found = RunDir(place) if there is not None and there.digest == digest else None
+    if found is not None:
         return found
     with staged_folder(runs, name) as staging:
         run = RunDir(staging)
@@ -117,131 +126,91 @@ def open_eval_run(
         return RunDir(publish(staging, place))
 
 
-def _run_with_digest(place: Path, digest: str) -> RunDir | None:
-    """None where there is no run, or one of another content or version, or a damaged one."""
-    try:
-        return RunDir(place) if read_record(RunDir(place).run, Run).digest == digest else None
-    except RunError:
-        return None
+def open_rows_run(
+    external: ExternalModel,
+    prepared: PreparedData,
+    *,
+    base: Path,
+    device: Device,
+    precision: Literal["bf16", "fp16", "fp32"],
+    runs: Path,
+    is_numbered: bool = True,
+) -> RunDir:
+    """Of an external model on rows that were rendered for it. `base`: where the paths of the rows start."""
+    record, facts, data = prepared.record, file_facts(prepared), external.prompts.data
+    rendered: list[Any] = [data.model_dump(mode="json")]  # the settings that rows are rendered with
+    if isinstance(data.task, CustomTask):  # a user's own task file counts by its content, not its place
+        form = data.task.model_copy(update={"path": ""})
+        rendered = [data.model_copy(update={"task": form}).model_dump(mode="json"), sha256_of(Path(data.task.path))]
+    settings = [device, precision, external.prompts.seed, external.max_prompt_tokens, *rendered]
+    images = [] if record.images_sha256 is None else [record.images_sha256]
+    content = [external.fingerprint, [fact.sha256 for fact in facts], record.template_sha256, settings, *images]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-
-# External models
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOnRows:
-    """An external model with the rows that it answers, as they are rendered for it."""
-
-    external: ExternalModel
-    prepared: PreparedData
-    base: Path
-    """Where the paths of the rows start."""
-    device: Device
-    precision: Literal["bf16", "fp16", "fp32"]
-
-    def digest(self) -> str:
-        external, record = self.external, self.prepared.record
-        prompts, images = external.prompts, [] if record.images_sha256 is None else [record.images_sha256]
-        settings = [self.device, self.precision, prompts.seed, external.max_prompt_tokens, *_content(prompts.data)]
-        files = [fact.sha256 for fact in file_facts(self.prepared)]
-        content = [external.fingerprint, files, record.template_sha256, settings, *images]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    def open(self, runs: Path, *, is_numbered: bool = True) -> RunDir:
-        return open_eval_run(runs, self.external.name, self.digest(), self._fill, is_numbered=is_numbered)
-
-    def _fill(self, run: RunDir) -> None:
-        where, record = run.stage(1, "eval"), self.prepared.record
+    def fill(run: RunDir) -> None:
+        where = run.stage(1, "eval")
         for name in (ITEMS, IMAGE_ARCHIVE):
             if name in record.files:
-                shutil.copyfile(self.prepared.path(name), where.prepared(name))
-        shutil.copyfile(self.prepared.path("ledger.jsonl"), where.ledger)
-        self._take_tokenizer(where.tokenizer)
-        subject = self._subject(where)
+                shutil.copyfile(prepared.path(name), where.prepared(name))
+        shutil.copyfile(prepared.path("ledger.jsonl"), where.ledger)
+        processor = processor_opener(external.model, Path.cwd(), external.resolved.folder, data.images)()
+        open_with = partial(open_renderer, template_options=data.template_options, image_processor=processor)
+        where.tokenizer.mkdir()
+        save_tokenizer(open_with(external.tokenizer, data.template), external.resolved.folder, where.tokenizer)
+        weights = external.weights
+        manifest = None if weights is None else weights / MANIFEST
+        subject = Subject(
+            model=moved(external.model, lambda path: _relative(Path(path), run.path)),
+            model_name=_shown_name(external),
+            model_fingerprint=external.resolved.fingerprint,
+            weights=None if weights is None else _relative(weights, run.path),
+            manifest_sha256=sha256_of(manifest) if manifest and manifest.is_file() else None,
+            tuning=external.tuning,
+            device=device,
+            precision=precision,
+            threads=torch.get_num_threads(),
+            seed=external.prompts.seed,
+            template=data.template,
+            template_options=data.template_options,
+            template_sha256=open_with(where.tokenizer, data.template).sha256(),
+            images=data.images,
+            max_prompt_tokens=external.max_prompt_tokens,
+            form=keep_form(data.task, Path.cwd(), run.path),
+            items_sha256=record.files[ITEMS],
+        )
         stage = EvalStage(
-            name=self.external.label,
+            name=external.label,
             subject=subject,
             prompt_tokens=record.prompt_tokens or 1,
             prompt_grids=record.prompt_grids,
             num_items=len(read_items(where.prepared(ITEMS))),
         )
         write_record(where.eval_stage, stage)
-        files = (replace(fact, path=_relative(self.base / fact.path, run.path)) for fact in file_facts(self.prepared))
         inputs = Inputs(
-            data={"test": (tuple(files),)},
+            data={"test": (tuple(replace(fact, path=_relative(base / fact.path, run.path)) for fact in facts),)},
             model=subject.model_name,
             model_fingerprint=subject.model_fingerprint,
             template_sha256=subject.template_sha256,
         )
         write_record(run.facts, Facts(machine=read_machine(), inputs=inputs))
 
-    def _take_tokenizer(self, folder: Path) -> None:
-        model_folder = self.external.resolved.folder
-        folder.mkdir()
-        self._renderer(self.external.tokenizer).tokenizer.save_pretrained(folder)
-        copy_processor_files(model_folder, folder)
-        if (settings := model_folder / "generation_config.json").is_file():
-            shutil.copyfile(settings, folder / settings.name)
-
-    def _renderer(self, tokenizer: Path) -> Renderer:
-        external, data = self.external, self.external.prompts.data
-        processor = processor_opener(external.model, Path.cwd(), external.resolved.folder, data.images)()
-        return open_renderer(
-            tokenizer, data.template, template_options=data.template_options, image_processor=processor
-        )
-
-    def _subject(self, where: StageDir) -> Subject:
-        external, data, weights = self.external, self.external.prompts.data, self.external.weights
-        manifest = None if weights is None else weights / MANIFEST
-        return Subject(
-            model=moved(external.model, lambda path: _relative(Path(path), where.run)),
-            model_name=_shown_name(external),
-            model_fingerprint=external.resolved.fingerprint,
-            weights=None if weights is None else _relative(weights, where.run),
-            manifest_sha256=sha256_of(manifest) if manifest and manifest.is_file() else None,
-            tuning=external.tuning,
-            device=self.device,
-            precision=self.precision,
-            threads=torch.get_num_threads(),
-            seed=external.prompts.seed,
-            template=data.template,
-            template_options=data.template_options,
-            template_sha256=self._renderer(where.tokenizer).sha256(),
-            images=data.images,
-            max_prompt_tokens=external.max_prompt_tokens,
-            form=keep_form(data.task, Path.cwd(), where.run),
-            items_sha256=self.prepared.record.files[ITEMS],
-        )
+    return open_eval_run(runs, external.name, digest, fill, is_numbered=is_numbered)
 
 
 def open_model_run(external: ExternalModel, data: str, *, device: Device | None, runs: Path) -> RunDir:
     """The run directory of an external model on the rows of `data`."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device, base = device or ("cuda" if torch.cuda.is_available() else "cpu"), Path.cwd()
     prompts = external.prompts.model_copy(update={"model": external.model})  # which knows its image processor
-    prepared = prepare_eval_rows(Source(path=data), prompts, external.tokenizer, base=Path.cwd())
-    precision = precision_on(device)
-    found = ModelOnRows(external=external, prepared=prepared, base=Path.cwd(), device=device, precision=precision)
-    return found.open(runs)
-
-
-def _content(data: Data) -> list[Any]:
-    """The settings that rows are rendered with; a user's own task file counts by its content, not its place."""
-    if not isinstance(data.task, CustomTask):
-        return [data.model_dump(mode="json")]
-    form = data.task.model_copy(update={"path": ""})
-    settings = data.model_copy(update={"task": form}).model_dump(mode="json")
-    return [settings, sha256_of(Path(data.task.path))]
+    prepared = prepare_eval_rows(Source(path=data), prompts, external.tokenizer, base=base)
+    return open_rows_run(external, prepared, base=base, device=device, precision=precision_on(device), runs=runs)
 
 
 def _shown_name(external: ExternalModel) -> str:
     """What a stage of a pipeline made has the name of the stage."""
-
-    def called(folder: Path) -> str:
-        return stage_holding(folder) or folder.name
-
-    is_folder = isinstance(external.model, FolderModel)
-    name = called(Path(external.resolved.name)) if is_folder else external.resolved.name
-    return name if external.weights is None else f"{name} + {called(external.weights)}"
+    name, weights = external.resolved.name, external.weights
+    if isinstance(external.model, FolderModel):
+        name = stage_holding(Path(name)) or Path(name).name
+    return name if weights is None else f"{name} + {stage_holding(weights) or weights.name}"
 
 
 def _relative(path: Path, run: Path) -> str:
@@ -249,14 +218,17 @@ def _relative(path: Path, run: Path) -> str:
     return Path(relpath(path.resolve(), run.resolve())).as_posix()
 
 
-# Answers in a file
-
-
 def open_answers_run(answers: Path, data: str, *, runs: Path) -> RunDir:
-    """The run directory of answers that were made elsewhere: it holds the rows, and has no model and no tokenizer."""
-    rows = read_eval_rows(Source(path=data), base=Path.cwd())
-    name, lines = answers_name(answers), "".join(map(item_line, rows))
-    sha256 = sha256_of(answers)
+    """Holds the rows, no model and no tokenizer. Images are checked and not processed: no model sees them."""
+    check_images, rows = ImageChecker(raw_image_processor()), []
+    for row in open_source(Source(path=data), Path.cwd(), split="test").rows():
+        if isinstance(row, BadRow):
+            raise DataError(f"{row.place} {row.reason}", "fix or remove this row")
+        try:
+            rows.append(replace(row, image_refs=check_images(row)))
+        except RecordError as fault:
+            raise DataError(f"{row.place} {fault}", "fix or remove this row") from None
+    name, sha256, lines = answers_name(answers), sha256_of(answers), "".join(map(item_line, rows))
     subject = Subject(
         model=ShapeModel(kind="shape", config={}),
         model_name=f"answers of {answers.name}",

@@ -4,33 +4,41 @@ not scored again, and a process that was killed goes on at its next item."""
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from finefit.artifacts.atomic import Journal, read_lines
 from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.processes import run_lock
-from finefit.artifacts.records import Failure, Run, read_record, write_record
-from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, stage_of
-from finefit.artifacts.stage_records import EvalFailure, EvalItem, EvalRequest, EvalResult, Score, Stage, Subject
-from finefit.errors import FinefitError, Interrupted, Resumable, RunError
+from finefit.artifacts.records import Failure, Run, read_or_none, read_record, write_record
+from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, models_of, open_run, stage_of
+from finefit.artifacts.stage_records import EvalFailure, EvalRequest, EvalResult, Score, Stage, Subject
+from finefit.errors import FinefitError, Interrupted, Resumable, RunError, SpecError
+from finefit.evaluate.external_model import FORMS, find_external_model
 from finefit.evaluate.score import made_with
+from finefit.facts.files import sha256_of
 from finefit.plan.client import eval_limits_here
 from finefit.plan.resolve import precision_on
-from finefit.run.eval_rows import EvalRows, own_rows, rows_of
-from finefit.run.eval_subjects import Device, checkpoints_of, resolve_checkpoint, run_subject
-from finefit.run.external_answers import write_answers
+from finefit.run import eval_rows, eval_subjects
+from finefit.run.eval_rows import EvalRows
+from finefit.run.eval_subjects import Device
 from finefit.run.launch import launch, log_tail, reraise
-from finefit.spec.models import ShapeModel
+from finefit.spec.models import Full, ShapeModel
+from finefit.spec.reader import Reader, schema_problems
 from finefit.spec.schema import Evaluation
-from finefit.spec.tasks import LmEval
-from finefit.tasks import make_task
-from finefit.tasks.task_files import take_task_file, task_sha256, without_paths
+from finefit.spec.stages import moved
+from finefit.spec.tasks import LmEval, task_kinds
+from finefit.tasks.custom import take_task_file, task_sha256, without_paths
+from finefit.tasks.make import make_task
 from finefit.train.trackers import Tracking
 
 Tick = Callable[[], None]
@@ -60,8 +68,8 @@ def request_of(
 ) -> EvalRequest:
     """`device`: another one than the training's. `rows`: others than the run's own test rows."""
     where = stage_of(run)
-    name = resolve_checkpoint(where, checkpoint)
-    subject = run_subject(where, name)
+    name = eval_subjects.resolve_checkpoint(where, checkpoint)
+    subject = eval_subjects.run_subject(where, name)
     if device is not None and device != subject.device:
         subject = replace(subject, device=device, precision=precision_on(device))
     if rows is not None:
@@ -70,7 +78,6 @@ def request_of(
 
 
 def evaluate_all(work: EvalRequests, *, tick: Tick, say: Say) -> list[EvalResult]:
-    """For `finefit eval`."""
     run, limits = work.run, BatchLimits(run=work.run, rows=work.rows)
     with run_lock(run.lock) as lock, recording_status(run), track_scores(stage_of(run), say):
         return [
@@ -81,12 +88,12 @@ def evaluate_all(work: EvalRequests, *, tick: Tick, say: Say) -> list[EvalResult
 
 def evaluate_after_training(run: RunDir, *, lock: int, tick: Tick, say: Say) -> None:
     """The evaluations that a run's spec asks for."""
-    limits = BatchLimits(run=run, rows=own_rows(run), as_planned=True)
+    limits = BatchLimits(run=run, rows=eval_rows.own_rows(run), as_planned=True)
     with track_scores(stage_of(run), say):
         for evaluation in read_record(stage_of(run).stage, Stage).evaluate:
-            is_all = evaluation.checkpoints == "all"
-            names = checkpoints_of(run, "all") if is_all else ["base", *checkpoints_of(run, "final")]
-            for name in names if evaluation.base else names[1:]:
+            names = eval_subjects.checkpoints_of(run, evaluation.checkpoints)
+            trained = [name for name in names if name != "base"]
+            for name in ["base", *trained] if evaluation.base else trained:
                 evaluate(run, request_of(run, name, evaluation), lock=lock, tick=tick, limits=limits)
 
 
@@ -104,7 +111,9 @@ def evaluate(
     where, evaluation = stage_of(run), request.evaluation
     request = replace(request, task_sha256=task_sha256(evaluation, run.path), made_with=made_with())
     paths = where.evaluation(evaluation.label, request.checkpoint, evaluation.limit)
-    if not _is_scored(paths, request):
+    earlier, result = read_or_none(paths.request, EvalRequest), read_or_none(paths.result, EvalResult)
+    is_same = earlier is not None and _deciding(earlier) == _deciding(request)
+    if earlier is None or result is None or not is_same or earlier.evaluation.judge != evaluation.judge:
         paths.folder.mkdir(parents=True, exist_ok=True)
         request = replace(request, evaluation=take_task_file(evaluation, run.path, paths.folder))
         if answers is None and where.eval_stage.exists() and isinstance(request.subject.model, ShapeModel):
@@ -115,67 +124,36 @@ def evaluate(
         _set_others_aside(where, paths, request)
         if answers is not None:
             task = make_task(request.evaluation, form=request.subject.form, base=paths.folder, run=run.path)
-            write_answers(task, request, paths, answers, rows_of(run, request.subject))
+            eval_rows.write_answers(task, request, paths, answers, eval_rows.rows_of(run, request.subject))
         write_record(paths.request, request)  # even if it is unchanged: its time says which evaluation is the current
         module = "finefit.evaluate.harness" if isinstance(evaluation.task, LmEval) else "finefit.evaluate.worker"
         code = launch(module, paths.request, log=run.log, lock=lock, tick=tick)
         if not paths.result.exists():
-            raise _no_result(paths.failure, code, run.log)
-    result = read_record(paths.result, EvalResult)
+            if paths.failure.exists():
+                raise reraise(read_record(paths.failure, EvalFailure).failure)
+            if code == Interrupted.exit_code:
+                problem = f"the evaluation was stopped; its answers so far are kept. {log_tail(run.log)}"
+                raise Interrupted(problem, "give the same command again")
+            problem = f"the evaluation ended with code {code}, which is a fault of finefit. {log_tail(run.log)}"
+            raise FinefitError(problem, "please report it with these lines")
+        result = read_record(paths.result, EvalResult)
     if evaluation.limit is None and paths.earlier.exists():
         shutil.rmtree(paths.earlier)
-    if not _is_noted(where, result):
-        note_scores(where, result)
+    note_scores(where, result)
     return result
 
 
-def _no_result(failure: Path, code: int, log: Path) -> FinefitError:
-    if failure.exists():
-        return reraise(read_record(failure, EvalFailure).failure)
-    if code == Interrupted.exit_code:
-        problem = f"the evaluation was stopped; its answers so far are kept. {log_tail(log)}"
-        return Interrupted(problem, "give the same command again")
-    problem = f"the evaluation ended with code {code}, which is a fault of finefit. {log_tail(log)}"
-    return FinefitError(problem, "please report it with these lines")
-
-
-# Which earlier answers count
-
-
-def _is_scored(paths: EvalPaths, request: EvalRequest) -> bool:
-    earlier = read_request(paths.request) if paths.request.exists() and paths.result.exists() else None
-    if earlier is None or not _is_readable(paths.result):
-        return False
-    return (_deciding(earlier), earlier.evaluation.judge) == (_deciding(request), request.evaluation.judge)
-
-
 def _set_others_aside(where: StageDir, paths: EvalPaths, request: EvalRequest) -> None:
-    """Answers to another request, or of another version, are made again. Where only the judge differs, the answers
-    stay."""
+    """Answers to another request, or of another version, are made again; another judge reads those that exist."""
     for earlier in where.evaluations():
         if (earlier.folder, earlier.checkpoint) != (paths.folder, request.checkpoint):
             continue
-        asked = read_request(earlier.request)
-        if asked is None or _deciding(asked) != _deciding(request) or not _is_readable(earlier.result):
+        asked, is_scored = read_or_none(earlier.request, EvalRequest), earlier.result.exists()
+        is_broken = is_scored and read_or_none(earlier.result, EvalResult) is None
+        if asked is None or _deciding(asked) != _deciding(request) or is_broken:
             earlier.set_aside()
-        elif earlier.limit == paths.limit and earlier.result.exists():
-            earlier.set_result_aside()
-
-
-def _is_readable(result: Path) -> bool:
-    """True also for a result that does not exist yet."""
-    try:
-        return not result.exists() or read_record(result, EvalResult) is not None
-    except RunError:
-        return False
-
-
-def read_request(path: Path) -> EvalRequest | None:
-    """None where it is missing, damaged or of another version."""
-    try:
-        return read_record(path, EvalRequest)
-    except RunError:
-        return None
+        elif earlier.limit == paths.limit and is_scored:
+            earlier.set_aside(with_answers=False)
 
 
 def _deciding(request: EvalRequest) -> tuple[Evaluation, Subject, str | None, dict[str, str]]:
@@ -189,19 +167,23 @@ def _deciding_settings(evaluation: Evaluation) -> Evaluation:
     return without_paths(evaluation).model_copy(update=same)
 
 
-# Labels: other rows, another device or other settings never overwrite a run's own scores
-
-
 def label_apart(run: RunDir, requests: Sequence[EvalRequest], rows: EvalRows) -> tuple[EvalRequest, ...]:
-    """Each request under a label of its own where it differs from what the run's label stands for."""
-    own_device = run_subject(stage_of(run), "base").device
+    """Each request under a label of its own where it differs from what the run's label stands for, in the spec or in
+    what is scored already: other rows, another device or other settings never overwrite a run's own scores."""
+    where = stage_of(run)
+    own_device = eval_subjects.run_subject(where, "base").device
+    declared = read_record(where.stage, Stage).evaluate if where.stage.exists() else ()
     found: dict[tuple[str, str], EvalRequest] = {}
     for request in requests:
         one = request.evaluation
         suffixes = [rows.suffix, "" if request.subject.device == own_device else request.subject.device]
         one = _relabelled(one, one.label, "".join(f"-on-{suffix}" for suffix in suffixes if suffix))
-        known, settings = _settings_of(run, one.label), _deciding_settings(one)
-        if known and settings not in known:
+        known = [other for other in declared if other.label == one.label]
+        if not known:
+            scored = [paths.request for paths in where.evaluations() if paths.folder.name == one.label]
+            known = [earlier.evaluation for path in scored if (earlier := read_or_none(path, EvalRequest)) is not None]
+        settings = _deciding_settings(one)
+        if known and settings not in map(_deciding_settings, known):
             digest = sha256(settings.model_dump_json().encode()).hexdigest()[:8]
             one = _relabelled(one, _OTHER_SETTINGS.sub("", one.label), f"-with-{digest}")
         found[one.label, request.checkpoint] = replace(request, evaluation=one)
@@ -210,19 +192,6 @@ def label_apart(run: RunDir, requests: Sequence[EvalRequest], rows: EvalRows) ->
 
 def _relabelled(evaluation: Evaluation, label: str, end: str) -> Evaluation:
     return evaluation.model_copy(update={"name": f"{label[: _MAX_LABEL - len(end)]}{end}"}) if end else evaluation
-
-
-def _settings_of(run: RunDir, label: str) -> list[Evaluation]:
-    """What a label stands for: in the spec, or in what is scored already."""
-    where = stage_of(run)
-    declared = read_record(where.stage, Stage).evaluate if where.stage.exists() else ()
-    if named := [_deciding_settings(evaluation) for evaluation in declared if evaluation.label == label]:
-        return named
-    requests = [read_request(paths.request) for paths in where.evaluations() if paths.folder.name == label]
-    return [_deciding_settings(request.evaluation) for request in requests if request is not None]
-
-
-# Batch limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +205,11 @@ class BatchLimits:
     known: dict[str, EvalBatchLimit] = field(default_factory=dict)
 
     def find(self, request: EvalRequest) -> EvalBatchLimit:
-        subject, evaluation = request.subject, request.evaluation
-        planned = self._planned(evaluation) if self.as_planned or subject.device == "cpu" else None
-        if planned is not None:
-            return planned
+        subject, evaluation, where = request.subject, request.evaluation, stage_of(self.run)
+        if where.stage.exists() and (self.as_planned or subject.device == "cpu"):
+            stage, needs = read_record(where.stage, Stage), attrgetter("label", "batch", "max_new_tokens", "task")
+            if needs(evaluation) in map(needs, stage.evaluate) and evaluation.label in stage.eval_limits:
+                return stage.eval_limits[evaluation.label]
         key = f"{evaluation.model_copy(update={'limit': None})} {subject.device} {subject.tuning}"
         if key not in self.known:
             tokens, grids = self.rows.prompt_tokens, self.rows.prompt_grids
@@ -247,46 +217,24 @@ class BatchLimits:
             self.known[key] = found[evaluation.label]
         return self.known[key]
 
-    def _planned(self, evaluation: Evaluation) -> EvalBatchLimit | None:
-        """None unless the spec asks for the same."""
-
-        def needs(one: Evaluation) -> tuple[object, ...]:
-            return one.label, one.batch, one.max_new_tokens, one.task
-
-        where = stage_of(self.run)
-        stage = read_record(where.stage, Stage) if where.stage.exists() else None
-        if stage is None or needs(evaluation) not in [needs(declared) for declared in stage.evaluate]:
-            return None
-        return stage.eval_limits.get(evaluation.label)
-
-
-# Scores for trackers
-
 
 def note_scores(where: StageDir, result: EvalResult) -> None:
-    """Trackers are fed from these lines."""
-    with Journal(where.evals) as journal:
-        journal.write(**_score_event(result))
-
-
-def _is_noted(where: StageDir, result: EvalResult) -> bool:
-    """False after a kill between the result and its line."""
-    wanted = json.dumps(_score_event(result))  # as text, since NaN is not equal to itself
-    return any(json.dumps(line) == wanted for line in read_lines(where.evals))
-
-
-def _score_event(result: EvalResult) -> dict[str, Any]:
-    """Scores with their intervals, and a few answers."""
+    """Trackers are fed from these lines: scores with their intervals, and a few answers. One that a kill between the
+    result and its line has left out is written later."""
     scores = _score_values(result.task, result.metrics)
     for dataset, part in result.by_dataset.items():
         scores |= _score_values(f"{result.task}/{_NO_TRACKER_NAME.sub('-', dataset)}", part.metrics)
     samples = [
         {"prompt": item.prompt, "answer": item.answer, "reference": item.reference, "scores": item.scores}
-        for item in _evenly_spaced(result.items)
+        for item in result.items[:: max(1, len(result.items) // _NUM_SAMPLES)][:_NUM_SAMPLES]
     ]
     step = step_named(result.checkpoint) or 0
     about = {"event": "scored", "step": step, "checkpoint": result.checkpoint, "task": result.task}
-    return {**about, **scores, f"{result.task}/coverage": result.coverage, "samples": samples}
+    event = {**about, **scores, f"{result.task}/coverage": result.coverage, "samples": samples}
+    wanted = json.dumps(event)  # as text, since NaN is not equal to itself
+    if not any(json.dumps(line) == wanted for line in read_lines(where.evals)):
+        with Journal(where.evals) as journal:
+            journal.write(**event)
 
 
 def _score_values(prefix: str, metrics: Mapping[str, Score]) -> dict[str, float]:
@@ -294,14 +242,9 @@ def _score_values(prefix: str, metrics: Mapping[str, Score]) -> dict[str, float]
     return {f"{prefix}/{name}{end}": getattr(metrics[name], key) for name in metrics for end, key in ends.items()}
 
 
-def _evenly_spaced(items: Sequence[EvalItem]) -> list[EvalItem]:
-    return list(items[:: max(1, len(items) // _NUM_SAMPLES)][:_NUM_SAMPLES])
-
-
 @contextmanager
 def track_scores(where: StageDir, say: Say) -> Iterator[None]:
-    """After the `with` block, however it ends, its scores go to the trackers of the run, each in a process of its
-    own."""
+    """After the `with` block, however it ends, its scores go to the trackers, each in a process of its own."""
     before = where.evals.stat().st_size if where.evals.exists() else 0
 
     def failed(*, tracker: str, found: str, **_: object) -> None:
@@ -316,6 +259,10 @@ def track_scores(where: StageDir, say: Say) -> Iterator[None]:
                 pass
 
 
+def status_after(error: FinefitError) -> Literal["stopped", "failed"]:
+    return "stopped" if error.exit_code == Resumable.exit_code else "failed"
+
+
 @contextmanager
 def recording_status(run: RunDir) -> Iterator[None]:
     """A run that only evaluates has the status of its last command; that of a training run does not change."""
@@ -327,17 +274,155 @@ def recording_status(run: RunDir) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        failure = _failure_of(error)
-        is_resumable = failure.exit_code == Resumable.exit_code
-        write_record(run.run, replace(record, status="stopped" if is_resumable else "failed", failure=failure))
+        reason = FinefitError(f"a fault of finefit: {type(error).__name__}: {error}", "please report it")
+        if isinstance(error, FinefitError):
+            reason = error
+        elif isinstance(error, KeyboardInterrupt):
+            reason = Interrupted("interrupted", "give the same command again")
+        write_record(run.run, replace(record, status=status_after(reason), failure=Failure.of(reason)))
         raise
     write_record(run.run, replace(record, status="finished", failure=None))
 
 
-def _failure_of(error: BaseException) -> Failure:
-    match error:
-        case FinefitError():
-            return Failure.of(error)
-        case KeyboardInterrupt():
-            return Failure.of(Interrupted("interrupted", "give the same command again"))
-    return Failure.of(FinefitError(f"a fault of finefit: {type(error).__name__}: {error}", "please report it"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalArgs:
+    target: str | None
+    checkpoint: str = "final"
+    tasks: tuple[str, ...] = ()
+    data: str | None = None
+    limit: int | None = None
+    device: Device | None = None
+    base: str | None = None
+    max_new_tokens: int | None = None
+    batch: int | None = None
+    answers: Path | None = None
+    runs: Path = Path("runs")
+
+
+def open_evaluation(args: EvalArgs) -> EvalRequests:
+    if args.target is not None:
+        target = Path(args.target)
+        found = find_run(target) if ":" not in args.target or target.is_dir() else target
+        if is_run(found) or models_of(found):  # a folder of several models is refused where it is opened
+            return _requests(open_run(target), args)
+    elif args.answers is None:
+        raise RunError("there is nothing to score", f"name {FORMS}; or give answers that exist with --answers FILE")
+    # a run knows its rows and its tasks; a model knows neither
+    if missing := [name for name, value in (("--data FILE", args.data), ("--task NAME", args.tasks)) if not value]:
+        known = f"{args.target} is not a run directory, and a model knows" if args.target else "a file of answers knows"
+        problem = f"{known} neither rows nor tasks: give {' and '.join(missing)}"
+        raise RunError(problem, f"name {FORMS}; for instance with --data test.jsonl --task rouge")
+    named_evaluations(args.tasks)  # before anything slow: a misspelt task is reported at once
+    assert args.data is not None
+    if args.target is None:
+        assert args.answers is not None
+        run = eval_subjects.open_answers_run(args.answers, args.data, runs=args.runs)
+        return _requests(run, replace(args, data=None))
+    external = find_external_model(args.target, base=args.base)
+    run = eval_subjects.open_model_run(external, args.data, device=args.device, runs=args.runs)
+    return _requests(run, replace(args, device=None, data=None, base=None))
+
+
+def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
+    if args.base is not None:
+        raise RunError("--base is for adapters, and a run knows its model", "leave it out")
+    rows = eval_rows.own_rows(run) if args.data is None else eval_rows.other_rows(run, args.data)
+    evaluations = evaluations_of(run, named_evaluations(args.tasks, declared_by(run)), rows=rows)
+    option = "--data" if args.data is not None else "--answers"
+    bringing = [one.label for one in evaluations if isinstance(one.task, LmEval)]
+    if bringing and (args.data is not None or args.answers is not None):
+        # the spec's lm-eval tasks, which bring their own items, are left out; naming one is an error
+        if args.tasks or len(bringing) == len(evaluations):
+            problem = f"lm_eval brings its own items, so {option} does not apply to {', '.join(bringing)}"
+            raise RunError(problem, f"leave {option} out, or name another task")
+        evaluations = [one for one in evaluations if one.label not in bringing]
+    options = {"limit": args.limit, "max_new_tokens": args.max_new_tokens, "batch": args.batch}
+    given = {key: value for key, value in options.items() if value is not None}
+    evaluations = [one.model_copy(update=given) for one in evaluations]
+    answers = None
+    if args.answers is None:
+        names = eval_subjects.checkpoints_of(run, args.checkpoint)
+        requests = [request_of(run, name, one, device=args.device, rows=rows) for one in evaluations for name in names]
+    else:
+        subject = replace(eval_subjects.run_subject(stage_of(run), "base"), items=rows.file, items_sha256=rows.sha256)
+        read = eval_rows.read_answers(args.answers, subject.form)
+        answers = tuple(eval_rows.align_answers(read, eval_rows.rows_of(run, subject)))
+        # who made the answers is unknown: they are identified by their file
+        name, digest = f"answers of {args.answers.name}", sha256_of(args.answers)
+        subject = replace(eval_subjects.without_model(subject, name, digest), tuning=Full(kind="full"))
+        request = partial(EvalRequest, checkpoint=eval_rows.answers_name(args.answers), batch_limit=NOT_PLANNED)
+        requests = [request(evaluation=one, subject=subject) for one in evaluations]
+    eval_rows.require_readable(run, requests[0].subject, evaluations)
+    return EvalRequests(run=run, requests=label_apart(run, requests, rows), rows=rows, answers=answers)
+
+
+def evaluations_of(run: RunDir, named: Iterable[Evaluation] = (), *, rows: EvalRows | None = None) -> list[Evaluation]:
+    """Those that are named, or else those of the spec. `rows`: others than the run's own."""
+    found = list(named) or declared_by(run)
+    if not found:
+        raise RunError(f"the spec of {run.path.name} names no task", "name one with --task")
+    needing = [one.label for one in found if not isinstance(one.task, LmEval)]
+    if needing and (rows or eval_rows.own_rows(run)).sha256 == eval_rows.NO_ITEMS:
+        remedy = "name them with --data FILE, or in the spec with data.test and run again with --new"
+        raise RunError(f"{run.path.name} has no test rows to answer for {', '.join(needing)}", remedy)
+    return found
+
+
+def declared_by(run: RunDir) -> list[Evaluation]:
+    """In the spec of a run; for a run that only evaluates, what it was asked before."""
+    where = stage_of(run)
+    if not where.eval_stage.exists():
+        return list(read_record(where.stage, Stage).evaluate)
+    found: dict[str, Evaluation] = {}
+    for paths in where.evaluations():
+        if (request := read_or_none(paths.request, EvalRequest)) is not None:
+            copied = _absolute(request.evaluation, paths.folder)
+            found[copied.label] = copied.model_copy(update={"limit": None})
+    return list(found.values())
+
+
+def named_evaluations(asked: Iterable[str], declared: Iterable[Evaluation] = ()) -> list[Evaluation]:
+    """Each is a task's name, a label of the spec, a mapping in YAML, or a file: `.yaml` with evaluations, `.py` with a
+    user's own task. The paths returned are absolute, or start where those of `declared` do."""
+    known = {evaluation.label: evaluation for evaluation in declared}
+    found = [one for text in asked for one in ([known[text]] if text in known else _read(text))]
+    labels = [evaluation.label for evaluation in found]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        remedy = "give them a name each: --task '{name: ..., task: ...}'"
+        raise SpecError(f"two tasks are called {', '.join(twice)}", remedy)
+    return found
+
+
+def _read(text: str) -> list[Evaluation]:
+    path, source, base = Path(text), text, Path()
+    if path.suffix == ".py":
+        return [_validated({"task": {"kind": "python", "path": str(path.resolve())}}, text)]
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            remedy = f"name a file, or one of {', '.join(task_kinds())}"
+            raise SpecError(f"--task {text}: there is no such file", remedy)
+        source, base = path.read_text(encoding="utf-8"), path.parent
+    reader = Reader(source, lambda line: (line, f"--task {text}:{line}" if "\n" in source else f"--task {text}"))
+    value = reader.read()
+    if reader.problems:
+        remedy = "quote it as one argument: --task '{kind: rouge, stemmer: false}'"
+        raise SpecError("\n".join(str(fault) for fault in reader.problems), remedy)
+    values = value if isinstance(value, list) else [value]
+    # a task alone is an evaluation without other settings
+    whole = [one if isinstance(one, dict) and "task" in one else {"task": one} for one in values]
+    return [_absolute(_validated(one, text), base) for one in whole]
+
+
+def _validated(value: Any, where: str) -> Evaluation:
+    try:
+        return Evaluation.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        if isinstance(value["task"], str) and value["task"] not in task_kinds():
+            remedy = f"there are {', '.join(task_kinds())}; or a .yaml or .py file of your own"
+            raise SpecError(f"there is no task {value['task']}", remedy) from None
+        faults = schema_problems(error.errors(), {(): (1, f"--task {where}")}, Evaluation)
+        raise SpecError("\n".join(map(str, faults)), "docs/spec.md has the tasks and their keys") from None
+
+
+def _absolute(evaluation: Evaluation, base: Path) -> Evaluation:
+    return moved(evaluation, lambda path: str((base / path).resolve()))

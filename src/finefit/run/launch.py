@@ -12,21 +12,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Literal
 
+import psutil
 import torch
 
 from finefit import errors
 from finefit.artifacts.atomic import report_disk_full
 from finefit.artifacts.processes import RankEnv, chosen_variables, on_stop_signals, without_rank_env
-from finefit.artifacts.records import Failure, read_record
+from finefit.artifacts.records import Failure, StageMemory, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.stage_records import Stage, StageResult
 from finefit.errors import FinefitError, Interrupted, SpecError, WorkerDied
 from finefit.facts.machine import read_power
+from finefit.facts.nvml import read_card_processes, used_bytes
+from finefit.plan.client import visible_cards
 
 _TICK_SECONDS = 0.2
 _TAIL_LINES = 15
@@ -54,20 +58,22 @@ def launch(
 def launch_ranks(module: str, where: StageDir, *, devices: int, lock: int, tick: Callable[[], None]) -> int:
     """Runs `python -m module STAGE_DIR` as so many ranks to their common end. Returns the exit code of the first, whose
     failure is in its result; a failure of another rank is raised."""
-    stage, run = read_record(where.stage, Stage), RunDir(where.run)
+    stage, run, port = read_record(where.stage, Stage), RunDir(where.run), free_port()
     require_cards(stage.device, devices)
-    port = free_port()
     ranks = RankGroup(where=where, logs=[run.log_of(at) for at in range(devices)])
-    with ranks:
+    try:
         for at, log in enumerate(ranks.logs):
             where.result_of(at).unlink(missing_ok=True)
             rank = RankEnv(rank=at, size=devices, local_rank=at, local_size=devices, address="127.0.0.1", port=port)
-            environment = _environment(stage.deterministic) | rank_environment(rank, stage)
+            threads = {"OMP_NUM_THREADS": str(rank.share(stage.threads))}
+            environment = _environment(stage.deterministic) | rank.variables() | threads
             ranks.workers.append(_start(module, where.path, log=log, lock=lock, environment=environment))
         with _signals_passed_on(ranks.workers) as received:
             while ranks.are_alive():
                 tick()
                 time.sleep(_TICK_SECONDS)
+    finally:  # no rank outlives this call
+        ranks.end()
     tick()
     if (failure := ranks.failure()) is not None:
         raise failure
@@ -78,20 +84,13 @@ def launch_ranks(module: str, where: StageDir, *, devices: int, lock: int, tick:
 
 @dataclass(slots=True, kw_only=True)
 class RankGroup:
-    """Ranks that live and end together; none outlives the `with` block."""
-
     where: StageDir
     logs: Sequence[Path]
     workers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     failed_at: float | None = None
     ended_by_us: set[int] = field(default_factory=set)
 
-    def __enter__(self) -> "RankGroup":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
         """Those that live are told that the launcher is gone, and waited for while they save."""
         for worker in self.workers:
             if worker.stdin is not None:
@@ -101,21 +100,18 @@ class RankGroup:
 
     def are_alive(self) -> bool:
         """Whether any is. When a rank has failed, the others are killed after the grace period."""
-        if self.failed_at is None and any(self._has_failed(rank) for rank in range(len(self.workers))):
-            self.failed_at = time.monotonic()
+        for rank, worker in enumerate(self.workers):
+            if self.failed_at is None and worker.poll():
+                failure = _failure(self.where, rank)
+                # a rank that was asked to stop has not failed: the first may still be writing their checkpoint
+                if failure is None or failure.kind != Interrupted.__name__:
+                    self.failed_at = time.monotonic()
         live = [rank for rank, worker in enumerate(self.workers) if worker.poll() is None]
         if live and self.failed_at is not None and time.monotonic() - self.failed_at > _GRACE_SECONDS:
             for rank in live:
                 self.ended_by_us.add(rank)
                 self.workers[rank].kill()
         return bool(live)
-
-    def _has_failed(self, rank: int) -> bool:
-        """One that was asked to stop has not: the first may still be writing the checkpoint that they agreed on."""
-        if not self.workers[rank].poll():
-            return False
-        failure = _failure(self.where, rank)
-        return failure is None or failure.kind != Interrupted.__name__
 
     def failure(self) -> FinefitError | None:
         """Of a rank that was killed, of one that reported why it failed, of one that ended without a word, in this
@@ -124,18 +120,14 @@ class RankGroup:
         for rank, worker in enumerate(self.workers):
             if worker.returncode < 0 and rank not in self.ended_by_us:
                 return _killed(f"rank {rank} of {size}", signal.Signals(-worker.returncode), self.logs[rank])
-        return failure_of_other_rank(self.where, size) or self._silent(size)
-
-    def _silent(self, size: int) -> FinefitError | None:
+        if (reported := failure_of_other_rank(self.where, size)) is not None:
+            return reported
         for rank, worker in enumerate(self.workers):
             # stopped at once, by a second SIGINT, is no failure
             has_ended_well = worker.returncode in (0, Interrupted.exit_code)
             if not has_ended_well and rank not in self.ended_by_us and _failure(self.where, rank) is None:
-                return FinefitError(
-                    f"rank {rank} of {size} ended with code {worker.returncode}, which is a fault of finefit. "
-                    f"{log_tail(self.logs[rank])}",
-                    "please report it with these lines",
-                )
+                problem = f"rank {rank} of {size} ended with code {worker.returncode}, which is a fault of finefit"
+                return FinefitError(f"{problem}. {log_tail(self.logs[rank])}", "please report it with these lines")
         if not self.ended_by_us:
             return None
         rank = min(self.ended_by_us)
@@ -160,15 +152,12 @@ def _failure(where: StageDir, rank: int) -> Failure | None:
 
 def require_cards(device: str, devices: int) -> None:
     """Fewer cards than ranks are reported before anything starts."""
-    if device != "cuda":
-        return
-    if (there := torch.cuda.device_count()) < devices:
+    if device == "cuda" and (there := torch.cuda.device_count()) < devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise SpecError(
-            f"engine.devices is {devices}, and torch sees {there} {'card' if there == 1 else 'cards'} here"
-            + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""),
-            f"set engine.devices to {there} or fewer" if there else "`finefit doctor` says why it sees none",
-        )
+        seen = f"{there} {'card' if there == 1 else 'cards'} here"
+        limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        remedy = f"set engine.devices to {there} or fewer" if there else "`finefit doctor` says why it sees none"
+        raise SpecError(f"engine.devices is {devices}, and torch sees {seen}{limit}", remedy)
 
 
 def free_port() -> int:
@@ -176,10 +165,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def rank_environment(rank: RankEnv, stage: Stage) -> dict[str, str]:
-    return rank.variables() | {"OMP_NUM_THREADS": str(rank.share(stage.threads))}
 
 
 def _start(
@@ -203,8 +188,17 @@ def _environment(deterministic: bool) -> dict[str, str]:
 
 
 @contextmanager
+def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = on_stop_signals(handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def _signals_passed_on(workers: Sequence["subprocess.Popen[bytes]"]) -> Iterator[list[signal.Signals]]:
-    """Yields the list of signals received."""
     received: list[signal.Signals] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -212,12 +206,8 @@ def _signals_passed_on(workers: Sequence["subprocess.Popen[bytes]"]) -> Iterator
         for worker in workers:
             worker.send_signal(number)
 
-    before = on_stop_signals(pass_on)
-    try:
+    with stop_signals_to(pass_on):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _raise_late(received: Sequence[signal.Signals], code: int) -> None:
@@ -245,11 +235,15 @@ def log_tail(log: Path) -> str:
 @contextmanager
 def inhibit_sleep(warn: Callable[[str], None]) -> Iterator[None]:
     """Keeps a laptop awake during a run where the system allows it, and otherwise warns."""
-    power = read_power()
+    power, command = read_power(), _command()
     if power.on_battery:
         warn(f"running on battery ({power.percent:.0f} %): plug in, or the run ends with it (it can be resumed)")
-    inhibitor = _inhibit()
-    if inhibitor is None and power.has_battery:
+    inhibitor, pipe, nowhere = None, subprocess.PIPE, subprocess.DEVNULL
+    if command is not None:
+        inhibitor = subprocess.Popen(command, stdin=pipe, stdout=nowhere, stderr=nowhere)
+        with suppress(subprocess.TimeoutExpired):  # it refuses at once, or holds until it is ended
+            inhibitor.wait(timeout=0.3)
+    if (inhibitor is None or inhibitor.returncode is not None) and power.has_battery:
         warn("this system offers no way to inhibit sleep: keep the lid open and the machine awake")
     try:
         yield
@@ -259,19 +253,6 @@ def inhibit_sleep(warn: Callable[[str], None]) -> Iterator[None]:
             inhibitor.communicate()  # closes its pipe too
 
 
-def _inhibit() -> "subprocess.Popen[bytes] | None":
-    command = _command()
-    if command is None:
-        return None
-    inhibitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        inhibitor.wait(timeout=0.3)  # it refuses at once, or holds until it is ended
-    except subprocess.TimeoutExpired:
-        return inhibitor
-    inhibitor.communicate()
-    return None
-
-
 def _command() -> list[str] | None:
     """Both end with their standard input or with us, so that a killed launcher leaves nothing behind."""
     if sys.platform == "darwin" and (caffeinate := shutil.which("caffeinate")):
@@ -279,3 +260,65 @@ def _command() -> list[str] | None:
     if inhibit := shutil.which("systemd-inhibit"):
         return [inhibit, "--what=sleep:idle", "--who=finefit", "--why=a training run", "--mode=block", "cat"]
     return None
+
+
+_SLACK_BYTES = 64 << 20
+"""What a display or a driver allocates and frees by itself."""
+_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class MemoryMeter:
+    """The memory of a stage, seen from outside: on a card all that is in use there, on a CPU the resident memory of the
+    stage's processes. Call `tick()` while the stage works; then `settled` once."""
+
+    device: Literal["cpu", "cuda"]
+    say: Callable[[str], None]
+    before: int = field(init=False)
+    peak: int = field(init=False)
+    others: frozenset[int] = field(init=False)
+    """Child processes from before, which do not belong to the stage."""
+
+    def __post_init__(self) -> None:
+        self.others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+        self.before = self.peak = self.now()
+
+    def now(self) -> int:
+        if self.device == "cuda":
+            return used_bytes(visible_cards()) or 0
+        total = 0
+        for child in self._children():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended since it was listed
+                total += int(child.memory_info().rss)
+        return total
+
+    def _children(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if child.pid not in self.others]
+
+    def tick(self) -> None:
+        self.peak = max(self.peak, self.now())
+
+    def settled(self, *, loaded: int | None = None, peak: int | None = None) -> StageMemory:
+        """Waits until the memory is released. `loaded` and `peak`: as the stage's own process has measured them."""
+        began = time.monotonic()
+        while (after := self.now()) > self.before + _SLACK_BYTES:
+            if time.monotonic() - began > _PATIENCE_SECONDS:
+                if self.device == "cuda":
+                    holders = [f"{one.name} (pid {one.pid})" for one in read_card_processes()]
+                else:
+                    holders = [f"pid {child.pid}" for child in self._children()]
+                self.say(
+                    f"warning: {after - self.before:,} bytes more than before are in use "
+                    f"{_PATIENCE_SECONDS:.0f} s after the stage has ended; "
+                    f"held by {', '.join(holders) or 'no visible process'}"
+                )
+                break
+            time.sleep(_TICK_SECONDS)
+        shared = self.before if self.device == "cuda" else 0
+        return StageMemory(
+            device=self.device,
+            before_bytes=self.before,
+            loaded_bytes=None if loaded is None else shared + loaded,
+            peak_bytes=max(self.peak, shared + (peak or 0)) or None,
+            after_bytes=after,
+        )

@@ -1,9 +1,8 @@
-"""Resuming a training in its run directory. What may change is changed, reported and recorded; everything else is
-refused with a diff."""
+"""Resuming a training in its directory: what may change is changed and recorded, the rest is refused with a diff."""
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,68 +22,54 @@ from finefit.run.create import between
 from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
 from finefit.spec.models import CustomModel, FolderModel, HubModel, Model
 from finefit.spec.pipeline import Pipeline
-from finefit.spec.schema import DeepSpeed, Evaluation, Spec
+from finefit.spec.schema import DeepSpeed, Spec
 from finefit.spec.stages import moved, paths_of
 from finefit.spec.tasks import CustomTask
 from finefit.step.deepspeed import DEEPSPEED_FILE
 from finefit.step.optimize import learning_rate
-from finefit.tasks.task_files import keep_model_file, keep_task_files, kept_paths, path_of, task_sha256
+from finefit.tasks.custom import keep_model_file, keep_task_files, kept_paths, path_of, task_sha256
 
 P = TypeVar("P", bound=BaseModel)
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate", "launcher.", "trackers")
 """Keys that leave the steps already done as they were."""
-_PATHS = (
-    "model.path",
-    "model.revision",
-    "model.file",
-    "model.weights",
-    "model.tokenizer.path",
-    "model.tokenizer.revision",
-    "tuning.adapter",
-    "engine.config",
-    "data.train",
-    "data.validation.path",
-    "data.test",
-    "data.validation.images_root",
-)
-_FREE = ("launcher", "trackers")
-"""Keys that say where a run is started and who tracks it, not what it does."""
-_TASK_PATHS = ("path", "folder", "nli", "checkpoint")
-"""Keys of a task that may name a file or a folder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    key: str
-    old: object
-    new: object
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.old} -> {self.new}"
+_REVISIONS = ("model.revision", "model.tokenizer.revision")
+_MODEL_PATHS = (*_REVISIONS, "model.path", "model.file", "model.weights", "model.tokenizer.path")
+_DATA_PATHS = ("data.train", "data.validation.path", "data.validation.images_root", "data.test")
+_PATHS = (*_MODEL_PATHS, *_DATA_PATHS, "tuning.adapter", "engine.config")
 
 
 def amend(run: RunDir, overrides: tuple[str, ...], *, asked: Spec | None = None, dry: bool = False) -> list[str]:
-    """Checks that the inputs of a training are those that it began with, and takes over what may change. The caller
-    holds the run's lock, unless `dry`: nothing is written then. Returns lines that say what has changed. `asked`: the
-    spec with the overrides, where it is parsed already."""
-    record = read_record(run.run, Run)
+    """Checks that a training's inputs are those that it began with, takes over what may change, and returns lines that
+    say it. The caller holds the run's lock, unless `dry`: nothing is written then. `asked`: the parsed spec."""
     before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
     asked = asked or parse_again(run, overrides)
     after = _with_paths(asked, before, overrides, run.path)
-    changes = [c for c in _changes(leaves(before), leaves(after)) if not _is_move(c.key, before, after)]
-    if refused := [*_edited_paths(run), *(c for c in changes if not _may_change(c, before, after))]:
-        raise RunError(
-            f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {c}" for c in refused),
-            f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change, and of launcher not the nodes; "
-            "`finefit run SPEC --new` starts another run",
-        )
+    old, new = ({key: value for key, value, _ in leaves(moved(spec, lambda _: ""))} for spec in (before, after))
+    same = {key for key in old if key in new and old[key] == new[key]}
+    changes = {  # where only the place has changed, the content is compared below
+        key: line
+        for key, line in _changes(leaves(before), leaves(after)).items()
+        if not (key.startswith(_PATHS) and (key in same or key in _REVISIONS))
+    }
+    # paths in the run's own spec.yaml stay those it was planned with; `--set` is the way to say that files have moved
+    (planned,) = read_record(run.plan, Plan).stages.values()
+    edited = _changes(((key, resolved.value, True) for key, resolved in planned.items()), leaves(parse_again(run)))
+    refused = [line for key, line in edited.items() if key.startswith(_PATHS)]
+    # another number of nodes is another number of ranks, which divide the rows of a step differently
+    is_same_count = nodes_of(before.launcher) == nodes_of(after.launcher)
+    may_change = {key: is_same_count if key == "launcher.nodes" else key.startswith(CHANGEABLE) for key in changes}
+    refused += [line for key, line in changes.items() if not may_change[key]]
+    if refused:
+        problem = f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {line}" for line in refused)
+        allowed = f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change, and of launcher not the nodes"
+        raise RunError(problem, f"{allowed}; `finefit run SPEC --new` starts another run")
     require_unchanged(run, Pipeline.of(after))
     if before == after:
         return []
     if dry:
-        return [str(change) for change in changes] or ["files lie elsewhere"]
+        return list(changes.values()) or ["files lie elsewhere"]
     spec = keep_model_file(keep_task_files(after, run.path, run.path), run.path)
-    return _take_over(run, record, asked, spec, changes, overrides)
+    return _take_over(run, asked, spec, changes, overrides)
 
 
 def parse_again(run: RunDir, overrides: tuple[str, ...] = ()) -> Spec:
@@ -94,33 +79,35 @@ def parse_again(run: RunDir, overrides: tuple[str, ...] = ()) -> Spec:
 
 
 def follow(run: RunDir, spec: Spec) -> list[str]:
-    """Takes over what a spec with the digest of this training says differently now: who starts it, who tracks it, and
-    where its model and adapter lie. The paths of `spec` are relative to the run directory, whose lock the caller
-    holds."""
+    """Takes over what a spec with the digest of this training says differently now: who starts and tracks it, and where
+    its model and adapter lie. The paths of `spec` are relative to the run directory, whose lock the caller holds."""
     before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
     if read_record(run.run, Run).status == "finished":
         return []
-    document = json.loads(spec_to_json(spec))
-    changed = [f"{key}={json.dumps(document[key])}" for key in _FREE if getattr(before, key) != getattr(spec, key)]
-    for key, old, new in (
-        ("model.path", before.model, spec.model),
-        ("model.weights", before.model, spec.model),
-        ("tuning.adapter", before.tuning, spec.tuning),
-    ):
-        was, now = (getattr(part, key.rpartition(".")[2], None) for part in (old, new))
+    document, keys = json.loads(spec_to_json(spec)), ("launcher", "trackers")
+    changed = [f"{key}={json.dumps(document[key])}" for key in keys if getattr(before, key) != getattr(spec, key)]
+    for part, name in (("model", "path"), ("model", "weights"), ("tuning", "adapter")):
+        was, now = (getattr(getattr(one, part), name, None) for one in (before, spec))
         if isinstance(was, str) and isinstance(now, str) and was != now:
-            changed.append(f"{key}={json.dumps(str((run.path / now).resolve()))}")
+            changed.append(f"{part}.{name}={json.dumps(str((run.path / now).resolve()))}")
     return amend(run, tuple(changed)) if changed else []
 
 
 def require_unchanged(run: RunDir, pipeline: Pipeline) -> None:
-    """A run that is named by its directory goes on with the inputs that it began with. `pipeline`: its spec, with paths
-    relative to the run directory."""
+    """A run that is named by its directory goes on with its first inputs. `pipeline`: its paths start in the run."""
     before = read_record(run.run, Run).inputs
     if pipeline.is_flat:
-        pipeline = Pipeline.of(_without_copies(pipeline.flat_spec, run))
-        named = {key for key, _, _ in paths_of(_keyed(pipeline))}
-        before = {k: sha256 for k, sha256 in before.items() if k in named or not k.startswith(("evaluate.", "engine."))}
+        # evaluations may change, and the run has copies of their files and of a DeepSpeed JSON
+        spec = pipeline.flat_spec.model_copy(update={"evaluate": ()})
+        engine = spec.engine
+        is_gone = isinstance(engine, DeepSpeed) and engine.config and not (run.path / engine.config).exists()
+        if is_gone and (stage_of(run).path / DEEPSPEED_FILE).exists():
+            spec = spec.model_copy(update={"engine": engine.model_copy(update={"config": None})})
+        pipeline = Pipeline.of(spec)
+    keyed = next(iter(pipeline.stages.values())) if pipeline.is_flat else pipeline.stages
+    paths = {key: path for key, _, path in paths_of(keyed)}
+    if pipeline.is_flat:
+        before = {k: sha256 for k, sha256 in before.items() if k in paths or not k.startswith(("evaluate.", "engine."))}
     try:
         now = outside_inputs(pipeline, run.path.resolve(), known=before)
     except ModelError as error:
@@ -129,51 +116,13 @@ def require_unchanged(run: RunDir, pipeline: Pipeline) -> None:
             raise
         remedy = "if it lies elsewhere now, name the place with --set model.path=FOLDER"
         raise ModelError(error.problem, remedy) from None
-    changed = [key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key)]
-    if not changed:
-        return
-    paths = {key: path for key, _, path in paths_of(_keyed(pipeline))}
-    lines = (
-        f"  {key}{f' ({paths[key]})' if key in paths else ''}: "
-        f"{before.get(key, '(none)')[:12]} -> {now.get(key, '(none)')[:12]}"
-        for key in changed
-    )
-    raise RunError(
-        f"the inputs of {run.path.name} have changed since it began:\n" + "\n".join(lines),
-        "put them back, or give the spec file: it starts another run"
-        + ("" if pipeline.is_flat else ", which takes over every stage that has not changed"),
-    )
-
-
-def _without_copies(spec: Spec, run: RunDir) -> Spec:
-    """Evaluations may change, and the run has copies of their files; a DeepSpeed JSON may be gone once the stage has
-    its own."""
-    spec = spec.model_copy(update={"evaluate": ()})
-    engine = spec.engine
-    if not isinstance(engine, DeepSpeed) or engine.config is None or (run.path / engine.config).exists():
-        return spec
-    has_copy = (stage_of(run).path / DEEPSPEED_FILE).exists()
-    return spec.model_copy(update={"engine": engine.model_copy(update={"config": None})}) if has_copy else spec
-
-
-def _keyed(pipeline: Pipeline) -> object:
-    """What the names of inputs start in."""
-    return next(iter(pipeline.stages.values())) if pipeline.is_flat else pipeline.stages
-
-
-def _may_change(change: Change, before: Spec, after: Spec) -> bool:
-    """Another number of nodes is another number of ranks, which divide the rows of a step differently."""
-    if change.key == "launcher.nodes":
-        return nodes_of(before.launcher) == nodes_of(after.launcher)
-    return change.key.startswith(CHANGEABLE)
-
-
-def _edited_paths(run: RunDir) -> list[Change]:
-    """Paths in the run's own spec.yaml that are not those it was planned with; `--set` is the way to say that files
-    have moved."""
-    (planned,) = read_record(run.plan, Plan).stages.values()
-    old = ((key, resolved.value, True) for key, resolved in planned.items())
-    return [c for c in _changes(old, leaves(parse_again(run))) if c.key.startswith(_PATHS)]
+    if changed := [key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key)]:
+        problem = f"the inputs of {run.path.name} have changed since it began:"
+        for key in changed:
+            place = f" ({paths[key]})" if key in paths else ""
+            problem += f"\n  {key}{place}: {before.get(key, '(none)')[:12]} -> {now.get(key, '(none)')[:12]}"
+        reused = "" if pipeline.is_flat else ", which takes over every stage that has not changed"
+        raise RunError(problem, f"put them back, or give the spec file: it starts another run{reused}")
 
 
 def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path) -> Spec:
@@ -184,36 +133,21 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
         return any(f"{key}.".startswith(f"{g}.") or g.startswith(f"{key}.") for g in given)
 
     fresh = moved(asked, between(Path.cwd(), run.resolve()))
-    data = {
-        key: getattr((fresh if is_given(f"data.{key}") else before).data, key)
-        for key in ("train", "validation", "test")
-    }
-    tuning = fresh.tuning if is_given("tuning.adapter") else _with_known(asked.tuning, before.tuning, "adapter")
-    engine = fresh.engine if is_given("engine.config") else _with_known(asked.engine, before.engine, "config")
+    splits = ("train", "validation", "test")
+    data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in splits}
     if isinstance(asked.data.task, CustomTask) and isinstance(before.data.task, CustomTask):
         data["task"] = before.data.task  # the run has a copy, which its rows were built with
-    kept = kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate)
-    given = [any(is_given(f"evaluate.{at}.task.{key}") for key in _TASK_PATHS) for at in range(len(kept))]
-    evaluate = tuple(
-        _named_now(now, known, run) if is_now else known
-        for now, known, is_now in zip(fresh.evaluate, kept, given, strict=True)
-    )
-    return asked.model_copy(
-        update={
-            "data": asked.data.model_copy(update=data),
-            "model": _model(asked.model, fresh.model, before.model, is_given),
-            "tuning": tuning,
-            "engine": engine,
-            "evaluate": evaluate,
-        }
-    )
-
-
-def _named_now(fresh: Evaluation, kept: Evaluation, run: Path) -> Evaluation:
-    """A task as it is given now, unless the run has a copy of the same file."""
-    now = task_sha256(fresh, run)
-    is_same = now is not None and path_of(kept.task) != path_of(fresh.task) and now == task_sha256(kept, run)
-    return kept if is_same else fresh
+    evaluate = list(kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate))
+    for at, (now, known) in enumerate(zip(fresh.evaluate, evaluate, strict=True)):
+        if any(is_given(f"evaluate.{at}.task.{key}") for key in ("path", "folder", "nli", "checkpoint")):
+            sha256 = task_sha256(now, run)  # of a file that the run may have a copy of
+            has_copy = sha256 is not None and path_of(known.task) != path_of(now.task)
+            evaluate[at] = known if has_copy and sha256 == task_sha256(known, run) else now
+    tuning = fresh.tuning if is_given("tuning.adapter") else _with_known(asked.tuning, before.tuning, "adapter")
+    engine = fresh.engine if is_given("engine.config") else _with_known(asked.engine, before.engine, "config")
+    model = _model(asked.model, fresh.model, before.model, is_given)
+    kept = {"model": model, "tuning": tuning, "engine": engine, "evaluate": tuple(evaluate)}
+    return asked.model_copy(update={"data": asked.data.model_copy(update=data), **kept})
 
 
 def _with_known(asked: P, before: BaseModel, key: str) -> P:
@@ -241,41 +175,30 @@ def _model(asked: Model, fresh: Model, before: Model, is_given: Callable[[str], 
     return fresh
 
 
-def _changes(before: Leaves, after: Leaves) -> Iterator[Change]:
+def _changes(before: Leaves, after: Leaves) -> dict[str, str]:
+    """By key, in words."""
     old, new = ({key: value for key, value, _ in side} for side in (before, after))
-    for key in dict.fromkeys((*old, *new)):
-        if old.get(key) != new.get(key):
-            yield Change(key=key, old=old.get(key, "(none)"), new=new.get(key, "(none)"))
+    return {
+        key: f"{key}: {old.get(key, '(none)')} -> {new.get(key, '(none)')}"
+        for key in dict.fromkeys((*old, *new))
+        if old.get(key) != new.get(key)
+    }
 
 
-def _is_move(key: str, before: Spec, after: Spec) -> bool:
-    """Whether only the place has changed; the content is compared elsewhere."""
-    old, new = ({k: value for k, value, _ in leaves(moved(spec, lambda _: ""))} for spec in (before, after))
-    return key.startswith(_PATHS) and (
-        key in ("model.revision", "model.tokenizer.revision") or (key in old and key in new and old[key] == new[key])
-    )
-
-
-def _take_over(
-    run: RunDir, record: Run, asked: Spec, spec: Spec, changes: list[Change], overrides: tuple[str, ...]
-) -> list[str]:
-    where = stage_of(run)
+def _take_over(run: RunDir, asked: Spec, spec: Spec, changes: dict[str, str], overrides: tuple[str, ...]) -> list[str]:
+    where, record = stage_of(run), read_record(run.run, Run)
     old, facts, plan = read_record(where.stage, Stage), read_record(run.facts, Facts), read_record(run.plan, Plan)
     done = max((step_of(p) for p in list_checkpoints(where.checkpoints)), default=0)
     values = resolve(
         spec, overrides=(), machine=facts.machine, num_rows=old.num_rows, forecast=plan.forecasts[old.name]
     )
-    total = int(values["total_steps"].value) if any(c.key.startswith("schedule.") for c in changes) else old.total_steps
+    total = int(values["total_steps"].value) if any(key.startswith("schedule.") for key in changes) else old.total_steps
     if total < done:
-        raise RunError(
-            f"{run.path.name} has done {done} steps, {total} are asked for now",
-            "ask for more steps, or start another run with --new",
-        )
+        problem = f"{run.path.name} has done {done} steps, {total} are asked for now"
+        raise RunError(problem, "ask for more steps, or start another run with --new")
     if spec.evaluate and "test.jsonl" not in old.prepared:
-        raise RunError(
-            f"{run.path.name} has no test rows to answer",
-            "name them in the spec with data.test and run again with --new",
-        )
+        remedy = "name them in the spec with data.test and run again with --new"
+        raise RunError(f"{run.path.name} has no test rows to answer", remedy)
     warmup = old.warmup_steps if done else int(values["warmup_steps"].value)
     stage = replace(
         old,
@@ -289,40 +212,31 @@ def _take_over(
         on_nan=spec.on_nan,
         evaluate=spec.evaluate,
     )
-    lines = [str(c) for c in changes]
-    note = _schedule_note(old, stage, done) if total != old.total_steps else ""
-    planned = _amended(plan.stages[stage.name], values, asked, changes, f"amended after step {done}")
+    # the plan with what has changed, and paths as the user writes them; it has the keys of the new choices
+    planned, given = plan.stages[stage.name], {key: value for key, value, _ in leaves(asked)}
+    moves = {key for key, was in planned.items() if key.startswith(_PATHS) and was.value != given.get(key)}
+    source, note = f"amended after step {done}", ""
+    planned = {
+        key: planned[key]
+        if key in planned and key not in changes and key not in moves
+        else Resolved(value=given[key], source=source)
+        for key in values
+    }
     if total != old.total_steps:
-        planned["total_steps"] = Resolved(
-            value=total, source=f"{values['total_steps'].source}, amended after step {done}"
-        )
-        source = "as before: the warm-up is not repeated" if done else values["warmup_steps"].source
-        planned["warmup_steps"] = Resolved(value=warmup, source=source)
+        note = _schedule_note(old, stage, done)
+        planned["total_steps"] = Resolved(value=total, source=f"{values['total_steps'].source}, {source}")
+        kept = "as before: the warm-up is not repeated" if done else values["warmup_steps"].source
+        planned["warmup_steps"] = Resolved(value=warmup, source=kept)
     write_record(run.plan, replace(plan, stages={stage.name: planned}))
     write_record(where.stage, stage)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
-    if lines:
-        record = replace(
-            record, amendments=(*record.amendments, Amendment(after_step=done, changes=tuple(lines), note=note))
-        )
+    if lines := list(changes.values()):
+        amendment = Amendment(after_step=done, changes=tuple(lines), note=note)
+        record = replace(record, amendments=(*record.amendments, amendment))
         with Journal(where.metrics) as metrics:
             metrics.write(event="amended", step=done, changes=lines, note=note)
     write_record(run.run, replace(record, status="stopped", overrides=(*record.overrides, *overrides)))
     return [*lines, *([note] if note else [])]
-
-
-def _amended(
-    planned: dict[str, Resolved], values: dict[str, Resolved], asked: Spec, changes: list[Change], source: str
-) -> dict[str, Resolved]:
-    """The plan with what has changed, and paths as the user writes them; it has the keys of the new choices."""
-    given = {key: value for key, value, _ in leaves(asked)}
-    changed = {c.key for c in changes} | {
-        key for key, old in planned.items() if key.startswith(_PATHS) and old.value != given.get(key)
-    }
-    return {
-        key: Resolved(value=given[key], source=source) if key in changed or key not in planned else planned[key]
-        for key in values
-    }
 
 
 def _schedule_note(old: Stage, new: Stage, done: int) -> str:
@@ -333,7 +247,5 @@ def _schedule_note(old: Stage, new: Stage, done: int) -> str:
     spans = f"the {new.schedule} schedule now spans {new.total_steps} steps instead of {old.total_steps}"
     if not done:
         return spans
-    return (
-        f"{spans}, warm-up not repeated: "
-        f"step {done} was taken at {rate(old, max(done - 1, 0)):.3g}, step {done + 1} is taken at {rate(new, done):.3g}"
-    )
+    rates = f"step {done} was taken at {rate(old, done - 1):.3g}, step {done + 1} is taken at {rate(new, done):.3g}"
+    return f"{spans}, warm-up not repeated: {rates}"

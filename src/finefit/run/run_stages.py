@@ -12,71 +12,39 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from signal import Signals, signal
+from signal import Signals
 from types import FrameType
 from typing import Any, Literal, Protocol, Self
 
 from finefit import __version__
-from finefit.artifacts.atomic import (
-    disk_full,
-    read_lines,
-    release_on_disk_full,
-    remove_folder,
-    replace_folder,
-    report_disk_full,
-    sweep,
-    sync_tree,
-)
+from finefit.artifacts import atomic, records
 from finefit.artifacts.forecasts import Plan
-from finefit.artifacts.processes import on_stop_signals, run_lock
-from finefit.artifacts.records import (
-    CacheInputs,
-    Failure,
-    FinishedStage,
-    PipelineState,
-    Run,
-    StageMemory,
-    StageOutcome,
-    read_record,
-    write_record,
-)
+from finefit.artifacts.processes import run_lock
+from finefit.artifacts.records import CacheInputs, FinishedStage, Run, StageMemory, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, stage_of
 from finefit.artifacts.stage_records import Stage, StageResult
-from finefit.artifacts.wiring import wired_spec
-from finefit.errors import DiskFull, FinefitError, Interrupted, Resumable, RunError
+from finefit.errors import DiskFull, FinefitError, Interrupted, RunError
 from finefit.facts.files import free_bytes
+from finefit.facts.machine import read_machine
+from finefit.plan.resolve import device_of, precision_on
 from finefit.plan.stage_forecasts import stage_in_errors
-from finefit.run.cache_inputs import key_of, output_digest, sizes_of
-from finefit.run.create import between, create_stage_run, read_request
+from finefit.plan.target import devices_of
+from finefit.run import staleness
+from finefit.run.cache_inputs import key_of, output_digest, sizes_in
+from finefit.run.check_stages import below
+from finefit.run.create import between, create_training, read_request
+from finefit.run.eval_subjects import EARLIER
 from finefit.run.evaluate_stage import score
-from finefit.run.evaluation import Tick, evaluate_after_training
-from finefit.run.launch import inhibit_sleep, launch, launch_ranks, log_tail, reraise
+from finefit.run.evaluation import Tick, evaluate_after_training, status_after
+from finefit.run.launch import MemoryMeter, inhibit_sleep, launch, launch_ranks, log_tail, reraise, stop_signals_to
 from finefit.run.resume import follow
-from finefit.run.stage_jobs import MemoryMeter, device_here, stage_job
-from finefit.run.staleness import (
-    StageDecision,
-    Stages,
-    below,
-    can_go_on,
-    command_id,
-    decide,
-    forecast_pending,
-    is_half_done,
-    is_whole,
-    is_worth_keeping,
-    open_stages,
-    require_below,
-)
+from finefit.run.staleness import StageDecision, Stages
 from finefit.spec.load import dumped
 from finefit.spec.pipeline import Pipeline
-from finefit.spec.schema import AutoEngine, Ddp, DeepSpeed, Fsdp2, Single
-from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage, moved
+from finefit.spec.schema import AutoEngine
+from finefit.spec.stages import CompareStage, EvaluateStage, MakePairs, Sampled, TrainStage, models_of, moved
 
 TRAIN_WORKER = "finefit.train.worker"
-STAGE_WORKER = "finefit.stages.worker"
-EARLIER = ".earlier-"
-"""How the names of folders begin that were set aside and are kept."""
-
 Train = Callable[[StageDir, Stage, int, Tick], int]
 """Trains a stage, whose run is locked by a descriptor, and returns the exit code; the result is in its folder."""
 
@@ -85,7 +53,6 @@ class View(Protocol):
     """Shows a training as it goes on."""
 
     def tick(self) -> None: ...
-
     def say(self, line: str) -> None: ...
 
 
@@ -93,13 +60,9 @@ class StageProgress(Protocol):
     """Shows the stages of a run as they come."""
 
     def begin(self, decision: StageDecision, number: int, count: int) -> None: ...
-
     def training(self, run: RunDir) -> AbstractContextManager[View]: ...
-
     def say(self, line: str) -> None: ...
-
-    def end(self, decision: StageDecision, done: FinishedStage) -> None:
-        """Also for a stage that need not run."""
+    def end(self, decision: StageDecision, done: FinishedStage) -> None: ...  # also for a stage that need not run
 
 
 def run_stages(
@@ -114,39 +77,44 @@ def run_stages(
     """To the end, or to the first failure, which is recorded before it is raised. `lock` holds the run's lock. `only`:
     one stage, whose inputs exist. `train`: by default in processes that are started here."""
     forced = set(forced) if only is None else {only} & set(forced)
-    with _stoppable(), inhibit_sleep(progress.say):
+    with stop_signals_to(_stop), inhibit_sleep(progress.say):
         if is_pipeline(run.path):
-            _sweep(run)
-            _reset_states(run, forced)
-        train, stages = train or _train_in_processes, open_stages(run)
+            _sweep(run, forced)
+        train, stages = train or _train_in_processes, staleness.open_stages(run)
         with _recorded(run):
             _StageRunner(run=run, stages=stages, progress=progress, lock=lock, train=train).run_all(forced, only)
         return read_record(run.run, Run)
 
 
-class _Silent:
-    """Shows nothing."""
+def _sweep(run: RunDir, forced: Collection[str]) -> None:
+    """Deletes what a killed run has left half made, since it may be what fills the disk; answers of models are kept.
+    The stage that such a run was at, and those that are forced, are waiting."""
+    atomic.sweep(run.path / "stages")
+    old, states = read_record(run.state, records.PipelineState), []
+    for number, stage in enumerate(old.stages, 1):
+        staging = run.unfinished(number, stage.name)
+        if not staging.done.exists():
+            if staging.output.exists():
+                shutil.rmtree(staging.output)
+            staging.outcome.unlink(missing_ok=True)
+        is_done = stage.status == "done" and stage.name not in forced
+        states.append(stage if is_done else replace(stage, status="waiting", reason=""))
+    new = replace(old, stages=tuple(states), forced=tuple(sorted(forced)), command=staleness.command_id(old, forced))
+    write_record(run.state, new)
 
+
+class _Silent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        pass
-
-    def begin(self, decision: StageDecision, number: int, count: int) -> None:
-        pass
+    def __exit__(self, *_: object) -> None: ...
+    def tick(self) -> None: ...
+    def say(self, line: str) -> None: ...
+    def begin(self, decision: StageDecision, number: int, count: int) -> None: ...
+    def end(self, decision: StageDecision, done: FinishedStage) -> None: ...
 
     def training(self, _: RunDir) -> Self:
         return self
-
-    def end(self, decision: StageDecision, done: FinishedStage) -> None:
-        pass
 
 
 def train_run(run: RunDir, *, train: Train | None = None) -> Run:
@@ -164,11 +132,11 @@ def _recorded(run: RunDir) -> Iterator[None]:
         yield
     except FinefitError as error:
         with suppress(DiskFull):  # a record that finds no room does not hide the reason
-            write_record(run.run, replace(record, status=_status(error), failure=Failure.of(error)))
+            write_record(run.run, replace(record, status=status_after(error), failure=records.Failure.of(error)))
         raise
     is_over = True
     if is_pipeline(run.path):
-        state = read_record(run.state, PipelineState)
+        state = read_record(run.state, records.PipelineState)
         write_record(run.state, replace(state, forced=(), command=""))
         is_over = all(one.status == "done" for one in state.stages)
     write_record(run.run, replace(record, status="finished" if is_over else "stopped"))
@@ -188,95 +156,90 @@ class _StageRunner:
         if pipeline.is_flat:
             with self.progress.training(self.run) as view:
                 return self._train_and_evaluate(self.run, self.lock, view, view.tick)
-        self._plan(forced, only)
+        forecasts, findings = staleness.forecast_pending(staleness.open_stages(self.run), only=only, forced=forced)
+        old = read_record(self.run.plan, Plan)
+        known = {**old.forecasts, **forecasts}  # those of other stages stay as they were planned
+        plan = replace(old, forecasts={name: known[name] for name in pipeline.order() if name in known})
+        if plan != old:
+            write_record(self.run.plan, plan)
+        for stage, found in findings:
+            if found.level == "warning":
+                prefix = "" if stage is None else f"stage {stage}: "
+                remedy = f"\n  {found.remedy}" if found.remedy else ""
+                self.progress.say(f"warning: {prefix}{found.problem}{remedy}")
         if only is not None:
-            require_below(self.stages, only)
+            staleness.require_below(self.stages, only)
         for name in pipeline.order() if only is None else [*below(pipeline, only), only]:
             self._one(name, forced)
         return None
 
-    def _plan(self, forced: Collection[str], only: str | None) -> None:
-        """Forecasts of other stages stay as they were planned."""
-        forecasts, findings = forecast_pending(open_stages(self.run), only=only, forced=forced)
-        old = read_record(self.run.plan, Plan)
-        known = {**old.forecasts, **forecasts}
-        plan = replace(old, forecasts={name: known[name] for name in self.stages.pipeline.order() if name in known})
-        if plan != old:
-            write_record(self.run.plan, plan)
-        for name, found in findings:
-            if found.level == "warning":
-                stage = "" if name is None else f"stage {name}: "
-                remedy = f"\n  {found.remedy}" if found.remedy else ""
-                self.progress.say(f"warning: {stage}{found.problem}{remedy}")
-
     def _one(self, name: str, forced: Collection[str]) -> None:
-        decision = decide(self.stages, name, forced=forced)
-        if decision.place is not None:
-            remove_folder(
-                self.run.unfinished(self.stages.number(name), name).path
-            )  # of a command that was not given again
-            done = self.stages.settle(name, decision.place)
-            self._note(name, "done", decision.reason, place=decision.place)
-            self.progress.end(decision, done)
-            return
-        own = self.stages.own(name)
+        decision = staleness.decide(self.stages, name, forced=forced)
+        own, number = self.stages.own(name), self.stages.number(name)
         assert own is not None
-        self._note(name, "running", decision.reason, place=own.path)
-        self.progress.begin(decision, self.stages.number(name), len(self.stages.pipeline.stages))
-        try:
-            with stage_in_errors(self.stages.pipeline, name), report_disk_full(own.path):
-                self._work(decision, own)
-        except FinefitError as error:
-            with suppress(DiskFull):
-                self._note(name, _status(error), error.problem.splitlines()[0], place=own.path)
-            raise
-        done = self.stages.settle(name, own.path)
-        self._note(name, "done", decision.reason, place=own.path)
+        place = decision.place or own.path
+        if decision.place is not None:
+            atomic.remove_folder(self.run.unfinished(number, name).path)  # of a command that was not given again
+        else:
+            self._note(name, "running", decision.reason, place=place)
+            self.progress.begin(decision, number, len(self.stages.pipeline.stages))
+            assert decision.inputs is not None  # all that it depends on is settled
+            try:
+                with stage_in_errors(self.stages.pipeline, name), atomic.report_disk_full(place):
+                    self._work(name, own, decision.inputs)
+            except FinefitError as error:
+                with suppress(DiskFull):
+                    self._note(name, status_after(error), error.problem.splitlines()[0], place=place)
+                raise
+        done = self.stages.settle(name, place)
+        self._note(name, "done", decision.reason, place=place)
         self.progress.end(decision, done)
 
     def _note(
         self, name: str, status: Literal["running", "done", "failed", "stopped"], reason: str, *, place: Path
     ) -> None:
         shown = Path(os.path.relpath(place.resolve(), self.run.path.resolve())).as_posix()
-        old = read_record(self.run.state, PipelineState)
+        old = read_record(self.run.state, records.PipelineState)
         stages = tuple(
             replace(one, status=status, reason=reason, place=shown) if one.name == name else one for one in old.stages
         )
         write_record(self.run.state, replace(old, stages=stages))
 
-    def _work(self, decision: StageDecision, own: StageDir) -> None:
-        name, stage, now = decision.name, self.stages.pipeline.stages[decision.name], decision.inputs
-        assert now is not None  # all that it depends on is settled
-        if isinstance(stage, TrainStage | EvaluateStage) and not can_go_on(own, stage, now):
-            self._clear(own, stage)
-        match stage:
-            case TrainStage():
-                self._train_stage(name, own, now)
-            case EvaluateStage():
-                self._evaluate(name, own, now)
-            case _:
-                self._make(name, own, now)
-
-    def _clear(self, own: StageDir, stage: AnyStage) -> None:
-        """Reviews by people and finished trainings are never deleted."""
-        if not is_worth_keeping(own, stage):
-            return remove_folder(own.path)
-        aside = own.path.with_name(f"{EARLIER}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{own.path.name}")
-        own.path.rename(aside)
-        return self.progress.say(f"what was there is kept as {aside}; delete it when it is needed no more")
-
-    # a training
+    def _work(self, name: str, own: StageDir, now: CacheInputs) -> None:
+        stage = self.stages.pipeline.stages[name]
+        if not isinstance(stage, TrainStage | EvaluateStage):
+            staging = self.run.unfinished(self.stages.number(name), name)
+            if not staleness.is_whole(staging, now):
+                if not staleness.is_half_done(staging, now):
+                    atomic.remove_folder(staging.path)
+                with atomic.release_on_disk_full(staging.output):
+                    staging.log.parent.mkdir(parents=True, exist_ok=True)
+                    self._make(name, staging, now)
+            return atomic.replace_folder(staging.path, own.path)
+        # an evaluation that lost some of its answers asks only for these again
+        lost_answers = isinstance(stage, EvaluateStage) and staleness.is_whole(own, now)
+        if not staleness.is_half_done(own, now) and not lost_answers:
+            if staleness.is_worth_keeping(own, stage):  # reviews by people and finished trainings are never deleted
+                aside = own.path.with_name(f"{EARLIER}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{own.path.name}")
+                own.path.rename(aside)
+                self.progress.say(f"what was there is kept as {aside}; delete it when it is needed no more")
+            else:
+                atomic.remove_folder(own.path)
+        if isinstance(stage, TrainStage):
+            return self._train_stage(name, own, now)
+        own.path.mkdir(exist_ok=True)
+        own.done.unlink(missing_ok=True)
+        return self._make(name, own, now)
 
     def _train_stage(self, name: str, own: StageDir, now: CacheInputs) -> None:
-        began, base, run = time.perf_counter(), self.stages.base, RunDir(own.path)
-        device = device_here(self.stages.pipeline)
-        spec = wired_spec(self.stages.pipeline, name, self.stages.at, base)
-        goes_on = own.path.exists()
+        began, base, run, goes_on = time.perf_counter(), self.stages.base, RunDir(own.path), own.path.exists()
+        device = _device_here(self.stages.pipeline)
+        spec = records.wired_spec(self.stages.pipeline, name, self.stages.at, base)
         if not goes_on:
             text = dumped(spec.model_dump(mode="json", by_alias=True, exclude_unset=True))
-            create_stage_run(own.path, read_request(Pipeline.of(spec), base, spec_text=text))
+            create_training(read_request(Pipeline.of(spec), base, spec_text=text), own.path.parent, own.path)
             write_record(own.begun, now)
-        meter = MemoryMeter.begin(device, self.progress.say)
+        meter = MemoryMeter(device, self.progress.say)
         with run_lock(run.lock) as lock:
             if goes_on:
                 follow(run, moved(spec, between(base, own.path.resolve())))
@@ -289,7 +252,10 @@ class _StageRunner:
                 self._train_and_evaluate(run, lock, view, tick)
         where = stage_of(run)
         result = read_record(where.result, StageResult)
-        memory = meter.settled(loaded=_loaded(where, device), peak=result.peak_bytes)
+        # noted by the worker before its first step
+        notes = [line for line in atomic.read_lines(where.memory) if line.get("instant") == "loaded"]
+        loaded = int(notes[-1]["reserved_bytes" if device == "cuda" else "resident_bytes"]) if notes else None
+        memory = meter.settled(loaded=loaded, peak=result.peak_bytes)
         summary = {"checkpoint": result.checkpoint, "steps": result.step, "tokens": result.tokens}
         summary |= {"parameters": result.parameters, "trainable_parameters": result.trainable_parameters}
         self._finish(name, own, now, time.perf_counter() - began, memory, summary)
@@ -297,49 +263,42 @@ class _StageRunner:
     def _train_and_evaluate(self, run: RunDir, lock: int, view: View, tick: Tick) -> None:
         where = stage_of(run)
         stage = read_record(where.stage, Stage)
-        if not _is_trained(where, stage):
+        before = read_record(where.result, StageResult) if where.result.exists() else None
+        if before is None or before.failure is not None or before.step != stage.total_steps:
             where.result.unlink(missing_ok=True)
-            _raise_failure(where.result, self.train(where, stage, lock, tick), run.log)
+            code = self.train(where, stage, lock, tick)
+            if where.result.exists():
+                if failure := read_record(where.result, StageResult).failure:
+                    raise reraise(failure)
+            elif code == Interrupted.exit_code:
+                problem = f"stopped at once, without a new checkpoint. {log_tail(run.log)}"
+                raise Interrupted(problem, "give the same command again")
+            else:
+                problem = f"the worker ended with code {code}, which is a fault of finefit. {log_tail(run.log)}"
+                raise FinefitError(problem, "please report it with these lines")
         evaluate_after_training(run, lock=lock, tick=tick, say=view.say)
 
-    # models that are scored
-
-    def _evaluate(self, name: str, own: StageDir, now: CacheInputs) -> None:
-        own.path.mkdir(exist_ok=True)
-        own.done.unlink(missing_ok=True)
-        write_record(own.begun, now)
-        job = stage_job(self.stages, name)
-        write_record(own.job, job)
-        began, meter = time.perf_counter(), MemoryMeter.begin(job.device, self.progress.say)
-        summary = score(job, own.path, lock=self.lock, tick=meter.tick, say=self.progress.say)
-        memory = meter.settled(loaded=summary["loaded_bytes"], peak=summary["peak_bytes"])
-        self._finish(name, own, now, time.perf_counter() - began, memory, summary)
-
-    # all others
-
-    def _make(self, name: str, own: StageDir, now: CacheInputs) -> None:
-        staging = self.run.unfinished(self.stages.number(name), name)
-        if not is_whole(staging, now):
-            if not is_half_done(staging, now):
-                remove_folder(staging.path)
-            with release_on_disk_full(staging.output):
-                self._make_hidden(name, staging, now)
-        replace_folder(staging.path, own.path)
-
-    def _make_hidden(self, name: str, staging: StageDir, now: CacheInputs) -> None:
-        staging.log.parent.mkdir(parents=True, exist_ok=True)
-        write_record(staging.begun, now)
-        job = stage_job(self.stages, name)
-        write_record(staging.job, job)
-        began, meter = time.perf_counter(), MemoryMeter.begin(job.device, self.progress.say)
-        log = self.run.log.with_name(f"{name}.log")
-        is_exact = self.stages.pipeline.deterministic
-        code = launch(STAGE_WORKER, staging.job, log=log, lock=self.lock, tick=meter.tick, deterministic=is_exact)
-        outcome = _outcome(staging, code, log)
-        memory = meter.settled(loaded=outcome.summary.get("loaded_bytes"), peak=outcome.peak_bytes)
-        shutil.copyfile(log, staging.log)
-        sync_tree(staging.path)
-        self._finish(name, staging, now, time.perf_counter() - began, memory, outcome.summary)
+    def _make(self, name: str, where: StageDir, now: CacheInputs) -> None:
+        """A stage that does not train: an evaluation in its folder, any other in a hidden one."""
+        write_record(where.begun, now)
+        job = _stage_job(self.stages, name)
+        write_record(where.job, job)
+        stage, began, meter = job.stage, time.perf_counter(), MemoryMeter(job.device, self.progress.say)
+        if isinstance(stage, EvaluateStage):
+            summary = score(job, where.path, lock=self.lock, tick=meter.tick, say=self.progress.say)
+            peak_bytes = summary["peak_bytes"]
+        else:
+            is_sampled = isinstance(stage, MakePairs) and isinstance(stage.method, Sampled)
+            worker = f"finefit.stages.{'sampled_pairs' if is_sampled else stage.kind}"
+            log, is_exact = self.run.log.with_name(f"{name}.log"), self.stages.pipeline.deterministic
+            code = launch(worker, where.job, log=log, lock=self.lock, tick=meter.tick, deterministic=is_exact)
+            outcome = _outcome(where, code, log)
+            summary, peak_bytes = outcome.summary, outcome.peak_bytes
+            shutil.copyfile(log, where.log)
+        memory = meter.settled(loaded=summary.get("loaded_bytes"), peak=peak_bytes)
+        if not isinstance(stage, EvaluateStage):
+            atomic.sync_tree(where.path)
+        self._finish(name, where, now, time.perf_counter() - began, memory, summary)
 
     def _finish(
         self, name: str, where: StageDir, now: CacheInputs, seconds: float, memory: StageMemory, summary: dict[str, Any]
@@ -355,74 +314,65 @@ class _StageRunner:
             seconds=seconds,
             memory=memory,
             summary=summary,
-            files=sizes_of(where.path, stage),
+            files={} if isinstance(stage, EvaluateStage) else sizes_in(records.output_of(where.path, stage)),
         )
         write_record(where.done, done)
 
 
-def _status(error: FinefitError) -> Literal["stopped", "failed"]:
-    return "stopped" if error.exit_code == Resumable.exit_code else "failed"
-
-
-# the process of a training
-
-
 def _train_in_processes(where: StageDir, stage: Stage, lock: int, tick: Tick) -> int:
-    match stage.engine:
-        case Single() | AutoEngine():
-            devices = 1
-        case Ddp() | Fsdp2() | DeepSpeed():
-            devices = stage.engine.devices
+    devices = 1 if isinstance(stage.engine, AutoEngine) else devices_of(stage.engine) or 1
     if stage.num_ranks not in (None, devices):
-        raise RunError(
-            f"{where.run.name} was planned for {stage.num_ranks} ranks on several nodes, and this command starts "
-            f"{devices}",
-            "start them as they were started before, or start another run with --new",
-        )
+        planned = f"{where.run.name} was planned for {stage.num_ranks} ranks on several nodes"
+        remedy = "start them as they were started before, or start another run with --new"
+        raise RunError(f"{planned}, and this command starts {devices}", remedy)
     if devices > 1:
         return launch_ranks(TRAIN_WORKER, where, devices=devices, lock=lock, tick=tick)
     log = RunDir(where.run).log
     return launch(TRAIN_WORKER, where.path, log=log, lock=lock, tick=tick, deterministic=stage.deterministic)
 
 
-def _is_trained(where: StageDir, stage: Stage) -> bool:
-    if not where.result.exists():
-        return False
-    result = read_record(where.result, StageResult)
-    return result.failure is None and result.step == stage.total_steps
+def _device_here(pipeline: Pipeline) -> Literal["cpu", "cuda"]:
+    return "cuda" if device_of(pipeline, read_machine()) == "cuda" else "cpu"
 
 
-def _raise_failure(result: Path, code: int, log: Path) -> None:
-    if result.exists():
-        if failure := read_record(result, StageResult).failure:
-            raise reraise(failure)
-    elif code == Interrupted.exit_code:
-        raise Interrupted(f"stopped at once, without a new checkpoint. {log_tail(log)}", "give the same command again")
-    else:
-        raise FinefitError(
-            f"the worker ended with code {code}, which is a fault of finefit. {log_tail(log)}",
-            "please report it with these lines",
-        )
+def _stage_job(stages: Stages, name: str) -> records.StageJob:
+    """What a stage's process is given: outputs of other stages filled in, paths absolute. Its inputs are settled."""
+    pipeline, stage = stages.pipeline, stages.pipeline.stages[name]
+    device = _device_here(pipeline)
+    models = {}
+    for key, asked in models_of(stage):
+        if not key.startswith("evaluate."):  # models that a task judges with are not inputs of the stage
+            wired = records.wired_model(pipeline, asked, stages.at)
+            models[key] = replace(wired, model=moved(wired.model, lambda path: str((stages.base / path).resolve())))
+    scores: dict[str, tuple[str, ...]] = {}
+    for part in stage.of if isinstance(stage, CompareStage) else ():
+        # `scores` is all models of an evaluation, `scores:sft` one of them, `sft:base` a checkpoint of a training
+        other, _, within = part.partition(":")
+        place, made_by = stages.settled[other][0].resolve(), pipeline.stages[other]
+        if isinstance(made_by, EvaluateStage):
+            scores[part] = tuple(str(place / model) for model in made_by.models if within in ("", model))
+        else:
+            scores[part] = (f"{place}:{within}" if within else str(place),)
+    return records.StageJob(
+        name=name,
+        pipeline=pipeline.name,
+        seed=pipeline.seed,
+        device=device,
+        precision=precision_on(device) if pipeline.precision == "auto" else pipeline.precision,
+        base=str(stages.base),
+        stage=records.with_files(stage, lambda path: str(records.file_at(path, stages.at))),
+        models=models,
+        scores=scores,
+    )
 
 
-def _loaded(where: StageDir, device: str) -> int | None:
-    """As the worker noted it, after its model was loaded and before the first step."""
-    notes = [line for line in read_lines(where.memory) if line.get("instant") == "loaded"]
-    return int(notes[-1]["reserved_bytes" if device == "cuda" else "resident_bytes"]) if notes else None
-
-
-# the process of any other stage
-
-
-def _outcome(staging: StageDir, code: int, log: Path) -> StageOutcome:
-    if not staging.outcome.exists() and code == DiskFull.exit_code:  # no room for the record
-        raise disk_full(staging.path, None, free_bytes(staging.path))
+def _outcome(staging: StageDir, code: int, log: Path) -> records.StageOutcome:
     if not staging.outcome.exists():
-        raise FinefitError(
-            f"its process ended with code {code}, which is a fault of finefit. {log_tail(log)}",
-            "please report it with these lines",
-        )
-    found = read_record(staging.outcome, StageOutcome)
+        if code == DiskFull.exit_code:  # no room for the record
+            raise atomic.disk_full(staging.path, None, free_bytes(staging.path))
+        problem = f"its process ended with code {code}, which is a fault of finefit. {log_tail(log)}"
+        raise FinefitError(problem, "please report it with these lines")
+    found = read_record(staging.outcome, records.StageOutcome)
     if found.failure is not None:
         failure = reraise(found.failure)
         remedy = failure.remedy if isinstance(failure, Interrupted) else f"{failure.remedy}\nits log is {log}"
@@ -430,39 +380,6 @@ def _outcome(staging: StageDir, code: int, log: Path) -> StageOutcome:
     return found
 
 
-def _sweep(run: RunDir) -> None:
-    """Deletes what a killed run has left half made, before anything is written: it may be what fills the disk. Answers
-    of models are kept, since they are whole as far as they go."""
-    sweep(run.path / "stages")
-    for number, stage in enumerate(read_record(run.state, PipelineState).stages, 1):
-        staging = run.unfinished(number, stage.name)
-        if not staging.done.exists():
-            if staging.output.exists():
-                shutil.rmtree(staging.output)
-            staging.outcome.unlink(missing_ok=True)
-
-
-def _reset_states(run: RunDir, forced: Collection[str]) -> None:
-    """The stage that a killed run was at, and those that are forced, are waiting."""
-    old = read_record(run.state, PipelineState)
-    stages = tuple(
-        one if one.status == "done" and one.name not in forced else replace(one, status="waiting", reason="")
-        for one in old.stages
-    )
-    new = replace(old, stages=stages, forced=tuple(sorted(forced)), command=command_id(old, forced))
-    write_record(run.state, new)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
+def _stop(number: int, _: FrameType | None) -> None:
     """Between processes a stop signal ends this one; while one works, it is passed on."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise Interrupted(f"stopped by {Signals(number).name}", "give the same command again")
-
-    before = on_stop_signals(stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal(number, handler)
+    raise Interrupted(f"stopped by {Signals(number).name}", "give the same command again")

@@ -53,8 +53,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What each task of the job calls: a call returns the exit code of a rank that follows, and raises the error of the
-    first."""
+    """What each task calls: it returns the exit code of a rank that follows, and raises the error of the first."""
 
     call: Callable[[], int]
     again: Callable[[], int]
@@ -96,30 +95,30 @@ def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
     try:
         import submitit
     except ImportError:
-        raise RunError(
-            "launcher.kind is slurm, which needs the package submitit", "install it: pip install 'finefit[slurm]'"
-        ) from None
+        problem = "launcher.kind is slurm, which needs the package submitit"
+        raise RunError(problem, "install it: pip install 'finefit[slurm]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     limit = {f"{cluster}_max_num_timeout": _MAX_REQUEUES}
     return submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
 
 
 def require_scheduler() -> None:
-    absent = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
-    if absent:
-        raise RunError(
-            f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine",
-            "give the command on a login node of the cluster, or --set 'launcher={kind: local}' to run here",
-        )
+    if absent := [program for program in ("sbatch", "srun") if shutil.which(program) is None]:
+        remedy = "give the command on a login node of the cluster, or --set 'launcher={kind: local}' to run here"
+        raise RunError(f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine", remedy)
 
 
 def parameters(spec: Spec) -> dict[str, Any]:
     """As submitit takes them."""
-    launcher, devices = spec.launcher, ranks_per_node(spec)
+    launcher, card = spec.launcher, parse_card(spec.card)
     assert isinstance(launcher, SlurmLauncher)
-    _require_own(launcher)
+    require_same_count(card, spec.engine)
+    devices = devices_of(spec.engine) or card.count
+    options = {name: name.replace("_", "-") for name in launcher.options}
+    if twice := [f"launcher.options.{name} is set by {_OURS[key]}" for name, key in options.items() if key in _OURS]:
+        raise SpecError("\n".join(twice), "remove it from launcher.options")
     named = {"slurm_partition": launcher.partition, "slurm_account": launcher.account}
-    on_cpu = spec.device == "cpu" or parse_card(spec.card).is_cpu
+    on_cpu = spec.device == "cpu" or card.is_cpu
     return {
         "name": spec.name,
         "nodes": launcher.nodes,
@@ -133,16 +132,8 @@ def parameters(spec: Spec) -> dict[str, Any]:
     }
 
 
-def ranks_per_node(spec: Spec) -> int:
-    """As the engine names them, else one for each of the cards."""
-    named, card = devices_of(spec.engine), parse_card(spec.card)
-    require_same_count(card, spec.engine)
-    return named or card.count
-
-
 def require_inputs(spec: Spec, base: Path) -> None:
-    """Mistakes that show without a card are reported before a job waits for one. `base` is where the spec's relative
-    paths start."""
+    """Mistakes that show without a card are reported before a job waits for one. `base`: where relative paths start."""
     parameters(spec)
     find_sources(spec.data, base)
     engine_sha256(spec.engine, base)
@@ -150,14 +141,3 @@ def require_inputs(spec: Spec, base: Path) -> None:
         model_outline(spec.model, base)  # its weights are fetched where they are needed
     else:
         resolve_start(spec.model, spec.tuning, base)
-
-
-def _require_own(launcher: SlurmLauncher) -> None:
-    """Options that are set by other keys of the spec are refused."""
-    twice = [
-        f"launcher.options.{name} is set by {_OURS[plain]}"
-        for name in launcher.options
-        if (plain := name.replace("_", "-")) in _OURS
-    ]
-    if twice:
-        raise SpecError("\n".join(twice), "remove it from launcher.options")

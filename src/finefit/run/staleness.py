@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
+from finefit.artifacts import records
 from finefit.artifacts.forecasts import Forecast
-from finefit.artifacts.records import CacheInputs, FinishedStage, PipelineState, Run, read_record
+from finefit.artifacts.records import CacheInputs, FinishedStage, PipelineState, Run, read_or_none, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, is_run, other_version, runs_named
-from finefit.artifacts.wiring import output_of
-from finefit.errors import RunError
+from finefit.errors import FindingError, RunError
 from finefit.plan.stage_forecasts import forecast_trainings
-from finefit.preflight import StageFinding
+from finefit.preflight import StageFinding, require_no_errors
 from finefit.preflight.training import forecaster_here
-from finefit.run.cache_inputs import differences, is_same_work, key_of, sizes_in, stage_inputs
-from finefit.run.check_stages import require_sound_stages
+from finefit.run.cache_inputs import differences, key_of, sizes_in, stage_inputs
+from finefit.run.check_stages import below, check_pipeline
 from finefit.spec.load import pipeline_from_json, spec_from_json
 from finefit.spec.pipeline import Pipeline, needs
 from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage
@@ -32,8 +32,6 @@ _MOST_REASONS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDecision:
-    """Whether a stage runs, and why."""
-
     name: str
     kind: str
     action: Literal["done", "reused", "run"]
@@ -69,7 +67,7 @@ class Stages:
         return self.pipeline.order().index(name) + 1
 
     def at(self, name: str) -> Path:
-        return output_of(self.settled[name][0].resolve(), self.pipeline.stages[name])
+        return records.output_of(self.settled[name][0].resolve(), self.pipeline.stages[name])
 
     def output(self, name: str) -> Path | None:
         """None for what has yet to be made."""
@@ -100,26 +98,14 @@ def open_stages(run: RunDir) -> Stages:
 
 
 def command_id(state: PipelineState, forced: Collection[str]) -> str:
-    """The id of a command that forces stages to run again; empty where none does. One that was killed and is given
-    again keeps its id."""
+    """Empty for a command that forces no stage. One that was killed and is given again keeps its id."""
     return "" if not forced else state.command if set(state.forced) == set(forced) else uuid4().hex
-
-
-def for_command(stages: Stages, forced: Collection[str]) -> Stages:
-    """As the command that forces these stages would find them."""
-    if stages.run is None or stages.pipeline.is_flat:
-        return stages
-    return replace(stages, command=command_id(read_record(stages.run.state, PipelineState), forced))
 
 
 def is_finished(run: RunDir) -> bool:
     """Recorded so, and nothing would run: every output is still there and up to date with its inputs."""
-    if read_record(run.run, Run).status != "finished":
-        return False
-    return all(decision.action != "run" for decision in decide_all(open_stages(run)))
-
-
-# decisions
+    is_recorded = read_record(run.run, Run).status == "finished"
+    return is_recorded and all(decision.action != "run" for decision in decide_all(open_stages(run)))
 
 
 def decide(stages: Stages, name: str, *, forced: Collection[str] = ()) -> StageDecision:
@@ -169,23 +155,19 @@ def forecast_pending(
     cannot work, is refused. A stage that goes on where it was stopped was checked when it began."""
     if only is not None:
         require_below(stages, only)
-    names = {
-        decision.name
-        for decision in decide_all(stages, forced=forced, only=only)
-        if decision.action == "run" and not _goes_on(stages, decision)
-    }
+    names = set()
+    for one in decide_all(stages, forced=forced, only=only):
+        own = stages.own(one.name)
+        can_resume = own is not None and one.inputs is not None and not one.is_forced and is_half_done(own, one.inputs)
+        if one.action == "run" and not can_resume:
+            names.add(one.name)
     if not names or stages.pipeline.is_flat:  # a flat spec is checked when its directory is filled
         return {}, ()
-    found = forecast_trainings(stages.pipeline, stages.base, forecaster_here, done=stages.output, names=names)
-    findings = require_sound_stages(
-        stages.pipeline, stages.base, found, runs=stages.runs, done=stages.output, names=names
-    )
-    return {name: cards[0] for name, cards in found.items()}, findings
-
-
-def _goes_on(stages: Stages, decision: StageDecision) -> bool:
-    own, inputs = stages.own(decision.name), decision.inputs
-    return own is not None and inputs is not None and not decision.is_forced and is_half_done(own, inputs)
+    pipeline, base, done = stages.pipeline, stages.base, stages.output
+    found = forecast_trainings(pipeline, base, forecaster_here, done=done, names=names)
+    checked = check_pipeline(pipeline, base, stages.runs, done=done, names=names, forecasts=found)
+    require_no_errors(checked.findings, FindingError)
+    return {name: cards[0] for name, cards in found.items()}, checked.findings
 
 
 def above(pipeline: Pipeline, name: str) -> set[str]:
@@ -197,48 +179,25 @@ def above(pipeline: Pipeline, name: str) -> set[str]:
     return found
 
 
-def below(pipeline: Pipeline, name: str) -> list[str]:
-    """What a stage depends on, in order."""
-    wanted = {name}
-    for other in reversed(pipeline.order()):
-        if other in wanted:
-            wanted |= set(needs(pipeline.stages[other]))
-    return [other for other in pipeline.order() if other in wanted and other != name]
-
-
-def require_stages(pipeline: Pipeline, names: Collection[str]) -> None:
-    if unknown := [name for name in names if name not in pipeline.stages]:
-        raise RunError(
-            f"{pipeline.name} has no stage {', '.join(unknown)}", f"its stages are {', '.join(pipeline.order())}"
-        )
-
-
 def require_below(stages: Stages, name: str) -> None:
     """That one stage can run alone; what it depends on is settled then."""
     *under, _ = decide_all(stages, only=name)
     if waiting := [decision.name for decision in under if decision.action == "run"]:
-        raise RunError(
-            f"stage {name} depends on {', '.join(waiting)}, and what the spec asks of it now is not there",
-            f"run {', '.join(waiting)} first, or leave --only out",
-        )
-
-
-def begun_in(where: StageDir) -> CacheInputs | None:
-    """None also where another version of finefit wrote it: that is other work then."""
-    try:
-        return read_record(where.begun, CacheInputs) if where.begun.exists() else None
-    except RunError:
-        return None
+        problem = f"stage {name} depends on {', '.join(waiting)}, and what the spec asks of it now is not there"
+        raise RunError(problem, f"run {', '.join(waiting)} first, or leave --only out")
 
 
 def is_half_done(where: StageDir, now: CacheInputs) -> bool:
-    before = begun_in(where)
-    return before is not None and not where.done.exists() and is_same_work(before, now) and _is_for(before, now)
+    """By this version of finefit or by another one, which may go on with what one has begun."""
+    before = read_or_none(where.begun, CacheInputs)
+    if before is None or where.done.exists() or not _is_for(before, now):
+        return False
+    return {**before.inputs, "finefit": ""} == {**now.inputs, "finefit": ""}
 
 
 def is_whole(where: StageDir, now: CacheInputs) -> bool:
     """Finished, by this very command where it forces the stage; its files may be gone since."""
-    before, done = begun_in(where), _done_in(where)
+    before, done = read_or_none(where.begun, CacheInputs), read_or_none(where.done, FinishedStage)
     return before is not None and done is not None and done.key == key_of(now) and _is_for(before, now)
 
 
@@ -246,47 +205,24 @@ def _is_for(before: CacheInputs, now: CacheInputs) -> bool:
     return not now.command or before.command == now.command
 
 
-def can_go_on(where: StageDir, stage: AnyStage, now: CacheInputs) -> bool:
-    """Half done, or an evaluation that lost some of its answers: only these are asked for again."""
-    return is_half_done(where, now) or (isinstance(stage, EvaluateStage) and is_whole(where, now))
-
-
 def is_worth_keeping(where: StageDir, stage: AnyStage) -> bool:
     """Whether the folder holds reviews by people, or a finished training."""
     if any(path.is_file() for path in where.path.rglob("reviews/*.jsonl")):
         return True
-    return isinstance(stage, TrainStage) and _is_trained(where, stage, {})
-
-
-def _done_in(where: StageDir) -> FinishedStage | None:
-    """None also where another version of finefit wrote it."""
-    try:
-        return read_record(where.done, FinishedStage) if where.done.exists() else None
-    except RunError:
-        return None
+    return isinstance(stage, TrainStage) and is_run(where.path) and records.output_of(where.path, stage).is_dir()
 
 
 def _is_made(where: StageDir, stage: AnyStage, key: str) -> bool:
-    done = _done_in(where)
-    return done is not None and done.key == key and _is_there(where, stage, done)
-
-
-def _is_there(where: StageDir, stage: AnyStage, done: FinishedStage) -> bool:
-    """Whether the output is complete; users may have deleted some of it."""
-    match stage:
-        case TrainStage():
-            return _is_trained(where, stage, done.files)
-        case EvaluateStage():
-            return all(_is_scored(where.path / model, stage) for model in stage.models)
-    return _holds(where.output, done.files)
-
-
-def _is_trained(where: StageDir, stage: AnyStage, files: dict[str, int]) -> bool:
-    return is_run(where.path) and _holds(output_of(where.path, stage), files)
-
-
-def _holds(folder: Path, files: dict[str, int]) -> bool:
-    return folder.is_dir() and files.items() <= sizes_in(folder).items()
+    """Finished, and the output is complete; users may have deleted some of it."""
+    done = read_or_none(where.done, FinishedStage)
+    if done is None or done.key != key:
+        return False
+    if isinstance(stage, EvaluateStage):
+        return all(_is_scored(where.path / model, stage) for model in stage.models)
+    if isinstance(stage, TrainStage) and not is_run(where.path):
+        return False
+    folder = records.output_of(where.path, stage)
+    return folder.is_dir() and done.files.items() <= sizes_in(folder).items()
 
 
 def _is_scored(run: Path, stage: EvaluateStage) -> bool:
@@ -301,19 +237,14 @@ def _why(stages: Stages, name: str, now: CacheInputs) -> str:
     own = stages.own(name)
     if own is not None and is_half_done(own, now):
         return "begun and not finished: it goes on"
-    staging = None if own is None or stages.run is None else stages.run.unfinished(stages.number(name), name)
+    staging = None if stages.run is None else stages.run.unfinished(stages.number(name), name)
     if staging is not None and staging.path.exists():
         goes_on = is_whole(staging, now) or (staging.answers.exists() and is_half_done(staging, now))
         return f"begun and not finished: it {'goes on' if goes_on else 'is made again'}"
     for where in (*([] if own is None else [own]), *stages.others(name)):
-        before = begun_in(where)
-        if before is not None:
-            return _changes(differences(before, now), os.path.relpath(where.path, stages.runs))
+        if (before := read_or_none(where.begun, CacheInputs)) is not None:
+            if found := differences(before, now):
+                more = f" and {len(found) - _MOST_REASONS} more" if len(found) > _MOST_REASONS else ""
+                return "; ".join(found[:_MOST_REASONS]) + more
+            return f"what {os.path.relpath(where.path, stages.runs)} held is gone, or some of it"
     return "not made yet"
-
-
-def _changes(found: list[str], place: str) -> str:
-    if not found:
-        return f"what {place} held is gone, or some of it"
-    more = f" and {len(found) - _MOST_REASONS} more" if len(found) > _MOST_REASONS else ""
-    return "; ".join(found[:_MOST_REASONS]) + more

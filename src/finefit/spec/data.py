@@ -6,12 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from finefit.spec.part import LABEL, Part
+from finefit.spec import LABEL, Part, require_labels
 from finefit.spec.tasks import Form
 
 TEMPLATE_OPTIONS: Mapping[str, Any] = {"enable_thinking": False}
-"""Defaults of `template_options`: most rows hold answers without reasoning, so templates with two modes (Qwen3,
-Nemotron) open the turn without it."""
+"""Defaults of `template_options`: templates with two modes (Qwen3, Nemotron) open the turn without reasoning."""
 
 
 class Fields(Part):
@@ -69,13 +68,9 @@ class Source(Part):
         return self.name or PurePath(PurePath(self.path).name.partition("@")[0]).stem
 
 
-def _one_or_several(value: Any) -> str:
-    return "several" if isinstance(value, list | tuple) else "one"
-
-
 Sources = Annotated[
     Annotated[Source, Tag("one")] | Annotated[tuple[Source, ...], Field(min_length=1), Tag("several")],
-    Discriminator(_one_or_several),
+    Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
 ]
 
 
@@ -163,9 +158,7 @@ class Data(Part):
     def _test_rows_have_no_weight(self) -> "Data":
         if any(source.weight != 1 for source in self.test_sources()):
             raise ValueError("test.weight: only train has weights, a test row is answered once")
-        labels = [source.label for source in self.test_sources()]
-        if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"test has two sources called {', '.join(twice)}; give them a name each")
+        require_labels("test has two sources", [source.label for source in self.test_sources()])
         return self
 
     def test_sources(self) -> tuple[Source, ...]:

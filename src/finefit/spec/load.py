@@ -5,29 +5,18 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
 from finefit.errors import SpecError
+from finefit.spec import reader
 from finefit.spec.pipeline import Pipeline
-from finefit.spec.reader import (
-    NAMED,
-    KeyPath,
-    Place,
-    Reader,
-    SpecProblem,
-    listed,
-    nearest,
-    scalar,
-    schema_problems,
-    shown,
-)
+from finefit.spec.reader import KeyPath, Place, Reader, SpecProblem
 from finefit.spec.schema import Spec
 from finefit.spec.stages import TrainStage
 
@@ -90,7 +79,13 @@ def _text(path: Path) -> str:
         line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
         raise SpecError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8 text; save the file as UTF-8") from error
     except FileNotFoundError as error:
-        raise SpecError(f"{path}: there is no such file; {_names_beside(path)}") from error
+        try:
+            names = sorted(found.name for found in path.parent.iterdir() if found.suffix in {".yaml", ".yml"})
+        except OSError as reason:
+            there = f"its folder cannot be listed either ({reason.strerror})"
+        else:
+            there = reader.nearest(path.name, names) or f"the folder holds {', '.join(names[:10]) or 'no .yaml file'}"
+        raise SpecError(f"{path}: there is no such file; {there}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SpecError(f"{path}: cannot be read ({error}); give a YAML file") from error
 
@@ -98,26 +93,25 @@ def _text(path: Path) -> str:
 def _read(text: str, path: Path, above: tuple[Path, ...] = ()) -> "_Draft":
     """`above`: the resolved files that name this one as their base."""
     first = len(above) * _LINES_OF_A_FILE
-    reader = Reader(text, lambda line: (first + line, f"{path}:{line}"))
-    values = reader.read()
-    if not isinstance(values, dict) and not reader.problems:
-        problem = "the spec is empty" if values is None else f"{shown(values)} is {NAMED[type(values)]}"
-        needed = listed(key for key, field in Spec.model_fields.items() if field.is_required())
-        reader.tell(1, problem, f"a spec is a mapping with at least the keys {needed}")
-    draft = _Draft(values, {(): reader.place(1)} | reader.places, reader.problems)
+    source = Reader(text, lambda line: (first + line, f"{path}:{line}"))
+    values = source.read()
+    if not isinstance(values, dict) and not source.problems:
+        problem = "the spec is empty" if values is None else f"{reader.shown(values)} is {reader.NAMED[type(values)]}"
+        needed = reader.listed(key for key, field in Spec.model_fields.items() if field.is_required())
+        source.tell(1, problem, f"a spec is a mapping with at least the keys {needed}")
+    draft = _Draft(values, {(): source.place(1)} | source.places, source.problems)
     return _with_base(draft, path, above) if isinstance(values, dict) and "base" in values else draft
 
 
 def _with_base(draft: "_Draft", path: Path, above: tuple[Path, ...]) -> "_Draft":
-    """The values without `base`, merged over those of that file. A base that cannot be read is reported alone, since
-    its values are missing."""
+    """Merged over the values of `base`. One that cannot be read is reported alone, since its values are missing."""
     named, place = draft.values["base"], draft.places["base",]
 
     def refused(problem: str, remedy: str) -> SpecError:
         return _spec_error([*draft.problems, SpecProblem(place=place, path=("base",), problem=problem, remedy=remedy)])
 
     if not isinstance(named, str) or not named:
-        raise refused(f"{shown(named)} is not a path", "give the path of a spec file, relative to this one")
+        raise refused(f"{reader.shown(named)} is not a path", "give the path of a spec file, relative to this one")
     below, chain = path.parent / named, (*above, _resolved(path))
     if _resolved(below) in chain:
         circle = " -> ".join(found.name for found in (*chain[chain.index(_resolved(below)) :], below))
@@ -138,7 +132,6 @@ def _resolved(path: Path) -> Path:
 
 
 def spec_from_json(document: str) -> Spec:
-    """Reads what `spec_to_json` wrote."""
     return _validated(document, {(): (1, "spec.json")}, [], Spec)
 
 
@@ -149,14 +142,6 @@ def pipeline_from_json(document: str) -> Pipeline:
 def spec_to_json(spec: Spec | Pipeline) -> str:
     """Keys in the order of the schema, with defaults: equal specs give equal text."""
     return spec.model_dump_json(by_alias=True, indent=2)
-
-
-def _names_beside(path: Path) -> str:
-    try:
-        names = sorted(found.name for found in path.parent.iterdir() if found.suffix in {".yaml", ".yml"})
-    except OSError as error:
-        return f"its folder cannot be listed either ({error.strerror})"
-    return nearest(path.name, names) or f"the folder holds {', '.join(names[:10]) or 'no .yaml file'}"
 
 
 def _spec_error(problems: Iterable[SpecProblem]) -> SpecError:
@@ -174,7 +159,6 @@ class _Draft:
     """Files whose values were merged below."""
 
     def under(self, upper: "_Draft", name: Path) -> "_Draft":
-        """Merges `upper` over this one, mapping by mapping."""
         if not isinstance(self.values, dict):
             return _Draft(upper.values, upper.places, [*upper.problems, *self.problems], (name, *self.bases))
         places = dict(self.places)
@@ -203,14 +187,14 @@ class _Draft:
             self.problems.append(SpecProblem(place=place, problem="this is not an override", remedy=remedy))
             return
         path = tuple(int(key) if key.isdigit() else key for key in match[1].split("."))
-        reader = Reader(match[2], lambda _: place)
-        new = reader.read()
+        source = Reader(match[2], lambda _: place)
+        new = source.read()
         try:
             values = _replaced(self.values, path, new)
         except LookupError as error:
-            reader.tell(1, str(error), "override the whole list, or an item that it has", path)
-        if reader.problems:
-            self.problems += reader.problems
+            source.tell(1, str(error), "override the whole list, or an item that it has", path)
+        if source.problems:
+            self.problems += source.problems
             return
         self.values = values
         self.places = {known: at for known, at in self.places.items() if known[: len(path)] != path}
@@ -224,27 +208,26 @@ Values = dict[str, Any]
 def _merged(
     below: Values, above: Values, path: KeyPath, places: dict[KeyPath, Place], part: type[BaseModel] | None
 ) -> Values:
-    """Mappings are merged key by key. Everything else, and a mapping whose kind has other keys, is replaced, and its
-    places are removed."""
+    """Mappings are merged by key; all else, and a mapping whose kind has other keys, is replaced, with its places."""
     merged = dict(below)
+    fields = reader.fields_of(part)
     for key, new in above.items():
-        old, here, inner = below.get(key), (*path, key), class_of(part, key)
-        if isinstance(old, dict) and isinstance(new, dict) and (inner is not None or _have_one_kind(old, new)):
+        old: Any = below.get(key)
+        here, classes = (*path, key), reader.classes_of(fields.get(key))
+        # the class of the mapping under `key`; None if its `kind` chooses the class, or no class knows its keys
+        inner = classes[0] if len(classes) == 1 else None
+        is_mapping = isinstance(old, dict) and isinstance(new, dict)
+        if is_mapping and (inner or old.get("kind", new.get("kind")) == new.get("kind", old.get("kind"))):
             merged[key] = _merged(old, new, here, places, inner)
-        else:
-            merged[key] = new
-            for known in [known for known in places if known[: len(here)] == here]:
-                del places[known]
+            continue
+        merged[key] = new
+        for known in [known for known in places if known[: len(here)] == here]:
+            del places[known]
     return merged
 
 
-def _have_one_kind(old: Values, new: Values) -> bool:
-    return old.get("kind", new.get("kind")) == new.get("kind", old.get("kind"))
-
-
 def _replaced(old: Any, path: KeyPath, new: Any) -> Any:
-    """A copy with `new` at `path`. A value that is neither mapping nor list is replaced by a mapping: `levers: auto`
-    under `levers.micro_batch=4`."""
+    """A copy with `new` at `path`. A scalar gives way to a mapping: `levers: auto` under `levers.micro_batch=4`."""
     if not path:
         return new
     key, rest = path[0], path[1:]
@@ -261,30 +244,11 @@ def _validated(document: str, places: Mapping[KeyPath, Place], problems: Sequenc
     try:
         spec = root.model_validate_json(document)
     except ValidationError as error:
-        raise _spec_error([*problems, *schema_problems(error.errors(include_url=False), places, root)]) from error
+        found = reader.schema_problems(error.errors(include_url=False), places, root)
+        raise _spec_error([*problems, *found]) from error
     if problems:
         raise _spec_error(problems)
     return spec
-
-
-def class_of(part: type[BaseModel] | None, key: str) -> type[BaseModel] | None:
-    """Of the mapping under `key` of `part`; None if its `kind` chooses the class, or no class knows its keys."""
-    if part is None:
-        return None
-    fields = {field.alias or name: field.annotation for name, field in part.model_fields.items()}
-    found = _classes(fields.get(key))
-    return found[0] if len(found) == 1 else None
-
-
-def _classes(annotation: Any) -> list[type[BaseModel]]:
-    """The classes of a mapping; empty for a list of mappings."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) is Annotated:
-        return _classes(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [found for member in get_args(annotation) for found in _classes(member)]
-    return []
 
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
@@ -301,29 +265,22 @@ def changed_text(text: str, changes: Sequence[str]) -> str:
     document = yaml.load(text)
     for change in changes:
         key, value = change.split("=", 1)
-        path = key.split(".")
-        if (elsewhere := _list_elsewhere(document, path)) is not None:
+        if (elsewhere := _set_value(document, key.split("."), YAML(typ="rt").load(value))) is not None:
             there = document.get("base", "another file")
             raise SpecError(f"{elsewhere} is in {there}, so {change} cannot be written here", "change it there")
-        _set_value(document, path, YAML(typ="rt").load(value))
     written = io.StringIO()
     yaml.dump(document, written)
     return written.getvalue()
 
 
-def dumped(values: dict[str, Any]) -> str:
-    """As YAML that the reader gives back unchanged, including odd characters, which ruamel's writer does not: mappings
-    in lines, lists within one."""
-    return "".join(_yaml_lines(values, ""))
-
-
-def _yaml_lines(values: dict[str, Any], indent: str) -> Iterator[str]:
+def dumped(values: dict[str, Any], indent: str = "") -> str:
+    """As YAML that the reader gives back unchanged, odd characters too, as ruamel's does not: a list is one line."""
+    lines = ""
     for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield f"{indent}{_inline(key)}:\n"
-            yield from _yaml_lines(value, indent + "  ")
-        else:
-            yield f"{indent}{_inline(key)}: {_inline(value)}\n"
+        lines += f"{indent}{_inline(key)}:"
+        is_block = isinstance(value, dict) and value
+        lines += f"\n{dumped(value, indent + '  ')}" if is_block else f" {_inline(value)}\n"
+    return lines
 
 
 def _inline(value: Any) -> str:
@@ -334,32 +291,23 @@ def _inline(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) and scalar(value) == value else _quoted(value)
+        if _PLAIN.fullmatch(value) and reader.scalar(value) == value:
+            return value
+        # JSON, with the characters escaped that end a line in YAML alone
+        return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
     return json.dumps(value)
 
 
-def _quoted(text: str) -> str:
-    """JSON, with the characters escaped that end a line in YAML alone."""
-    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
-
-
-def _list_elsewhere(values: Any, path: Sequence[str]) -> str | None:
-    """The key of a list that `path` reaches into and `values` lack."""
+def _set_value(values: Any, path: Sequence[str], new: Any) -> str | None:
+    """A value that is not a mapping is replaced: `levers: auto` under `levers.micro_batch=4`. Returns the key of a list
+    that `path` reaches into and `values` lack."""
     for depth, key in enumerate(path):
         if key.isdigit() and not isinstance(values, list):
             return ".".join(path[:depth])
-        values = values[int(key)] if isinstance(values, list) else values.get(key) if isinstance(values, dict) else None
-    return None
-
-
-def _set_value(values: Any, path: Sequence[str], new: Any) -> None:
-    """A value that is not a mapping is replaced: `levers: auto` under `levers.micro_batch=4`."""
-    *above, last = path
-    for key in above:
-        if isinstance(values, list):
-            values = values[int(key)]
-            continue
-        if not isinstance(values.get(key), dict | list):
+        at = int(key) if isinstance(values, list) else key
+        if depth == len(path) - 1:
+            values[at] = new
+        elif not isinstance(values, list) and not isinstance(values.get(key), dict | list):
             values[key] = {}
-        values = values[key]
-    values[int(last) if isinstance(values, list) else last] = new
+        values = values[at]
+    return None

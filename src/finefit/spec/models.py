@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finefit.spec.part import Part
+from finefit.spec import Part
 
 
 class HubModel(Part):

@@ -7,36 +7,17 @@ the place of a path."""
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
+from finefit.spec import stages as kinds
 from finefit.spec.data import TEMPLATE_OPTIONS
 from finefit.spec.models import CustomModel, Full, Lora, Model, Subset, Tuning
 from finefit.spec.schema import Common, Spec, Training
-from finefit.spec.stages import (
-    PATHS,
-    STAGE,
-    STAGE_PATH,
-    AnyStage,
-    BuildMoe,
-    CentroidRouter,
-    CompareStage,
-    EvaluateStage,
-    ForcedRouter,
-    Gate,
-    Input,
-    MakePairs,
-    MergeAdapter,
-    PythonStage,
-    StageModel,
-    StageName,
-    TrainStage,
-    models_of,
-)
 from finefit.spec.tasks import CustomTask, LmEval
 
 EVERY = "all"
@@ -58,38 +39,44 @@ Problems = Iterator[str]
 class Pipeline(Common):
     defaults: dict[str, Any] = Field(default_factory=dict)
     """Keys of a spec that every stage of kind train has unless it sets them itself."""
-    stages: dict[StageName, AnyStage] = Field(min_length=1)
+    stages: dict[kinds.StageName, kinds.AnyStage] = Field(min_length=1)
     _flat: dict[str, Any] | None = PrivateAttr(None)
     """Of a flat spec: the keys that it gives beside those of its stage."""
 
     @model_validator(mode="after")
     def _can_run(self) -> "Pipeline":
-        _require_names(list(self.stages))
-        self._require(_input_problems)
-        self.order()
-        self._require(_model_problems)
+        if EVERY in self.stages:
+            problem = f"a stage cannot be called {EVERY}, which means every stage in --force {EVERY}"
+            raise ValueError(f"{problem}; give it another name")
+        first: dict[str, str] = {}
+        for name in self.stages:  # each stage has a folder, and some file systems ignore case
+            if (other := first.setdefault(name.lower(), name)) != name:
+                problem = f"stages {other} and {name} would write into one folder"
+                raise ValueError(f"{problem}; give one of them another name")
+        for find_problems in (_input_problems, _model_problems):
+            for name, stage in self.stages.items():
+                for problem in find_problems(stage, self.stages):
+                    raise ValueError(f"stage {name} {problem}")
+            self.order()  # refuses circles: they need stages that exist, and models cannot be followed through them
         return self
-
-    def _require(self, check: Callable[[BaseModel, Stages], Problems]) -> None:
-        for name, stage in self.stages.items():
-            for problem in check(stage, self.stages):
-                raise ValueError(f"stage {name} {problem}")
 
     def order(self) -> tuple[str, ...]:
         """Every stage after those that it depends on, otherwise as written."""
         done: dict[str, None] = {}
-        for name in self.stages:
-            self._visit(name, done, ())
-        return tuple(done)
 
-    def _visit(self, name: str, done: dict[str, None], above: tuple[str, ...]) -> None:
-        if name in above:
-            circle = " -> ".join((*above[above.index(name) :], name))
-            raise ValueError(f"stages depend on each other in a circle: {circle}; let one of them depend on data alone")
-        if name not in done:
-            for needed in needs(self.stages[name]):
-                self._visit(needed, done, (*above, name))
-            done[name] = None
+        def visit(name: str, above: tuple[str, ...]) -> None:
+            if name in above:
+                circle = " -> ".join((*above[above.index(name) :], name))
+                remedy = "let one of them depend on data alone"
+                raise ValueError(f"stages depend on each other in a circle: {circle}; {remedy}")
+            if name not in done:
+                for needed in needs(self.stages[name]):
+                    visit(needed, (*above, name))
+                done[name] = None
+
+        for name in self.stages:
+            visit(name, ())
+        return tuple(done)
 
     @classmethod
     def of(cls, spec: "Spec | Pipeline") -> "Pipeline":
@@ -97,7 +84,7 @@ class Pipeline(Common):
         if isinstance(spec, Pipeline):
             return spec
         given = spec.model_fields_set
-        stage = TrainStage.model_construct(
+        stage = kinds.TrainStage.model_construct(
             _fields_set={key for key in Training.model_fields if key in given} | {"kind", "model"},
             kind="train",
             model=spec.model,
@@ -120,14 +107,14 @@ class Pipeline(Common):
     def flat_spec(self) -> Spec:
         """The spec that `of` was called with, and what has changed since."""
         ((name, stage),) = self.stages.items()
-        assert isinstance(stage, TrainStage)
-        assert not isinstance(stage.model, StageModel)
+        assert isinstance(stage, kinds.TrainStage)
+        assert not isinstance(stage.model, kinds.StageModel)
         return self.spec_of(name, model=stage.model, tuning=stage.tuning)
 
     def spec_of(self, name: str, *, model: Model, tuning: Tuning) -> Spec:
         """A training as a spec of its own. `model` and `tuning` replace references to other stages."""
         stage = self.stages[name]
-        assert isinstance(stage, TrainStage)
+        assert isinstance(stage, kinds.TrainStage)
         common = {key: getattr(self, key) for key in Common.model_fields}
         if not self.is_flat:
             common["name"] = f"{self.name}-{name}"[:64]
@@ -144,50 +131,27 @@ def needs(stage: BaseModel) -> tuple[str, ...]:
 
 def _wanted(stage: BaseModel) -> Iterator[tuple[str, Literal["model", "file", "scores"], str]]:
     """Names of other stages, what is wanted of them, and which file, model or checkpoint."""
-    if isinstance(stage, CompareStage):
+    if isinstance(stage, kinds.CompareStage):
         yield from ((source, "scores", which) for source, _, which in (part.partition(":") for part in stage.of))
-    for _, value, is_path in _leaves(stage):
-        if isinstance(value, StageModel):
+    for _, value, holder in kinds.leaves(stage):
+        if isinstance(value, kinds.StageModel):
             yield value.name, "model", ""
-        elif is_path and (found := STAGE_PATH.fullmatch(value)):
+        elif holder is not None and (found := kinds.STAGE_PATH.fullmatch(value)):
             yield found[1], "file", found[2] or ""
 
 
-def _leaves(value: Any, key: str = "", *, is_path: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """Every text and every model of a stage, with its key and whether it is a path."""
-    match value:
-        case StageModel() | str():
-            yield key, value, is_path
-        case BaseModel():
-            for name in type(value).model_fields:
-                path = name in PATHS.get(type(value), ())
-                yield from _leaves(getattr(value, name), f"{key}.{name}" if key else name, is_path=path)
-        case dict():
-            for name, inner in value.items():
-                yield from _leaves(inner, f"{key}.{name}", is_path=is_path)
-        case tuple() | list():
-            for at, inner in enumerate(value):
-                yield from _leaves(inner, f"{key}.{at}", is_path=is_path)
-
-
-def _require_names(names: list[str]) -> None:
-    """Each stage has a folder, and some file systems ignore case."""
-    if EVERY in names:
-        problem = f"a stage cannot be called {EVERY}, which means every stage in --force {EVERY}"
-        raise ValueError(f"{problem}; give it another name")
-    first: dict[str, str] = {}
-    for name in names:
-        if (other := first.setdefault(name.lower(), name)) != name:
-            raise ValueError(f"stages {other} and {name} would write into one folder; give one of them another name")
-
-
 def _input_problems(stage: BaseModel, stages: Stages) -> Problems:
-    yield from _address_problems(stage)
+    for key, value, holder in kinds.leaves(stage):
+        if isinstance(value, str) and value.startswith(kinds.STAGE):
+            if holder is None:
+                yield f"has {value} at {key}, which is not a path; name files of other stages only in paths"
+            if not kinds.STAGE_PATH.fullmatch(value):
+                yield f"has {value} at {key}, which names no stage; write {kinds.STAGE}NAME/file"
     for needed, what, which in _wanted(stage):
         if needed not in stages:
             yield f"depends on stage {needed}, which does not exist; the stages are {', '.join(stages)}"
         kind, makers = stages[needed].kind, _MAKERS[what]
-        if isinstance(stage, EvaluateStage) and what == "model":
+        if isinstance(stage, kinds.EvaluateStage) and what == "model":
             makers = (*makers, "gate")
         if kind not in makers:
             problem = f"wants {_WORDS[what]} of stage {needed}, and {kind} makes none"
@@ -196,66 +160,49 @@ def _input_problems(stage: BaseModel, stages: Stages) -> Problems:
             yield from _file_problems(needed, stages[needed], which)
         if what == "scores":
             yield from _score_problems(needed, stages[needed], which)
-    if isinstance(stage, CompareStage):
+    if isinstance(stage, kinds.CompareStage):
         yield from _side_problems(stage, stages)
 
 
-def _address_problems(stage: BaseModel) -> Problems:
-    for key, value, is_path in _leaves(stage):
-        if isinstance(value, str) and value.startswith(STAGE):
-            if not is_path:
-                yield f"has {value} at {key}, which is not a path; name files of other stages only in paths"
-            if not STAGE_PATH.fullmatch(value):
-                yield f"has {value} at {key}, which names no stage; write {STAGE}NAME/file"
-
-
 def _file_problems(needed: str, stage: BaseModel, path: str) -> Problems:
-    parts = PurePosixPath(path).parts
-    if path.startswith("/") or ".." in parts:
-        yield f"wants {STAGE}{needed}/{path}, which leads out of that stage's folder; name a file below it"
-    made = _files_of(stage)
-    if made is not None and not any(_is_or_holds(parts, PurePosixPath(one).parts) for one in made):
-        more = "; declare it in its outputs" if isinstance(stage, PythonStage) else ""
-        yield f"wants {path} of stage {needed}, which will not be there: it makes {', '.join(made)}{more}"
-
-
-def _files_of(stage: BaseModel) -> tuple[str, ...] | None:
-    """What a stage will leave in its output; None if the spec alone does not say."""
+    asked, more = PurePosixPath(path).parts, ""
+    if path.startswith("/") or ".." in asked:
+        yield f"wants {kinds.STAGE}{needed}/{path}, which leads out of that stage's folder; name a file below it"
     match stage:
-        case PythonStage():
-            return stage.outputs
-        case MakePairs():
-            more = (f"{split}.jsonl" for split in ("validation", "test") if getattr(stage, split))
-            return ("train.jsonl", *more, "report.json")
-    return None
-
-
-def _is_or_holds(asked: tuple[str, ...], made: tuple[str, ...]) -> bool:
-    """Whether the two are equal or one is a folder that holds the other. `asked` may be a pattern."""
-    pairs = zip(asked, made, strict=False)
-    return "**" in asked or all(one == other or fnmatchcase(other, one) for one, other in pairs)
+        case kinds.PythonStage():
+            made, more = stage.outputs, "; declare it in its outputs"
+        case kinds.MakePairs():
+            splits = ("train", *(split for split in ("validation", "test") if getattr(stage, split)))
+            made = (*(f"{split}.jsonl" for split in splits), "report.json")
+        case _:  # the spec alone does not say
+            return
+    for one in made:  # equal to it, or one is a folder that holds the other; what is asked for may be a pattern
+        pairs = zip(asked, PurePosixPath(one).parts, strict=False)
+        if "**" in asked or all(wanted == there or fnmatchcase(there, wanted) for wanted, there in pairs):
+            return
+    yield f"wants {path} of stage {needed}, which will not be there: it makes {', '.join(made)}{more}"
 
 
 def _score_problems(needed: str, stage: BaseModel, which: str) -> Problems:
     match stage:
-        case EvaluateStage(models=models) if which and which not in models:
+        case kinds.EvaluateStage(models=models) if which and which not in models:
             yield f"wants {needed}:{which}, and {which} is not a model of stage {needed}; it has {', '.join(models)}"
-        case TrainStage(evaluate=()):
+        case kinds.TrainStage(evaluate=()):
             problem = f"wants the scores of stage {needed}, which has no evaluation"
             yield f"{problem}; give it `evaluate`, or name a stage of kind evaluate that has its model"
-        case TrainStage(evaluate=tasks) if which == "base" and not any(task.base for task in tasks):
+        case kinds.TrainStage(evaluate=tasks) if which == "base" and not any(task.base for task in tasks):
             problem = f"wants {needed}:base, and no task of stage {needed} scores the starting model"
             yield f"{problem}; set base: true in one"
-        case TrainStage() if which and not _CHECKPOINT.fullmatch(which):
+        case kinds.TrainStage() if which and not _CHECKPOINT.fullmatch(which):
             problem = f"wants {needed}:{which}, which is not a checkpoint"
             yield f"{problem}; write {needed}:base, :best, :final or :checkpoint-40"
 
 
-def _side_problems(stage: CompareStage, stages: Stages) -> Problems:
+def _side_problems(stage: kinds.CompareStage, stages: Stages) -> Problems:
     """At least two sides with a common task; a training alone is compared with its starting model."""
     sides = dict(side for part in stage.of for side in _sides(part, stages))
     source, _, _ = stage.of[0].partition(":")
-    if len(set(stage.of)) == 1 and isinstance(stages[source], TrainStage):
+    if len(set(stage.of)) == 1 and isinstance(stages[source], kinds.TrainStage):
         sides |= dict(_sides(f"{source}:base", stages))
     if len(sides) == 1:
         yield f"compares {next(iter(sides))} with nothing; name another beside it"
@@ -270,62 +217,51 @@ def _sides(part: str, stages: Stages) -> Iterator[tuple[str, list[str]]]:
     """The names that a comparison would use, and the tasks that each is scored on."""
     source, _, which = part.partition(":")
     match stages[source]:
-        case EvaluateStage(models=models, evaluate=tasks):
+        case kinds.EvaluateStage(models=models, evaluate=tasks):
             labels = [task.label for task in tasks]
             yield from ((f"{source}:{model}", labels) for model in models if which in ("", model))
-        case TrainStage(evaluate=tasks):
+        case kinds.TrainStage(evaluate=tasks):
             role = f"checkpoint-{which}" if which.isdecimal() else which or "final"
             yield f"{source}:{role}", [task.label for task in tasks if task.base or role != "base"]
 
 
 def _model_problems(stage: BaseModel, stages: Stages) -> Problems:
-    if isinstance(stage, MergeAdapter | BuildMoe | Gate | MakePairs):
-        yield from _custom_model_problems(stage, stages)
+    if isinstance(stage, kinds.MergeAdapter | kinds.BuildMoe | kinds.Gate | kinds.MakePairs):
+        # a custom model is trained and evaluated; stages that take models apart or sample from them need transformers
+        for key, asked in kinds.models_of(stage):
+            if _is_custom(asked, stages):
+                of = f"the model of stage {asked.name}" if isinstance(asked, kinds.StageModel) else f"its {key}"
+                yield f"takes models of transformers, and {of} is one of your own (kind: custom)"
     match stage:
-        case TrainStage(model=StageModel(name=before)):
+        case kinds.TrainStage(model=kinds.StageModel(name=before)):
             yield from _continued_adapter_problems(stage, before, stages[before])
-        case BuildMoe():
+        case kinds.BuildMoe():
             yield from _expert_problems(stage, stages)
-            yield from _router_row_problems(stage, stages)
-        case MergeAdapter():
-            yield from _merge_problems(stage, stages)
-        case EvaluateStage():
+        case kinds.MergeAdapter(adapter=None) if not _trains_adapter(stage.model, stages):
+            problem = "merges an adapter, and its model has none"
+            yield f"{problem}; name a stage that trains one, or a folder with adapter:"
+        case kinds.MergeAdapter(adapter=str()) if _trains_adapter(stage.model, stages):
+            problem = f"merges {stage.adapter}, and its model has an adapter already"
+            yield f"{problem}; leave adapter out, or name the base as model"
+        case kinds.EvaluateStage():
             yield from _gate_problems(stage, stages)
 
 
-def _custom_model_problems(stage: BaseModel, stages: Stages) -> Problems:
-    """A custom model is trained and evaluated; stages that take models apart or sample from them need transformers."""
-    for key, asked in models_of(stage):
-        if _is_custom(asked, stages):
-            of = f"the model of stage {asked.name}" if isinstance(asked, StageModel) else f"its {key}"
-            yield f"takes models of transformers, and {of} is one of your own (kind: custom)"
-
-
-def _is_custom(asked: Input | None, stages: Stages) -> bool:
-    if isinstance(asked, StageModel):
+def _is_custom(asked: kinds.Input | None, stages: Stages) -> bool:
+    if isinstance(asked, kinds.StageModel):
         return _is_custom(getattr(stages[asked.name], "model", None), stages)
     return isinstance(asked, CustomModel)
 
 
-def _trains_adapter(asked: Input, stages: Stages) -> bool:
-    stage = stages[asked.name] if isinstance(asked, StageModel) else None
-    return isinstance(stage, TrainStage) and isinstance(stage.tuning, Lora)
+def _trains_adapter(asked: kinds.Input, stages: Stages) -> bool:
+    stage = stages[asked.name] if isinstance(asked, kinds.StageModel) else None
+    return isinstance(stage, kinds.TrainStage) and isinstance(stage.tuning, Lora)
 
 
-def _merge_problems(stage: MergeAdapter, stages: Stages) -> Problems:
-    is_trained = _trains_adapter(stage.model, stages)
-    if stage.adapter is None and not is_trained:
-        problem = "merges an adapter, and its model has none"
-        yield f"{problem}; name a stage that trains one, or a folder with adapter:"
-    if stage.adapter is not None and is_trained:
-        problem = f"merges {stage.adapter}, and its model has an adapter already"
-        yield f"{problem}; leave adapter out, or name the base as model"
-
-
-def _gate_problems(stage: EvaluateStage, stages: Stages) -> Problems:
+def _gate_problems(stage: kinds.EvaluateStage, stages: Stages) -> Problems:
     """A gate answers by the experts that it was trained for, which must be the models of those names here."""
     for model, asked in stage.models.items():
-        if not isinstance(asked, StageModel) or not isinstance(gate := stages[asked.name], Gate):
+        if not isinstance(asked, kinds.StageModel) or not isinstance(gate := stages[asked.name], kinds.Gate):
             continue
         if odd := [expert for expert, wanted in gate.experts.items() if stage.models.get(expert) != wanted]:
             problem = f"has models.{model}, which chooses among {', '.join(gate.experts)} and answers nothing itself"
@@ -336,73 +272,60 @@ def _gate_problems(stage: EvaluateStage, stages: Stages) -> Problems:
             yield f"{problem}; evaluate the gate in another stage"
         for key in ("task", "template", "template_options"):
             here, there = getattr(stage.data, key), getattr(gate, key)
-            if not _are_alike(here, there):
-                problem = (
-                    f"builds its rows with data.{key} {_shown(here)}, and the gate models.{model} learns in stage "
-                )
-                yield f"{problem}{asked.name} from rows with {key} {_shown(there)}; make them equal"
-
-
-def _are_alike(here: object, there: object) -> bool:
-    """Two files may have equal content; an option may be written out with its default."""
-    match here, there:
-        case CustomTask(), CustomTask():
-            return True
-        case dict(), dict():
-            return {**TEMPLATE_OPTIONS, **here} == {**TEMPLATE_OPTIONS, **there}
-    return here == there
+            if isinstance(here, dict) and isinstance(there, dict):  # an option may be written out with its default
+                is_alike = {**TEMPLATE_OPTIONS, **here} == {**TEMPLATE_OPTIONS, **there}
+            else:  # two files may have equal content
+                is_alike = here == there or (isinstance(here, CustomTask) and isinstance(there, CustomTask))
+            if not is_alike:
+                learns = f"the gate models.{model} learns in stage {asked.name} from rows with {key} {_shown(there)}"
+                yield f"builds its rows with data.{key} {_shown(here)}, and {learns}; make them equal"
 
 
 def _shown(value: object) -> str:
     return value.model_dump_json(exclude_defaults=True) if isinstance(value, BaseModel) else json.dumps(value)
 
 
-def _expert_problems(stage: BuildMoe, stages: Stages) -> Problems:
+def _expert_problems(stage: kinds.BuildMoe, stages: Stages) -> Problems:
     """Known before an expert is trained, not after."""
     layers = f"[{', '.join(_MLP_LAYERS)}]"
     for asked in (stage.base, *stage.experts.values()):
-        if isinstance(asked, StageModel) and _trains_adapter(asked, stages):
+        if isinstance(asked, kinds.StageModel) and _trains_adapter(asked, stages):
             problem = f"is built of whole models, and stage {asked.name} trains an adapter"
             remedy = "put a stage of kind merge_adapter between, and let the adapter have targets in the MLPs alone"
             yield f"{problem}; {remedy}: {layers}"
-    built = {stage.router.expert} if isinstance(stage.router, ForcedRouter) else stage.experts  # others are left out
-    for expert in built:
+    forced = stage.router.expert if isinstance(stage.router, kinds.ForcedRouter) else None  # others are left out
+    for expert in stage.experts if forced is None else (forced,):
         for trained in _trained_apart(stage.base, stage.experts[expert], stages):
             if elsewhere := _outside_mlps(stages[trained].tuning):
                 by = f"stage {trained}, by which expert {expert} and the base differ, trains {elsewhere}"
                 remedy = "give it tuning: {kind: subset, trainable: [layers.*.mlp]}, or an adapter with targets: "
                 more = f"{layers} and a stage of kind merge_adapter behind it"
                 yield f"is built of models that differ in their MLPs alone, and {by}; {remedy}{more}"
-
-
-def _router_row_problems(stage: BuildMoe, stages: Stages) -> Problems:
-    """Centroids of rows in a form that no expert has seen would tell the router nothing."""
-    if not isinstance(stage.router, CentroidRouter) or stage.router.task is not None:
+    if not isinstance(stage.router, kinds.CentroidRouter) or stage.router.task is not None:
         return
-    for expert, asked in stage.experts.items():
+    for expert, asked in stage.experts.items():  # rows in a form that no expert has seen would tell the router nothing
         for trained in _trained_apart(stage.base, asked, stages):
             if (form := stages[trained].data.task) is not None:
                 by = f"stage {trained}, where expert {expert} learns, builds its rows with data.task {_shown(form)}"
                 yield f"starts its router from rows as they are, and {by}; give the router that as task"
 
 
-def _trained_apart(base: Input, expert: Input, stages: Stages) -> list[str]:
+def _trained_apart(base: kinds.Input, expert: kinds.Input, stages: Stages) -> list[str]:
     """The trainings that only one of the two has been through. Nothing is known of models with different origins."""
     (ours, first), (theirs, other) = _history(expert, stages), _history(base, stages)
     if first != other:
         return []
     apart = (name for name in (*ours, *theirs) if (name in ours) != (name in theirs))
-    return [name for name in apart if isinstance(stages[name], TrainStage)]
+    return [name for name in apart if isinstance(stages[name], kinds.TrainStage)]
 
 
-def _history(asked: Input, stages: Stages) -> tuple[list[str], Input]:
-    """The stages that a model has been through, the last one first, and its origin. A mixture or average has everything
-    but its MLPs from its base."""
+def _history(asked: kinds.Input, stages: Stages) -> tuple[list[str], kinds.Input]:
+    """A model's stages, the last one first, and its origin. A mixture or average has all but its MLPs from its base."""
     passed = []
-    while isinstance(asked, StageModel):
+    while isinstance(asked, kinds.StageModel):
         passed.append(asked.name)
         stage = stages[asked.name]
-        asked = stage.base if isinstance(stage, BuildMoe) else stage.model
+        asked = stage.base if isinstance(stage, kinds.BuildMoe) else stage.model
     return passed, asked
 
 
@@ -421,9 +344,9 @@ def _outside_mlps(tuning: Tuning) -> str:
     return f"tuning.{key}: {', '.join(odd)}" if odd else ""
 
 
-def _continued_adapter_problems(stage: TrainStage, before: str, other: BaseModel) -> Problems:
+def _continued_adapter_problems(stage: kinds.TrainStage, before: str, other: BaseModel) -> Problems:
     """An adapter is trained on as it is; anything else needs it merged into its base first."""
-    if not isinstance(other, TrainStage) or not isinstance(other.tuning, Lora):
+    if not isinstance(other, kinds.TrainStage) or not isinstance(other.tuning, Lora):
         return
     if not isinstance(stage.tuning, Lora):
         problem = f"trains weights of a model to which stage {before} has only added an adapter"

@@ -6,25 +6,17 @@ ruamel's events are read directly: they carry the line of every key, and scalars
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, nan
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    MappingEndEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-)
 
 KeyPath = tuple[str | int, ...]
 Place = tuple[int, str]  # its rank in the message, and the label that the user sees
@@ -32,11 +24,7 @@ Place = tuple[int, str]  # its rank in the message, and the label that the user 
 _DEEPEST = 20
 _INT = re.compile(r"[-+]?[0-9]{1,100}|0o[0-7]{1,100}|0x[0-9a-fA-F]{1,100}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False} | {
-    ".inf": math.inf,
-    "-.inf": -math.inf,
-    ".nan": math.nan,
-}
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False, ".inf": inf, "-.inf": -inf, ".nan": nan}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +44,9 @@ class Reader:
     """One YAML text to plain values, with the place of every key and the problems of the YAML itself."""
 
     def __init__(self, text: str, place: Callable[[int], Place]) -> None:
-        self.place = place
+        self.place, self._text = place, text
         self.places: dict[KeyPath, Place] = {}
         self.problems: list[SpecProblem] = []
-        self._text = text
 
     def tell(self, line: int, problem: str, remedy: str, path: KeyPath = ()) -> None:
         self.problems.append(SpecProblem(place=self.place(line), path=path, problem=problem, remedy=remedy))
@@ -69,10 +56,11 @@ class Reader:
         try:
             self._events = iter(YAML(typ="safe", pure=True).parse(self._text))
             for event in self._events:
-                if isinstance(event, DocumentStartEvent):
+                if isinstance(event, events.DocumentStartEvent):
                     if values:
                         raise _refused(event, "a second document begins here", "keep one")
                     values.append(self._value(next(self._events), ()))
+            return values[0] if values else None
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             is_tab = self._text[mark.index : mark.index + 1] == "\t"
@@ -84,39 +72,32 @@ class Reader:
             line = self._text.count("\n", 0, getattr(error, "position", 0)) + 1
             problem = f"this is not YAML 1.2 ({str(error).partition(chr(10))[0]})"
             self.tell(line, problem, "remove directives, control characters and odd escapes")
-        else:
-            return values[0] if values else None
         return None
 
     def _value(self, event: Any, path: KeyPath) -> Any:
         if len(path) > _DEEPEST:
             raise _refused(event, f"nested deeper than {_DEEPEST} levels")
-        if isinstance(event, AliasEvent):
+        if isinstance(event, events.AliasEvent):
             raise _refused(event, f"`*{event.anchor}` is an alias", "write the value out")
         if event.ctag is not None:
             raise _refused(event, f"`{event.ctag}` is a tag", "write the value without it")
-        if isinstance(event, ScalarEvent):
+        if isinstance(event, events.ScalarEvent):
             return scalar(event.value) if event.style is None else _checked_text(event)
-        return self._mapping(path) if isinstance(event, MappingStartEvent) else self._sequence(path)
-
-    def _mapping(self, path: KeyPath) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        while not isinstance(event := next(self._events), MappingEndEvent):
-            key, line = _checked_text(event), event.start_mark.line + 1
-            here = (*path, key)
-            if key in values:
-                self.tell(line, f"given twice, first at {self.places[here][1]}", "keep one", here)
-            self.places.setdefault(here, self.place(line))
-            values[key] = self._value(next(self._events), here)
-        return values
-
-    def _sequence(self, path: KeyPath) -> list[Any]:
-        values: list[Any] = []
-        while not isinstance(event := next(self._events), SequenceEndEvent):
-            here = (*path, len(values))
-            self.places[here] = self.place(event.start_mark.line + 1)
-            values.append(self._value(event, here))
-        return values
+        if isinstance(event, events.MappingStartEvent):
+            values: dict[str, Any] = {}
+            while not isinstance(event := next(self._events), events.MappingEndEvent):
+                key, line = _checked_text(event), event.start_mark.line + 1
+                here = (*path, key)
+                if key in values:
+                    self.tell(line, f"given twice, first at {self.places[here][1]}", "keep one", here)
+                self.places.setdefault(here, self.place(line))
+                values[key] = self._value(next(self._events), here)
+            return values
+        items: list[Any] = []
+        while not isinstance(event := next(self._events), events.SequenceEndEvent):
+            self.places[*path, len(items)] = self.place(event.start_mark.line + 1)
+            items.append(self._value(event, (*path, len(items))))
+        return items
 
 
 def _refused(event: Any, problem: str, remedy: str | None = None) -> MarkedYAMLError:
@@ -125,7 +106,7 @@ def _refused(event: Any, problem: str, remedy: str | None = None) -> MarkedYAMLE
 
 
 def _checked_text(event: Any) -> str:
-    if not isinstance(event, ScalarEvent):
+    if not isinstance(event, events.ScalarEvent):
         raise _refused(event, "a key is a word")
     if any("\ud800" <= char <= "\udfff" for char in event.value):
         raise _refused(event, "half a surrogate pair is not text")
@@ -142,20 +123,11 @@ def scalar(text: str) -> str | int | float | None:
 
 
 _GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}([,' ][0-9]{3})+|[-+]?[0-9]+(_[0-9]+)+")
-_WANTED = {int: "a whole number", float: "a number", str: "text"} | {
-    bool: "`true` or `false`",
-    tuple: "a list",
-    dict: "a mapping",
-}
-NAMED = {bool: "a truth value", int: "a number", float: "a number", str: "text"} | {
-    list: "a list",
-    dict: "a mapping",
-    NoneType: "no value",
-}
-_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least"} | {
-    "less_than": "less than",
-    "less_than_equal": "at most",
-}
+_TYPES: Mapping[type, str] = {int: "a number", float: "a number", str: "text", dict: "a mapping"}
+NAMED = {**_TYPES, bool: "a truth value", list: "a list", NoneType: "no value"}
+_WANTED = {**_TYPES, int: "a whole number", bool: "`true` or `false`", tuple: "a list"}
+_BOUNDS = {"greater_than": "more than", "less_than": "less than"}
+_BOUNDS |= {"greater_than_equal": "at least", "less_than_equal": "at most"}
 _KEY = "[key]"
 """What pydantic adds to the name of an entry if the name itself is wrong."""
 _GIVES_WAY = {"literal_error", "too_short"}
@@ -185,7 +157,7 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
         case "missing":
             return path, "missing", f"give {wanted}"
         case "extra_forbidden":
-            keys = list(_fields(_declared(error["loc"][:-1], root, chosen=True)[1]))
+            keys = list(fields_of(_declared(error["loc"][:-1], root, chosen=True)[1]))
             if str(path[-1]).isdigit():  # `{max_tokens: 262,144}` is two entries to YAML
                 return path, "there is no such key", "was a number cut by its comma? write it without, as in 262144"
             return path, "there is no such key", nearest(str(path[-1]), keys) or f"the keys here are {listed(keys)}"
@@ -233,8 +205,7 @@ def _mended(value: Any, kind: str) -> str:
 
 
 def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool = False) -> tuple[KeyPath, Any]:
-    """The key path of pydantic's `loc`, which also names members of unions, and the type declared there (or its member
-    `chosen`)."""
+    """The key path of pydantic's `loc`, which names members of unions too, and the type (or `chosen` member) there."""
     path: KeyPath = ()
     declared: Any = root
     at: Any = root
@@ -249,16 +220,13 @@ def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool =
             several = [member for member in of_one_form if get_origin(member) is tuple and part == "several"]
             above, at = None, next(iter(by_kind or several or of_one_form), None)
         else:
-            above, path = at, (*path, part)
-            declared = _fields(at).get(str(part)) if _fields(at) else _inner(at)
+            above, path, arguments = at, (*path, part), get_args(at)
+            if fields_of(at):
+                declared = fields_of(at).get(str(part))
+            else:  # what a list holds, or a mapping under any name
+                declared = arguments[-1 if get_origin(at) is dict else 0] if arguments else None
             at = _bare(declared)
     return path, at if chosen else declared
-
-
-def _inner(annotation: Any) -> Any:
-    """What a list holds, or a mapping under any name."""
-    arguments = get_args(annotation)
-    return (arguments[-1] if get_origin(annotation) is dict else arguments[0]) if arguments else None
 
 
 def _bare(annotation: Any) -> Any:
@@ -274,7 +242,15 @@ def _members(annotation: Any) -> list[Any]:
     return [_bare(member) for member in get_args(annotation) if member is not NoneType] if is_union else []
 
 
-def _fields(annotation: Any) -> dict[str, Any]:
+def classes_of(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of a mapping; empty for a list of mappings."""
+    bare = _bare(annotation)
+    if members := _members(bare):
+        return [found for member in members for found in classes_of(member)]
+    return [bare] if isinstance(bare, type) and issubclass(bare, BaseModel) else []
+
+
+def fields_of(annotation: Any) -> dict[str, Any]:
     """Declared types by the key that users write."""
     if not isinstance(annotation, type) or not issubclass(annotation, BaseModel):
         return {}
@@ -286,18 +262,18 @@ def _choices(annotation: Any) -> list[str]:
     annotation = annotation if get_origin(annotation) is Literal else _bare(annotation)
     if members := _members(annotation):
         return [choice for member in members for choice in _choices(member)]
-    literal = _fields(annotation).get("kind", annotation if get_origin(annotation) is Literal else None)
+    literal = fields_of(annotation).get("kind", annotation if get_origin(annotation) is Literal else None)
     return [str(choice) for choice in get_args(literal)]
 
 
 def _wanted(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         return _wanted(get_args(annotation)[0])
-    if (members := _members(annotation)) and all("kind" in _fields(member) for member in members):
+    if (members := _members(annotation)) and all("kind" in fields_of(member) for member in members):
         return f"a mapping with {listed(f'kind: {choice}' for choice in _choices(annotation))}"
     if members:
         return " or ".join(_wanted(_bare(member)) for member in get_args(annotation))
-    if keys := _fields(_bare(annotation)):
+    if keys := fields_of(_bare(annotation)):
         return f"a mapping with the keys {listed(keys)}"
     return listed(_choices(annotation)) or _WANTED.get(get_origin(annotation) or annotation, "`null`")
 

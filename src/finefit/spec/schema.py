@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from finefit.spec import LABEL, Every, Part, Period, Share, require_labels
 from finefit.spec.data import Data
 from finefit.spec.models import Model, Tuning
-from finefit.spec.part import LABEL, Every, Part, Period, Share
 from finefit.spec.tasks import CustomTask, Judge, Task
 
 
@@ -216,7 +216,6 @@ class Evaluation(Part):
 
     @property
     def label(self) -> str:
-        """The name of the evaluation in files and tables."""
         if self.name is not None:
             return self.name
         return PurePath(self.task.path).stem if isinstance(self.task, CustomTask) else self.task.kind
@@ -273,38 +272,24 @@ class Training(Part):
     """Tasks that a finished run is scored on, each in a process of its own."""
 
     @model_validator(mode="after")
-    def _one_name_each(self) -> Self:
-        require_labels(self.evaluate)
-        self._require_sources()
-        return self
-
-    @model_validator(mode="after")
-    def _router_outputs_are_visible(self) -> Self:
-        if isinstance(self.objective, Router) and isinstance(self.levers, LeverSettings) and self.levers.compile:
-            problem = "levers.compile: true hides the router outputs that objective router is computed from"
-            raise ValueError(f"{problem}; set levers.compile: false")
-        return self
-
-    def _require_sources(self) -> None:
+    def _can_be_trained_and_scored(self) -> Self:
+        require_labels("evaluate has two evaluations", [evaluation.label for evaluation in self.evaluate])
         labels = [source.label for source in self.data.test_sources()]
         for evaluation in self.evaluate:
             if lost := [name for name in evaluation.sources if name not in labels]:
                 there = ", ".join(labels) or "no source"
                 raise ValueError(f"evaluate: {evaluation.label} names {', '.join(lost)}; data.test has {there}")
+        if isinstance(self.objective, Router) and isinstance(self.levers, LeverSettings) and self.levers.compile:
+            problem = "levers.compile: true hides the router outputs that objective router is computed from"
+            raise ValueError(f"{problem}; set levers.compile: false")
+        return self
 
     def max_prompt_tokens(self) -> int | None:
-        """Longer prompts of test rows are cut, so that an answer ends within the trained lengths; None: nothing is
-        cut."""
+        """Longer prompts of test rows are cut, so that an answer ends within the trained lengths; None: no limit."""
         if self.data.too_long != "cut_prompt":
             return None
         answer = max((evaluation.max_new_tokens for evaluation in self.evaluate), default=0)
         return self.data.max_tokens - min(answer, self.data.max_tokens // 2)
-
-
-def require_labels(evaluations: tuple[Evaluation, ...]) -> None:
-    labels = [evaluation.label for evaluation in evaluations]
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f"evaluate has two evaluations called {', '.join(twice)}; give them a name each")
 
 
 class _Started(Common):

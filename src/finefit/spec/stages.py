@@ -1,16 +1,16 @@
 """The kinds of stages and their settings, and the paths and models that a spec names."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
+from finefit.spec import Part, require_labels
 from finefit.spec.data import Fields, HeldOut, ImageLimits, Source
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, ShapeModel
-from finefit.spec.part import Part
-from finefit.spec.schema import DeepSpeed, Evaluation, Training, require_labels
+from finefit.spec.schema import DeepSpeed, Evaluation, Training
 from finefit.spec.tasks import CustomTask, Form, LmEval, Task, TruthfulQa
 
 STAGE = "stage://"
@@ -75,7 +75,7 @@ class EvaluateStage(Part):
 
     @model_validator(mode="after")
     def _one_name_each(self) -> "EvaluateStage":
-        require_labels(self.evaluate)
+        require_labels("evaluate has two evaluations", [evaluation.label for evaluation in self.evaluate])
         return self
 
 
@@ -166,10 +166,6 @@ class MakePairs(Part):
             raise ValueError(f"{problem}; leave it out, and name the reviews in method.of")
         if self.method.kind != "verdicts" and not self.train:
             raise ValueError("train: rows with right answers are needed to make pairs of; name a file")
-        return self
-
-    @model_validator(mode="after")
-    def _no_row_twice(self) -> "MakePairs":
         train = {f"train.{at}": source for at, source in enumerate(self.train)}
         sources = train | {"validation": self.validation, "test": self.test}
         if heavy := [key for key, source in sources.items() if source is not None and source.weight > 1]:
@@ -229,8 +225,6 @@ class ForcedRouter(Part):
 
 
 RouterStart = Annotated[RandomRouter | CentroidRouter | ForcedRouter, Field(discriminator="kind")]
-
-
 _OF_MIXTURES = ("routing", "top_k", "shared", "router")
 
 
@@ -322,18 +316,13 @@ class PythonStage(Part):
     """Files or folders below {output} that must exist at the end."""
 
     @model_validator(mode="after")
-    def _stays_inside(self) -> "PythonStage":
-        for name in self.outputs:
-            path = PurePosixPath(name)
+    def _names_its_files(self) -> "PythonStage":
+        paths = [PurePosixPath(name) for name in self.outputs]
+        for name, path in zip(self.outputs, paths, strict=True):
             if path.is_absolute() or ".." in path.parts or not path.parts:
                 raise ValueError(f"outputs: {name!r} leads out of the stage's folder; name paths below {{output}}")
-        paths = [PurePosixPath(name) for name in self.outputs]
         if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
             raise ValueError(f"outputs: {', '.join(twice)} is written twice; name each once")
-        return self
-
-    @model_validator(mode="after")
-    def _arguments_name_inputs(self) -> "PythonStage":
         if OUTPUT in self.inputs:
             raise ValueError(f"inputs: {{{OUTPUT}}} is the stage's own folder; give the input {OUTPUT} another name")
         names = [*self.inputs, OUTPUT]
@@ -368,28 +357,41 @@ PATHS: dict[type, tuple[str, ...]] = {
     PythonStage: ("script", "inputs"),
 }
 """The keys that hold paths, whose contents decide what has changed. Only there a stage may be named by `stage://`."""
-
-
 P = TypeVar("P", bound=BaseModel)
 MovePath = Callable[[str], str]
+_MODELS = get_args(get_args(Input)[0])
 
 
-def paths_of(part: object, key: str = "") -> Iterator[tuple[str, BaseModel, str]]:
+def leaves(part: object, key: str = "", holder: BaseModel | None = None) -> Iterator[tuple[str, Any, BaseModel | None]]:
+    """(dotted key, value, the part whose path it is) of every text and every model of a spec."""
+    if isinstance(part, (str, *_MODELS)):
+        yield key, part, holder
+    inner: Iterable[tuple[object, object]] = ()
+    match part:
+        case BaseModel():
+            inner = ((name, getattr(part, name)) for name in type(part).model_fields)
+        case dict():
+            inner = part.items()
+        case tuple() | list():
+            inner = enumerate(part)
+    for name, value in inner:
+        if isinstance(part, BaseModel):
+            holder = part if name in PATHS.get(type(part), ()) else None
+        yield from leaves(value, f"{key}.{name}" if key else str(name), holder)
+
+
+def paths_of(part: object) -> Iterator[tuple[str, BaseModel, str]]:
     """(dotted key, the part that names it, the path) of every path in a spec."""
-    for here, value, holder in _children(part, key):
-        if holder is not None:
-            yield from ((found, holder, path) for found, path in _texts(value, here))
-        else:
-            yield from paths_of(value, here)
+    yield from ((key, holder, path) for key, path, holder in leaves(part) if holder is not None)
 
 
-def models_of(part: object, key: str = "") -> Iterator[tuple[str, Input]]:
-    """The models of a stage by their keys: `base`, `experts.law`, `method.model`."""
-    for here, value, _ in _children(part, key):
-        if isinstance(value, HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel | StageModel):
-            yield here, value
-        else:
-            yield from models_of(value, here)
+def models_of(stage: BaseModel) -> Iterator[tuple[str, Input]]:
+    """The models of a stage by their keys: `base`, `experts.law`, `method.model`; not those within a model."""
+    last = None
+    for key, value, _ in leaves(stage):
+        if isinstance(value, _MODELS) and (last is None or not key.startswith(f"{last}.")):
+            yield key, value
+            last = key
 
 
 def moved(part: P, move: MovePath, *, addresses: bool = False) -> P:
@@ -408,30 +410,3 @@ def moved(part: P, move: MovePath, *, addresses: bool = False) -> P:
         return value
 
     return part.model_copy(update={name: change(part, name, getattr(part, name)) for name in part.model_fields_set})
-
-
-def _children(part: object, key: str) -> Iterator[tuple[str, Any, BaseModel | None]]:
-    """(dotted key, value, the part whose path it is)."""
-    match part:
-        case BaseModel():
-            for name in type(part).model_fields:
-                is_path = name in PATHS.get(type(part), ())
-                yield _join(key, name), getattr(part, name), part if is_path else None
-        case dict():
-            yield from ((_join(key, str(name)), value, None) for name, value in part.items())
-        case tuple():
-            yield from ((_join(key, str(at)), value, None) for at, value in enumerate(part))
-
-
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    match value:
-        case str():
-            yield key, value
-        case dict():
-            yield from ((_join(key, name), text) for name, text in value.items())
-        case tuple():
-            yield from ((_join(key, str(at)), text) for at, text in enumerate(value))
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name

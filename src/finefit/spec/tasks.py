@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from finefit.spec import Part
 from finefit.spec.models import FolderModel, HubModel
-from finefit.spec.part import Part
 
 
 class ExactMatch(Part):
@@ -155,26 +155,10 @@ def _named(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
-Task = Annotated[
-    ExactMatch
-    | JsonMatch
-    | RelaxedAccuracy
-    | Anls
-    | VqaAccuracy
-    | Rouge
-    | Bleu
-    | Chrf
-    | Amr
-    | TruthfulQa
-    | QmSum
-    | Summary
-    | Hallucination
-    | Perplexity
-    | LmEval
-    | CustomTask,
-    Field(discriminator="kind"),
-    BeforeValidator(_named),
-]
+_OfShortAnswers = ExactMatch | JsonMatch | RelaxedAccuracy | Anls | VqaAccuracy
+_OfTexts = Rouge | Bleu | Chrf | Amr | TruthfulQa | QmSum | Summary
+_Others = Hallucination | Perplexity | LmEval | CustomTask
+Task = Annotated[_OfShortAnswers | _OfTexts | _Others, Field(discriminator="kind"), BeforeValidator(_named)]
 """A name alone is the task with its defaults."""
 
 

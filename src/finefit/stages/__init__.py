@@ -1,2 +1,1 @@
-"""Stages without training: one module per kind, whose `make` fills a folder in a process of its own and returns a
-summary."""
+"""Stages without training: one module per kind, its own process, whose `make` fills a folder and returns a summary."""

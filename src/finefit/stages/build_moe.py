@@ -26,17 +26,14 @@ from finefit.facts.machine import MEMORY_LIMITS, read_free_memory_bytes
 from finefit.model.attention import attention_here
 from finefit.model.load import load_base, quiet
 from finefit.model.resolve_model import resolve_model
-from finefit.moe.build import BuiltMoe, Router, average_experts, build_moe
-from finefit.moe.centroids import Centroids, divided, fit_centroids
-from finefit.moe.routing import measure_routing, own_share, routing_map
-from finefit.moe.verify import prove_experts
-from finefit.plan.model_stubs import mixture_shape
+from finefit.moe.build import BuiltMoe, Router, average_experts, build_moe, prove_experts
+from finefit.moe.routing import Centroids, divided, fit_centroids, measure_routing, own_share, routing_map
+from finefit.plan.stage_forecasts import mixture_shape
 from finefit.spec.data import Source
 from finefit.spec.stages import BuildMoe, CentroidRouter, ForcedRouter
-from finefit.tasks import row_builder
+from finefit.stages.worker import serve
+from finefit.tasks.custom import row_builder
 
-RECORD = "routing.json"
-MAP = "routing.svg"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WORKING_MEMORY = 1.2
 """Times the bytes of a model's weights."""
@@ -44,8 +41,6 @@ _WORKING_MEMORY = 1.2
 
 @dataclass(frozen=True, slots=True)
 class _StartedRouter:
-    """A router that starts from rows."""
-
     centroids: Centroids
     left_out: dict[str, list[str]]
     """By expert, the problems of rows that could not be used."""
@@ -59,7 +54,12 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
     stage = job.stage
     assert isinstance(stage, BuildMoe)
     base = resolve_model(job.models["base"].model, Path(job.base)).folder
-    experts = {name: _expert(job, name) for name in stage.experts}
+    wired = {name: job.models[f"experts.{name}"] for name in stage.experts}
+    for name, one in wired.items():
+        if one.adapter is not None:
+            problem = f"expert {name} is an adapter over its base, but a mixture is built of whole models"
+            raise SpecError(problem, "put a stage of kind merge_adapter between, and name that as the expert")
+    experts = {name: resolve_model(one.model, Path(job.base)).folder for name, one in wired.items()}
     mixture = mixture_shape(stage)
     if mixture is None:
         return asdict(average_experts(base, experts, out, copies=stage.copies)) | {"merge": "average"}
@@ -69,36 +69,14 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
     router = stage.router if isinstance(stage.router, CentroidRouter) else None
     start = None if router is None else partial(_start_from_rows, job, router, base, started.append)
     built = build_moe(
-        base,
-        experts,
-        out,
-        top_k=mixture.top_k,
-        shared=stage.shared,
-        copies=stage.copies,
-        start=start,
-        seed=job.seed,
+        base, experts, out, top_k=mixture.top_k, shared=stage.shared, copies=stage.copies, start=start, seed=job.seed
     )
     size = read_model_folder(base).num_parameters or 0
     top_k = min(mixture.top_k, len(built.experts))
-    asked = {
-        "merge": "mixture",
-        "router": stage.router.kind,
-        "top_k": top_k,
-        "shared": stage.shared,
-        "base_parameters": size,
-    }
+    asked = {"merge": "mixture", "router": stage.router.kind, "top_k": top_k}
+    asked |= {"shared": stage.shared, "base_parameters": size}
     proof = {"proof": _proof(stage, built, size, experts, base, out)}
     return asdict(built) | asked | proof | (_routing(job, built, started[0], out) if started else {})
-
-
-def _expert(job: StageJob, name: str) -> Path:
-    found = job.models[f"experts.{name}"]
-    if found.adapter is not None:
-        raise SpecError(
-            f"expert {name} is an adapter over its base, but a mixture is built of whole models",
-            "put a stage of kind merge_adapter between, and name that as the expert",
-        )
-    return resolve_model(found.model, Path(job.base)).folder
 
 
 def _start_from_rows(
@@ -121,15 +99,12 @@ def _start_from_rows(
 def router_rows(
     asked: CentroidRouter, names: Sequence[str], renderer: Renderer, base: Path, seed: int
 ) -> dict[str, tuple[list[tuple[int, ...]], list[str]]]:
-    """By expert, its rows in tokens and the problems of rows that cannot be used. Rows that no router can start from
-    are refused."""
+    """By expert, rows in tokens and problems of unusable rows. Rows that no router can start from are refused."""
     taken = {name: _rows(asked.data[name], asked, renderer, base, seed) for name in names}
     for name, (rows, faults) in taken.items():
         if not rows:
-            raise DataError(
-                f"no row of expert {name} can start its router; the first: {faults[0]}",
-                "raise router.max_tokens, or fix the rows",
-            )
+            problem = f"no row of expert {name} can start its router; the first: {faults[0]}"
+            raise DataError(problem, "raise router.max_tokens, or fix the rows")
         if len(rows) >= asked.rows and len(set(rows)) == 1:
             problem = f"the {asked.rows} rows of expert {name} (router.rows) are all the same, but one must be held out"
             raise DataError(problem, "raise router.rows, or give it other rows")
@@ -165,20 +140,16 @@ def _proof(
     needed, free = round(4 * _WORKING_MEMORY * (built.parameters + dense)), read_free_memory_bytes(MEMORY_LIMITS)
     if needed > free:
         return f"left out: it needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
-    return prove_experts(
-        out, {name: experts[name] for name in built.experts}, shared=base if stage.shared == "base" else None
-    )
+    shared = base if stage.shared == "base" else None
+    return prove_experts(out, {name: experts[name] for name in built.experts}, shared=shared)
 
 
 def _routing(job: StageJob, built: BuiltMoe, started: _StartedRouter, out: Path) -> dict[str, Any]:
-    """Where held-out tokens would go by the base's hidden states and, if the mixture can be loaded, where they go in
-    it."""
+    """Where held-out tokens would go by the base's hidden states and, if the mixture can be loaded, go in it."""
     centroids = started.centroids
     left_out = {name: {"rows": len(faults), "first": faults[0]} for name, faults in started.left_out.items()}
-    summary: dict[str, Any] = {
-        "own_in_base": {name: statistics.fmean(shares) for name, shares in centroids.own.items()},
-        "left_out": left_out,
-    }
+    in_base = {name: statistics.fmean(shares) for name, shares in centroids.own.items()}
+    summary: dict[str, Any] = {"own_in_base": in_base, "left_out": left_out}
     needed, free = round(_WORKING_MEMORY * built.parameters * _DTYPES[job.precision].itemsize), _free_bytes(job.device)
     if needed > free:
         reason = f"not measured: the mixture needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
@@ -187,11 +158,12 @@ def _routing(job: StageJob, built: BuiltMoe, started: _StartedRouter, out: Path)
     model = load_base(out, device=job.device, dtype=_DTYPES[job.precision], attention=attention).eval()
     loaded_bytes = max(started.loaded_bytes, held_bytes(job.device))
     found = measure_routing(model, centroids.held, skipped=centroids.skipped)
-    write_record(out / RECORD, found)
-    (out / MAP).write_text(routing_map(found), encoding="utf-8")
+    write_record(out / "routing.json", found)
+    (out / "routing.svg").write_text(routing_map(found), encoding="utf-8")
+    own = own_share(found)
     return summary | {
-        "own": own_share(found),
-        "own_by_layer": own_share(found, by_layer=True),
+        "own": {name: statistics.fmean(shares) for name, shares in own.items()},
+        "own_by_layer": own,
         "held_tokens": {k: s.tokens for k, s in found.sources.items()},
         "loaded_bytes": loaded_bytes,
     }
@@ -203,3 +175,7 @@ def _free_bytes(device: str) -> int:
     gc.collect()
     torch.cuda.empty_cache()  # which the base has used
     return int(torch.cuda.mem_get_info()[0])
+
+
+if __name__ == "__main__":
+    serve(make)

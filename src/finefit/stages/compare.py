@@ -11,49 +11,28 @@ from finefit.compare.records import Comparison, Pairing, TaskComparison
 from finefit.compare.sides import COMPARISON_FILE, expand_targets
 from finefit.errors import FinefitError, SpecError
 from finefit.spec.stages import CompareStage
+from finefit.stages.worker import serve
 
-_PAGES = "finefit.report.compare_page"
 _TAIL_LINES = 12
 
 
 def make(job: StageJob, out: Path) -> dict[str, Any]:
     """Fills `out` with comparison.json, .html and .md."""
-    stage = job.stage
+    stage, record = job.stage, out / COMPARISON_FILE
     assert isinstance(stage, CompareStage)
-    found = compare(_targets(job, stage), task=stage.task, declared=stage.varies)
-    write_record(out / COMPARISON_FILE, found)
-    _write_pages(out / COMPARISON_FILE)
-    return _summary(found)
-
-
-def _targets(job: StageJob, stage: CompareStage) -> list[str]:
-    """Each once, in the order of the spec."""
     if unknown := [part for part in stage.of if not job.scores[part]]:
-        raise SpecError(
-            f"of: {unknown[0]} is not a model of that evaluation",
-            f"name one of its models, or {unknown[0].partition(':')[0]}",
-        )
-    return expand_targets(list(dict.fromkeys(target for part in stage.of for target in job.scores[part])))
-
-
-def _write_pages(record: Path) -> None:
-    """In another process: `report` is a layer above this one, and drawing takes memory of its own."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", _PAGES, str(record)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        remedy = f"name one of its models, or {unknown[0].partition(':')[0]}"
+        raise SpecError(f"of: {unknown[0]} is not a model of that evaluation", remedy)
+    targets = expand_targets(list(dict.fromkeys(target for part in stage.of for target in job.scores[part])))
+    found = compare(targets, task=stage.task, declared=stage.varies)
+    write_record(record, found)
+    # in another process: `report` is a layer above this one, and drawing takes memory of its own
+    command = [sys.executable, "-P", "-m", "finefit.report.compare_page", str(record)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.splitlines()[-_TAIL_LINES:])
-        raise FinefitError(
-            f"the page of {record} could not be written, which is a bug in finefit:\n{tail}",
-            "please report it with these lines",
-        )
-
-
-def _summary(found: Comparison) -> dict[str, Any]:
+        problem = f"the page of {record} could not be written, which is a bug in finefit:\n{tail}"
+        raise FinefitError(problem, "please report it with these lines")
     return {
         "sides": [side.name for side in found.sides],
         "verdict": found.verdict,
@@ -64,7 +43,7 @@ def _summary(found: Comparison) -> dict[str, Any]:
             for task in found.tasks
         },
         "warnings": list(found.warnings),
-        "files": [COMPARISON_FILE, *(Path(COMPARISON_FILE).with_suffix(end).name for end in (".html", ".md"))],
+        "files": [record.with_suffix(end).name for end in (".json", ".html", ".md")],
     }
 
 
@@ -85,3 +64,7 @@ def _difference(found: Comparison, task: TaskComparison, pairing: Pairing) -> di
         "p": change.corrected_p,
         "is_clear": change.is_clear,
     }
+
+
+if __name__ == "__main__":
+    serve(make)

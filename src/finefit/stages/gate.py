@@ -2,7 +2,7 @@
 measured on held-out rows."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,12 @@ from finefit.data.rows import Row, as_item
 from finefit.data.sources import LEFT_OUT, open_source, sampled_rows
 from finefit.errors import DataError
 from finefit.model.resolve_model import resolve_model
-from finefit.moe.gate import (
-    GATE_RECORD,
-    GATE_SCORES,
-    GATE_TABLE,
-    experts_chosen,
-    fit_gate,
-    mean_embeddings,
-    token_scores,
-)
-from finefit.spec.data import Source
+from finefit.moe import gate as moe_gate
+from finefit.moe.gate import GATE_RECORD, GATE_SCORES, GATE_TABLE
 from finefit.spec.stages import Gate
-from finefit.spec.tasks import Form
+from finefit.stages.worker import serve
 from finefit.stats.intervals import wilson
-from finefit.tasks import row_builder
-from finefit.tasks.task_files import form_content
+from finefit.tasks.custom import form_content, row_builder
 
 _NUM_TELLING = 5
 """Tokens shown for each expert."""
@@ -56,14 +47,17 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
     train, held = split_prompts(stage, renderer, Path(job.base), job.seed)
     experts = tuple(stage.experts)
     labels = torch.tensor([experts.index(prompt.expert) for prompt in train])
-    means = mean_embeddings(folder, [prompt.tokens for prompt in train])
-    gate = fit_gate(means, labels, num_experts=len(experts), epochs=stage.epochs, lr=stage.lr, seed=job.seed)
-    scores = token_scores(folder, gate)
-    save_file(
-        {GATE_SCORES: scores, "weight": gate.weight_KD, "centre": gate.centre_D},
-        out / GATE_TABLE,
-        metadata={"format": "pt"},
-    )
+    means = moe_gate.mean_embeddings(folder, [prompt.tokens for prompt in train])
+    gate = moe_gate.fit_gate(means, labels, num_experts=len(experts), epochs=stage.epochs, lr=stage.lr, seed=job.seed)
+    scores = moe_gate.token_scores(folder, gate)
+    tensors = {GATE_SCORES: scores, "weight": gate.weight_KD, "centre": gate.centre_D}
+    save_file(tensors, out / GATE_TABLE, metadata={"format": "pt"})
+    # measured with the function that will choose
+    choices = moe_gate.experts_chosen(scores, experts, [prompt.tokens for prompt in held])
+    found = Counter(zip((prompt.expert for prompt in held), choices, strict=True))
+    owners: dict[int, set[str]] = {}
+    for prompt in (*train, *held):
+        owners.setdefault(prompt.key, set()).add(prompt.expert)
     record = SequenceGate(
         experts=experts,
         template_sha256=renderer.sha256(),
@@ -71,83 +65,58 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
         trained=_counts(train, experts),
         held=_counts(held, experts),
         telling=_telling(scores, train, experts, renderer),
-        shared_prompts=_num_shared([*train, *held]),
-        **_measured(scores, held, experts),
+        shared_prompts=sum(len(several) > 1 for several in owners.values()),
+        confusion={expert: {other: found[expert, other] for other in experts} for expert in experts},
+        accuracy=wilson(sum(found[expert, expert] for expert in experts), len(held)),
     )
     write_record(out / GATE_RECORD, record)
     return asdict(record)
 
 
 def split_prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> tuple[list[_Prompt], list[_Prompt]]:
-    """Those to train on, and those held out. Equal prompts stay on one side, or the accuracy would be that of a
-    memory."""
+    """Those to train on, and those held out. Equal prompts stay on one side, or the accuracy would be of a memory."""
     prompts, experts, share = _prompts(stage, renderer, base, seed), list(stage.experts), stage.held_out
     keys = np.array([prompt.key for prompt in prompts], np.uint64)
     if len(set(keys.tolist())) < 2:
-        raise DataError(
-            f"all {len(prompts)} prompts ask the same, so none can be held out to measure the gate on",
-            "give rows that ask other things",
-        )
+        problem = f"all {len(prompts)} prompts ask the same, so none can be held out to measure the gate on"
+        raise DataError(problem, "give rows that ask other things")
     is_held = held_share(keys, share, seed)
     held = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if is_out]
     train = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if not is_out]
     for side, what in ((train, "to train on"), (held, "to be measured on")):
         if without := [name for name, count in _counts(side, experts).items() if not count]:
-            raise DataError(
-                f"of {', '.join(without)} no prompt is left {what}: {len(prompts)} prompts, {share:g} of them held out",
-                "give more rows, or another held_out",
-            )
+            there = f"{len(prompts)} prompts, {share:g} of them held out"
+            problem = f"of {', '.join(without)} no prompt is left {what}: {there}"
+            raise DataError(problem, "give more rows, or another held_out")
     return train, held
 
 
 def _prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> list[_Prompt]:
-    rows = {name: list(_rows(source, stage.task, base, seed)) for name, source in stage.data.items()}
-    with_system = system_is_content(row for several in rows.values() for row in several)
-    return [
-        _Prompt(expert, prompt_key(row, with_system=with_system), tuple(_tokens(row, renderer)))
-        for expert, several in rows.items()
-        for row in several
-    ]
-
-
-def _rows(source: Source, form: Form | None, base: Path, seed: int) -> Iterator[Row]:
-    reader = replace(open_source(source, base, split="train"), build=row_builder(form, base=base))
-    for row in sampled_rows(reader, source, seed):
-        if isinstance(row, Row):
-            yield row
-        elif row.reason not in LEFT_OUT:
-            raise DataError(f"{row.place} {row.reason}", "fix or remove this row")
-
-
-def _tokens(row: Row, renderer: Renderer) -> list[int]:
-    if row.kind == "text":
-        raise DataError(
-            f"{row.place} is plain text, and a gate chooses by what is asked", "take rows with a prompt and an answer"
-        )
-    try:
-        return renderer.prompt_tokens(as_item(row).prompt, tools=row.tools)
-    except DataError as fault:
-        raise DataError(f"{row.place} {fault.problem}", fault.remedy) from None
+    rows: list[tuple[str, Row]] = []
+    for expert, source in stage.data.items():
+        reader = replace(open_source(source, base, split="train"), build=row_builder(stage.task, base=base))
+        for row in sampled_rows(reader, source, seed):
+            if isinstance(row, Row):
+                rows.append((expert, row))
+            elif row.reason not in LEFT_OUT:
+                raise DataError(f"{row.place} {row.reason}", "fix or remove this row")
+    with_system = system_is_content(row for _, row in rows)
+    prompts = []
+    for expert, row in rows:
+        if row.kind == "text":
+            problem = f"{row.place} is plain text, and a gate chooses by what is asked"
+            raise DataError(problem, "take rows with a prompt and an answer")
+        try:
+            tokens = renderer.prompt_tokens(as_item(row).prompt, tools=row.tools)
+        except DataError as fault:
+            raise DataError(f"{row.place} {fault.problem}", fault.remedy) from None
+        prompts.append(_Prompt(expert, prompt_key(row, with_system=with_system), tuple(tokens)))
+    return prompts
 
 
 def _counts(prompts: Sequence[_Prompt], experts: Sequence[str]) -> dict[str, int]:
     counts = Counter(prompt.expert for prompt in prompts)
     return {expert: counts[expert] for expert in experts}
-
-
-def _num_shared(prompts: Sequence[_Prompt]) -> int:
-    owners: dict[int, set[str]] = {}
-    for prompt in prompts:
-        owners.setdefault(prompt.key, set()).add(prompt.expert)
-    return sum(len(several) > 1 for several in owners.values())
-
-
-def _measured(scores: Tensor, held: Sequence[_Prompt], experts: Sequence[str]) -> Mapping[str, Any]:
-    """With the function that will choose."""
-    choices = experts_chosen(scores, experts, [prompt.tokens for prompt in held])
-    found = Counter(zip((prompt.expert for prompt in held), choices, strict=True))
-    confusion = {expert: {other: found[expert, other] for other in experts} for expert in experts}
-    return {"confusion": confusion, "accuracy": wilson(sum(found[expert, expert] for expert in experts), len(held))}
 
 
 def _telling(
@@ -162,3 +131,7 @@ def _telling(
         words = (renderer.tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in best)
         found[expert] = tuple(map(str, words))
     return found
+
+
+if __name__ == "__main__":
+    serve(make)

@@ -1,7 +1,5 @@
 """Several answers of a model to each row, scored by a task: the best against the worst. Sampling is seeded by row.
-
-Answers are journaled batch by batch. A stage that was killed asks only for the others, in the batches that they would
-have been in."""
+Answers are journaled batch by batch: a stage that was killed asks only for the others, in the same batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,22 +32,21 @@ from finefit.spec.schema import Evaluation
 from finefit.spec.stages import MakePairs, Sampled
 from finefit.spec.tasks import LmEval, TruthfulQa
 from finefit.stages.make_pairs import PairSplit, require_pairs, rows_of_splits, write_pairs
+from finefit.stages.worker import serve
 from finefit.step.levers import apply_levers
-from finefit.tasks import NoResult, Reply, Task, make_task
+from finefit.tasks import NoResult, Reply, Task
+from finefit.tasks.make import make_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sampler:
-    """A loaded model and its settings."""
-
     model: torch.nn.Module
     renderer: Renderer
     batch_limit: EvalBatchLimit
     """For the longest of all rows, also where only some are left."""
     task: Task
     method: Sampled
-    device: str
-    seed: int
+    job: StageJob
     loaded_bytes: int
     journal: Path
     """Of answers."""
@@ -66,38 +63,31 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
     task, rows = askable_rows(stage, method, Path(job.base), job.seed)
     asked = [row for kept, _ in rows.values() for row in kept]
     sampler = _sampler(job, method, task, asked, StageDir(out.parent).answers)
-    splits = {
-        split: _split(_scored(sampler, split, kept), unused, method.margin, job.seed)
-        for split, (kept, unused) in rows.items()
-    }
+    splits = {}
+    for split, (kept, unused) in rows.items():
+        found = from_scored(_scored(sampler, split, kept), seed=job.seed, margin=method.margin)
+        read, pairs, left = len(kept) + len(unused), list(map(pair_record, found.pairs)), (*unused, *found.unused)
+        splits[split] = PairSplit(read=read, used=len(pairs), pairs=pairs, unused=left, audit=found.audit)
     return write_pairs(job, splits, out, loaded_bytes=sampler.loaded_bytes)
 
 
 def askable_rows(
     stage: MakePairs, method: Sampled, base: Path, seed: int
 ) -> tuple[Task, dict[str, tuple[list[Row], list[UnusedRow]]]]:
-    """The task that scores the answers, and for every split the rows that can be asked and those that cannot. A split
-    without rows to ask is refused."""
-    task = _task(method, base)
+    """The scoring task, and by split the rows that can be asked and the others; none to ask is an error."""
+    evaluation, task = Evaluation(task=method.task, max_new_tokens=method.max_new_tokens), None
+    if not isinstance(method.task, LmEval | TruthfulQa):
+        task = make_task(evaluation, base=base)
+    if task is None or not task.generates or task.metrics[0].better != "higher":
+        problem = f"method.task {method.task.kind} does not score a single generated answer"
+        raise SpecError(problem, "name a task that does, such as rouge or exact_match")
     found: dict[str, tuple[list[Row], list[UnusedRow]]] = {}
     for split, rows in rows_of_splits(stage, base, seed).items():
         kept, unused = usable_rows(rows, lambda row: _unusable(row, task))
         found[split] = list(kept.values()), unused
         if not kept:
-            require_pairs({split: PairSplit(read=len(unused), used=0, pairs=(), unused=tuple(unused), audit=None)})
+            require_pairs({split: PairSplit(read=len(unused), used=0, pairs=(), unused=unused, audit=None)})
     return task, found
-
-
-def _task(method: Sampled, base: Path) -> Task:
-    """One that scores a generated answer by itself, and whose first metric is better when higher."""
-    if not isinstance(method.task, LmEval | TruthfulQa):
-        task = make_task(Evaluation(task=method.task, max_new_tokens=method.max_new_tokens), base=base)
-        if task.generates and task.metrics[0].better == "higher":
-            return task
-    raise SpecError(
-        f"method.task {method.task.kind} does not score a single generated answer",
-        "name a task that does, such as rouge or exact_match",
-    )
 
 
 def _unusable(row: Row, task: Task) -> str | None:
@@ -115,7 +105,21 @@ def _sampler(job: StageJob, method: Sampled, task: Task, rows: Sequence[Row], jo
     external = stage_model(job.name, job.models["method.model"], rows_spec(data, seed=job.seed))
     renderer = open_renderer(external.tokenizer, method.template)
     longest = max(len(renderer.prompt_tokens(row.prompt, tools=row.tools)) for row in rows)
-    batch_limit = _batch_limit(job, method, external, longest=longest)
+    subject = Subject(
+        model=external.model,
+        model_name=external.resolved.name,
+        model_fingerprint=external.resolved.fingerprint,
+        tuning=external.tuning,
+        device=job.device,
+        precision=job.precision,
+        threads=torch.get_num_threads(),
+        seed=job.seed,
+        template=method.template,
+        template_sha256="",
+        items_sha256="",
+    )
+    evaluation = Evaluation(task=method.task, max_new_tokens=method.max_new_tokens)
+    batch_limit = eval_limits_here(subject, Path(job.base), (evaluation,), longest)[evaluation.label]
     model = _loaded(job, external, batch_limit)
     if batch_limit.mlp_tiles > 1:
         apply_levers(model, Levers(micro_batch=1, mlp_tiles=batch_limit.mlp_tiles))
@@ -125,8 +129,7 @@ def _sampler(job: StageJob, method: Sampled, task: Task, rows: Sequence[Row], jo
         batch_limit=limit_for(model, [longest + method.max_new_tokens], batch_limit),
         task=task,
         method=method,
-        device=job.device,
-        seed=job.seed,
+        job=job,
         loaded_bytes=held_bytes(job.device),
         journal=journal,
         by=cache.content_key([job.device, job.precision, made_with()])[:16],
@@ -151,67 +154,28 @@ def _loaded(job: StageJob, external: ExternalModel, batch_limit: EvalBatchLimit)
         raise Resumable(problem, "free the card and give the same command again") from None
 
 
-def _batch_limit(job: StageJob, method: Sampled, external: ExternalModel, *, longest: int) -> EvalBatchLimit:
-    """As for an evaluation of the same task."""
-    subject = Subject(
-        model=external.model,
-        model_name=external.resolved.name,
-        model_fingerprint=external.resolved.fingerprint,
-        tuning=external.tuning,
-        device=job.device,
-        precision=job.precision,
-        threads=torch.get_num_threads(),
-        seed=job.seed,
-        template=method.template,
-        template_sha256="",
-        items_sha256="",
-    )
-    evaluation = Evaluation(task=method.task, max_new_tokens=method.max_new_tokens)
-    return eval_limits_here(subject, Path(job.base), (evaluation,), longest)[evaluation.label]
-
-
-def _split(
-    scored: Sequence[tuple[Row, list[ScoredAnswer]]], unused: list[UnusedRow], margin: float, seed: int
-) -> PairSplit:
-    found = from_scored(scored, seed=seed, margin=margin)
-    pairs, missing = tuple(pair_record(pair) for pair in found.pairs), (*unused, *found.unused)
-    return PairSplit(read=len(scored) + len(unused), used=len(pairs), pairs=pairs, unused=missing, audit=found.audit)
-
-
 def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[tuple[Row, list[ScoredAnswer]]]:
-    """An answer without a result gets the score that the task gives to no result."""
-    task, texts = sampler.task, _texts(sampler, split, rows)
-    metric = task.metrics[0]
-    items = [
-        (row, score_item(task, at, row, prompt="", reply=Reply(text=text)))
-        for at, (row, text) in enumerate(
-            (row, text) for row, answers in zip(rows, texts, strict=True) for text in answers
-        )
-    ]
-    scores = [item.scores[metric.name] for item in finished(task, items)]
-    samples = [ScoredAnswer(answer=item.answer, score=score) for (_, item), score in zip(items, scores, strict=True)]
-    each = sampler.method.samples
-    return [(row, samples[at * each : (at + 1) * each]) for at, row in enumerate(rows)]
-
-
-def _texts(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[list[str]]:
-    """The answers to each row. A killed process left whole batches, so the others are formed as they would have
-    been."""
-    each = sampler.method.samples
+    """Several answers to each row. A killed process left whole batches, so the others are formed as they would have
+    been. An answer without a result gets the score that the task gives to no result."""
+    task, each = sampler.task, sampler.method.samples
     asked = [(row, sample) for row in rows for sample in range(each)]
-    found = {
+    texts = {
         at: text
         for line in read_lines(sampler.journal)
         if (line["by"], line["split"]) == (sampler.by, split)
         for at, text in line["answers"]
     }
-    todo = [at for at in range(len(asked)) if at not in found]
+    todo = [at for at in range(len(asked)) if at not in texts]
     with Journal(sampler.journal) as journal:
         for batch in _batches(sampler, [asked[at] for at in todo]):
             answered = {todo[at]: text for at, text in batch.items()}
             journal.write(by=sampler.by, split=split, answers=list(answered.items()))
-            found |= answered
-    return [[found[at * each + sample] for sample in range(each)] for at in range(len(rows))]
+            texts |= answered
+    replies = [(at, row, Reply(text=texts[at])) for at, (row, _) in enumerate(asked)]
+    items = [(row, score_item(task, at, row, prompt="", reply=reply)) for at, row, reply in replies]
+    scores = [item.scores[task.metrics[0].name] for item in finished(task, items)]
+    samples = [ScoredAnswer(answer=item.answer, score=score) for (_, item), score in zip(items, scores, strict=True)]
+    return [(row, samples[at * each : (at + 1) * each]) for at, row in enumerate(rows)]
 
 
 def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[dict[int, str]]:
@@ -224,10 +188,10 @@ def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[di
         nonlocal together
         together = batch
         said = [
-            uniform_draws(sampler.seed, content_key(row), sample, steps=method.max_new_tokens)
+            uniform_draws(sampler.job.seed, content_key(row), sample, steps=method.max_new_tokens)
             for row, sample in (asked[at] for at in batch)
         ]
-        return sample_by(said, temperature=method.temperature, device=sampler.device)
+        return sample_by(said, temperature=method.temperature, device=sampler.job.device)
 
     for at, answer in answers(
         sampler.model,
@@ -235,7 +199,7 @@ def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[di
         [renderer.prompt_tokens(row.prompt, tools=row.tools) for row, _ in asked],
         max_new_tokens=method.max_new_tokens,
         batch_limit=sampler.batch_limit,
-        device=sampler.device,
+        device=sampler.job.device,
         warn=partial(print, "warning:"),
         choose=choose,
     ):
@@ -243,3 +207,7 @@ def _batches(sampler: _Sampler, asked: Sequence[tuple[Row, int]]) -> Iterator[di
         if len(found) == len(together):
             yield found
             found = {}
+
+
+if __name__ == "__main__":
+    serve(make)

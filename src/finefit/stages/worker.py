@@ -1,7 +1,6 @@
-"""`python -m finefit.stages.worker JOB.json`: fills the folder `output` beside the job with what the stage makes, and
-leaves a record.
-
-A stop ends it at once: half-made output is made again."""
+"""The process of a stage, `python -m finefit.stages.<kind> JOB.json`: fills the folder `output` beside the job, and
+leaves a record. Each kind is a module of its own, so that it imports only what it needs. A stop ends it at once:
+half-made output is made again."""
 
 import logging
 import os
@@ -21,42 +20,27 @@ from finefit.artifacts.processes import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import Failure, StageJob, StageOutcome, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import DiskFull, FinefitError, Interrupted
-from finefit.spec.stages import (
-    AnyStage,
-    BuildMoe,
-    CompareStage,
-    EvaluateStage,
-    Gate,
-    MakePairs,
-    MergeAdapter,
-    PythonStage,
-    Sampled,
-    TrainStage,
-)
+
+Make = Callable[[StageJob, Path], dict[str, Any]]
+"""Fills a folder and returns a summary."""
 
 
-def main() -> None:
+def serve(make: Make) -> None:
     where = StageDir(Path(sys.argv[1]).resolve().parent)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # so that text which is not UTF-8 is logged, too
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     on_stop_signals(lambda number, _: _stop(where, f"stopped by {signal.Signals(number).name}"))
     when_launcher_ends(lambda: _stop(where, "stopped: the process that started it has ended"))
-    sys.exit(work(where))
-
-
-def work(where: StageDir) -> int:
-    """Returns the exit code; the record has the reason of a failure."""
     job = read_record(where.job, StageJob)
     try:
         # outermost, so that the free bytes it reports are those after the clean-up
         with report_disk_full(where.output), release_on_disk_full(where.output):
             where.output.mkdir()
-            summary = maker_of(job.stage)(job, where.output)
+            summary = make(job, where.output)
             write_record(where.outcome, StageOutcome(summary=summary, peak_bytes=_peak_bytes(job.device)))
     except FinefitError as error:
-        return _failed(where, error)
-    return 0
+        sys.exit(_failed(where, error))
 
 
 def _failed(where: StageDir, error: FinefitError) -> int:
@@ -85,42 +69,3 @@ def _peak_bytes(device: str) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     # on Linux ru_maxrss starts at what the parent process held
     return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-
-
-def maker_of(stage: AnyStage) -> Callable[[StageJob, Path], dict[str, Any]]:
-    """What fills a folder and returns a summary. Each kind is imported only where it is needed: some bring torch."""
-    match stage:
-        case PythonStage():
-            from finefit.stages import python
-
-            return python.make
-        case MakePairs(method=Sampled()):
-            from finefit.stages import sampled_pairs
-
-            return sampled_pairs.make
-        case MakePairs():
-            from finefit.stages import make_pairs
-
-            return make_pairs.make
-        case MergeAdapter():
-            from finefit.stages import merge_adapter
-
-            return merge_adapter.make
-        case BuildMoe():
-            from finefit.stages import build_moe
-
-            return build_moe.make
-        case Gate():
-            from finefit.stages import gate
-
-            return gate.make
-        case CompareStage():
-            from finefit.stages import compare
-
-            return compare.make
-        case TrainStage() | EvaluateStage():
-            raise AssertionError("the launcher has other workers for them")
-
-
-if __name__ == "__main__":
-    main()

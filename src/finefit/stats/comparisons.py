@@ -1,24 +1,16 @@
 """Two models, or two raters, on the same items: how much they differ, and how far that can be trusted."""
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from finefit.stats.intervals import (
-    CONFIDENCE,
-    PLAIN,
-    Interval,
-    Numbers,
-    difference_ends,
-    require_sample,
-    standard_error,
-    studentised,
-    wilson,
-    wilson_ends,
-)
-from finefit.stats.metrics import Metric, combined, effective, is_binary, require_finite, top_of
+from finefit.stats import intervals
+from finefit.stats.intervals import Interval, Numbers
+from finefit.stats.metrics import Metric, combined, effective, is_binary, item_weights, require_finite, top_of
 
 EXACT_AT_MOST = 13
 """With at most so many differing items, every exchange is tried: 8,192 of them."""
@@ -40,30 +32,28 @@ class Difference:
     n: int
 
 
-def paired(
-    metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0, confidence: float = CONFIDENCE
-) -> Difference:
+def paired(metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0) -> Difference:
     """Rows of both tables belong to the same items."""
     if first.shape != second.shape:
         sizes = f"{len(first)} and {len(second)}"
         raise ValueError(f"{sizes} items cannot be paired; give the same items in the same order")
     n = len(first)
-    require_sample(n, confidence)
+    intervals.require_sample(n)
     values = require_finite(metric, first), require_finite(metric, second)
     value = values[1] - values[0]
-    low, high = _ends(metric, first, second, values, seed, confidence)
+    low, high = _ends(metric, first, second, values, seed)
     p = permutation_p(metric, first, second, seed=seed)
     return Difference(value=value, low=min(low, value), high=max(high, value), p=p, n=n)
 
 
 def _ends(
-    metric: Metric, first: Numbers, second: Numbers, values: tuple[float, float], seed: int, confidence: float
+    metric: Metric, first: Numbers, second: Numbers, values: tuple[float, float], seed: int
 ) -> tuple[float, float]:
     n, both = len(first), np.concatenate([first, second], axis=1)
     tops = [top_of(metric, table, value) for table, value in zip((first, second), values, strict=True)]
     top = tops[0] if None not in tops else None
     if metric.aggregate == "rate" and is_binary(both):
-        return difference_ends(float((second > first).sum()), float((second < first).sum()), n, confidence)
+        return intervals.difference_ends(float((second > first).sum()), float((second < first).sum()), n)
     if n == 1:
         return (-np.inf, np.inf) if top is None else (-top, top)
 
@@ -73,35 +63,23 @@ def _ends(
 
     widest = (-np.inf, np.inf)
     if metric.aggregate in ("rate", "mean", "ratio", "f1") and top is not None:
-        widest = _widest(metric, first, second, top, confidence)
-    if standard_error(statistic, both) == 0:
+        widest = _widest(metric, first, second, top)
+    if intervals.standard_error(statistic, both) == 0:
         return widest if math.isfinite(widest[0]) else (values[1] - values[0],) * 2
-    low, high = studentised(statistic, both, scale=PLAIN, seed=seed, confidence=confidence)
+    low, high = intervals.studentised(statistic, both, scale=intervals.PLAIN, seed=seed)
     return max(low, widest[0]), min(high, widest[1])
 
 
-def _widest(metric: Metric, first: Numbers, second: Numbers, top: float, confidence: float) -> tuple[float, float]:
+def _widest(metric: Metric, first: Numbers, second: Numbers, top: float) -> tuple[float, float]:
     """As if every item's change were a share of items that go from 0 to the top, or back: nothing spreads wider."""
     n = min(effective(metric, first), effective(metric, second))
-    weights = _weights(metric, first, second)
+    weights = item_weights(metric, first) + item_weights(metric, second)
+    whole = float(weights.sum())
+    weights = weights / whole if whole else np.full(len(first), 1 / len(first))
     changes = (combined(metric, second, 1) - combined(metric, first, 1)) / top
     gained, lost = (float((weights * np.maximum(sign * changes, 0)).sum()) * n for sign in (1, -1))
-    low, high = difference_ends(gained, lost, n, confidence)
+    low, high = intervals.difference_ends(gained, lost, n)
     return top * low, top * high
-
-
-def _weights(metric: Metric, first: Numbers, second: Numbers) -> Numbers:
-    """The weight of each item; they sum to 1."""
-    match metric.aggregate:
-        case "ratio":
-            weights = first[:, 1] + second[:, 1]
-        case "f1":
-            weights = first[:, 1:3].sum(axis=1) + second[:, 1:3].sum(axis=1)
-        case _:
-            weights = np.ones(len(first))
-    whole = float(weights.sum())
-    shares: Numbers = weights / whole if whole else np.full(len(first), 1 / len(first))
-    return shares
 
 
 def permutation_p(metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0) -> float:
@@ -116,21 +94,16 @@ def permutation_p(metric: Metric, first: Numbers, second: Numbers, *, seed: int 
         return combined(metric, other - moved, n) - combined(metric, one + moved, n)
 
     seen = abs(float(difference(np.zeros((1, len(change))))[0]))
-    is_exact = len(change) <= EXACT_AT_MOST
-    blocks = _every_exchange(len(change)) if is_exact else _some_exchanges(len(change), seed)
-    counted = [(int((np.abs(difference(block)) >= seen - _TIE * (1 + seen)).sum()), len(block)) for block in blocks]
-    extreme, tried = sum(found for found, _ in counted), sum(size for _, size in counted)
-    return extreme / tried if is_exact else (extreme + 1) / (tried + 1)
 
+    def extreme(exchanges: NDArray[Any]) -> int:
+        return int((np.abs(difference(exchanges.astype(np.float64))) >= seen - _TIE * (1 + seen)).sum())
 
-def _every_exchange(n: int) -> Iterator[Numbers]:
-    yield ((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(np.float64)
-
-
-def _some_exchanges(n: int, seed: int) -> Iterator[Numbers]:
-    rng, block = np.random.default_rng(seed), max(1, _BLOCK_VALUES // n)
-    for start in range(0, EXCHANGES, block):
-        yield rng.integers(2, size=(min(block, EXCHANGES - start), n), dtype=np.uint8).astype(np.float64)
+    if (width := len(change)) <= EXACT_AT_MOST:
+        return extreme((np.arange(1 << width)[:, None] >> np.arange(width)) & 1) / (1 << width)
+    rng, block = np.random.default_rng(seed), max(1, _BLOCK_VALUES // width)
+    sizes = [min(block, EXCHANGES - start) for start in range(0, EXCHANGES, block)]
+    found = sum(extreme(rng.integers(2, size=(size, width), dtype=np.uint8)) for size in sizes)
+    return (found + 1) / (EXCHANGES + 1)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -151,7 +124,6 @@ class Spread:
     """Of a sample (n - 1); None for fewer than two."""
     n: int
     missing: int
-    """Runs without a value."""
 
 
 def spread(values: Sequence[float | None]) -> Spread:
@@ -166,8 +138,6 @@ def spread(values: Sequence[float | None]) -> Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Of two raters on the same items."""
-
     observed: Interval
     """Share of the items on which both agree."""
     kappa: Interval | None
@@ -176,8 +146,6 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """How often the first of two models is preferred."""
-
     wins: int
     losses: int
     ties: int
@@ -187,30 +155,29 @@ class Preference:
     """Sign test without ties: how likely so uneven a count is if both are liked equally."""
 
 
-def kappa(pairs: Sequence[tuple[Hashable, Hashable]], *, seed: int = 0, confidence: float = CONFIDENCE) -> Agreement:
+def kappa(pairs: Sequence[tuple[Hashable, Hashable]], *, seed: int = 0) -> Agreement:
     """`pairs`: the two raters' labels of each item."""
     n = len(pairs)
-    require_sample(n, confidence)
+    intervals.require_sample(n)
     labels = {label: at for at, label in enumerate(dict.fromkeys(label for pair in pairs for label in pair))}
     cells = np.zeros((n, len(labels), len(labels)))
     for at, (one, other) in enumerate(pairs):
         cells[at, labels[one], labels[other]] = 1
-    observed = wilson(sum(one == other for one, other in pairs), n, confidence)
-    found = _kappa(cells.reshape(n, -1), observed, seed, confidence) if len(labels) > 1 else None
-    return Agreement(observed=observed, kappa=found)
-
-
-def _kappa(cells: Numbers, observed: Interval, seed: int, confidence: float) -> Interval:
-    n, sums = len(cells), cells.sum(axis=0)
+    observed = intervals.wilson(sum(one == other for one, other in pairs), n)
+    if len(labels) == 1:
+        return Agreement(observed=observed, kappa=None)
+    table = cells.reshape(n, -1)
+    sums = table.sum(axis=0)
     value = float(_kappas(sums, n))
     if n == 1:
         low, high = -1.0, 1.0
-    elif standard_error(_kappas, cells) == 0:
+    elif intervals.standard_error(_kappas, table) == 0:
         by_chance = float(_chance(sums, n))
-        low, high = ((share - by_chance) / (1 - by_chance) for share in wilson_ends(observed.value, n, confidence))
+        low, high = ((share - by_chance) / (1 - by_chance) for share in intervals.wilson_ends(observed.value, n))
     else:
-        low, high = studentised(_kappas, cells, scale=PLAIN, seed=seed, confidence=confidence)
-    return Interval(value=value, low=max(-1.0, min(low, value)), high=min(1.0, max(high, value)), n=n)
+        low, high = intervals.studentised(_kappas, table, scale=intervals.PLAIN, seed=seed)
+    found = Interval(value=value, low=max(-1.0, min(low, value)), high=min(1.0, max(high, value)), n=n)
+    return Agreement(observed=observed, kappa=found)
 
 
 def _kappas(sums: Numbers, n: int) -> Numbers:
@@ -233,10 +200,10 @@ def _square(sums: Numbers) -> Numbers:
     return sums.reshape(*sums.shape[:-1], side, side)
 
 
-def preference(wins: int, losses: int, ties: int, *, confidence: float = CONFIDENCE) -> Preference:
+def preference(wins: int, losses: int, ties: int) -> Preference:
     n = wins + losses + ties
-    require_sample(n, confidence)
-    low, high = ((1 + end) / 2 for end in difference_ends(wins, losses, n, confidence))
+    intervals.require_sample(n)
+    low, high = ((1 + end) / 2 for end in intervals.difference_ends(wins, losses, n))
     share = Interval(value=(wins + ties / 2) / n, low=low, high=high, n=n)
     return Preference(wins=wins, losses=losses, ties=ties, share=share, p=sign_test(wins, losses))
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
+_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 RESAMPLES = 1999
 """One less than a round number: the ends of an interval are then draws, and nothing lies between two of them."""
 _BLOCK_VALUES = 1 << 20  # weights of items at once: 8 MiB
@@ -38,59 +39,50 @@ class Interval:
     n: int
 
 
-def wilson(successes: int, n: int, confidence: float = CONFIDENCE) -> Interval:
+def wilson(successes: int, n: int) -> Interval:
     """Stays inside 0..1 and keeps a width at 0 and at n successes, where the textbook interval shrinks to a point."""
-    require_sample(n, confidence)
+    require_sample(n)
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} observations; give 0 to {n}")
-    low, high = wilson_ends(successes / n, n, confidence)
+    low, high = wilson_ends(successes / n, n)
     return Interval(value=successes / n, low=low, high=high, n=n)
 
 
-def wilson_ends(share: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Of the mean of n values from 0 to 1. Zeros and ones spread most, so for other values the interval is too wide and
-    never too narrow."""
-    z = normal_quantile(confidence)
-    scale = 1 + z * z / n
+def wilson_ends(share: float, n: float) -> tuple[float, float]:
+    """Of the mean of n values from 0 to 1; zeros and ones spread most, so for others it is never too narrow."""
+    z, scale = _Z, 1 + _Z * _Z / n
     centre = (share + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     # The ends are exactly 0 and 1 there; rounding would leave 1e-17.
     return 0.0 if share == 0 else max(0.0, centre - half), 1.0 if share == 1 else min(1.0, centre + half)
 
 
-def difference_ends(gained: float, lost: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def difference_ends(gained: float, lost: float, n: float) -> tuple[float, float]:
     """Bonett and Price's interval of (gained - lost) / n: of n items, `gained` went from 0 to 1 and `lost` from 1 to 0.
     One is added to both, so that the interval keeps a width if few items changed."""
     up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
-    half = normal_quantile(confidence) * math.sqrt(max(0.0, up + down - (up - down) ** 2) / (n + 2))
+    half = _Z * math.sqrt(max(0.0, up + down - (up - down) ** 2) / (n + 2))
     # If all items changed alike, the shrunken centre must not exclude the observed value.
     seen = (gained - lost) / n
     return max(-1.0, min(seen, up - down - half)), min(1.0, max(seen, up - down + half))
 
 
-def normal_quantile(confidence: float) -> float:
-    return NormalDist().inv_cdf((1 + confidence) / 2)
-
-
-def student_quantile(confidence: float, freedom: int) -> float:
-    """Of Student's t: exact for 1 and 2 degrees of freedom, by Fisher's expansion above (within 1 % at 3, 0.1 % at
-    6)."""
+def student_quantile(freedom: int) -> float:
+    """Of Student's t: exact for 1 and 2 degrees of freedom, then Fisher's expansion (within 1 % at 3, 0.1 % at 6)."""
     if freedom == 1:
-        return math.tan(math.pi * confidence / 2)
+        return math.tan(math.pi * CONFIDENCE / 2)
     if freedom == 2:
-        return confidence * math.sqrt(2 / (1 - confidence**2))
-    z, f = normal_quantile(confidence), freedom
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
+    z, f = _Z, freedom
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / f + second / f**2 + third / f**3
 
 
-def require_sample(n: int, confidence: float) -> None:
+def require_sample(n: int) -> None:
     if n < 1:
         raise ValueError(f"{n} observations; an interval needs at least 1")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence} is not a share; give a number between 0 and 1, such as 0.95")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +94,11 @@ class Scale:
     back: Callable[[float], float]
 
 
-def _same(values: Numbers) -> Numbers:
-    return values
-
-
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-PLAIN = Scale(of=_same, slope=np.ones_like, back=lambda x: x)
+PLAIN = Scale(of=lambda v: v, slope=np.ones_like, back=lambda x: x)
 LOGARITHM = Scale(of=np.log, slope=np.reciprocal, back=lambda x: math.exp(min(x, _LARGEST_EXPONENT)))
 
 
@@ -132,62 +120,47 @@ def standard_error(statistic: Statistic, table: Numbers) -> float:
     return error if error > _NO_SPREAD * (1 + abs(float(without.mean()))) else 0.0
 
 
-def studentised(
-    statistic: Statistic, table: Numbers, *, scale: Scale, seed: int, confidence: float = CONFIDENCE
-) -> tuple[float, float]:
-    """The ends of the interval; the table must show some spread. A side on which the draws have no spread of their own
-    is Student's alone."""
+def studentised(statistic: Statistic, table: Numbers, *, scale: Scale, seed: int) -> tuple[float, float]:
+    """The table must show some spread. A side on which the draws have no spread of their own is Student's alone."""
     n, error = len(table), standard_error(statistic, table)
     value = statistic(table.sum(axis=0), n)
     at, unit = float(scale.of(value)), error * float(scale.slope(value))
-    usual = student_quantile(confidence, n - 1)
+    usual, deviations = student_quantile(n - 1), np.sort(_deviations(statistic, table, scale, seed))
 
     def within(deviation: float) -> float:
         return max(usual, min(deviation, _WIDEST * usual)) if math.isfinite(deviation) else usual
 
-    deviations = np.sort(_deviations(statistic, table, scale, seed))
-    outer = round((1 - confidence) / 2 * (len(deviations) + 1))
+    outer = round((1 - CONFIDENCE) / 2 * (len(deviations) + 1))
     above, below = within(float(deviations[-outer])), within(float(-deviations[outer - 1]))
     return scale.back(at - above * unit), scale.back(at + below * unit)
 
 
 def _deviations(statistic: Statistic, table: Numbers, scale: Scale, seed: int) -> Numbers:
-    """Of every draw from the value, in standard errors of that draw; infinite if it has none. In blocks: memory does
-    not grow with the draws."""
+    """Of every draw from the value, in its own standard errors; infinite if it has none. In blocks, to save memory."""
     rng, n = np.random.default_rng(seed), len(table)
     centred = table - table.mean(axis=0)
     value = statistic(table.sum(axis=0), n)
     block = max(1, _BLOCK_VALUES // n)
     parts = []
     for start in range(0, RESAMPLES, block):
-        weights = _draw(rng, min(block, RESAMPLES - start), n)
+        draws = min(block, RESAMPLES - start)
+        picks = rng.integers(n, size=(draws, n)) + np.arange(draws)[:, None] * n
+        # how often each draw holds each item
+        weights = np.bincount(picks.ravel(), minlength=draws * n).reshape(draws, n).astype(np.float64)
         sums = weights @ table
         with np.errstate(all="ignore"):  # a draw at an end of the scale, or of equal items, has no finite deviation
-            drawn, errors = statistic(sums, n), _errors(statistic, sums, weights, centred)
+            drawn = statistic(sums, n)
+            # the standard error of each draw by the slope of the statistic at its sums
+            influence = _slopes(statistic, sums, n) @ centred.T
+            mean = (weights * influence).sum(axis=1) / n
+            errors = np.sqrt((weights * (influence - mean[:, None]) ** 2).sum(axis=1) * n / (n - 1))
             moved = (scale.of(drawn) - scale.of(value)) / (errors * scale.slope(drawn))
         flat = (errors <= _NO_SPREAD * (1 + np.abs(drawn))) | ~np.isfinite(moved)
         parts.append(np.where(flat, np.copysign(np.inf, drawn - value), moved))
     return np.concatenate(parts)
 
 
-def _draw(rng: np.random.Generator, draws: int, n: int) -> Numbers:
-    """How often each draw holds each item."""
-    picks = rng.integers(n, size=(draws, n)) + np.arange(draws)[:, None] * n
-    weights: Numbers = np.bincount(picks.ravel(), minlength=draws * n).reshape(draws, n).astype(np.float64)
-    return weights
-
-
-def _errors(statistic: Statistic, sums: Numbers, weights: Numbers, centred: Numbers) -> Numbers:
-    """The standard error of each draw by the slope of the statistic at its sums."""
-    n = len(centred)
-    influence = slopes(statistic, sums, n) @ centred.T
-    mean = (weights * influence).sum(axis=1) / n
-    variance = (weights * (influence - mean[:, None]) ** 2).sum(axis=1) * n / (n - 1)
-    errors: Numbers = np.sqrt(variance)
-    return errors
-
-
-def slopes(statistic: Statistic, sums: Numbers, n: int) -> Numbers:
+def _slopes(statistic: Statistic, sums: Numbers, n: int) -> Numbers:
     """How the value changes with each sum; 0 at a sum of 0, to which no drawn item adds."""
     found = np.zeros_like(sums)
     for at in range(sums.shape[-1]):

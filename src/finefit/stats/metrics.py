@@ -2,26 +2,15 @@
 tokens. So one resampling of items serves every metric, and two models can be compared from their records alone."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from finefit.stats.intervals import (
-    CONFIDENCE,
-    LOGARITHM,
-    PLAIN,
-    Interval,
-    Numbers,
-    log_odds,
-    require_sample,
-    standard_error,
-    studentised,
-    wilson,
-    wilson_ends,
-)
+from finefit.stats import intervals
+from finefit.stats.intervals import Interval, Numbers
 
 Aggregate = Literal["rate", "mean", "ratio", "f1", "perplexity", "bleu", "chrf"]
 
@@ -31,7 +20,6 @@ class Metric:
     name: str
     aggregate: Aggregate
     counts: tuple[str, ...]
-    """The names of the item counts that it is computed from."""
     unit: Literal["share", "points", "number"] = "share"
     """A share is shown as per cent, points as of a hundred."""
     better: Literal["higher", "lower", "neither"] = "higher"
@@ -49,11 +37,23 @@ def mean(name: str, **more: Any) -> Metric:
 
 def combined(metric: Metric, sums: Numbers, n: int) -> Numbers:
     """The metric of each row of sums (..., counts) over `n` items."""
-    return _COMBINED[metric.aggregate](sums, n)
+    match metric.aggregate:
+        case "rate" | "mean":
+            found: Numbers = sums[..., 0] / n
+        case "ratio":
+            found = _over(sums[..., 0], sums[..., 1])
+        case "f1":  # of what matched, what was predicted, and what is right
+            found = _over(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
+        case "perplexity":  # of a sum of negative log-probabilities and the number of tokens
+            found = np.exp(_over(sums[..., 0], sums[..., 1]))
+        case "bleu":
+            found = _bleu(sums)
+        case "chrf":
+            found = _chrf(sums)
+    return found
 
 
 def table(metric: Metric, items: Sequence[Mapping[str, float]]) -> Numbers:
-    """Items x counts."""
     return np.array([[item[name] for name in metric.counts] for item in items], dtype=np.float64).reshape(
         len(items), len(metric.counts)
     )
@@ -70,28 +70,8 @@ def _over(above: Numbers, below: Numbers) -> Numbers:
     return quotient
 
 
-def _mean(sums: Numbers, n: int) -> Numbers:
-    return sums[..., 0] / n
-
-
-def _ratio(sums: Numbers, _: int) -> Numbers:
-    return _over(sums[..., 0], sums[..., 1])
-
-
-def _f1(sums: Numbers, _: int) -> Numbers:
-    """Of what matched, what was predicted, and what is right."""
-    return _over(2 * sums[..., 0], sums[..., 1] + sums[..., 2])
-
-
-def _perplexity(sums: Numbers, _: int) -> Numbers:
-    """Of a sum of negative log-probabilities and the number of tokens."""
-    perplexity: Numbers = np.exp(_over(sums[..., 0], sums[..., 1]))
-    return perplexity
-
-
-def _bleu(sums: Numbers, _: int) -> Numbers:
-    """Of the answers' and the references' lengths, then matched and all n-grams of each order; an order without a match
-    is smoothed exponentially."""
+def _bleu(sums: Numbers) -> Numbers:
+    """Of both lengths, then matched and all n-grams of each order; one without a match is smoothed exponentially."""
     orders = (sums.shape[-1] - 2) // 2
     length, reference = sums[..., 0], sums[..., 1]
     matched, there = sums[..., 2 : 2 + orders], sums[..., 2 + orders :]
@@ -108,7 +88,7 @@ _CHRF_BETA = 2
 """Recall counts twice as much as precision."""
 
 
-def _chrf(sums: Numbers, _: int) -> Numbers:
+def _chrf(sums: Numbers) -> Numbers:
     """Of each order's n-grams in the answers, in the references and in both; orders that a side lacks are left out."""
     answered, wanted, matched = (sums[..., at::3] for at in range(3))
     has_both = (answered > 0) & (wanted > 0)
@@ -119,43 +99,39 @@ def _chrf(sums: Numbers, _: int) -> Numbers:
     return 100 * _over((1 + _CHRF_BETA**2) * precision * recall, _CHRF_BETA**2 * precision + recall)
 
 
-_COMBINED: dict[Aggregate, Callable[[Numbers, int], Numbers]] = {
-    "rate": _mean,
-    "mean": _mean,
-    "ratio": _ratio,
-    "f1": _f1,
-    "perplexity": _perplexity,
-    "bleu": _bleu,
-    "chrf": _chrf,
-}
-
-
 FEW = 30
 """With fewer items an interval holds the truth in 90 to 99 of 100 simulated cases, depending on their skew."""
 _AT_AN_END = 1e-12
 _TOPS = {"share": 1.0, "points": 100.0, "number": None}
 
 
-def interval_of(metric: Metric, table: Numbers, seed: int = 0, confidence: float = CONFIDENCE) -> Interval:
-    """Wilson's for a rate, the studentised bootstrap for anything else. `table`: items x counts. A single item has the
-    whole range."""
+def interval_of(metric: Metric, table: Numbers, seed: int = 0) -> Interval:
+    """Wilson's for a rate, else the studentised bootstrap. `table`: items x counts. One item has the whole range."""
     n = len(table)
-    require_sample(n, confidence)
+    intervals.require_sample(n)
     value = require_finite(metric, table)
     if metric.aggregate == "rate" and is_binary(table):
-        return wilson(int(table.sum()), n, confidence)
-    top = top_of(metric, table, value)
+        return intervals.wilson(int(table.sum()), n)
+    top, statistic = top_of(metric, table, value), partial(combined, metric)
     if n == 1:
         low, high = (0.0 if (table >= 0).all() else -math.inf), (math.inf if top is None else top)
+    elif top is None and intervals.standard_error(statistic, table) == 0:
+        low, high = value, value
     elif top is None:
-        low, high = _open_ends(metric, table, value, seed, confidence)
+        scale = intervals.LOGARITHM if value > 0 and (table >= 0).all() else intervals.PLAIN
+        low, high = intervals.studentised(statistic, table, scale=scale, seed=seed)
+    elif not _AT_AN_END < value / top < 1 - _AT_AN_END or intervals.standard_error(statistic, table) == 0:
+        # this share of other items may not have come up, worth anything
+        unseen = intervals.wilson_ends(0.0, effective(metric, table))[1]
+        low, high = value * (1 - unseen), value + (top - value) * unseen
     else:
-        low, high = _bounded_ends(metric, table, value, top, seed, confidence)
+        widest = intervals.wilson_ends(value / top, effective(metric, table))
+        low, high = intervals.studentised(statistic, table, scale=intervals.log_odds(top), seed=seed)
+        low, high = max(low, top * widest[0]), min(high, top * widest[1])
     return Interval(value=value, low=min(low, value), high=max(high, value), n=n)
 
 
 def cautions(n: int) -> tuple[str, ...]:
-    """Warnings about the intervals of so many items."""
     if n == 1:
         return ("1 item: nothing is known of the spread",)
     return (f"{n} items: the intervals may be too narrow",) if n < FEW else ()
@@ -183,36 +159,22 @@ def top_of(metric: Metric, table: Numbers, value: float) -> float | None:
     return top if top is not None and 0 <= value <= top and bool((table >= 0).all()) else None
 
 
-def effective(metric: Metric, table: Numbers) -> float:
-    """How many items of equal weight say as much (Kish): a long item weighs more if counts are summed."""
+def item_weights(metric: Metric, table: Numbers) -> Numbers:
+    """How much each item counts: a long one weighs more if counts are summed."""
     match metric.aggregate:
         case "rate" | "mean":
-            return float(len(table))
+            return np.ones(len(table))
         case "ratio":
-            weights = table[:, 1]
+            weights: Numbers = table[:, 1]
         case "f1":
             weights = table[:, 1] + table[:, 2]
         case _:
             weights = table.sum(axis=1)
+    return weights
+
+
+def effective(metric: Metric, table: Numbers) -> float:
+    """How many items of equal weight say as much (Kish)."""
+    weights = item_weights(metric, table)
     squares = float((weights**2).sum())
     return max(1.0, float(weights.sum()) ** 2 / squares) if squares > 0 else float(len(table))
-
-
-def _bounded_ends(
-    metric: Metric, table: Numbers, value: float, top: float, seed: int, confidence: float
-) -> tuple[float, float]:
-    n, statistic = effective(metric, table), partial(combined, metric)
-    if not _AT_AN_END < value / top < 1 - _AT_AN_END or standard_error(statistic, table) == 0:
-        unseen = wilson_ends(0.0, n, confidence)[1]  # this share of other items may not have come up, worth anything
-        return value * (1 - unseen), value + (top - value) * unseen
-    widest = wilson_ends(value / top, n, confidence)
-    low, high = studentised(statistic, table, scale=log_odds(top), seed=seed, confidence=confidence)
-    return max(low, top * widest[0]), min(high, top * widest[1])
-
-
-def _open_ends(metric: Metric, table: Numbers, value: float, seed: int, confidence: float) -> tuple[float, float]:
-    statistic = partial(combined, metric)
-    if standard_error(statistic, table) == 0:
-        return value, value
-    scale = LOGARITHM if value > 0 and bool((table >= 0).all()) else PLAIN
-    return studentised(statistic, table, scale=scale, seed=seed, confidence=confidence)

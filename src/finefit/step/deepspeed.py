@@ -24,21 +24,10 @@ from finefit.artifacts.stage_records import Stage
 from finefit.errors import SpecError
 from finefit.objective.batch import Batch, Forward
 from finefit.spec.schema import AdamW, DeepSpeed, Engine
-from finefit.step.engine import (
-    Bind,
-    MakeOptimizer,
-    Peers,
-    Root,
-    ShardedEngine,
-    Slots,
-    around_backbone,
-    full_shape,
-    outside_layers,
-)
+from finefit.step.engine import Bind, MakeOptimizer, Peers, Root, ShardedEngine, Slots, full_shape
+from finefit.step.levers import layers_of
+from finefit.vision import without_adapter
 
-_SHARED_MEMORY = "deepspeed_shm_comm"
-"""An operation for inference that DeepSpeed would otherwise compile at the first start on a CPU, for minutes and with
-a compiler."""
 _STEP = -1
 """Registered as a user of a weight, it keeps ZeRO-3 from dividing the weight again before the update."""
 
@@ -55,8 +44,8 @@ def import_deepspeed(device: str) -> Any:
         remedy = "pip install 'finefit[deepspeed]', or set engine.kind: fsdp2, which divides the same"
         raise SpecError(problem, remedy) from None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if device == "cpu":
-        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    if device == "cpu":  # an operation for inference, which DeepSpeed would compile for minutes at the first start
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
@@ -104,8 +93,17 @@ class ZeroEngine(ShardedEngine):
             model=root, optimizer=optimizer, config=self._config, dist_init_required=False
         )
         if self._divides_weights:
-            self._outside = outside_layers(model)
-            _leave_alone(around_backbone(model))
+            inside = {id(p) for layer in layers_of(model) for p in layer.parameters()}
+            self._outside = [p for p in model.parameters() if id(p) not in inside]  # embedding, last norm, head
+            # A chunked loss calls the head once per chunk, on one rank more often than on another, but ZeRO-3 expects
+            # every rank to call the same modules, and gathers by what was called before. So it does not see the calls
+            # beside the backbone; the weights that they need are gathered beforehand.
+            causal = without_adapter(model)
+            backbone = set(getattr(causal, str(causal.base_model_prefix)).modules())
+            for module in causal.modules():
+                if module not in backbone:
+                    module._forward_pre_hooks.clear()
+                    module._forward_hooks.clear()
         inner: torch.optim.Optimizer = self._zero.optimizer
         return inner
 
@@ -118,14 +116,12 @@ class ZeroEngine(ShardedEngine):
         """This rank's parts. The optimizer's own tensors, which DeepSpeed has flattened, stand for all trained ones."""
         known = {id(p) for p in self._trained}
         asked = [p for p in parameters if id(p) in known] or self._trained
-        return [part for p in asked if (part := self._part(p)) is not None]
-
-    def _part(self, parameter: nn.Parameter) -> Tensor | None:
         if self._divides_weights:
-            found: Tensor = self._deepspeed.utils.safe_get_local_grad(parameter)
-            return found
-        place = parameter._hp_mapping  # type: ignore[attr-defined]
-        return None if place is None else place.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
+            parts = [self._deepspeed.utils.safe_get_local_grad(p) for p in asked]
+        else:
+            here: list[Any] = [p for p in asked if p._hp_mapping is not None]  # type: ignore[attr-defined]
+            parts = [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in here]
+        return [part for part in parts if part is not None]
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._engine.step()
@@ -198,9 +194,8 @@ class ZeroEngine(ShardedEngine):
                 kept[outside] = value.flatten()[inside].to(flat.device)
 
     def _flats(self) -> list[Tensor]:
-        zero = self._zero
-        is_zero3 = self._divides_weights
-        found: list[Tensor] = zero.fp32_partitioned_groups_flat if is_zero3 else zero.single_partition_of_fp32_groups
+        name = "fp32_partitioned_groups_flat" if self._divides_weights else "single_partition_of_fp32_groups"
+        found: list[Tensor] = getattr(self._zero, name)
         return found
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
@@ -216,18 +211,8 @@ class ZeroEngine(ShardedEngine):
         return filled.narrow(0, size * self._peers.rank, size)
 
 
-def _leave_alone(modules: Sequence[nn.Module]) -> None:
-    """A chunked loss calls the head once per chunk, on one rank more often than on another, but ZeRO-3 expects every
-    rank to call the same modules, and gathers by what was called before. So it does not see these calls; the weights
-    that they need are gathered beforehand."""
-    for module in modules:
-        module._forward_pre_hooks.clear()
-        module._forward_hooks.clear()
-
-
 def _place(parameter: nn.Parameter) -> tuple[slice, slice] | None:
-    """Where the part of a parameter that this rank keeps under ZeRO-2 is: in the parameter, and in the rank's flat
-    part."""
+    """Where this rank's part of a parameter under ZeRO-2 is: in the parameter, and in the rank's flat part."""
     place = parameter._hp_mapping  # type: ignore[attr-defined]
     if place is None:
         return None
@@ -245,7 +230,6 @@ _BUCKET_VALUES = (25 << 20) // 4
 _LIVE_VALUES = 250_000_000
 """Of weights that ZeRO-3 leaves whole because they are used again soon; 1 GB in fp32."""
 _AUTO = "auto"
-_FIX = "fix it, or leave engine.config out"
 _SPECS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "amp", "torch_autocast", "data_types")
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _FOREIGN = (
@@ -278,9 +262,7 @@ def open_config(folder: Path, stage: Stage, run: Path, *, writes: bool) -> dict[
     path = folder / DEEPSPEED_FILE
     if path.exists():
         return _read(path)
-    engine = stage.engine
-    assert isinstance(engine, DeepSpeed)
-    config = deepspeed_config(stage, user_config(engine, run))
+    config = deepspeed_config(stage, user_config(stage.engine, run))
     if writes:
         write_text(path, json.dumps(config, indent=1) + "\n")
     return config
@@ -292,19 +274,15 @@ def user_config(engine: Engine, base: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    remedy = "fix it, or leave engine.config out"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SpecError(f"engine.config: there is no {path}", "its path is relative to the spec file") from None
     except ValueError as error:
-        raise SpecError(
-            f"engine.config: {path.name} is not JSON: {error}", "fix it, or leave engine.config out"
-        ) from None
+        raise SpecError(f"engine.config: {path.name} is not JSON: {error}", remedy) from None
     if not isinstance(found, dict):
-        raise SpecError(
-            f"engine.config: {path.name} holds {type(found).__name__} instead of an object",
-            "fix it, or leave engine.config out",
-        )
+        raise SpecError(f"engine.config: {path.name} holds {type(found).__name__} instead of an object", remedy)
     return found
 
 
@@ -315,39 +293,53 @@ def deepspeed_config(stage: Stage, own: Mapping[str, Any]) -> dict[str, Any]:
             "engine.config contradicts the spec:\n" + "\n".join(f"  {line}" for line in odd),
             'take these out of it, or write "auto"; the spec decides',
         )
-    kept = {key: value for key, value in own.items() if key not in (*_SPECS, *_BATCHES)}
-    return kept | {
-        "train_micro_batch_size_per_gpu": stage.levers.micro_batch,
-        "gradient_accumulation_steps": 1,  # finefit itself knows the last micro-batch of a step
-        "gradient_clipping": 0.0,  # and clips by the norm that it reports
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": _zero(stage)
-        | {key: value for key, value in own.get("zero_optimization", {}).items() if value != _AUTO},
-    }
-
-
-def _zero(stage: Stage) -> dict[str, Any]:
     assert isinstance(stage.engine, DeepSpeed)
-    chosen: dict[str, Any] = {
+    zero: dict[str, Any] = {
         "stage": stage.engine.stage,
         "overlap_comm": stage.device == "cuda",
         "contiguous_gradients": True,
         "reduce_bucket_size": _BUCKET_VALUES,
     }
     if stage.engine.stage == 2:
-        return chosen | {"allgather_bucket_size": _BUCKET_VALUES}
-    return chosen | {
-        "stage3_prefetch_bucket_size": _BUCKET_VALUES,
-        "stage3_max_live_parameters": _LIVE_VALUES,
-        "stage3_max_reuse_distance": _LIVE_VALUES,
-        # its linear layer keeps no 16-bit copy of a weight but rounds differently from torch's; frozen weights have 16
-        # bits already
-        "memory_efficient_linear": stage.tuning.kind != "lora" and stage.precision != "fp32",
+        zero["allgather_bucket_size"] = _BUCKET_VALUES
+    else:
+        zero |= {
+            "stage3_prefetch_bucket_size": _BUCKET_VALUES,
+            "stage3_max_live_parameters": _LIVE_VALUES,
+            "stage3_max_reuse_distance": _LIVE_VALUES,
+            # keeps no 16-bit copy of a weight, but rounds differently from torch; frozen weights have 16 bits already
+            "memory_efficient_linear": stage.tuning.kind != "lora" and stage.precision != "fp32",
+        }
+    zero |= {key: value for key, value in own.get("zero_optimization", {}).items() if value != _AUTO}
+    kept = {key: value for key, value in own.items() if key not in (*_SPECS, *_BATCHES)}
+    return kept | {
+        "train_micro_batch_size_per_gpu": stage.levers.micro_batch,
+        "gradient_accumulation_steps": 1,  # finefit itself knows the last micro-batch of a step
+        "gradient_clipping": 0.0,  # and clips by the norm that it reports
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
     }
 
 
 def config_contradictions(stage: DecidedValues, own: Mapping[str, Any]) -> Iterator[str]:
-    for key, (where, wanted) in _decided(stage).items():
+    engine, adamw = stage.engine, stage.optimizer
+    assert isinstance(engine, DeepSpeed)
+    per_micro_batch = stage.levers.micro_batch * (stage.num_ranks or engine.devices)
+    decided: dict[str, tuple[str, Any]] = {  # by DeepSpeed's key: the key in the spec, and its value
+        "train_batch_size": ("global_batch", stage.global_batch),
+        "train_micro_batch_size_per_gpu": ("levers.micro_batch", stage.levers.micro_batch),
+        "gradient_accumulation_steps": ("what global_batch comes to", -(-stage.global_batch // per_micro_batch)),
+        "gradient_clipping": ("optimizer.clip", adamw.clip or 0.0),
+        "fp16.enabled": ("precision fp16", stage.precision == "fp16"),
+        "bf16.enabled": ("precision bf16", stage.precision == "bf16"),
+        "zero_optimization.stage": ("engine.stage", engine.stage),
+        "optimizer.type": ("optimizer.kind", "AdamW"),
+        "optimizer.params.lr": ("optimizer.lr", adamw.lr),
+        "optimizer.params.betas": ("optimizer.betas", list(adamw.betas)),
+        "optimizer.params.eps": ("optimizer.eps", adamw.eps),
+        "optimizer.params.weight_decay": ("optimizer.weight_decay", adamw.weight_decay),
+    }
+    for key, (where, wanted) in decided.items():
         said = _at(own, key)
         same = said.lower() == wanted.lower() if isinstance(said, str) and isinstance(wanted, str) else said == wanted
         if said not in (None, _AUTO) and not same:
@@ -363,27 +355,6 @@ def config_contradictions(stage: DecidedValues, own: Mapping[str, Any]) -> Itera
         if device not in (None, "none"):
             where = "state stays on its device; levers.offload moves activations"
             yield f"zero_optimization.{key}.device is {json.dumps(device)}, and {where}"
-
-
-def _decided(stage: DecidedValues) -> dict[str, tuple[str, Any]]:
-    """By DeepSpeed's key: the key in the spec, and its value."""
-    engine, adamw = stage.engine, stage.optimizer
-    assert isinstance(engine, DeepSpeed)
-    per_micro_batch = stage.levers.micro_batch * (stage.num_ranks or engine.devices)
-    return {
-        "train_batch_size": ("global_batch", stage.global_batch),
-        "train_micro_batch_size_per_gpu": ("levers.micro_batch", stage.levers.micro_batch),
-        "gradient_accumulation_steps": ("what global_batch comes to", -(-stage.global_batch // per_micro_batch)),
-        "gradient_clipping": ("optimizer.clip", adamw.clip or 0.0),
-        "fp16.enabled": ("precision fp16", stage.precision == "fp16"),
-        "bf16.enabled": ("precision bf16", stage.precision == "bf16"),
-        "zero_optimization.stage": ("engine.stage", engine.stage),
-        "optimizer.type": ("optimizer.kind", "AdamW"),
-        "optimizer.params.lr": ("optimizer.lr", adamw.lr),
-        "optimizer.params.betas": ("optimizer.betas", list(adamw.betas)),
-        "optimizer.params.eps": ("optimizer.eps", adamw.eps),
-        "optimizer.params.weight_decay": ("optimizer.weight_decay", adamw.weight_decay),
-    }
 
 
 def _at(own: Mapping[str, Any], key: str) -> Any:

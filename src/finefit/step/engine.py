@@ -1,15 +1,14 @@
 """How one process takes part in a step: alone, with whole copies (DDP), or with shards of weights and state (FSDP2).
 
 A worker makes its engine from its stage (`step.engine_choice.make_engine`), binds the model's forward `around` it, and
-lets it `prepare` the model, which returns the optimizer. From then on all ranks run the same number of forwards and
-backwards, since each may exchange weights or gradients; a rank with fewer micro-batches runs idle ones, of weight zero
-(`optimizer_step(idle=...)`).
+lets it `prepare` the model, which shards it in place and returns the optimizer. From then on all ranks run equally many
+forwards and backwards, since each may exchange weights or gradients; a rank with fewer micro-batches runs idle ones, of
+weight zero (`optimizer_step(idle=...)`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,16 +21,17 @@ from finefit.errors import ModelError
 from finefit.objective.batch import Batch, Forward
 from finefit.step.levers import layers_of
 
+_BUCKET_BYTES = 25 << 20
 Bind = Callable[[], Forward]
 """Applies the levers to the model and binds it."""
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Slots = dict[str, Any]
-"""An optimizer's state of one parameter, by name: moments of its shape, a count of steps."""
+"""An optimizer's state of one parameter, by name: moments of its shape, a count of steps. Empty before an update."""
 
 
 class Engine(Protocol):
-    """Gradients after `backward` are sums over all ranks of d loss / d parameter; the loss is already divided by the
-    global count."""
+    """Gradients after `backward` are sums over all ranks of d loss / d parameter, where the loss is already divided by
+    the global count; `grad_norm` and `sum` are over all ranks too."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """`is_last`: of this rank's micro-batches; what is exchanged once per step is exchanged then."""
@@ -41,17 +41,13 @@ class Engine(Protocol):
         """Those that exist, or this rank's shards of them, to be read and scaled in place."""
         ...
 
-    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Over all ranks."""
-        ...
+    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
 
     def clip(self, parameters: Sequence[nn.Parameter], most: float, grad_norm: Tensor) -> None: ...
 
     def update(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Over all ranks."""
-        ...
+    def sum(self, value: Tensor) -> Tensor: ...
 
 
 class Layout(Protocol):
@@ -59,21 +55,16 @@ class Layout(Protocol):
     layout. All ranks gather what is sharded: every rank has to ask, for the same parameters in the same order."""
 
     def around(self, bind: Bind) -> Forward:
-        """The forward that `bind` makes, called with the weights gathered. To be made before `prepare`, and again when
-        the levers change."""
+        """What `bind` makes, called with gathered weights. Before `prepare`, and again when the levers change."""
         ...
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """Shards the model in place."""
-        ...
+    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer: ...
 
     def weight(self, parameter: nn.Parameter) -> Tensor: ...
 
     def put_weight(self, parameter: nn.Parameter, value: Tensor) -> None: ...
 
-    def slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Slots:
-        """Empty before the first update."""
-        ...
+    def slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Slots: ...
 
     def put_slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slots: Slots) -> None: ...
 
@@ -138,13 +129,8 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape
 
 
-_EPSILON = 1e-6
-"""As in torch's clip_grads_with_norm_."""
-
-
 class Root(nn.Module):
-    """A module around the model whose forward is the function that it is given: the hooks of a sharding engine run
-    around that function."""
+    """Its forward is the function that it is given, so that the hooks of a sharding engine run around that function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -154,34 +140,17 @@ class Root(nn.Module):
         return function(batch)
 
 
-def outside_layers(model: nn.Module) -> list[nn.Parameter]:
-    """Embedding, last norm, head."""
-    inside = {id(p) for layer in layers_of(model) for p in layer.parameters()}
-    return [p for p in model.parameters() if id(p) not in inside]
-
-
-def around_backbone(model: nn.Module) -> list[nn.Module]:
-    """The causal model and its modules beside the backbone: a chunked loss calls them once per chunk."""
-    causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    backbone = getattr(causal, str(causal.base_model_prefix))
-    inside = {id(module) for module in backbone.modules()}
-    return [module for module in causal.modules() if id(module) not in inside]
-
-
 def summed(value: Tensor) -> Tensor:
     total = value.detach().clone()
     dist.all_reduce(total)
     return total
 
 
-class ShardedEngine:
+class ShardedEngine(SingleProcessEngine):
     """What engines whose ranks hold shards of the gradients have in common."""
 
     def __init__(self, peers: Peers, device: str) -> None:
         self._peers, self._device = peers, device
-
-    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        raise NotImplementedError
 
     def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         own = get_total_norm(gradients, foreach=True) if gradients else torch.zeros((), device=self._device)
@@ -189,13 +158,11 @@ class ShardedEngine:
 
     def clip(self, parameters: Sequence[nn.Parameter], most: float, grad_norm: Tensor) -> None:
         if gradients := self.gradients(parameters):
-            torch._foreach_mul_(gradients, torch.clamp(most / (grad_norm + _EPSILON), max=1.0))
+            # the same epsilon as in torch's clip_grads_with_norm_
+            torch._foreach_mul_(gradients, torch.clamp(most / (grad_norm + 1e-6), max=1.0))
 
     def sum(self, value: Tensor) -> Tensor:
         return summed(value)
-
-
-_BUCKET_BYTES = 25 << 20
 
 
 class DdpEngine(SingleProcessEngine):
@@ -215,13 +182,10 @@ class DdpEngine(SingleProcessEngine):
         return make_optimizer(model)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """A tensor that no rank reached stays without gradient; if only some did not (an unused expert), they add 0."""
         super().backward(loss, is_last=is_last)
-        if is_last:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        """A tensor that no rank reached stays without gradient; where only some did not reach it (an expert without
-        rows), they contribute zero."""
+        if not is_last:
+            return
         missing = self._peers.gather([at for at, p in enumerate(self._trained) if p.grad is None])
         nowhere = set.intersection(*map(set, missing))
         reached = [p for at, p in enumerate(self._trained) if at not in nowhere]
@@ -262,7 +226,7 @@ def _sum_in_place(bucket: list[Tensor]) -> None:
 class FsdpEngine(ShardedEngine):
     """Weights, gradients and optimizer state sharded by torch's `fully_shard`: a decoder layer is whole only while it
     is used; what is outside the layers (embedding, last norm, head) stays whole for a micro-batch, since a chunked loss
-    may need it again and again."""
+    needs it again and again. Every micro-batch is summed into the shards at once: no whole gradient ever waits."""
 
     def __init__(self, peers: Peers, *, device: str, compute: torch.dtype | None = None) -> None:
         """`compute`: the dtype that weights are gathered in; None: their own. Gradients are summed in their own."""
@@ -273,7 +237,11 @@ class FsdpEngine(ShardedEngine):
         self._root: Any = None
 
     def around(self, bind: Bind) -> Forward:
-        forward = self._bound(bind)
+        if self._root is not None:
+            self._root.unshard()  # binding may probe the head
+        forward = bind()
+        if self._root is not None:
+            self._root.reshard()
 
         def through(batch: Batch) -> Tensor:
             found: Tensor = self._root(forward, batch)
@@ -282,15 +250,6 @@ class FsdpEngine(ShardedEngine):
             return found
 
         return through
-
-    def _bound(self, bind: Bind) -> Forward:
-        """With the head gathered, which binding may probe."""
-        if self._root is None:
-            return bind()
-        self._root.unshard()
-        forward = bind()
-        self._root.reshard()
-        return forward
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         mesh = init_device_mesh(self._device, (self._peers.size,))
@@ -305,21 +264,14 @@ class FsdpEngine(ShardedEngine):
             raise ModelError(f"fully_shard left {', '.join(sorted(whole)[:3])} whole", "train with engine.kind ddp")
         return make_optimizer(model)
 
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:  # noqa: ARG002
-        """Every micro-batch is summed into the shards at once: whole gradients never wait for the last one."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        return [_local(p.grad) for p in parameters if p.grad is not None]
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+        return [local_part(p.grad) for p in parameters if p.grad is not None]
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         return _whole(parameter.detach()).cpu()
 
     def put_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        _local(parameter.detach()).copy_(_local(_divided(value, parameter)))
+        local_part(parameter.detach()).copy_(local_part(_divided(value, parameter)))
 
     def slots(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Slots:
         state = optimizer.state.get(parameter, {})
@@ -333,8 +285,10 @@ class FsdpEngine(ShardedEngine):
         optimizer.state[parameter] = {name: placed(value) for name, value in slots.items()}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, as FSDP2 and ZeRO-3 divide; the tensor itself where it is whole."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
+    return part
 
 
 def _whole(tensor: Tensor) -> Tensor:

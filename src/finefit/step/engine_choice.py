@@ -27,11 +27,13 @@ def make_engine(stage: Stage, peers: Peers, *, folder: Path, run: Path) -> Train
         case Ddp():
             return DdpEngine(peers)
         case Fsdp2():
-            return FsdpEngine(peers, device=stage.device, compute=_compute_dtype(stage))
+            # trained fp32 weights are gathered in the dtype of the products; frozen ones already have it
+            is_frozen = isinstance(stage.tuning, Lora)
+            dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+            return FsdpEngine(peers, device=stage.device, compute=None if is_frozen else dtypes[stage.precision])
         case DeepSpeed():
-            return ZeroEngine(
-                peers, device=stage.device, config=open_config(folder, stage, run, writes=peers.rank == 0)
-            )
+            config = open_config(folder, stage, run, writes=peers.rank == 0)
+            return ZeroEngine(peers, device=stage.device, config=config)
         case AutoEngine():
             raise FinefitError("a stage must name the engine that auto resolved to")
 
@@ -79,10 +81,3 @@ def engine_problems(engine: Engine, tuning: Tuning, optimizer: AdamW, levers: Le
 
 def _error(problem: str, remedy: str) -> Finding:
     return Finding(level="error", problem=problem, remedy=remedy)
-
-
-def _compute_dtype(stage: Stage) -> torch.dtype | None:
-    """Trained fp32 weights are gathered in the dtype of the products; frozen ones already have it."""
-    if isinstance(stage.tuning, Lora):
-        return None
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[stage.precision]

@@ -23,18 +23,10 @@ from finefit.artifacts.records import Levers
 from finefit.errors import ModelError, SpecError
 from finefit.model.adapter import as_reference, freeze_reference
 from finefit.model.attention import run_backbone
-from finefit.model.experts import is_normalised, record_routing, routers_of, top_k_of
+from finefit.model.experts import record_routing, routers_of, top_k_of
 from finefit.model.family import Watch, family_of
+from finefit.objective import losses
 from finefit.objective.batch import Batch, Forward, Objective
-from finefit.objective.losses import (
-    DpoLoss,
-    Reference,
-    RouterLoss,
-    paired_of,
-    reference_from_batch,
-    sequence_sums,
-    sft_loss,
-)
 from finefit.spec import schema
 from finefit.spec.models import Lora, Tuning
 from finefit.step.fused import FusedKernels, product_dtype
@@ -55,15 +47,16 @@ def bind(
     if (own := family_of(model).own_forward(autocast, watch)) is not None:
         return own
     causal = without_adapter(model)
-    _require_backbone(causal)
+    backbone = getattr(causal, str(getattr(causal, "base_model_prefix", "")), None)
+    if not isinstance(backbone, nn.Module) or backbone is causal:
+        problem = f"{type(causal).__name__} has no backbone below its head"
+        raise ModelError(problem, "finefit trains transformers' causal language models")
     has_vision = vision_forward_in(causal) is not None
     context, run = autocast or nullcontext(), watch(run_backbone)
     heads: list[nn.Linear | None] = [] if is_fused else [None]
 
     def logits(hidden_NH: Tensor, answer: Callable[..., Any]) -> Tensor:
-        with _answering(causal, answer(last_hidden_state=hidden_NH.unsqueeze(0))):
-            found: Tensor = causal(inputs_embeds=hidden_NH.unsqueeze(0), use_cache=False).logits.squeeze(0)
-        return found
+        return logits_after(causal, hidden_NH.unsqueeze(0), answer).squeeze(0)
 
     def logprobs(hidden_NH: Tensor, targets_N: Tensor, answer: Callable[..., Any]) -> Tensor:
         return -cross_entropy(logits(hidden_NH, answer).to(torch.float32), targets_N, reduction="none")
@@ -96,8 +89,7 @@ def bind(
 
 
 def _plain_head(causal: nn.Module, logits: Callable[[Tensor], Tensor]) -> nn.Linear | None:
-    """The head, if it is frozen and logits are its product alone, without scaling, capping or bias, as the autograd
-    graph of a probe shows."""
+    """The head, if it is frozen and a probe's autograd graph shows that logits are its product and nothing else."""
     head = causal.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None or head.weight.requires_grad:
         return None
@@ -128,8 +120,7 @@ def _nodes(last: Any) -> set[str]:
 
 
 class _LanguageOutput:
-    """The language tower's output in place of the whole backbone's: code after the backbone asks for fields that only
-    the backbone adds, and does not use them."""
+    """The language tower's output in place of the backbone's: None for fields that only the backbone adds."""
 
     def __init__(self, **answered: Any) -> None:
         self._answered: Mapping[str, Any] = answered
@@ -150,27 +141,21 @@ class _FixedOutput(nn.Module):
         return self.output
 
 
-@contextmanager
-def _answering(causal: nn.Module, output: Any) -> Iterator[None]:
+def logits_after(causal: nn.Module, hidden_BTH: Tensor, answer: Callable[..., Any] = _LanguageOutput) -> Tensor:
+    """What the code after the backbone computes from these. `answer` makes the backbone's output of them; the default
+    is that of a vision-language model outside training."""
     name = str(causal.base_model_prefix)
     backbone = getattr(causal, name)
-    setattr(causal, name, _FixedOutput(output))
+    setattr(causal, name, _FixedOutput(answer(last_hidden_state=hidden_BTH)))
     try:
-        yield
+        found: Tensor = causal(inputs_embeds=hidden_BTH, use_cache=False).logits
     finally:
         setattr(causal, name, backbone)
-
-
-def _require_backbone(causal: nn.Module) -> None:
-    backbone = getattr(causal, str(getattr(causal, "base_model_prefix", "")), None)
-    if not isinstance(backbone, nn.Module) or backbone is causal:
-        problem = f"{type(causal).__name__} has no backbone below its head"
-        raise ModelError(problem, "finefit trains transformers' causal language models")
+    return found
 
 
 def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> AbstractContextManager[Any]:
-    """fp16 also needs a loss scale; fp32 needs no autocast. `with_cache`: a trained weight is cast once in a forward,
-    and the cast is kept to its end."""
+    """fp16 also needs a loss scale. `with_cache`: the cast of a trained weight is kept to the end of a forward."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=with_cache)
 
@@ -178,13 +163,6 @@ def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> Abs
 def keeps_casts(tuning: Tuning, levers: Levers) -> bool:
     """Not where full weights are trained and layers are recomputed: the casts would be a second copy of all weights."""
     return isinstance(tuning, Lora) or levers.recompute == 0
-
-
-def logits_after(causal: nn.Module, hidden_BTH: Tensor) -> Tensor:
-    """What the code after the backbone of a vision-language model computes from these, outside training."""
-    with _answering(causal, _LanguageOutput(last_hidden_state=hidden_BTH)):
-        found: Tensor = causal(inputs_embeds=hidden_BTH, use_cache=False).logits
-    return found
 
 
 def head_logprobs(
@@ -214,17 +192,17 @@ def _losses(
     dtype = product_dtype(hidden_NH)
     weight = weight_VH.to(dtype)
     cross_entropy_of = _cross_entropy_ if kernels is None else kernels.cross_entropy
-    losses = []
+    found = []
     for at in range(0, len(targets_N), chunk):
         part = slice(at, at + chunk)
         logits_CV = hidden_NH[part].to(dtype) @ weight.t()
-        losses.append(cross_entropy_of(logits_CV, targets_N[part]))
+        found.append(cross_entropy_of(logits_CV, targets_N[part]))
         if derivatives_NH is not None and derivatives_NH.dtype == dtype:
             torch.mm(logits_CV, weight, out=derivatives_NH[part])
         elif derivatives_NH is not None:
             derivatives_NH[part] = logits_CV @ weight
         del logits_CV
-    return torch.cat(losses)
+    return torch.cat(found)
 
 
 class _Head(torch.autograd.Function):
@@ -261,24 +239,24 @@ def make_objective(asked: schema.Objective, tuning: Tuning, model: nn.Module, fo
         return own
     match asked:
         case schema.Sft():
-            return sft_loss
+            return losses.sft_loss
         case schema.Dpo(beta=beta):
             is_cached = is_reference_cached(asked, tuning)
-            return DpoLoss(
-                beta=beta, reference=reference_from_batch if is_cached else starting_reference(model, forward)
-            )
+            reference = losses.reference_from_batch if is_cached else starting_reference(model, forward)
+            return losses.DpoLoss(beta=beta, reference=reference)
         case schema.Router(balance=balance):
-            return RouterLoss(balance=balance, listen=partial(record_routing, trained_routers(model)))
+            return losses.RouterLoss(balance=balance, listen=partial(record_routing, trained_routers(model)))
 
 
 def trained_routers(model: nn.Module) -> list[nn.Module]:
     """The routers of a mixture, or an error that says why they cannot be trained."""
     routers = routers_of(model)
     if not routers:
-        name = type(model.get_base_model() if isinstance(model, peft.PeftModel) else model).__name__
+        name = type(without_adapter(model)).__name__
         problem = f"objective.kind: router, and {name} has no routers: it is not a mixture of experts"
         raise SpecError(problem, "build one with a stage of kind build_moe, or set objective: {kind: sft}")
-    if all(top_k_of(router) == 1 and is_normalised(router) for router in routers.values()):
+    # a router without a switch for it makes the weights of the chosen experts sum to one
+    if all(top_k_of(router) == 1 and getattr(router, "norm_topk_prob", True) for router in routers.values()):
         problem = (
             "objective.kind: router, and one expert answers each token with weight one, whatever the router says, so "
             "the language-model loss gives the router no gradient"
@@ -294,8 +272,7 @@ def trained_routers(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_reference_copy(asked: schema.Objective, tuning: Tuning, model: nn.Module) -> None:
-    """Before a checkpoint is restored: where training continues an adapter, a frozen copy of it is the reference. A new
-    adapter is just disabled."""
+    """Before a checkpoint is restored: of an adapter that is trained further. A new one is disabled for a reference."""
     continues = isinstance(tuning, Lora) and tuning.adapter is not None
     if isinstance(asked, schema.Dpo) and continues and not is_reference_cached(asked, tuning):
         assert isinstance(model, peft.PeftModel)
@@ -303,17 +280,16 @@ def keep_reference_copy(asked: schema.Objective, tuning: Tuning, model: nn.Modul
 
 
 def is_reference_cached(asked: schema.Objective, tuning: Tuning) -> bool:
-    """Whether the reference is computed before the first step: without an adapter the starting weights do not survive
-    it."""
+    """Whether it is computed before the first step, which the starting weights without an adapter do not survive."""
     return isinstance(asked, schema.Dpo) and (asked.reference == "cached" or not isinstance(tuning, Lora))
 
 
-def starting_reference(model: nn.Module, forward: Forward) -> Reference:
+def starting_reference(model: nn.Module, forward: Forward) -> losses.Reference:
     """The same weights without what training adds: never a second model."""
 
     def reference(batch: Batch) -> Tensor:
         with eval_without_grad(model), as_reference(model):
-            return sequence_sums(forward(batch), paired_of(batch))
+            return losses.sequence_sums(forward(batch), losses.paired_of(batch))
 
     return reference
 

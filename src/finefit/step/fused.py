@@ -1,5 +1,4 @@
-"""Adapters, norms, rotary embedding and gated MLPs as single autograd nodes: the same numbers with fewer kernels and
-less memory.
+"""Adapters, norms, rotary embedding and gated MLPs as single autograd nodes: fewer kernels, less memory, same numbers.
 
 A module is recognised by its code: one whose `forward` is instruction for instruction that of transformers' Llama can
 use a kernel written for Llama. N tokens, I in, O out, r rank, H heads, W width of a head.
@@ -20,6 +19,13 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 
 from finefit.errors import SpecError
+
+_DENSE = ("Linear", "Linear4bit", "Nf4Linear")
+"""Layers whose output is the product with their weight: torch's own, and those in four bits."""
+Dense = Callable[[nn.Module], Tensor]
+"""A frozen layer's weight as a matrix, quantised or not."""
+Weight = Callable[[], Tensor]
+"""The same of one layer."""
 
 
 class LeverForward(partial[Any]):
@@ -67,7 +73,6 @@ def kernels_here(device: str) -> FusedKernels | None:
 
 
 def dense_weight(layer: nn.Module) -> Tensor:
-    """As a matrix, quantised or not."""
     weight: Any = layer.weight
     if getattr(weight, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit  # an extra: finefit[gpu]
@@ -77,22 +82,15 @@ def dense_weight(layer: nn.Module) -> Tensor:
     return weight
 
 
-def fuse(
-    model: nn.Module,
-    kernels: FusedKernels | None,
-    dense: Callable[[nn.Module], Tensor],
-    again: Collection[nn.Module] = (),
-) -> None:
-    """`kernels` is None where only torch's own operations exist; adapters are single nodes there too. `dense` gives a
-    frozen layer's weight as a matrix, quantised or not. `again`: modules that are recomputed in backward."""
+def fuse(model: nn.Module, kernels: FusedKernels | None, dense: Dense, again: Collection[nn.Module] = ()) -> None:
+    """`kernels` is None where only torch's own operations exist; adapters are single nodes there too. `again`: modules
+    that are recomputed in backward."""
     recomputed = {id(module) for layer in again for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, LoraLayer) and type(module).__name__ in _DENSE:
             module.forward = LeverForward(_lora, module, dense, id(module) in recomputed)
-        elif kernels is not None:
-            forward = _known(module, kernels)
-            if forward is not None:
-                module.forward = forward
+        elif kernels is not None and (forward := _known(module, kernels)) is not None:
+            module.forward = forward
 
 
 def release(model: nn.Module) -> None:
@@ -129,9 +127,7 @@ def _same(code: CodeType, other: CodeType) -> bool:
     return read(code) == read(other)
 
 
-def _lora(
-    layer: Any, dense: Callable[[nn.Module], Tensor], is_apart: bool, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+def _lora(layer: Any, dense: Dense, is_apart: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """As peft computes it; anything but a single plain adapter is left to peft."""
     name = _plain_adapter(layer)
     if name is None or args or kwargs:
@@ -147,10 +143,6 @@ def _lora(
     token_NO, xa_Nr = _Adapter.apply(flat_NI, down.weight, up.weight, weight, scaling, share, base.out_features)  # type: ignore[no-untyped-call]
     out = _Product.apply(token_NO, flat_NI.detach(), xa_Nr, up.weight.detach(), base.bias, weight)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], -1)
-
-
-_DENSE = ("Linear", "Linear4bit", "Nf4Linear")
-"""Layers whose output is the product with their weight: torch's own, and those in four bits."""
 
 
 def _plain_adapter(layer: Any) -> str | None:
@@ -176,7 +168,7 @@ def _scaled(left: Tensor, right: Tensor, scaling: float) -> Tensor:
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scaling)
 
 
-def _through(x_NI: Tensor, xa_Nr: Tensor, up_Or: Tensor, bias: Tensor | None, weight: Callable[[], Tensor]) -> Tensor:
+def _through(x_NI: Tensor, xa_Nr: Tensor, up_Or: Tensor, bias: Tensor | None, weight: Weight) -> Tensor:
     dtype = xa_Nr.dtype
     given, matrix = x_NI.to(dtype), weight().to(dtype).t()
     out = given @ matrix if bias is None else torch.addmm(bias.to(dtype), given, matrix)
@@ -214,7 +206,7 @@ class _Whole(torch.autograd.Function):
         down_rI: Tensor,
         up_Or: Tensor,
         bias: Tensor | None,
-        weight: Callable[[], Tensor],
+        weight: Weight,
         scaling: float,
         share: float,
     ) -> Tensor:
@@ -240,7 +232,7 @@ class _Adapter(torch.autograd.Function):
         x_NI: Tensor,
         down_rI: Tensor,
         up_Or: Tensor,
-        weight: Callable[[], Tensor],
+        weight: Weight,
         scaling: float,
         share: float,
         num_out: int,
@@ -261,19 +253,13 @@ class _Adapter(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ARG004
-        _token_NO: Tensor,
-        x_NI: Tensor,
-        xa_Nr: Tensor,
-        up_Or: Tensor,
-        bias: Tensor | None,
-        weight: Callable[[], Tensor],
+        _: Any, _token_NO: Tensor, x_NI: Tensor, xa_Nr: Tensor, up_Or: Tensor, bias: Tensor | None, weight: Weight
     ) -> Tensor:
         return _through(x_NI, xa_Nr, up_Or, bias, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NO: Tensor) -> Any:  # noqa: ARG004
+    def backward(_: Any, gradient_NO: Tensor) -> Any:
         return gradient_NO, None, None, None, None, None
 
 

@@ -1,5 +1,4 @@
-"""The exact levers applied to a model: what is kept, recomputed, or offloaded to host memory. The gradient does not
-change.
+"""The exact levers applied to a model: what is kept, recomputed or offloaded. The gradient does not change.
 
 Offloaded layer inputs wait in pinned host memory between forward and backward, with copies beside the computation: one
 tensor is on its way out while the next layer computes, one on its way back while the layer after it does. Both
@@ -8,7 +7,7 @@ directions wait for events and never for the host. Layers come back in reverse o
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError, SpecError
 from finefit.model.family import TransformersFamily, family_of
-from finefit.step.fused import FusedKernels, LeverForward, dense_weight, fuse, release
+from finefit.step.fused import Dense, FusedKernels, LeverForward, dense_weight, fuse, release
 from finefit.vision import tower_of, vision_forward_in, without_adapter
 
 
@@ -83,16 +82,12 @@ class PinnedMemory:
         waiting.coming = None
         if arrived is not None:
             torch.cuda.current_stream(waiting.device).wait_event(arrived)
-        self._call_next()
-        return tensor
-
-    def _call_next(self) -> None:
-        """The next to be fetched is the last that was put."""
-        while self._waiting:
+        while self._waiting:  # the next to be fetched is the last that was put
             following = self._waiting.pop()()
             if following is not None and following.coming is None:
                 self._call_back(following)
-                return
+                break
+        return tensor
 
     def _call_back(self, waiting: _Waiting) -> None:
         if self._waiting and self._waiting[-1]() is waiting:
@@ -116,8 +111,7 @@ class PinnedMemory:
         return self._streams[device]
 
     def _buffer(self, tensor: Tensor) -> Tensor:
-        """The smallest free one that is large enough; else a new one replaces the largest, so that no more are held
-        than a step needs."""
+        """The smallest free one that is large enough; else a new one, which replaces the largest free one."""
         num_bytes = tensor.numel() * tensor.element_size()
         large = [at for at, held in enumerate(self._free) if held.numel() >= num_bytes]
         if large:
@@ -146,7 +140,6 @@ _ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._flash_attention_forward.default,
 ]
-Layer = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around a layer's forward, and around its recomputation."""
 
@@ -156,10 +149,9 @@ def apply_levers(
     levers: Levers,
     store: ActivationStore | None = None,
     kernels: FusedKernels | None = None,
-    dense: Callable[[nn.Module], Tensor] = dense_weight,
+    dense: Dense = dense_weight,
 ) -> None:
-    """To a model that is to be trained; may be called again with other levers. `kernels`: the fused ones of this
-    device."""
+    """May be called again with other levers. `kernels`: the fused ones of this device."""
     family = family_of(model)
     layers: list[Any] = family.layers()
     if levers.recompute > len(layers):
@@ -168,11 +160,13 @@ def apply_levers(
     if refused := family.refused_levers(levers):
         problem = f"{', '.join(refused)} cannot be applied to {family.name}"
         raise SpecError(problem, "leave them at auto; micro_batch and recompute apply to every model")
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = levers.adapter_inputs != "bf16"
     if not isinstance(family, TransformersFamily):
         release(model)
         for layer in layers[: levers.recompute]:
             layer.forward = LeverForward(_recomputed, layer.forward)
-        _keep_inputs(model, levers)
         return
     recompute = _recomputation(levers, store or PinnedMemory())
     others = _recomputed_others(model, levers)
@@ -187,22 +181,17 @@ def apply_levers(
         layer.gradient_checkpointing = at < levers.recompute
         layer._gradient_checkpointing_func = recompute
         if levers.mlp_tiles > 1:
-            _tile(layer, levers.mlp_tiles)
+            mlp = getattr(layer, "mlp", None)
+            # one that works token by token; an MLP that routes tokens to experts is left whole
+            if isinstance(mlp, nn.Module) and not hasattr(mlp, "experts"):
+                mlp.forward = LeverForward(_tiled, mlp.forward, levers.mlp_tiles)
     for layer in other_layers(model):
         layer.gradient_checkpointing = any(layer is other for other in others)
         layer._gradient_checkpointing_func = _recomputation(replace(levers, offload=False), PinnedMemory())
-    _keep_inputs(model, levers)
-
-
-def _keep_inputs(model: nn.Module, levers: Levers) -> None:
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.cast_input_dtype_enabled = levers.adapter_inputs != "bf16"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Those that levers count: in a vision-language model its language tower's, in a custom model those that it
-    names."""
+    """Those that levers count: a vision-language model's in its language tower, a custom model's as it names them."""
     return family_of(model).layers()
 
 
@@ -223,26 +212,21 @@ def other_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def _recomputed_others(model: nn.Module, levers: Levers) -> list[GradientCheckpointingLayer]:
-    """All of them where any layer is recomputed, from the first with a trained tensor: those before it keep nothing
-    anyway."""
+    """Where any layer is recomputed: all from the first with a trained tensor. Those before it keep nothing anyway."""
     others = other_layers(model) if levers.recompute else []
     trained = (at for at, layer in enumerate(others) if any(p.requires_grad for p in layer.parameters()))
     return others[next(trained, len(others)) :]
 
 
 def _recomputation(levers: Levers, store: ActivationStore) -> Callable[..., Any]:
-    contexts = partial(create_selective_checkpoint_contexts, _ATTENTION) if levers.keep_attention else _no_contexts
+    contexts = partial(create_selective_checkpoint_contexts, _ATTENTION) if levers.keep_attention else noop_context_fn
     if levers.offload:
         return partial(_offloaded, contexts, store)
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
-def _no_contexts() -> Contexts:
-    return nullcontext(), nullcontext()
-
-
 def _offloaded(
-    contexts: Callable[[], Contexts], store: ActivationStore, layer: Layer, hidden: Tensor, *rest: Any
+    contexts: Callable[[], Contexts], store: ActivationStore, layer: Callable[..., Any], hidden: Tensor, *rest: Any
 ) -> Any:
     """The first call takes the input itself, the call in backward takes the stored one."""
     given, requires_grad = [hidden], hidden.requires_grad
@@ -266,13 +250,6 @@ def _refilled(given: list[Tensor], fetch: Callable[[], Tensor], inner: AbstractC
     given.append(fetch())
     with inner:
         yield
-
-
-def _tile(layer: nn.Module, tiles: int) -> None:
-    """An MLP that works token by token; one that routes tokens to experts is left whole."""
-    mlp = getattr(layer, "mlp", None)
-    if isinstance(mlp, nn.Module) and not hasattr(mlp, "experts"):
-        mlp.forward = LeverForward(_tiled, mlp.forward, tiles)
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, hidden_BTH: Tensor) -> Tensor:

@@ -37,17 +37,6 @@ def _kernel(logits, targets, losses, stride, num_columns, BLOCK: tl.constexpr): 
         tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < num_columns)
 
 
-def cross_entropy_(logits_NV: Tensor, targets_N: Tensor, losses_N: Tensor) -> None:
-    """Cross entropy of every row and its gradient, in place: two passes over the logits, and nothing is read on the
-    host. Fills the losses; each logit becomes the derivative of its row's loss."""
-    num_rows, num_columns = logits_NV.shape
-    block = min(_BLOCK, triton.next_power_of_2(num_columns))
-    with torch.cuda.device(logits_NV.device):
-        _kernel[(num_rows,)](
-            logits_NV, targets_N, losses_N, logits_NV.stride(0), num_columns, BLOCK=block, num_warps=_WARPS
-        )
-
-
 class LigerKernels:
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:
         mode, offset = ("gemma", 1.0) if is_gemma else ("llama", 0.0)
@@ -80,6 +69,12 @@ class LigerKernels:
         return found[0], found[1]
 
     def cross_entropy(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        losses_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
-        cross_entropy_(logits_NV, targets_N, losses_N)
+        """In two passes over the logits; nothing is read on the host."""
+        num_rows, num_columns = logits_NV.shape
+        losses_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
+        block = min(_BLOCK, triton.next_power_of_2(num_columns))
+        with torch.cuda.device(logits_NV.device):
+            _kernel[(num_rows,)](
+                logits_NV, targets_N, losses_N, logits_NV.stride(0), num_columns, BLOCK=block, num_warps=_WARPS
+            )
         return losses_N

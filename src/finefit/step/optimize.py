@@ -1,5 +1,4 @@
-"""The one function that performs an optimizer step, and what it depends on: the update inside backward, the learning
-rate, the loss scale of fp16.
+"""The one function that performs an optimizer step, the update inside backward, learning rates, fp16's loss scale.
 
 Training calls it with real tensors, a rehearsal with fake ones, so it never reads a tensor on the host: counts come
 with the batch, and the injected `decide` says whether the update is applied.
@@ -7,7 +6,7 @@ with the batch, and the injected `decide` says whether the update is applied.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +18,7 @@ from finefit.errors import FinefitError, SpecError
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.step.engine import SINGLE_PROCESS, Engine
 
+_LOSS = "loss"
 Decide = Callable[[Tensor], bool]
 """Given whether loss and gradient are finite, says whether the update is applied."""
 
@@ -57,51 +57,29 @@ def optimizer_step(
     clipped or accumulated."""
     whole = sum(objective.count(batch) for batch in batches) if count is None else count
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if update == "inside":
-        if loss_scale != 1.0 or idle:
-            raise FinefitError("an update inside backward takes neither a loss scale nor idle batches")
-        return _updated_inside(batches, forward, objective, engine, optimizer, decide, whole=whole)
-    parts = _accumulate(batches, idle, forward, objective, engine, whole=whole, loss_scale=loss_scale)
+    if update == "inside" and (loss_scale != 1.0 or idle):
+        raise FinefitError("an update inside backward takes neither a loss scale nor idle batches")
+    if update == "inside" and len(batches) != 1:
+        raise FinefitError(f"an update inside backward needs the step in one micro-batch, not in {len(batches)}")
+    with _updated_inside(optimizer, parameters) if update == "inside" else nullcontext() as norms:
+        parts = _accumulate(batches, idle, forward, objective, engine, whole=whole, loss_scale=loss_scale)
     means = {name: engine.sum(part) for name, part in parts.items()}
     loss = means.pop(_LOSS)
-    gradients = engine.gradients(parameters)
-    if loss_scale != 1.0:
-        torch._foreach_mul_(gradients, 1 / loss_scale)
-    grad_norm = engine.grad_norm(gradients)
-    del gradients
+    if norms is None:
+        gradients = engine.gradients(parameters)
+        if loss_scale != 1.0:
+            torch._foreach_mul_(gradients, 1 / loss_scale)
+        grad_norm = engine.grad_norm(gradients)
+        del gradients
+    else:  # no norm at all where only vision towers are trained and no row has an image
+        grad_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)
     applied = decide(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    if applied:
+    if norms is None and applied:
         if clip is not None:
             engine.clip(parameters, clip, grad_norm)
         engine.update(optimizer)
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(loss=loss, grad_norm=grad_norm, applied=applied, measures=means)
-
-
-_LOSS = "loss"
-
-
-def _updated_inside(
-    batches: Sequence[Batch],
-    forward: Forward,
-    objective: Objective,
-    engine: Engine,
-    optimizer: torch.optim.Optimizer,
-    decide: Decide,
-    *,
-    whole: int,
-) -> StepOutcome:
-    """A gradient that is not finite leaves its tensor alone; `decide` only reports it."""
-    if len(batches) != 1:
-        raise FinefitError(f"an update inside backward needs the step in one micro-batch, not in {len(batches)}")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    with updated_inside(optimizer, parameters) as norms:
-        parts = _accumulate(batches, (), forward, objective, engine, whole=whole, loss_scale=1.0)
-    loss = parts.pop(_LOSS)
-    # no norm at all where only vision towers are trained and no row has an image
-    grad_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(loss)
-    applied = decide(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    return StepOutcome(loss=loss, grad_norm=grad_norm, applied=applied, measures=parts)
 
 
 def _accumulate(
@@ -127,12 +105,12 @@ def _accumulate(
 
 
 @contextmanager
-def updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+def _updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
     """Each tensor is updated as soon as its gradient is complete, and the gradient is freed before the next one is
     computed. Yields the list of the gradients' norms, one for each tensor.
 
-    A gradient that is not finite leaves its own tensor alone without being read on the host; other tensors may have
-    been updated by then."""
+    A gradient that is not finite leaves its own tensor alone without being read on the host, and `decide` only reports
+    it; other tensors may have been updated by then."""
     if not isinstance(optimizer, torch.optim.AdamW):
         problem = "levers.update: inside needs optimizer.kind adamw, whose kernel skips gradients that are not finite"
         raise SpecError(problem, "--set levers.update=after")
@@ -160,8 +138,7 @@ def updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
 def learning_rate(
     step: int, *, peak: float, kind: Literal["cosine", "linear", "constant"], total_steps: int, warmup_steps: int
 ) -> float:
-    """Of optimizer step `step`, counted from 0: a pure function, so nothing needs saving. Warm-up rises to the peak;
-    cosine and linear fall towards 0 after the last step."""
+    """Of step `step`, counted from 0; a pure function, so nothing is saved. Cosine and linear fall towards 0."""
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)
     done = (step - warmup_steps) / max(1, total_steps - warmup_steps)

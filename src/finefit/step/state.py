@@ -1,20 +1,16 @@
-"""The optimizer's state and the random numbers as named tensors, restored bit for bit; and the proof that frozen
-weights did not change."""
+"""Optimizer state and random numbers as named tensors, restored bit for bit; proof that frozen weights are."""
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from finefit.errors import FinefitError, RunError, SpecError
 from finefit.spec.schema import AdamW
-from finefit.step.engine import SINGLE_PROCESS, Layout, full_shape
+from finefit.step.engine import SINGLE_PROCESS, Layout, full_shape, local_part
 
 OPTIMIZER = "finefit_optimizer.safetensors"
 RNG = "finefit_rng.safetensors"
@@ -24,8 +20,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 
 def make_optimizer(model: nn.Module, spec: AdamW, *, device: str = "cpu") -> torch.optim.Optimizer:
-    """Weight decay applies to matrices, not to biases and norms. On a card the update is one kernel without
-    temporaries."""
+    """Weight decay is for matrices, not biases and norms. On a card the update is one kernel without temporaries."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -35,13 +30,6 @@ def make_optimizer(model: nn.Module, spec: AdamW, *, device: str = "cpu") -> tor
     if spec.kind == "adamw":
         kernel = {"fused": True} if device == "cuda" else {"foreach": True}
         return torch.optim.AdamW(filled, lr=spec.lr, betas=spec.betas, eps=spec.eps, **kernel)
-    return _of_bitsandbytes(filled, spec, device)
-
-
-_BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
-
-
-def _of_bitsandbytes(groups: list[dict[str, Any]], spec: AdamW, device: str) -> torch.optim.Optimizer:
     if device != "cuda":
         raise SpecError(f"optimizer.kind {spec.kind} needs a CUDA device", "set optimizer.kind: adamw")
     try:
@@ -49,25 +37,25 @@ def _of_bitsandbytes(groups: list[dict[str, Any]], spec: AdamW, device: str) -> 
     except ImportError:
         problem = f"optimizer.kind {spec.kind} needs bitsandbytes, which is not installed"
         raise SpecError(problem, "pip install 'finefit[gpu]'") from None
-    kind = getattr(bitsandbytes.optim, _BITSANDBYTES[spec.kind])
-    optimizer: torch.optim.Optimizer = kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+    kind = getattr(bitsandbytes.optim, kinds[spec.kind])
+    optimizer: torch.optim.Optimizer = kind(filled, lr=spec.lr, betas=spec.betas, eps=spec.eps)
     return optimizer
 
 
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = SINGLE_PROCESS, *, keeps: bool = True
 ) -> dict[str, Tensor]:
-    """`<parameter>/<slot>` -> whole tensor, in the order of the parameters. All ranks gather; only those with `keeps`
-    keep them."""
+    """`<parameter>/<slot>` -> whole tensor, in the order of parameters. All ranks gather, and keep them if `keeps`."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in _trained(model).items():
+    for name, parameter in trainable_of(model).items():
         for slot, value in layout.slots(optimizer, parameter).items():
             if keeps:
                 tensors[f"{name}/{slot}"] = torch.as_tensor(value)  # 8-bit AdamW counts its steps in a plain number
     return tensors
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -99,27 +87,28 @@ def restore_state(
     for key, tensor in load_file(folder / OPTIMIZER).items():
         name, slot = key.rsplit("/", 1)
         slots_of[name][slot] = tensor
-    parameters = _trained(model)
-    _check_slots(slots_of, parameters, folder)
+    parameters = trainable_of(model)
+    if unknown := sorted(slots_of.keys() - parameters.keys()):
+        names = ", ".join(unknown[:3])
+        raise RunError(f"{folder.name} holds optimizer state of tensors that are not trained here: {names}")
+    moments = {name: [t for slot, t in slots.items() if slot in _MOMENTS] for name, slots in slots_of.items()}
+    if odd := sorted(n for n, found in moments.items() if any(t.shape != full_shape(parameters[n]) for t in found)):
+        raise RunError(f"{folder.name} holds optimizer state of another shape for {', '.join(odd[:3])}")
     optimizer.state.clear()
     for name, parameter in parameters.items():
         if name in slots_of:
             placed = {slot: _in_place(slot, t, parameter, optimizer) for slot, t in slots_of[name].items()}
             layout.put_slots(optimizer, parameter, placed)
-    if own := _of_rank(load_file(folder / RNG), rank):
+    stored, prefix = load_file(folder / RNG), f"rank{rank}/"
+    own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    if not own and rank == 0:  # what a single process wrote belongs to the first rank
+        own = {name: tensor for name, tensor in stored.items() if "/" not in name}
+    if own:
         restore_random(own)
 
 
-def _of_rank(stored: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """What a single process wrote belongs to the first rank."""
-    prefix = f"rank{rank}/"
-    own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
-    return own or ({name: tensor for name, tensor in stored.items() if "/" not in name} if rank == 0 else {})
-
-
 def _in_place(slot: str, tensor: Tensor, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor | int:
-    """Moments are on the parameter's device, or where they can be paged out; the count of steps is on the host, unless
-    the update is one kernel on the device."""
+    """Moments are on the parameter's device, or paged; the step count is on the host, unless the update is fused."""
     if slot in _MOMENTS and getattr(optimizer, "is_paged", False):
         buffer: Tensor = optimizer.get_state_buffer(parameter, dtype=tensor.dtype)  # type: ignore[attr-defined]
         return buffer.copy_(tensor)
@@ -128,19 +117,6 @@ def _in_place(slot: str, tensor: Tensor, parameter: nn.Parameter, optimizer: tor
     if not isinstance(optimizer, torch.optim.AdamW):
         return int(tensor)
     return tensor.to(parameter.device) if optimizer.defaults["fused"] else tensor
-
-
-def _check_slots(slots_of: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter], folder: Path) -> None:
-    if unknown := sorted(slots_of.keys() - parameters.keys()):
-        names = ", ".join(unknown[:3])
-        raise RunError(f"{folder.name} holds optimizer state of tensors that are not trained here: {names}")
-
-    def differs(name: str) -> bool:
-        shape = full_shape(parameters[name])
-        return any(t.shape != shape for slot, t in slots_of[name].items() if slot in _MOMENTS)
-
-    if odd := sorted(filter(differs, slots_of)):
-        raise RunError(f"{folder.name} holds optimizer state of another shape for {', '.join(odd[:3])}")
 
 
 def random_state() -> dict[str, Tensor]:
@@ -177,18 +153,14 @@ FrozenSums = dict[str, str]
 """Kind, shape and checksum of frozen tensors by name."""
 
 
-def frozen_digest(model: nn.Module) -> str:
-    """Of all frozen tensors with their names; equal digests are equal bytes."""
-    return digest_of(frozen_checksums(model))
-
-
-def digest_of(sums: FrozenSums) -> str:
-    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
-
-
 def frozen_checksums(model: nn.Module) -> FrozenSums:
-    """One word is read from the device for each tensor, all at once."""
-    tensors = dict(_frozen(model))
+    """With the scales of quantised weights, and of a sharded tensor this rank's shard. The device is read once."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()  # a tensor with two names comes once
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = local_part(tensor).detach()
     if not tensors:
         return {}
     device = next(iter(tensors.values())).device  # metadata of quantised weights is on the host
@@ -204,21 +176,6 @@ def require_frozen_unchanged(before: FrozenSums, model: nn.Module) -> bool | Non
         names = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
         raise FinefitError(f"{len(moved)} of {len(before)} frozen tensors changed during training: {names}")
     return True if before else None
-
-
-def _frozen(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """With the scales of quantised weights. A tensor with two names comes once, of a sharded one this rank's shard."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not tensor.requires_grad and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, local_part(tensor).detach()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, as FSDP2 and ZeRO-3 divide; the tensor itself where it is whole."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
-    return part
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -1,99 +1,140 @@
-"""What an answer is worth: every task that a spec can name, made by `make_task`; and rows as `data.task` builds
-them."""
+"""What an answer is worth: a task reads the result from a reply and counts what was found. `make` has all tasks."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from finefit.data.rows import BadRow, Row, as_item, text_key
-from finefit.spec import tasks as kinds
-from finefit.spec.schema import Evaluation
-from finefit.spec.tasks import AmrForm, Form, Perplexity, Rouge
-from finefit.tasks.amr import amr_task, build_row
-from finefit.tasks.custom import custom_builder, custom_task
-from finefit.tasks.judge_marks import with_judge
-from finefit.tasks.likelihood import hallucination, perplexity
-from finefit.tasks.short_answer import anls, exact_match, json_match, relaxed_accuracy, vqa_accuracy
-from finefit.tasks.task import Likelihood, NoResult, Reply, ScoredReply, Task
-
-__all__ = ["Likelihood", "NoResult", "Reply", "ScoredReply", "Task", "make_task", "row_builder"]
-
-RowBuilder = Callable[[Row], Row | BadRow]
+from finefit.data.rows import Row
+from finefit.stats.metrics import Metric, value
 
 
-def make_task(
-    evaluation: Evaluation, *, form: Form | None = None, base: Path | None = None, run: Path | None = None
+class NoResult(Exception):
+    """The reply holds no result, for this reason; the item counts as nothing found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """Of a given answer after the prompt of an item."""
+
+    text: str
+    logprob: float
+    """Natural logarithm, summed over its tokens."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a model gave for one item, as far as the task needs it."""
+
+    text: str = ""
+    right: tuple[Likelihood, ...] = ()
+    wrong: tuple[Likelihood, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredReply:
+    extracted: Any
+    """Plain data that a JSON record can hold."""
+    counts: Mapping[str, float]
+    """Everything that the task's metrics are computed from."""
+    reference: str | None = None
+    """The one that the reply was compared with, where an item has several."""
+    failure: str | None = None
+    """Why a part of it holds no result, where the rest still counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    name: str
+    metrics: tuple[Metric, ...]
+    """The first one is the task's main score."""
+    read: Callable[[Reply, Row], ScoredReply]
+    """Raises NoResult; the item then has the counts of `nothing`."""
+    nothing: Callable[[Row], Mapping[str, float]]
+    """The counts of an item in which nothing was found: everything that was to be found still counts."""
+    require: Callable[[Row], object]
+    """Raises NoResult where a row cannot be an item, such as one whose reference cannot be read."""
+    generates: bool = True
+    candidates: Callable[[Row], tuple[Sequence[str], Sequence[str]]] = lambda _: ((), ())
+    """Right and wrong answers whose likelihoods the task needs."""
+    window: int = 2048
+    """Tokens of plain text whose likelihood is computed together; a longer text is cut into windows."""
+    finish: Callable[[Sequence[tuple[Row, Reply]]], Sequence[Mapping[str, float]]] | None = None
+    """Further counts of every item, once all are answered: those that a model of the task's own computes."""
+    signature: Mapping[str, str] = field(default_factory=dict)
+    """Settings and versions that the numbers depend on."""
+
+    def scores(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Of one item, as far as it is counted: the counts of `finish` come last."""
+        return {metric.name: value(metric, [counts]) for metric in self.metrics if counts.keys() >= set(metric.counts)}
+
+
+def against_references(
+    name: str,
+    *,
+    metrics: tuple[Metric, ...],
+    extract: Callable[[str], Any],
+    compare: Callable[[Any, Any], Mapping[str, float]],
+    nothing: Callable[[Any], Mapping[str, float]] | None = None,
+    best_of_each: bool = False,
+    **more: Any,
 ) -> Task:
-    """`form`: what the rows were built with, `data.task`. `base`: where the path of a user's own file starts; the paths
-    of models start in `run` where it is given."""
-    task = _named(evaluation, form, base, run or base)
-    task = task if isinstance(evaluation.task, Perplexity) else _without_plain_text(task)
-    return task if evaluation.judge is None else with_judge(task, evaluation.judge)
+    """Extracts the same from answer and references, and counts what the nearest reference gives; of equally near ones
+    the one trained on.
+
+    `nothing`: the counts of a reference for which nothing was found; by default all zero. `best_of_each`: every count
+    is the highest that any reference gives, instead of all being those of the nearest."""
+    names = tuple(dict.fromkeys(count for metric in metrics for count in metric.counts))
+
+    def references(row: Row) -> dict[str, Any]:
+        readable, reasons = dict[str, Any](), list[NoResult]()
+        for text in (row.answer, *row.references):
+            try:
+                readable[text] = extract(text)
+            except NoResult as reason:
+                reasons.append(reason)
+        if not readable:
+            raise reasons[0]
+        return readable
+
+    def read(reply: Reply, row: Row) -> ScoredReply:
+        found = extract(reply.text)
+        counted = {text: compare(found, reference) for text, reference in references(row).items()}
+        nearest = max(counted, key=lambda text: [value(metric, [counted[text]]) for metric in metrics])
+        counts = counted[nearest]
+        if best_of_each:
+            counts = {count: max(given[count] for given in counted.values()) for count in names}
+        return ScoredReply(extracted=found, counts=counts, reference=nearest)
+
+    def counts_of_nothing(row: Row) -> Mapping[str, float]:
+        return dict.fromkeys(names, 0.0) if nothing is None else nothing(next(iter(references(row).values())))
+
+    return Task(name=name, metrics=metrics, read=read, nothing=counts_of_nothing, require=references, **more)
 
 
-def _named(evaluation: Evaluation, form: Form | None, base: Path | None, models: Path | None) -> Task:
-    """Modules that take a second or more to import (nltk, torch) are imported only for the tasks that need them."""
-    name, task = evaluation.label, evaluation.task
-    match task:
-        case kinds.ExactMatch():
-            return exact_match(name)
-        case kinds.JsonMatch():
-            return json_match(name)
-        case kinds.RelaxedAccuracy():
-            return relaxed_accuracy(name, task)
-        case kinds.Anls():
-            return anls(name, task)
-        case kinds.VqaAccuracy():
-            return vqa_accuracy(name)
-        case kinds.Amr():
-            return amr_task(name, task, form=form if isinstance(form, AmrForm) else None)
-        case kinds.Rouge() | kinds.QmSum() | kinds.Bleu() | kinds.Chrf():
-            from finefit.tasks.text_overlap import overlap_task
-
-            return overlap_task(name, Rouge(kind="rouge") if isinstance(task, kinds.QmSum) else task)
-        case kinds.TruthfulQa():
-            from finefit.tasks.truthfulqa import truthfulqa
-
-            return truthfulqa(name, task, models)
-        case kinds.Summary():
-            from finefit.tasks.summary import summary
-
-            return summary(name, task, models)
-        case kinds.Hallucination():
-            return hallucination(name)
-        case kinds.Perplexity():
-            return perplexity(name, task)
-        case kinds.CustomTask():
-            return custom_task(name, task, base)
-        case _:
-            raise NotImplementedError(task.kind)
+def distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    """In their order, without empty ones."""
+    return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
 
 
-def _without_plain_text(task: Task) -> Task:
-    """Only perplexity takes plain text, which has no prompt."""
-
-    def require(row: Row) -> None:
-        if row.kind == "text":
-            raise NoResult(
-                "it is plain text without a prompt; evaluate perplexity, or use rows with a prompt and an answer"
-            )
-        task.require(row)
-
-    return replace(task, require=require)
+def right_answers(row: Row) -> tuple[str, ...]:
+    """The one trained on first."""
+    return distinct((row.answer, *row.references))
 
 
-def row_builder(form: Form | None, *, base: Path) -> RowBuilder | None:
-    """Builds prompt and answer from a row as it was read; None without a form. A row that cannot be built becomes a
-    BadRow. A built row keeps the key of the item that it was read as."""
-    if form is None:
-        return None
-    build = partial(build_row, form) if isinstance(form, AmrForm) else custom_builder(form, base)
+def require_right(row: Row) -> None:
+    if not right_answers(row):
+        raise NoResult("the reference is empty")
 
-    def built(row: Row) -> Row | BadRow:
-        try:
-            return replace(build(row), key=text_key(as_item(row)))
-        except NoResult as reason:
-            return BadRow(row.source, row.number, str(reason), row.part)
 
-    return built
+def require_wrong(row: Row) -> None:
+    require_right(row)
+    if not distinct(row.wrong):
+        raise NoResult("it has no wrong answers to compare with; preference pairs and TruthfulQA's rows have them")
+
+
+def require_finite(reply: Reply) -> None:
+    """Weights that have diverged prefer nothing: such numbers have no order."""
+    if not all(math.isfinite(found.logprob) for found in (*reply.right, *reply.wrong)):
+        raise NoResult("the model's probabilities are not finite")

@@ -14,20 +14,9 @@ from finefit.data.rows import BadRow, Message, Row
 from finefit.errors import DataError
 from finefit.spec.tasks import Amr, AmrForm
 from finefit.stats.metrics import Metric, rate
-from finefit.tasks.amr_notation import (
-    Node,
-    defined_twice,
-    find_graph,
-    joined_concepts,
-    mended,
-    nodes,
-    parse,
-    parse_loosely,
-    renamed,
-    write,
-)
-from finefit.tasks.amr_smatch import Match, match, triples
-from finefit.tasks.task import NoResult, Reply, ScoredReply, Task
+from finefit.tasks import NoResult, Reply, ScoredReply, Task
+from finefit.tasks import amr_graphs as graphs
+from finefit.tasks.amr_graphs import Node, nodes, triples
 
 Method = Literal["baseline", "mtup2", "mtup3a", "mtup3b", "mtup4"]
 _METRICS = (
@@ -59,41 +48,33 @@ def skeleton(root: Node) -> str:
     return written(root)
 
 
-def concepts(root: Node) -> list[str]:
-    """One for each node, in the order in which they are written."""
-    return [node.concept for node in nodes(root)]
+def concepts(root: Node) -> str:
+    """One line for each node, in the order in which they are written."""
+    return "\n".join(f"concept_{number} | {node.concept}" for number, node in enumerate(nodes(root), start=1))
 
 
-def relations(root: Node) -> list[tuple[str, str, str]]:
-    """Concept, role with its colon, concept or constant; in the order in which they are written."""
+def relations(root: Node) -> str:
+    """Lines of concept, role with its colon, concept or constant; in the order in which they are written."""
     named = {node.variable: node.concept for node in nodes(root)}
 
     def target(found: Node | str) -> str:
         return found.concept if isinstance(found, Node) else named.get(found, found)
 
-    return [(node.concept, f":{edge.role}", target(edge.target)) for node in nodes(root) for edge in node.edges]
-
-
-def _concept_lines(root: Node) -> str:
-    return "\n".join(f"concept_{number} | {concept}" for number, concept in enumerate(concepts(root), start=1))
-
-
-def _relation_lines(root: Node) -> str:
-    return "\n".join(" | ".join(relation) for relation in relations(root))
+    edges = ((node, edge) for node in nodes(root) for edge in node.edges)
+    return "\n".join(f"{node.concept} | :{edge.role} | {target(edge.target)}" for node, edge in edges)
 
 
 @dataclass(frozen=True, slots=True)
 class _SubTask:
     name: str
     description: str
-    """In the prompt."""
     write: Callable[[Node], str]
 
 
-_CONCEPTS = _SubTask("CONCEPTS", "the concepts, one in each line", _concept_lines)
-_RELATIONS = _SubTask("RELATIONS", "the relations, one in each line as `concept | :role | concept`", _relation_lines)
+_CONCEPTS = _SubTask("CONCEPTS", "the concepts, one in each line", concepts)
+_RELATIONS = _SubTask("RELATIONS", "the relations, one in each line as `concept | :role | concept`", relations)
 _NO_VARIABLES = _SubTask("AMR_NO_VAR", "the graph without variables", skeleton)
-_GRAPH = _SubTask("AMR_WITH_VAR", "the graph with variables in PENMAN notation", write)
+_GRAPH = _SubTask("AMR_WITH_VAR", "the graph with variables in PENMAN notation", graphs.write)
 _SUB_TASKS: dict[Method, tuple[_SubTask, ...]] = {
     "baseline": (_GRAPH,),
     "mtup2": (_NO_VARIABLES, _GRAPH),
@@ -105,13 +86,9 @@ _SUB_TASKS: dict[Method, tuple[_SubTask, ...]] = {
 
 def _label(method: Method, number: int) -> str:
     """What comes before the result of a sub-task; the only result of the baseline needs no label."""
-    match method:
-        case "baseline":
-            return ""
-        case "mtup2":
-            return f"Task {number}: "
-        case _:
-            return f"[STEP {number}: {_SUB_TASKS[method][number - 1].name}]\n"
+    if method == "baseline":
+        return ""
+    return f"Task {number}: " if method == "mtup2" else f"[STEP {number}: {_SUB_TASKS[method][number - 1].name}]\n"
 
 
 def prompt_of(sentence: str, method: Method) -> str:
@@ -128,8 +105,7 @@ def target_of(root: Node, method: Method) -> str:
 
 
 def last_result(answer: str, method: Method) -> str:
-    """What follows the label of the last sub-task, where it is first written: a model that does not stop goes on with
-    another sentence."""
+    """What follows the first label of the last sub-task: a model that does not stop goes on with another sentence."""
     label = _label(method, len(_SUB_TASKS[method])).strip()
     if not label:
         return answer
@@ -147,31 +123,18 @@ def build_row(form: AmrForm, row: Row) -> Row:
     targets, repairs = list[str](), list[str]()
     for text in (row.answer, *row.references):
         gold, found = read_gold(text, repair=form.repair_gold)
-        targets.append(target_of(joined_concepts(gold, form.concepts), form.method))
+        targets.append(target_of(graphs.joined_concepts(gold, form.concepts), form.method))
         repairs += found
     messages = (*row.messages[:-2], prompt, Message("assistant", targets[0]))
     return replace(row, messages=messages, references=tuple(targets[1:]), repairs=tuple(dict.fromkeys(repairs)))
 
 
 def read_gold(text: str, *, repair: bool) -> tuple[Node, tuple[str, ...]]:
-    """A correct graph, and what had to be repaired in it."""
-    root = parse_loosely(text)
-    if not repair and (twice := defined_twice(root)):
+    root = graphs.parse_loosely(text)
+    if not repair and (twice := graphs.defined_twice(root)):
         problem = f"has a graph that defines {', '.join(twice)} twice"
         raise NoResult(f"{problem}; give the second another name, or set repair_gold: true")
-    return renamed(root)
-
-
-# Scores
-
-
-@dataclass(frozen=True, slots=True)
-class _FoundGraph:
-    """A graph in an answer, as it is written or mended; None where there is none."""
-
-    root: Node | None
-    failure: str | None = None
-    mends: tuple[str, ...] = ()
+    return graphs.renamed(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,95 +146,82 @@ class _Scorer:
     def metrics(self) -> tuple[Metric, ...]:
         return _METRICS + _MENDED_METRICS if self.settings.mend_answers else _METRICS
 
-    def require(self, row: Row) -> None:
-        self._golds(row)
-
     def nothing(self, row: Row) -> Mapping[str, float]:
         names = dict.fromkeys(name for metric in self.metrics for name in metric.counts)
-        return dict.fromkeys(names, 0.0) | {"gold": float(len(triples(self._golds(row)[0][0])))}
+        return dict.fromkeys(names, 0.0) | {"gold": float(len(triples(self.golds(row)[0][0])))}
 
     def read(self, reply: Reply, row: Row) -> ScoredReply:
         """Never raises NoResult: an answer without a graph is still compared with a gold."""
-        golds = self._golds(row)
+        golds = self.golds(row)
+        # where the gold had to be repaired, the answer is too: the gold itself must score as right
         is_repaired = bool(row.repairs) or any(repairs for _, repairs in golds)
-        written, mended_graph = self._found(reply.text, is_repaired=is_repaired)
-        scored = [
-            (self._match(written.root, gold), self._match(mended_graph.root, gold), gold, repairs)
-            for gold, repairs in golds
-        ]
-        before, after, gold, repairs = max(scored, key=lambda found: (found[0].f1, found[1].f1))
-        counts = _counts(before) | {"parsable": float(written.root is not None)}
-        counts["root"] = float(
-            written.root is not None and triples(written.root).concepts[0] == triples(gold).concepts[0]
+        as_written, _, failure = self._found(
+            reply.text,
+            lambda text: (graphs.renamed(graphs.parse_loosely(text))[0] if is_repaired else graphs.parse(text), ()),
         )
-        extracted: dict[str, object] = {"graph": _written(written.root)}
-        if self.settings.mend_answers:
+        mends_answers = self.settings.mend_answers
+        mended, mends, _ = self._found(reply.text, graphs.mended) if mends_answers else (None, (), None)
+        scored = [(self._match(as_written, gold), self._match(mended, gold), gold, repairs) for gold, repairs in golds]
+        before, after, gold, repairs = max(scored, key=lambda found: (found[0].f1, found[1].f1))
+        has_root = as_written is not None and triples(as_written).concepts[0] == triples(gold).concepts[0]
+        counts = _counts(before) | {"parsable": float(as_written is not None), "root": float(has_root)}
+        extracted: dict[str, object] = {"graph": _written(as_written)}
+        if mends_answers:
             counts |= {f"{name}_mended": count for name, count in _counts(after).items() if name != "gold"}
-            counts |= {"parsable_mended": float(mended_graph.root is not None)}
-            extracted |= {"mended": _written(mended_graph.root), "mends": list(mended_graph.mends)}
+            counts |= {"parsable_mended": float(mended is not None)}
+            extracted |= {"mended": _written(mended), "mends": list(mends)}
         if repaired := repairs or row.repairs:  # now, or when the row was built
             extracted |= {"gold_repairs": list(repaired)}
-        return ScoredReply(extracted=extracted, counts=counts, reference=write(gold), failure=written.failure)
+        return ScoredReply(extracted=extracted, counts=counts, reference=graphs.write(gold), failure=failure)
 
-    def _golds(self, row: Row) -> list[tuple[Node, tuple[str, ...]]]:
+    def golds(self, row: Row) -> list[tuple[Node, tuple[str, ...]]]:
         """All graphs that count as right, with their repairs; the one trained on first."""
         texts = dict.fromkeys((row.answer, *row.references))
         found = [read_gold(last_result(text, self.method), repair=self.settings.repair_gold) for text in texts]
-        return [(joined_concepts(root, self.settings.concepts), repairs) for root, repairs in found]
+        return [(graphs.joined_concepts(root, self.settings.concepts), repairs) for root, repairs in found]
 
-    def _found(self, answer: str, *, is_repaired: bool) -> tuple[_FoundGraph, _FoundGraph]:
-        """As it is written, and mended where the settings ask for it. Where the gold had to be repaired, the answer is
-        too: the gold itself must score as right."""
+    def _found(
+        self, answer: str, read: Callable[[str], tuple[Node, tuple[str, ...]]]
+    ) -> tuple[Node | None, tuple[str, ...], str | None]:
+        """The graph, if there is one, what was mended in it, and otherwise why there is none."""
         try:
-            text = find_graph(last_result(answer, self.method))
+            root, mends = read(graphs.find_graph(last_result(answer, self.method)))
         except NoResult as reason:
-            return _FoundGraph(None, failure=str(reason)), _FoundGraph(None)
+            return None, (), str(reason)
+        return graphs.joined_concepts(root, self.settings.concepts), mends, None
 
-        def as_written() -> tuple[Node, tuple[str, ...]]:
-            return (renamed(parse_loosely(text))[0] if is_repaired else parse(text)), ()
-
-        mending = self.settings.mend_answers
-        return self._graph(as_written), self._graph(lambda: mended(text)) if mending else _FoundGraph(None)
-
-    def _graph(self, read: Callable[[], tuple[Node, tuple[str, ...]]]) -> _FoundGraph:
-        try:
-            root, mends = read()
-        except NoResult as reason:
-            return _FoundGraph(None, failure=str(reason))
-        return _FoundGraph(joined_concepts(root, self.settings.concepts), mends=mends)
-
-    def _match(self, root: Node | None, gold: Node) -> Match:
+    def _match(self, root: Node | None, gold: Node) -> graphs.Match:
         wanted = triples(gold)
         if root is None:
-            return Match(0, 0, len(wanted))
-        return match(triples(root), wanted, restarts=self.settings.restarts)
+            return graphs.Match(0, 0, len(wanted))
+        return graphs.match(triples(root), wanted, restarts=self.settings.restarts)
 
 
-def _counts(found: Match) -> dict[str, float]:
+def _counts(found: graphs.Match) -> dict[str, float]:
     return {"matched": float(found.matched), "predicted": float(found.predicted), "gold": float(found.gold)}
 
 
 def _written(root: Node | None) -> str | None:
-    return None if root is None else write(root)
+    return None if root is None else graphs.write(root)
 
 
 def amr_task(name: str, settings: Amr, *, form: AmrForm | None) -> Task:
     """`form`: by which the answers were built; None where they are graphs as they are."""
     scorer = _Scorer(settings, form.method if form else "baseline")
-    signature = {
-        "smatch": "finefit.1",
-        "restarts": str(settings.restarts),
-        "concepts": settings.concepts,
-        "repair_gold": str(settings.repair_gold).lower(),
-        "mend_answers": str(settings.mend_answers).lower(),
-    }
-    metrics, nothing = scorer.metrics, scorer.nothing
     return Task(
-        name=name, metrics=metrics, read=scorer.read, nothing=nothing, require=scorer.require, signature=signature
+        name=name,
+        metrics=scorer.metrics,
+        read=scorer.read,
+        nothing=scorer.nothing,
+        require=scorer.golds,
+        signature={
+            "smatch": "finefit.1",
+            "restarts": str(settings.restarts),
+            "concepts": settings.concepts,
+            "repair_gold": str(settings.repair_gold).lower(),
+            "mend_answers": str(settings.mend_answers).lower(),
+        },
     )
-
-
-# Files of graphs, each below its sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +230,6 @@ class GraphBlock:
     number: int
     sentence: str
     graph: str
-    """As it is written."""
 
     @property
     def place(self) -> str:

@@ -1,38 +1,40 @@
-"""A user's own task in one Python file: METRICS, `extract` and `score`, or `weigh`, and `build` where rows need it. Its
-errors are reported with the line of that file, without a traceback of ours."""
+"""Files of a user's own. A task in one Python file has METRICS, `extract` and `score`, or `weigh`, and `build` where
+rows need it; its errors are reported with the line of that file, without a traceback of ours. A run keeps a copy of
+every such file, known by its content, and an evaluation has its task beside its request."""
 
 import json
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import astuple, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from finefit.data.rows import Row
+from finefit import tasks
+from finefit.data.rows import BadRow, Row, as_item, text_key
 from finefit.errors import SpecError
-from finefit.spec.tasks import CustomTask
+from finefit.facts.files import read_file, sha256_of
+from finefit.spec.models import CustomModel
+from finefit.spec.schema import Evaluation, Spec
+from finefit.spec.stages import moved
+from finefit.spec.tasks import AmrForm, CustomTask, Form, LmEval
+from finefit.spec.tasks import Task as TaskSettings
 from finefit.stats.metrics import Metric, mean, rate
-from finefit.tasks.likelihood import require_finite
-from finefit.tasks.task import (
-    Likelihood,
-    NoResult,
-    Reply,
-    ScoredReply,
-    Task,
-    against_references,
-    require_right,
-    right_answers,
-    wrong_answers,
-)
+from finefit.tasks.amr import build_row
 
+_MAX_BYTES = 1 << 30
+_FORM = "tasks/data.task.py"
+"""No evaluation has this name: a name has no dot."""
 _AGGREGATES: Mapping[str, Callable[[str], Metric]] = {"mean": mean, "rate": rate}
 _REMEDY = "docs/evaluation.md has an example"
 
 
-def custom_task(name: str, settings: CustomTask, base: Path | None) -> Task:
+def custom_task(name: str, settings: CustomTask, base: Path | None) -> tasks.Task:
     file = _TaskFile(settings, base)
     if file.has("weigh") == (file.has("extract") and file.has("score")):
         raise file.fault("must have either extract(answer) and score(found, reference), or weigh(right, wrong)")
@@ -40,17 +42,30 @@ def custom_task(name: str, settings: CustomTask, base: Path | None) -> Task:
     return replace(make(name, file, file.metrics()), signature={"file": file.path.name, "sha256": file.digest})
 
 
-def custom_builder(settings: CustomTask, base: Path | None) -> Callable[[Row], Row]:
-    """How rows become prompt and answer, for `data.task`. Raises NoResult for a row that cannot be built."""
-    file = _TaskFile(settings, base)
-    if not file.has("build"):
-        raise SpecError(f"{settings.path} is named in data.task and has no build(prompt, answer)", _REMEDY)
-    return file.built
+def row_builder(form: Form | None, *, base: Path) -> Callable[[Row], Row | BadRow] | None:
+    """Builds prompt and answer from a row as it was read; None without a form. A row that cannot be built becomes a
+    BadRow. A built row keeps the key of the item that it was read as."""
+    if form is None:
+        return None
+    build: Callable[[Row], Row]
+    if isinstance(form, AmrForm):
+        build = partial(build_row, form)
+    else:
+        file = _TaskFile(form, base)
+        if not file.has("build"):
+            raise SpecError(f"{form.path} is named in data.task and has no build(prompt, answer)", _REMEDY)
+        build = file.built
+
+    def built(row: Row) -> Row | BadRow:
+        try:
+            return replace(build(row), key=text_key(as_item(row)))
+        except tasks.NoResult as reason:
+            return BadRow(row.source, row.number, str(reason), row.part)
+
+    return built
 
 
 class _TaskFile:
-    """The user's file, read once."""
-
     def __init__(self, settings: CustomTask, base: Path | None) -> None:
         self.path = (base or Path()) / settings.path
         if not self.path.is_file():
@@ -84,11 +99,11 @@ class _TaskFile:
     def extract(self, text: str) -> Any:
         """The file raises ValueError where an answer holds no result."""
         if not text.strip():
-            raise NoResult("the answer is empty")
+            raise tasks.NoResult("the answer is empty")
         try:
             found = self._module.extract(text)
         except ValueError as reason:
-            raise NoResult(str(reason) or "extract found no result") from None
+            raise tasks.NoResult(str(reason) or "extract found no result") from None
         except Exception as error:  # noqa: BLE001 whatever a user's file raises is the user's
             raise self._located("extract", error) from None
         try:
@@ -98,27 +113,25 @@ class _TaskFile:
             raise self.fault(f"{problem}; give text, numbers, lists or dicts") from None
         return found
 
-    def can_extract(self, text: str) -> bool:
-        try:
-            self.extract(text)
-        except NoResult:
-            return False
-        return True
-
     def built(self, row: Row) -> Row:
         """Right and wrong answers are built alike, so that they differ only in what the row says."""
         if not row.prompt:
-            raise NoResult("it has no prompt that could be built")
+            raise tasks.NoResult("it has no prompt that could be built")
         if row.rejected and (len(row.rejected) != 1 or len(row.messages) != row.num_given + 1):
             problem = "is a pair whose sides differ in more than their last answer"
-            raise NoResult(f"{problem}, so there is no one prompt that could be built")
+            raise tasks.NoResult(f"{problem}, so there is no one prompt that could be built")
         texts = (row.answer, *row.references, *row.wrong, *(message.content for message in row.rejected))
-        made = {text: self._built_text(row.prompt[-1].content, text) for text in dict.fromkeys(texts)}
-        if len({prompt for prompt, _ in made.values()}) > 1:
+        prompts, built = set[str](), dict[str, str]()
+        for text in dict.fromkeys(texts):
+            made = self.call("build", row.prompt[-1].content, text)
+            if not (isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, str) for part in made)):
+                raise self.fault(f"has a build that gave {_shown(made)}; give a pair of texts, prompt and answer")
+            prompts.add(made[0])
+            built[text] = made[1]
+        if len(prompts) > 1:
             problem = f"has several answers, and {self.path.name} builds another prompt for each"
-            raise NoResult(f"{problem}; give one that does not depend on the answer")
-        built = {text: answer for text, (_, answer) in made.items()}
-        prompt = replace(row.prompt[-1], content=made[row.answer][0])
+            raise tasks.NoResult(f"{problem}; give one that does not depend on the answer")
+        prompt = replace(row.prompt[-1], content=prompts.pop())
         return replace(
             row,
             messages=(*row.prompt[:-1], prompt, replace(row.messages[-1], content=built[row.answer])),
@@ -127,15 +140,9 @@ class _TaskFile:
             wrong=tuple(built[text] for text in row.wrong),
         )
 
-    def _built_text(self, prompt: str, answer: str) -> tuple[str, str]:
-        made = self.call("build", prompt, answer)
-        if not (isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(text, str) for text in made)):
-            raise self.fault(f"has a build that gave {_shown(made)}; give a pair of texts, prompt and answer")
-        return made[0], made[1]
-
-    def values(self, function: str, given: Any, metrics: Sequence[Metric]) -> dict[str, float]:
+    def values(self, function: str, metrics: Sequence[Metric], *arguments: Any) -> dict[str, float]:
         """Every metric exactly once, each a number from 0 to 1."""
-        names = [metric.name for metric in metrics]
+        names, given = [metric.name for metric in metrics], self.call(function, *arguments)
         if not isinstance(given, dict):
             raise self.fault(f"has a {function} that gave {_shown(given)}; give a value for each of {', '.join(names)}")
         if missing := [name for name in names if name not in given]:
@@ -175,35 +182,141 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
-def _generating_task(name: str, file: _TaskFile, metrics: tuple[Metric, ...]) -> Task:
-    def compare(found: Any, reference: Any) -> dict[str, float]:
-        return file.values("score", file.call("score", found, reference), metrics)
-
-    task = against_references(name, metrics=metrics, extract=file.extract, compare=compare)
+def _generating_task(name: str, file: _TaskFile, metrics: tuple[Metric, ...]) -> tasks.Task:
+    compare = partial(file.values, "score", metrics)
+    task = tasks.against_references(name, metrics=metrics, extract=file.extract, compare=compare)
 
     def require(row: Row) -> None:
         """Scores the reference as an answer: faults of the file show before a model has answered anything."""
         task.require(row)
-        task.read(Reply(text=next(text for text in right_answers(row) if file.can_extract(text))), row)
+        for text in tasks.right_answers(row):
+            with suppress(tasks.NoResult):
+                task.read(tasks.Reply(text=text), row)
+                return
 
     return replace(task, require=require)
 
 
-def _weighing_task(name: str, file: _TaskFile, metrics: tuple[Metric, ...]) -> Task:
-    def plain(found: Sequence[Likelihood]) -> list[tuple[str, float, int]]:
-        return [(one.text, one.logprob, one.tokens) for one in found]
+def _weighing_task(name: str, file: _TaskFile, metrics: tuple[Metric, ...]) -> tasks.Task:
+    def read(reply: tasks.Reply, _: Row) -> tasks.ScoredReply:
+        tasks.require_finite(reply)
+        right, wrong = ([astuple(found) for found in side] for side in (reply.right, reply.wrong))
+        return tasks.ScoredReply(extracted=None, counts=file.values("weigh", metrics, right, wrong))
 
-    def read(reply: Reply, _: Row) -> ScoredReply:
-        require_finite(reply)
-        given = file.call("weigh", plain(reply.right), plain(reply.wrong))
-        return ScoredReply(extracted=None, counts=file.values("weigh", given, metrics))
-
-    return Task(
+    return tasks.Task(
         name=name,
         metrics=metrics,
         read=read,
         nothing=lambda _: {metric.name: 0.0 for metric in metrics},
-        require=require_right,
+        require=tasks.require_right,
         generates=False,
-        candidates=lambda row: (right_answers(row), wrong_answers(row)),
+        candidates=lambda row: (tasks.right_answers(row), tasks.distinct(row.wrong)),
     )
+
+
+def path_of(task: object) -> str | None:
+    """Of the file, or for lm-eval the folder, that a task names."""
+    return task.path if isinstance(task, CustomTask) else task.folder if isinstance(task, LmEval) else None
+
+
+def task_sha256(evaluation: Evaluation, base: Path) -> str | None:
+    named = path_of(evaluation.task)
+    if named is None:
+        return None
+    path, remedy = base / named, "its path is relative to the spec file"
+    try:
+        if path.is_file():
+            return sha256_of(path)
+        found = sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        if (size := sum(file.stat().st_size for file in found)) > _MAX_BYTES:
+            problem = f"{path} holds {size:,} bytes, and a run keeps a copy of its task files"
+            raise SpecError(problem, "name a folder that holds only the tasks")
+        files = [read_file(file, path) for file in found]
+    except OSError as error:
+        problem = f"evaluate {evaluation.label}: {error.filename} cannot be read: {error.strerror}"
+        raise SpecError(problem, remedy) from None
+    if not files:
+        raise SpecError(f"evaluate {evaluation.label}: {path} does not exist or is empty", remedy)
+    return sha256("\n".join(f"{file.path} {file.sha256}" for file in files).encode()).hexdigest()
+
+
+def take_task_file(evaluation: Evaluation, base: Path, folder: Path) -> Evaluation:
+    """Copies what the task names beside a request, which then needs nothing from elsewhere."""
+    return _taken(evaluation, base, folder, "task.py" if isinstance(evaluation.task, CustomTask) else "tasks")
+
+
+def keep_task_files(spec: Spec, base: Path, run: Path) -> Spec:
+    """Copies them into a run directory, where the paths of the returned spec start."""
+    evaluations = tuple(
+        _taken(one, base, run, f"tasks/{one.label}" + (".py" if isinstance(one.task, CustomTask) else ""))
+        for one in spec.evaluate
+    )
+    form = keep_form(spec.data.task, base, run)
+    data = spec.data if form is spec.data.task else spec.data.model_copy(update={"task": form})
+    return spec.model_copy(update={"evaluate": evaluations, "data": data})
+
+
+def keep_form(form: Form | None, base: Path, run: Path) -> Form | None:
+    """How rows are built; a user's own file is copied into a run directory, where the returned path starts."""
+    if not isinstance(form, CustomTask):
+        return form
+    _copy(base / form.path, run / _FORM)
+    return form.model_copy(update={"path": _FORM})
+
+
+def form_content(form: Form | None, base: Path) -> str | None:
+    """How rows are built, wherever a user's own file lies: the same content builds the same rows."""
+    if isinstance(form, CustomTask):
+        return f"python {sha256_of(base / form.path)}"
+    return None if form is None else form.model_dump_json()
+
+
+def keep_model_file(spec: Spec, run: Path) -> Spec:
+    """Copies the code of a user's own model into the run directory, where the spec's paths start."""
+    if not isinstance(spec.model, CustomModel):
+        return spec
+    place = f"model/{Path(spec.model.file).name}"
+    _copy(run / spec.model.file, run / place)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"file": place})})
+
+
+def _taken(evaluation: Evaluation, base: Path, folder: Path, place: str) -> Evaluation:
+    path = path_of(evaluation.task)
+    if path is None:
+        return evaluation
+    _copy(base / path, folder / place)
+    return evaluation.model_copy(update={"task": _with_path(evaluation.task, place), "name": evaluation.label})
+
+
+def _with_path(task: TaskSettings, path: str) -> TaskSettings:
+    return task.model_copy(update={"path" if isinstance(task, CustomTask) else "folder": path})
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.resolve() == target.resolve():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copyfile(source, target)
+
+
+def without_paths(evaluation: Evaluation) -> Evaluation:
+    """The place of a file does not matter, its content does."""
+    if path_of(evaluation.task) is None:
+        return evaluation
+    return evaluation.model_copy(update={"task": _with_path(evaluation.task, ""), "name": None})
+
+
+def kept_paths(asked: tuple[Evaluation, ...], before: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
+    """With a run's own copies in the place of the files that its spec names, as long as it names the same tasks."""
+    known = {evaluation.label: evaluation for evaluation in before}
+    kept = []
+    for one in asked:
+        if (own := known.get(one.label)) is not None:
+            here, there = (moved(evaluation, lambda _: "").task for evaluation in (one, own))
+            if here == there and here != one.task:
+                one = one.model_copy(update={"task": own.task, "name": own.name})
+        kept.append(one)
+    return tuple(kept)

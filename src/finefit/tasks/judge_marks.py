@@ -1,7 +1,6 @@
 """A task whose answers a language model marks as well: what it is asked, and how its marks count."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -9,7 +8,7 @@ from finefit.data.rows import Row
 from finefit.errors import SpecError
 from finefit.spec.tasks import Judge
 from finefit.stats.metrics import mean, rate
-from finefit.tasks.task import Reply, ScoredReply, Task
+from finefit.tasks import Reply, ScoredReply, Task
 
 LOWEST, HIGHEST = 1, 5
 DEFAULT_QUESTION: Final = """\
@@ -31,16 +30,14 @@ _MARK_LINE: Final = re.compile(
     r"^[\s*_#>]*(?:mark|score|rating)[\s*_]*[:=][\s*_]*([1-5])(?:\s*/\s*5)?[\s*_.]*$", re.IGNORECASE | re.MULTILINE
 )
 _MARK_ALONE: Final = re.compile(r"[\s*_]*([1-5])(?:\s*/\s*5)?[\s*_.]*")
-_PLACEHOLDER: Final = re.compile(r"\{(prompt|answer|reference)\}")
 NOT_MARKED: Final = {"judge": 0.0, "judge_marked": 0.0}
 
 
 def with_judge(task: Task, judge: Judge) -> Task:
     """Until it is marked, an answer has the worst mark."""
     if not task.generates:
-        raise SpecError(
-            f"{task.name} generates no answers that a judge could mark", "remove judge from this evaluation"
-        )
+        problem = f"{task.name} generates no answers that a judge could mark"
+        raise SpecError(problem, "remove judge from this evaluation")
 
     def read(reply: Reply, row: Row) -> ScoredReply:
         found = task.read(reply, row)
@@ -51,16 +48,13 @@ def with_judge(task: Task, judge: Judge) -> Task:
         metrics=(*task.metrics, mean("judge"), rate("judge_marked")),
         read=read,
         nothing=lambda row: {**task.nothing(row), **NOT_MARKED},
-        signature={**task.signature, **_signature(judge)},
+        signature={
+            **task.signature,
+            "judge": f"{judge.model} at {judge.url}, temperature 0",
+            "judge_question": judge.question or DEFAULT_QUESTION,
+            "judge_mark": f"(mark - {LOWEST}) / {HIGHEST - LOWEST}; a reply without a mark, and an item without a result, count 0",  # noqa: E501
+        },
     )
-
-
-def _signature(judge: Judge) -> Mapping[str, str]:
-    return {
-        "judge": f"{judge.model} at {judge.url}, temperature 0",
-        "judge_question": judge.question or DEFAULT_QUESTION,
-        "judge_mark": f"(mark - {LOWEST}) / {HIGHEST - LOWEST}; a reply without a mark, and an item without a result, count 0",  # noqa: E501
-    }
 
 
 def counts_of_mark(mark: int | None) -> dict[str, float]:
@@ -70,12 +64,12 @@ def counts_of_mark(mark: int | None) -> dict[str, float]:
 def judge_question(judge: Judge, *, prompt: str, answer: str, reference: str) -> str:
     """All placeholders are replaced in one pass, so that braces in an answer stay as they are."""
     texts = {"prompt": prompt, "answer": answer, "reference": reference}
-    return _PLACEHOLDER.sub(lambda place: texts[place[1]], judge.question or DEFAULT_QUESTION)
+    question = judge.question or DEFAULT_QUESTION
+    return re.sub(r"\{(prompt|answer|reference)\}", lambda place: texts[place[1]], question)
 
 
 def mark_in(reply: str) -> int | None:
-    """`Mark: 4` on a line of its own, or the figure alone; None for two different marks. What comes before `</think>`
-    is ignored."""
+    """`Mark: 4` on a line of its own, or the figure alone, after `</think>`; None for two different marks."""
     said = reply.rpartition("</think>")[2]
     found = {int(mark) for mark in _MARK_LINE.findall(said)}
     if alone := _MARK_ALONE.fullmatch(said):

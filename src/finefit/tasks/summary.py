@@ -19,16 +19,8 @@ from finefit.errors import ModelError, SpecError
 from finefit.spec.models import FolderModel, HubModel
 from finefit.spec.tasks import Rouge, Summary
 from finefit.stats.metrics import Metric, mean
-from finefit.tasks.task import NoResult, Reply, ScoredReply, Task, against_references
-from finefit.tasks.text_overlap import (
-    SENTENCE_RULE,
-    ngrams,
-    rouge_comparison,
-    rouge_signature,
-    rouge_text,
-    sentences,
-    words,
-)
+from finefit.tasks import NoResult, Reply, ScoredReply, Task, against_references
+from finefit.tasks.text_overlap import SENTENCE_RULE, rouge_comparison, rouge_signature, rouge_text, sentences, words
 
 Nli = HubModel | FolderModel
 FOLLOWS: Final = (
@@ -54,23 +46,43 @@ _TRUE: Final = 0.5
 
 
 def summary(name: str, settings: Summary, base: Path | None) -> Task:
-    nli = settings.nli
-    if isinstance(nli, FolderModel) and not (_place(nli, base) / "config.json").is_file():
+    nli, lengths = settings.nli, ("words", "reference_words")
+    if isinstance(nli, FolderModel) and not ((base or Path()) / nli.path / "config.json").is_file():
         problem = f"summary: nli names the folder {nli.path}, which holds no model"
         raise SpecError(problem, "give a folder with config.json, relative to the spec file")
-    rouge, wanted = rouge_comparison(_ROUGE, ("rougeLsum",)), tuple(map(_heading, settings.sections))
+    metrics = [
+        mean("rougeLsum"),
+        Metric(name="length_ratio", aggregate="ratio", counts=lengths, unit="number", better="neither"),
+        Metric(name="copied", aggregate="ratio", counts=("copied_grams", "grams"), better="neither"),
+        mean("density", unit="number", better="neither"),
+    ]
+    signature = rouge_signature(_ROUGE) | {
+        "copied": f"{_GRAM}-grams of words that stand in the prompt",
+        "density": "Grusky et al. 2018, in words",
+    }
+    if settings.sections:
+        metrics.insert(1, mean("sections"))
+        signature["sections"] = ", ".join(settings.sections)
+    if nli is not None:
+        metrics.insert(1, mean("faithful"))
+        signature["nli"] = nli.path if isinstance(nli, FolderModel) else f"{nli.id}@{nli.revision}"
+        signature["faithful"] = (
+            f"share of sentences ({SENTENCE_RULE}) that some window of the source entails with a probability over "
+            f"{_TRUE}; windows of at most {_MAX_TOKENS} tokens, {_STRIDE} shared"
+        )
+    rouge = rouge_comparison(_ROUGE, ("rougeLsum",))
 
     def compare(answer: str, reference: str) -> dict[str, float]:
-        lengths = {"words": float(len(words(answer))), "reference_words": float(len(words(reference)))}
-        return {**_NOTHING, **rouge(answer, reference), **lengths, "sections": _sections(answer, wanted)}
+        found = {"words": float(len(words(answer))), "reference_words": float(len(words(reference)))}
+        return {**_NOTHING, **rouge(answer, reference), **found, "sections": _sections(answer, settings.sections)}
 
     task = against_references(
         name,
-        metrics=_metrics(settings),
+        metrics=tuple(metrics),
         extract=rouge_text(_ROUGE),
         compare=compare,
         nothing=lambda reference: _NOTHING | {"reference_words": float(len(words(reference)))},
-        signature=_signature(settings),
+        signature=signature,
     )
 
     def read(reply: Reply, row: Row) -> ScoredReply:
@@ -90,95 +102,53 @@ def summary(name: str, settings: Summary, base: Path | None) -> Task:
     return replace(task, read=read, require=require, finish=None if nli is None else finish)
 
 
-def _metrics(settings: Summary) -> tuple[Metric, ...]:
-    lengths, grams = ("words", "reference_words"), ("copied_grams", "grams")
-    return (
-        mean("rougeLsum"),
-        *((mean("faithful"),) if settings.nli is not None else ()),
-        *((mean("sections"),) if settings.sections else ()),
-        Metric(name="length_ratio", aggregate="ratio", counts=lengths, unit="number", better="neither"),
-        Metric(name="copied", aggregate="ratio", counts=grams, better="neither"),
-        mean("density", unit="number", better="neither"),
-    )
-
-
-def _signature(settings: Summary) -> dict[str, str]:
-    found = rouge_signature(_ROUGE)
-    found |= {"copied": f"{_GRAM}-grams of words that stand in the prompt", "density": "Grusky et al. 2018, in words"}
-    if settings.sections:
-        found["sections"] = ", ".join(settings.sections)
-    if (nli := settings.nli) is not None:
-        found["nli"] = nli.path if isinstance(nli, FolderModel) else f"{nli.id}@{nli.revision}"
-        found["faithful"] = (
-            f"share of sentences ({SENTENCE_RULE}) that some window of the source entails with a probability over "
-            f"{_TRUE}; windows of at most {_MAX_TOKENS} tokens, {_STRIDE} shared"
-        )
-    return found
-
-
 def _source_of(row: Row) -> str:
     """The user's messages, instructions included."""
     return "\n".join(message.content for message in row.prompt if message.role != "system")
 
 
-# Sections and copied passages
-
-
-def _heading(text: str) -> str:
-    return _BEFORE_HEADING.sub("", text).strip().casefold() or text.strip().casefold()
-
-
-def _sections(answer: str, wanted: Sequence[str]) -> float:
+def _sections(answer: str, headings: Sequence[str]) -> float:
     """The share found at the start of a line, as `## Facts`, `1. Facts`, `**Facts:**` or `Facts: ...`."""
     lines = [_BEFORE_HEADING.sub("", line).casefold() for line in answer.splitlines()]
-
-    def is_there(heading: str) -> bool:
-        return any(line.startswith(heading) and _AFTER_HEADING.match(line[len(heading) :]) for line in lines)
-
-    return sum(map(is_there, wanted)) / len(wanted) if wanted else 0.0
+    found = 0
+    for text in headings:
+        heading = _BEFORE_HEADING.sub("", text).strip().casefold() or text.strip().casefold()
+        found += any(line.startswith(heading) and _AFTER_HEADING.match(line[len(heading) :]) for line in lines)
+    return found / len(headings) if headings else 0.0
 
 
 def _copied(answer: Sequence[str], source: Sequence[str]) -> dict[str, float]:
-    """4-grams of the answer that the source has, and the mean length of the copied passage that a word belongs to
-    (Grusky et al., 2018)."""
-    grams, known = ngrams(answer, _GRAM), set(ngrams(source, _GRAM))
+    """4-grams of the answer that the source has, and the mean length of a word's copied passage (Grusky 2018)."""
+    grams, known = _ngrams(answer, _GRAM), set(_ngrams(source, _GRAM))
     squares = sum(length**2 for length in _passages(answer, source))
     density = squares / len(answer) if answer else 0.0
     return {"grams": float(len(grams)), "copied_grams": float(sum(gram in known for gram in grams)), "density": density}
 
 
+def _ngrams(found: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    return [tuple(found[at : at + size]) for at in range(len(found) - size + 1)]
+
+
 def _passages(answer: Sequence[str], source: Sequence[str]) -> list[int]:
     """Lengths of the longest common passages, from left to right."""
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for at, pair in enumerate(ngrams(source, 2)):
+    for at, pair in enumerate(_ngrams(source, 2)):
         places[pair].append(at)
     known, at, lengths = set(source), 0, []
     while at < len(answer):
-        starts = places.get(tuple(answer[at : at + 2]), ())
-        length = max((_shared(answer, source, at, start) for start in starts), default=int(answer[at] in known))
-        lengths += [length] if length else []
-        at += max(1, length)
+        longest = int(answer[at] in known)
+        for start in places.get(tuple(answer[at : at + 2]), ()):
+            end = min(len(answer) - at, len(source) - start)
+            longest = max(longest, next((n for n in range(end) if answer[at + n] != source[start + n]), end))
+        lengths += [longest] if longest else []
+        at += max(1, longest)
     return lengths
-
-
-def _shared(answer: Sequence[str], source: Sequence[str], at: int, start: int) -> int:
-    length = 0
-    while at + length < len(answer) and start + length < len(source) and answer[at + length] == source[start + length]:
-        length += 1
-    return length
-
-
-# Entailment
-
-
-def _place(nli: FolderModel, base: Path | None) -> Path:
-    return (base or Path()) / nli.path
 
 
 def faithfulness(nli: Nli, base: Path | None) -> Callable[[str, str], float]:
     """(source, answer) -> the share of the answer's sentences that the source entails; 0 for an answer without any."""
     judge = _load(nli, base)
-    entails = entailing_label(judge)
+    entails = _entailing_label(judge)
 
     def faithful(source: str, answer: str) -> float:
         judged = [
@@ -232,7 +202,7 @@ class _NliModel:
 
 
 def _load(nli: Nli, base: Path | None) -> _NliModel:
-    place = str(_place(nli, base)) if isinstance(nli, FolderModel) else nli.id
+    place = str((base or Path()) / nli.path) if isinstance(nli, FolderModel) else nli.id
     more: Mapping[str, str] = {} if isinstance(nli, FolderModel) else {"revision": nli.revision}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -249,19 +219,27 @@ def _load(nli: Nli, base: Path | None) -> _NliModel:
     return _NliModel(name=place, tokenizer=tokenizer, model=model, device=device, max_tokens=max_tokens)
 
 
-def entailing_label(judge: _NliModel) -> int:
+def _entailing_label(judge: _NliModel) -> int:
     """Found by the model's labels for known pairs; its names for the labels must not contradict them."""
     names = {int(at): str(name) for at, name in judge.model.config.id2label.items()}
-    follows, contradicts = (_one_label(judge, pairs, names) for pairs in (FOLLOWS, CONTRADICTS))
-    if follows == contradicts:
-        problem = f"the NLI model {judge.name} gives entailment and contradiction the same label {names[follows]}"
+    labels: dict[str, int] = {}
+    for meaning, pairs in (("entailment", FOLLOWS), ("contradiction", CONTRADICTS)):
+        found = [judge.label(source, sentence) for source, sentence in pairs]
+        if len(set(found)) > 1:
+            kinds = " and ".join(names[at] for at in found)
+            problem = f"the NLI model {judge.name} gives known pairs of one kind {kinds}"
+            raise ModelError(problem, "name a model that was trained for natural language inference")
+        labels[meaning] = found[0]
+    if len(set(labels.values())) == 1:
+        name = names[labels["entailment"]]
+        problem = f"the NLI model {judge.name} gives entailment and contradiction the same label {name}"
         raise ModelError(problem, "name a model that can tell them apart")
-    for label, meaning, pair in ((follows, "entailment", FOLLOWS[0]), (contradicts, "contradiction", CONTRADICTS[0])):
+    for (meaning, label), pair in zip(labels.items(), (FOLLOWS[0], CONTRADICTS[0]), strict=True):
         if _meaning(names[label]) not in (None, meaning):
             problem = f"the NLI model {judge.name} gives {pair[1]!r} after {pair[0]!r} the label {names[label]}"
             remedy = "correct id2label in the model's config.json, or name another model"
             raise ModelError(f"{problem}, and it is {meaning}", remedy)
-    return follows
+    return labels["entailment"]
 
 
 def _meaning(name: str) -> str | None:
@@ -270,11 +248,3 @@ def _meaning(name: str) -> str | None:
     if plain.startswith(("not", "non")) or "contra" in plain:
         return "contradiction"
     return "entailment" if "entail" in plain else "neutral" if "neutral" in plain else None
-
-
-def _one_label(judge: _NliModel, pairs: Sequence[tuple[str, str]], names: Mapping[int, str]) -> int:
-    found = [judge.label(source, sentence) for source, sentence in pairs]
-    if len(set(found)) > 1:
-        problem = f"the NLI model {judge.name} gives known pairs of one kind {' and '.join(names[at] for at in found)}"
-        raise ModelError(problem, "name a model that was trained for natural language inference")
-    return found[0]

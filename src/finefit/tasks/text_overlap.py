@@ -3,7 +3,7 @@ the words and sentences of any script that they count, found by rules without da
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Final
 
@@ -17,8 +17,8 @@ from sacrebleu.metrics.chrf import CHRF
 from finefit.data.rows import Row
 from finefit.spec.tasks import Bleu, Chrf, Rouge
 from finefit.stats.metrics import Metric, mean
+from finefit.tasks import NoResult, Reply, ScoredReply, Task, against_references, require_right, right_answers
 from finefit.tasks.short_answer import stripped
-from finefit.tasks.task import NoResult, Reply, ScoredReply, Task, against_references, require_right, right_answers
 
 ScoreReferences = Callable[[str, Sequence[str]], list[float]]
 """(answer, references) -> how near the answer is to each."""
@@ -32,20 +32,9 @@ _WORD: Final = regex.compile(
 _SENTENCE_END: Final = regex.compile(
     r"(?<=[.!?…][\"'”’»)\]]*)\s+|(?<=[。！？｡][”’」』）]*)(?![。！？｡”’」』）])|\n+", regex.VERSION1
 )
+_SENTENCE_BLEU: Final = BLEU(tokenize="intl")
+_PORTER: Final = PorterStemmer()
 _BLEU_COUNTS = ("length", "reference_length", *(f"{what}_{n}" for what in ("matched", "ngrams") for n in range(1, 5)))
-
-
-def overlap_task(name: str, settings: Rouge | Bleu | Chrf) -> Task:
-    match settings:
-        case Rouge():
-            return _rouge(name, settings)
-        case Bleu():
-            return _bleu(name, settings)
-        case Chrf():
-            return _chrf(name, settings)
-
-
-# Words and sentences
 
 
 def words(text: str, *, stemmer: bool = False) -> list[str]:
@@ -54,26 +43,14 @@ def words(text: str, *, stemmer: bool = False) -> list[str]:
     return [_stem(word) if len(word) > 3 and word.isascii() else word for word in found] if stemmer else found
 
 
-@cache
-def _porter() -> PorterStemmer:
-    return PorterStemmer()
-
-
 @lru_cache(1 << 16)
 def _stem(word: str) -> str:
-    stem: str = _porter().stem(word)
+    stem: str = _PORTER.stem(word)
     return stem
 
 
 def sentences(text: str) -> list[str]:
     return [sentence for part in _SENTENCE_END.split(text) if (sentence := part.strip())]
-
-
-def ngrams(found: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    return [tuple(found[at : at + size]) for at in range(len(found) - size + 1)]
-
-
-# ROUGE
 
 
 class _UnicodeTokenizer:
@@ -86,7 +63,7 @@ class _UnicodeTokenizer:
         return words(text, stemmer=self._stemmer)
 
 
-def _rouge(name: str, settings: Rouge) -> Task:
+def rouge(name: str, settings: Rouge) -> Task:
     """For every kind the highest F that a reference gives."""
     return against_references(
         name,
@@ -98,9 +75,7 @@ def _rouge(name: str, settings: Rouge) -> Task:
     )
 
 
-def rouge_comparison(
-    settings: Rouge, kinds: tuple[str, ...] = ROUGE_KINDS
-) -> Callable[[str, str], Mapping[str, float]]:
+def rouge_comparison(settings: Rouge, kinds: Sequence[str] = ROUGE_KINDS) -> Callable[[str, str], dict[str, float]]:
     """(answer, reference) -> F of each kind."""
     scorer = RougeScorer(kinds, tokenizer=_tokenizer(settings))
 
@@ -134,26 +109,21 @@ def rouge_text(settings: Rouge) -> Callable[[str], str]:
 
 
 def rouge_signature(settings: Rouge) -> dict[str, str]:
-    is_unicode = settings.tokenizer == "unicode"
+    of_every_script = "unicode: letters, marks and digits of every script"
     return {
         "rouge": f"rouge-score {version('rouge-score')}",
-        "tokenizer": "unicode: letters, marks and digits of every script"
-        if is_unicode
-        else "rouge-score's: a-z and 0-9",
+        "tokenizer": of_every_script if settings.tokenizer == "unicode" else "rouge-score's: a-z and 0-9",
         "stemmer": f"Porter, nltk {version('nltk')}" if settings.stemmer else "none",
         "sentences": SENTENCE_RULE if settings.sentences == "split" else "lines",
     }
 
 
-# BLEU and chrF: one score of all answers together, from statistics that sacrebleu counts for each of them
-
-
-def _bleu(name: str, settings: Bleu) -> Task:
+def bleu(name: str, settings: Bleu) -> Task:
     counter = BLEU(tokenize=settings.tokenize, lowercase=settings.lowercase)
     return _corpus_task(name, Metric(name="bleu", aggregate="bleu", counts=_BLEU_COUNTS, unit="points"), counter)
 
 
-def _chrf(name: str, settings: Chrf) -> Task:
+def chrf(name: str, settings: Chrf) -> Task:
     counter = CHRF(word_order=settings.word_order)
     orders = [f"char_{n}" for n in range(1, counter.char_order + 1)]
     orders += [f"word_{n}" for n in range(1, counter.word_order + 1)]
@@ -163,7 +133,8 @@ def _chrf(name: str, settings: Chrf) -> Task:
 
 
 def _corpus_task(name: str, metric: Metric, counter: BLEU | CHRF) -> Task:
-    """All references of an item count together, as in sacrebleu; a missing answer counts as an empty line."""
+    """One score of all answers together, from statistics that sacrebleu counts for each of them. All references of an
+    item count together, as in sacrebleu; a missing answer counts as an empty line."""
 
     def counted(text: str, row: Row) -> Mapping[str, float]:
         (found,) = counter._extract_corpus_statistics([text], [[reference] for reference in right_answers(row)])
@@ -186,11 +157,6 @@ def _corpus_task(name: str, metric: Metric, counter: BLEU | CHRF) -> Task:
     )
 
 
-def sentence_bleu() -> ScoreReferences:
-    """Of one answer against one reference, from 0 to 1, as TruthfulQA is scored."""
-    metric = BLEU(tokenize="intl")
-
-    def score(answer: str, references: Sequence[str]) -> list[float]:
-        return [metric.corpus_score([answer], [[reference]]).score / 100 for reference in references]
-
-    return score
+def sentence_bleu(answer: str, references: Sequence[str]) -> list[float]:
+    """Of one answer against each reference, from 0 to 1, as TruthfulQA is scored."""
+    return [_SENTENCE_BLEU.corpus_score([answer], [[reference]]).score / 100 for reference in references]

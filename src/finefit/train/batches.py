@@ -1,4 +1,5 @@
-"""The micro-batches of a step under the current levers, and the loader that makes them ahead."""
+"""The micro-batches of a step under the current levers, the loader that makes them ahead, and the proof that the cut
+into micro-batches does not change the loss of a custom model."""
 
 import hashlib
 import time
@@ -13,39 +14,20 @@ import psutil
 from torch import Tensor
 
 from finefit.artifacts.records import Levers
+from finefit.custom.model import CustomFamily, custom_family_of
 from finefit.data.batch_workers import BatchWorkers
 from finefit.data.collate import Collator, grouped, images_of, lengths_of, pack, packs_of, supervised_counts_of
 from finefit.data.examples import Example, TrainRow
 from finefit.data.order import Capacity, capacity_of, num_sides, rows_of_rank
-from finefit.errors import FinefitError, WorkerDied
-from finefit.objective.batch import Batch
-from finefit.objective.custom import seed_of
+from finefit.errors import FinefitError, WorkerDied, is_out_of_memory
+from finefit.objective.batch import Batch, Forward, seed_of
+from finefit.objective.losses import custom_loss
+from finefit.step.forward import eval_without_grad
+from finefit.step.state import random_state, restore_random
 from finefit.train.context import TrainContext
 
 MakeBatches = Callable[[int], list[Batch]]
 """The micro-batches of a step: a pure function, so that those of a step that is never taken do no harm."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedBatches:
-    batches: list[Batch]
-    """On the host."""
-    wait_seconds: float
-    """Time that the loop waited for them."""
-
-
-def _named(make: MakeBatches, step: int) -> list[Batch]:
-    """Errors name the step."""
-    try:
-        return make(step)
-    except MemoryError:
-        problem = f"host memory did not hold the micro-batches of step {step + 1}"
-        free = psutil.virtual_memory().available / 2**30
-        remedy = "close other programs and give the same command again: it resumes from the last checkpoint"
-        raise WorkerDied(f"{problem}: {free:.1f} GiB are free", remedy) from None
-    except Exception as error:
-        error.add_note(f"while the batch loader made the micro-batches of step {step + 1}")
-        raise
 
 
 class BatchLoader:
@@ -57,13 +39,15 @@ class BatchLoader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader")
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
-    def take(self, step: int) -> LoadedBatches:
-        """Of any step; the one after it is then made ahead."""
+    def take(self, step: int) -> tuple[list[Batch], float]:
+        """The batches of any step, on the host, and the seconds of waiting; those of the next are made ahead."""
         began = time.perf_counter()
-        batches = self._asked(step).result()
+        if self._ahead is not None and self._ahead[0] != step:
+            self.change(self._make)
+        batches = (self._ahead[1] if self._ahead else self._submit(step)).result()
         waited = time.perf_counter() - began
         self._ahead = (step + 1, self._submit(step + 1)) if step + 1 < self._total_steps else None
-        return LoadedBatches(batches=batches, wait_seconds=waited)
+        return batches, waited
 
     def change(self, make: MakeBatches) -> None:
         """From the next step that is taken; what was made ahead is dropped."""
@@ -71,16 +55,23 @@ class BatchLoader:
             self._ahead[1].cancel()
         self._make, self._ahead = make, None
 
-    def _asked(self, step: int) -> Future[list[Batch]]:
-        if self._ahead is not None:
-            expected, future = self._ahead
-            if expected == step:
-                return future
-            future.cancel()
-        return self._submit(step)
-
     def _submit(self, step: int) -> Future[list[Batch]]:
-        return self._thread.submit(_named, self._make, step)
+        make = self._make
+
+        def named() -> list[Batch]:
+            """Errors name the step."""
+            try:
+                return make(step)
+            except MemoryError:
+                problem = f"host memory did not hold the micro-batches of step {step + 1}"
+                free = psutil.virtual_memory().available / 2**30
+                remedy = "close other programs and give the same command again: it resumes from the last checkpoint"
+                raise WorkerDied(f"{problem}: {free:.1f} GiB are free", remedy) from None
+            except Exception as error:
+                error.add_note(f"while the batch loader made the micro-batches of step {step + 1}")
+                raise
+
+        return self._thread.submit(named)
 
     def __enter__(self) -> "BatchLoader":
         return self
@@ -127,8 +118,7 @@ def cut_batches(
     micro_batch: int,
     capacity: Capacity | None = None,
 ) -> list[Batch]:
-    """`rows`: numbers of examples, packed where a capacity is given, else grouped by length. `occasion`: a step, or
-    another purpose."""
+    """`rows`: numbers of examples, packed where a capacity is given, else grouped by length."""
     chosen = [examples[row] for row in rows]
     if capacity is not None:
         return [pack([chosen[at] for at in group]) for group in packs_of(chosen, capacity)]
@@ -140,46 +130,35 @@ def cut_batches(
 class BatchCall(NamedTuple):
     """Makes a batch, here or in another process."""
 
-    make: Callable[..., Batch]
-    args: tuple[object, ...]
+    make: Callable[[], Batch]
     is_long: bool
     """Whether it decodes images or runs code of a custom model, which must not see a card."""
-
-    def __call__(self) -> Batch:
-        return self.make(*self.args)
 
 
 def batch_call(ctx: TrainContext, examples: Sequence[TrainRow], rows: Sequence[int], occasion: int | str) -> BatchCall:
     """The random numbers of a custom model's row depend on no other row."""
     chosen = [examples[row] for row in rows]
-    if ctx.compose is not None:
-        seeds = [seed_of(ctx.stage.seed, occasion, row) for row in rows]
-        return BatchCall(ctx.compose, ([single(row) for row in chosen], seeds), True)
-    return collate_call(ctx.collator, chosen)
+    if ctx.compose is None:
+        return collate_call(ctx.collator, chosen)
+    single = [row for row in chosen if isinstance(row, Example)]
+    if len(single) < len(chosen):
+        raise FinefitError("a custom model was given a preference pair")
+    return BatchCall(partial(ctx.compose, single, [seed_of(ctx.stage.seed, occasion, row) for row in rows]), True)
 
 
 def collate_call(collator: Collator, rows: Sequence[TrainRow]) -> BatchCall:
-    return BatchCall(collator, (rows,), any(images_of(row) for row in rows))
+    return BatchCall(partial(collator, rows), any(images_of(row) for row in rows))
 
 
 def prefetched(workers: BatchWorkers, calls: Iterable[BatchCall]) -> Iterator[Batch]:
     """In order; while one is used, the next ones are made."""
-    waiting: deque[BatchCall | Future[Batch]] = deque()
+    waiting: deque[Callable[[], Batch]] = deque()
     for call in calls:
-        waiting.append(workers.submit(call.make, *call.args) if call.is_long else call)
+        waiting.append(workers.submit(call.make).result if call.is_long else call.make)
         if len(waiting) > workers.count:
-            yield _taken(waiting.popleft())
-    yield from map(_taken, waiting)
-
-
-def _taken(waiting: "BatchCall | Future[Batch]") -> Batch:
-    return waiting() if isinstance(waiting, BatchCall) else waiting.result()
-
-
-def single(row: TrainRow) -> Example:
-    if not isinstance(row, Example):
-        raise FinefitError("a custom model was given a preference pair")
-    return row
+            yield waiting.popleft()()
+    for result in waiting:
+        yield result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +177,6 @@ class StepShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """A step as this rank sees it."""
-
     own: list[Batch]
     idle: list[Batch]
     """Run with weight zero, so that every rank runs as many micro-batches as the one with most."""
@@ -217,31 +194,16 @@ def share_step(ctx: TrainContext, batches: list[Batch]) -> StepBatches:
         digest=batches_digest(batches),
     )
     shares: Sequence[StepShare] = ctx.ranks.gather(own)
-    digests = [share.digest for share in shares]
-    joined = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-    whole = StepShare(
-        batches=max(share.batches for share in shares),
-        rows=sum(share.rows for share in shares),
-        count=sum(share.count for share in shares),
-        tokens=sum(share.tokens for share in shares),
-        supervised=sum(share.supervised for share in shares),
-        digest=digests[0] if len(digests) == 1 else joined,
-    )
-    missing = whole.batches - own.batches
-    return StepBatches(own=batches, idle=[_shortest(ctx)] * missing if missing else [], whole=whole)
-
-
-def _shortest(ctx: TrainContext) -> Batch:
-    lengths = lengths_of(ctx.examples)
-    row = int(lengths.reshape(len(lengths), -1).sum(axis=1).argmin())
-    (batch,) = cut_batches(ctx, ctx.examples, [row], "idle", micro_batch=1)
-    return batch
-
-
-def require_all_rows(step: int, whole: StepShare, num_rows: int) -> None:
-    """A row that is lost or repeated between order and batch would show nowhere else."""
-    if whole.rows != num_rows:
-        raise FinefitError(f"step {step + 1} has {whole.rows} rows where its order has {num_rows}")
+    sums = {name: sum(getattr(share, name) for share in shares) for name in ("rows", "count", "tokens", "supervised")}
+    together = hashlib.sha256("".join(share.digest for share in shares).encode()).hexdigest()[:16]
+    digest = own.digest if len(shares) == 1 else together
+    whole = StepShare(batches=max(share.batches for share in shares), digest=digest, **sums)
+    idle: list[Batch] = []
+    if missing := whole.batches - own.batches:
+        lengths = lengths_of(ctx.examples)
+        shortest = int(lengths.reshape(len(lengths), -1).sum(axis=1).argmin())
+        idle = cut_batches(ctx, ctx.examples, [shortest], "idle", micro_batch=1) * missing
+    return StepBatches(own=batches, idle=idle, whole=whole)
 
 
 def on_device(batch: Batch, device: str) -> Batch:
@@ -249,7 +211,6 @@ def on_device(batch: Batch, device: str) -> Batch:
 
 
 def batches_digest(batches: Sequence[Batch]) -> str:
-    """Identifies the rows of a step, so that two runs can be compared."""
     found = hashlib.sha256()
     for batch in batches:
         found.update(batch.input_ids_BT.numpy().tobytes())
@@ -257,3 +218,45 @@ def batches_digest(batches: Sequence[Batch]) -> str:
         if batch.extra is not None:
             found.update(batch.extra.identity.encode())
     return found.hexdigest()[:16]
+
+
+_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # of the sum: a mean of two rows is half of it
+
+
+def prove_sum(ctx: TrainContext) -> None:
+    """On two rows, before the first step of a custom model. The random number generators are left as they were."""
+    family = custom_family_of(ctx.model)
+    if family is None or ctx.compose is None or len(ctx.examples) < 2:
+        return
+    (both,), parts = (
+        [on_device(batch, ctx.stage.device) for batch in cut_batches(ctx, ctx.examples, (0, 1), 0, micro_batch=size)]
+        for size in (2, 1)
+    )
+    random_before = random_state()
+    try:
+        with eval_without_grad(ctx.model):
+            require_sum(family, ctx.forward, both, parts, tolerance=_TOLERANCE[ctx.stage.precision])
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        ctx.metrics.write(event="sum_not_proved", step=0, note="two rows at once did not fit")
+    finally:
+        restore_random(random_before)
+
+
+def require_sum(
+    family: CustomFamily, forward: Forward, both: Batch, parts: Sequence[Batch], *, tolerance: float
+) -> None:
+    """To be called without gradients and dropout, on rows with the same seeds."""
+    together, apart = custom_loss.count(both), sum(custom_loss.count(part) for part in parts)
+    if together != apart:
+        raise family.fault(
+            f"counts {together} for {both.num_rows} rows together and {apart} for each alone: the cut into "
+            "micro-batches would change the result"
+        )
+    whole, alone = forward(both).item(), sum(forward(part).item() for part in parts)
+    if abs(whole - alone) > tolerance * max(abs(whole), abs(alone)):
+        raise family.fault(
+            f"has a loss of {whole:.6g} for {both.num_rows} rows together and of {alone:.6g} for each alone: give the "
+            "sum over what count counts, never a mean, and let no row see another"
+        )

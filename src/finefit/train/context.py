@@ -1,40 +1,144 @@
-"""What a worker holds while it trains: the model under the current levers, and everything around it."""
+"""What a worker holds while it trains, and what watches over it: stalls, loss spikes and requests to stop."""
 
-from collections.abc import Callable, Sequence
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from finefit.artifacts.atomic import Journal, read_lines
+from finefit.artifacts.processes import on_stop_signals, when_launcher_ends, when_parent_ends
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Stage, TrainState
 from finefit.custom.inputs import CustomCollate
 from finefit.data.batch_workers import BatchWorkers
 from finefit.data.collate import Collator
 from finefit.data.examples import TrainRow
+from finefit.errors import Interrupted
 from finefit.facts.nvml import CardUsage
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.step.engine import Engine
 from finefit.step.state import FrozenSums
 from finefit.train.audit import Audit
-from finefit.train.monitors import SpikeDetector, StopRequest, Watchdog
 from finefit.train.ranks import Ranks
 from finefit.train.saver import Saver
 
-LEVER_CHANGES_FILE = "lever_changes.jsonl"
+_STALL_SECONDS, _TIMES_A_STEP, _RECENT_STEPS = 600.0, 20, 50
+
+
+class Watchdog:
+    """Reports a stall once, with the stacks of all threads. Its thread lives as long as the `with` block."""
+
+    def __init__(self, tell: Callable[..., Any], *, timeout: float = _STALL_SECONDS, log: TextIO | None = None) -> None:
+        """`tell` gets the event; the stacks go to `log`, by default standard error. `timeout`: in seconds."""
+        self._tell, self._timeout, self._log = tell, timeout, log
+        self._beaten, self._what, self._is_told = time.monotonic(), "the start", False
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self, what: str = "a micro-batch", *, step_seconds: float | None = None) -> None:
+        self._beaten, self._what, self._is_told = time.monotonic(), what, False
+        if step_seconds is not None:
+            self._step_seconds.append(step_seconds)
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(self._timeout / 10, 10.0)):
+            idle, steps = time.monotonic() - self._beaten, list(self._step_seconds)
+            # long steps are not a stall
+            allowed = max(self._timeout, _TIMES_A_STEP * median(steps)) if steps else self._timeout
+            if idle > allowed and not self._is_told:
+                self._is_told = True
+                log = self._log or sys.stderr
+                stall = f"no progress for {idle:.0f} seconds since {self._what}"
+                print(f"{stall}; the stacks of all threads:", file=log, flush=True)
+                faulthandler.dump_traceback(file=log, all_threads=True)
+                self._tell(event="stalled", seconds=round(idle, 1), allowed_seconds=round(allowed, 1), since=self._what)
+
+    def __enter__(self) -> "Watchdog":
+        self.beat("the start")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=5)
+
+
+_WINDOW, _ENOUGH = 50, 20
+_DEVIATIONS, _RATIO = 8.0, 1.5
+_NORMAL = 1.4826  # median distance from the median -> standard deviation, for a normal distribution
+
+
+class SpikeDetector:
+    """Finds a loss that jumps out of its recent past; it is only reported."""
+
+    def __init__(self, recent: Iterable[float] = ()) -> None:
+        self._recent = deque(recent, maxlen=_WINDOW)
+
+    def see(self, loss: float) -> float | None:
+        """The median of the steps before, if this one is a spike: far outside the scatter (a smooth curve has almost
+        none), and much higher than any step of the window (a skewed one has high steps). A lasting jump is reported
+        once."""
+        before = list(self._recent)
+        self._recent.append(loss)
+        if len(before) < _ENOUGH:
+            return None
+        usual, highest = median(before), max(before)
+        scatter = _NORMAL * median(abs(value - usual) for value in before)
+        is_spike = loss > usual + _DEVIATIONS * scatter and loss > highest + (_RATIO - 1) * abs(highest)
+        return usual if is_spike else None
+
+
+class StopRequest:
+    """The current step is finished, a checkpoint is written, the process exits with code 3.
+
+    SIGTERM, SIGINT, SIGHUP (a closed terminal), SIGUSR1 and SIGUSR2 (a scheduler's warning) request it; so does the end
+    of the launcher. A second SIGINT stops at once. One of several ranks is enough, and all stop after the same step."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def listen(self, *, is_child_of_ours: bool = True) -> None:
+        """`is_child_of_ours`: standard input is a pipe from our own launcher; else the end of the parent is watched."""
+
+        def asked(number: int, _: FrameType | None) -> None:
+            if number == signal.SIGINT and self.reason == signal.SIGINT.name:
+                os._exit(Interrupted.exit_code)
+            self.reason = signal.Signals(number).name
+
+        def launcher_ended() -> None:
+            self.reason = self.reason or "the end of the process that started it"
+
+        on_stop_signals(asked)
+        (when_launcher_ends if is_child_of_ours else when_parent_ends)(launcher_ended)
+
+    def agreed(self, ranks: Ranks) -> str | None:
+        """The reason of the first rank that has one. Every rank has to ask, once per step."""
+        if not ranks.any(self.reason is not None):
+            return None
+        return next(str(reason) for reason in ranks.gather(self.reason) if reason is not None)
 
 
 class LeverChanges:
-    """The levers that OOM recovery has set, and from which step on: a run that resumes from an earlier checkpoint
-    changes them at the same step."""
+    """The levers that OOM recovery has set, by step: a run that resumes from before changes them at the same step."""
 
     validation: Levers | None = None
     """Of validations, once one did not fit; training keeps its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LEVER_CHANGES_FILE
+        self._path = folder / "lever_changes.jsonl"
         self._known = [(int(line["step"]), Levers(**line["levers"])) for line in read_lines(self._path)]
 
     def at(self, state: TrainState) -> Levers:
@@ -43,8 +147,7 @@ class LeverChanges:
         return found[-1] if found else state.levers
 
     def add(self, step: int, levers: Levers, *, writes: bool = True) -> None:
-        """Durable before it returns, so that the step is never tried again with the old levers. Of ranks that agree,
-        one writes."""
+        """Durable before it returns, so that the step is never tried again with the old levers. One rank writes."""
         self._known.append((step, levers))
         if writes:
             with Journal(self._path) as journal:

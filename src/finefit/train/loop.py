@@ -1,5 +1,4 @@
-"""The loop: one step after another, a line of metrics for each, a checkpoint when one is due. `TrainState` is all that
-changes from step to step."""
+"""One step after another, a line of metrics for each, a checkpoint when due; `TrainState` is all that changes."""
 
 import math
 import time
@@ -8,25 +7,16 @@ from functools import partial
 
 from torch import Tensor
 
-from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Best, LossScale, TrainState
 from finefit.data.order import rows_of_step
-from finefit.errors import Diverged, Interrupted
-from finefit.spec.part import Period
+from finefit.errors import Diverged, FinefitError, Interrupted
+from finefit.spec import Period
 from finefit.spec.schema import NanRollBack, NanSkip, NanStop
 from finefit.step import optimize
 from finefit.step.engine import Engine
 from finefit.step.optimize import StepOutcome, learning_rate, optimizer_step
 from finefit.step.state import random_state, restore_random
-from finefit.train.batches import (
-    BatchLoader,
-    StepBatches,
-    StepShare,
-    batch_maker,
-    on_device,
-    require_all_rows,
-    share_step,
-)
+from finefit.train.batches import BatchLoader, StepBatches, StepShare, batch_maker, on_device, share_step
 from finefit.train.context import TrainContext
 from finefit.train.oom_recovery import OutOfMemory, attempt, measure_worst_batch, recover, validate_with_recovery
 from finefit.train.reference import require_dpo_start
@@ -35,38 +25,34 @@ from finefit.train.validation import LOSS
 
 
 def train(ctx: TrainContext, state: TrainState) -> TrainState:
+    stage = ctx.stage
     if state.step == 0:
         require_dpo_start(ctx)
-    with BatchLoader(batch_maker(ctx, state.levers), total_steps=ctx.stage.total_steps) as loader:
-        state = _steps(ctx, state, loader)
+    with BatchLoader(batch_maker(ctx, state.levers), total_steps=stage.total_steps) as loader:
+        saved = validated = time.monotonic()
+        while state.step < stage.total_steps:
+            if (reason := ctx.stop.agreed(ctx.ranks)) is not None:
+                _save(ctx, state)
+                steps = f"step {state.step} of {stage.total_steps}"
+                raise Interrupted(f"stopped by {reason} after {steps}; the checkpoint is written")
+            done, state = state.step, _one_step(ctx, state, loader)
+            if state.step <= done:  # the same rows again, or an earlier step: nothing is due
+                continue
+            if state.step == 1 and stage.device == "cuda":
+                measure_worst_batch(ctx, state.levers)
+            save = state.step == stage.total_steps or _due(ctx, stage.save.every, state.step, saved)
+            every = stage.validate_every
+            if ctx.validation and (save or (every is not None and _due(ctx, every, state.step, validated))):
+                state = _validated(ctx, state, saving=save)
+                validated = time.monotonic()
+            if save:
+                _save(ctx, state)
+                saved = time.monotonic()
     ctx.saver.save(state)  # after a kill behind the last step only the names of checkpoints are missing
     return state
 
 
-def _steps(ctx: TrainContext, state: TrainState, loader: BatchLoader) -> TrainState:
-    saved = validated = time.monotonic()
-    while state.step < ctx.stage.total_steps:
-        if (reason := ctx.stop.agreed(ctx.ranks)) is not None:
-            _saved(ctx, state)
-            steps = f"step {state.step} of {ctx.stage.total_steps}"
-            raise Interrupted(f"stopped by {reason} after {steps}; the checkpoint is written")
-        done, state = state.step, _one_step(ctx, state, loader)
-        if state.step <= done:  # the same rows again, or an earlier step: nothing is due
-            continue
-        if state.step == 1 and ctx.stage.device == "cuda":
-            measure_worst_batch(ctx, state.levers)
-        save = state.step == ctx.stage.total_steps or _due(ctx, ctx.stage.save.every, state.step, saved)
-        every = ctx.stage.validate_every
-        if ctx.validation and (save or (every is not None and _due(ctx, every, state.step, validated))):
-            state = _validated(ctx, state, saving=save)
-            validated = time.monotonic()
-        if save:
-            _saved(ctx, state)
-            saved = time.monotonic()
-    return state
-
-
-def _saved(ctx: TrainContext, state: TrainState) -> None:
+def _save(ctx: TrainContext, state: TrainState) -> None:
     ctx.note_memory("save", state.step)
     ctx.metrics.sync()  # first: a checkpoint never outlives the lines of its steps
     checkpoint = ctx.saver.save(state)
@@ -75,18 +61,26 @@ def _saved(ctx: TrainContext, state: TrainState) -> None:
 
 
 def _one_step(ctx: TrainContext, state: TrainState, loader: BatchLoader) -> TrainState:
+    stage = ctx.stage
     if state.step in state.skipped_steps:
         ctx.metrics.write(event="left_out", step=state.step + 1)
         return replace(state, step=state.step + 1)
-    state = _under(ctx, state, ctx.lever_changes.at(state), loader)
+    if (levers := ctx.lever_changes.at(state)) != state.levers:
+        # what an earlier process changed is changed again, at the same step
+        ctx.forward.change(levers)
+        loader.change(batch_maker(ctx, levers))
+        state = replace(state, levers=levers)
     began = time.perf_counter()
-    size, stage = len(ctx.examples), ctx.stage
-    num_rows = len(rows_of_step(state.step, num_rows=size, global_batch=stage.global_batch, seed=stage.seed))
-    rate = _set_learning_rate(ctx, state.step)
+    order = rows_of_step(state.step, num_rows=len(ctx.examples), global_batch=stage.global_batch, seed=stage.seed)
+    peak, total, warmup = stage.optimizer.lr, stage.total_steps, stage.warmup_steps
+    rate = learning_rate(state.step, peak=peak, kind=stage.schedule, total_steps=total, warmup_steps=warmup)
+    for group in ctx.optimizer.param_groups:
+        group["lr"] = rate
     random_before = random_state()
-    loaded = loader.take(state.step)
-    batches = share_step(ctx, loaded.batches)
-    require_all_rows(state.step, batches.whole, num_rows)
+    loaded, wait_seconds = loader.take(state.step)
+    batches = share_step(ctx, loaded)
+    if batches.whole.rows != len(order):  # a row that is lost or repeated on its way would show nowhere else
+        raise FinefitError(f"step {state.step + 1} has {batches.whole.rows} rows where its order has {len(order)}")
     outcome, loss_scale = _scaled_step(ctx, state, batches)
     if isinstance(outcome, OutOfMemory):  # the same rows again, with the next levers
         restore_random(random_before)
@@ -96,8 +90,8 @@ def _one_step(ctx: TrainContext, state: TrainState, loader: BatchLoader) -> Trai
     state = replace(state, loss_scale=loss_scale)
     if not outcome.applied:
         return _not_finite(ctx, state, outcome, random_before)
-    seconds, waited = time.perf_counter() - began, loaded.wait_seconds
-    return _applied(ctx, state, batches.whole, outcome, wait_seconds=waited, rate=rate, seconds=seconds)
+    seconds = time.perf_counter() - began
+    return _applied(ctx, state, batches.whole, outcome, wait_seconds=wait_seconds, rate=rate, seconds=seconds)
 
 
 def _scaled_step(
@@ -106,9 +100,28 @@ def _scaled_step(
     """In fp16 the scale causes an overflow of the gradient as long as the loss is finite and the scale can be lowered:
     the step is repeated at half the scale, with the same random numbers."""
     scale = state.loss_scale
+
+    def step(engine: Engine) -> StepOutcome:
+        own, idle = ([on_device(batch, ctx.stage.device) for batch in part] for part in (batches.own, batches.idle))
+        if state.levers.update == "inside":
+            ctx.audit.hear()
+        return optimizer_step(
+            own,
+            forward=ctx.forward,
+            objective=ctx.audit.watched(ctx.objective),
+            optimizer=ctx.optimizer,
+            clip=ctx.stage.optimizer.clip,
+            decide=partial(ctx.audit.decide, state.step + 1, lambda: ctx.objective(ctx.forward, (own or idle)[0])),
+            count=batches.whole.count,
+            engine=engine,
+            loss_scale=1.0 if scale is None else scale.scale,
+            idle=idle,
+            update=state.levers.update,
+        )
+
     while True:
         random_before = random_state()
-        outcome = attempt(partial(_step, ctx, state, batches, 1.0 if scale is None else scale.scale), ctx, state.levers)
+        outcome = attempt(step, ctx, state.levers)
         if isinstance(outcome, OutOfMemory):
             return outcome, scale
         if scale is None or outcome.applied:
@@ -118,26 +131,6 @@ def _scaled_step(
         scale = optimize.scale_after_overflow(scale)
         ctx.metrics.write(event="loss_scale", step=state.step + 1, scale=scale.scale)
         restore_random(random_before)
-
-
-def _step(ctx: TrainContext, state: TrainState, batches: StepBatches, loss_scale: float, engine: Engine) -> StepOutcome:
-    device, levers = ctx.stage.device, state.levers
-    own, idle = ([on_device(batch, device) for batch in part] for part in (batches.own, batches.idle))
-    if levers.update == "inside":
-        ctx.audit.hear()
-    return optimizer_step(
-        own,
-        forward=ctx.forward,
-        objective=ctx.audit.watched(ctx.objective),
-        optimizer=ctx.optimizer,
-        clip=ctx.stage.optimizer.clip,
-        decide=partial(ctx.audit.decide, state.step + 1, lambda: ctx.objective(ctx.forward, (own or idle)[0])),
-        count=batches.whole.count,
-        engine=engine,
-        loss_scale=loss_scale,
-        idle=idle,
-        update=levers.update,
-    )
 
 
 def _applied(
@@ -168,73 +161,45 @@ def _applied(
         time=round(time.time(), 3),
         batch=whole.digest,
     )
-    if spike := ctx.spikes.see(loss):
-        ctx.metrics.write(event="spike", step=step, found=spike.loss, usual=spike.usual)
+    if (usual := ctx.spikes.see(loss)) is not None:
+        ctx.metrics.write(event="spike", step=step, found=loss, usual=usual)
     ctx.note_memory("step", step)
     ctx.watchdog.beat(f"step {step}", step_seconds=seconds)
-    return replace(
-        state,
-        step=step,
-        tokens=state.tokens + whole.tokens,
-        supervised_tokens=state.supervised_tokens + whole.supervised,
-    )
-
-
-def _under(ctx: TrainContext, state: TrainState, levers: Levers, loader: BatchLoader) -> TrainState:
-    """Levers that an earlier process changed are changed again, at the same step."""
-    if levers == state.levers:
-        return state
-    ctx.forward.change(levers)
-    loader.change(batch_maker(ctx, levers))
-    return replace(state, levers=levers)
-
-
-def _set_learning_rate(ctx: TrainContext, step: int) -> float:
-    stage = ctx.stage
-    peak, total, warmup = stage.optimizer.lr, stage.total_steps, stage.warmup_steps
-    rate = learning_rate(step, peak=peak, kind=stage.schedule, total_steps=total, warmup_steps=warmup)
-    for group in ctx.optimizer.param_groups:
-        group["lr"] = rate
-    return rate
+    tokens, supervised_tokens = state.tokens + whole.tokens, state.supervised_tokens + whole.supervised
+    return replace(state, step=step, tokens=tokens, supervised_tokens=supervised_tokens)
 
 
 def _not_finite(
     ctx: TrainContext, state: TrainState, outcome: StepOutcome, random_before: dict[str, Tensor]
 ) -> TrainState:
     """The update was not applied, so the weights are unchanged. The curve gets a gap, never a number."""
-    step = state.step + 1
+    step, skipped = state.step + 1, (*state.skipped_steps, state.step)
     found = f"loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
     ctx.metrics.write(event="not_finite", step=step, found=found)
     if state.levers.update == "inside":
         why = "Tensors may have been updated inside backward before that was known, so nothing is saved"
         remedy = "start again with --new --set levers.update=after, or with a lower optimizer.lr"
         raise Diverged(f"step {step} is not finite: {found}. {why}", remedy)
-    left_out = replace(state, skipped_steps=(*state.skipped_steps, state.step))
     match ctx.stage.on_nan:
         case NanSkip(at_most=limit) if len(state.skipped_steps) < limit:
-            return replace(left_out, step=step)
+            return replace(state, step=step, skipped_steps=skipped)
         case NanRollBack(at_most=limit) if state.roll_backs < limit:
-            return _rolled_back(ctx, state)
+            roll_backs = state.roll_backs + 1
+            checkpoint, _ = agreed_checkpoint(ctx.saver.where, ctx.stage, ctx.ranks)
+            if checkpoint is None:  # nothing to return to, and the weights are whole: the step is left out
+                return replace(state, step=step, skipped_steps=skipped, roll_backs=roll_backs)
+            earlier = ctx.saver.restore(checkpoint)
+            ctx.metrics.write(event="rolled_back", step=earlier.step)
+            if earlier.levers != state.levers:  # changes by OOM recovery since then are kept
+                ctx.lever_changes.add(earlier.step, state.levers, writes=ctx.ranks.is_first)
+            # of all skipped steps the checkpoint may not know the latest
+            return replace(earlier, levers=state.levers, skipped_steps=skipped, roll_backs=roll_backs)
         case NanStop() | NanSkip() | NanRollBack():
             restore_random(random_before)  # the state before this step is saved
-            _saved(ctx, state)
+            _save(ctx, state)
             skip = "`--set on_nan.kind=skip` leaves such steps out, at most on_nan.at_most of them"
-            raise Diverged(
-                f"step {step} was not applied: {found}. The weights are those of step {state.step}, and are saved",
-                f"look at the rows of this step or lower optimizer.lr; {skip}",
-            )
-
-
-def _rolled_back(ctx: TrainContext, state: TrainState) -> TrainState:
-    skipped = (*state.skipped_steps, state.step)  # earlier ones too, which the checkpoint may not know
-    checkpoint, _ = agreed_checkpoint(ctx.saver.where, ctx.stage, ctx.ranks)
-    if checkpoint is None:  # nothing to return to, and the weights are whole: the step is left out
-        return replace(state, step=state.step + 1, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
-    earlier = ctx.saver.restore(checkpoint)
-    ctx.metrics.write(event="rolled_back", step=earlier.step)
-    if earlier.levers != state.levers:  # changes by OOM recovery since then are kept
-        ctx.lever_changes.add(earlier.step, state.levers, writes=ctx.ranks.is_first)
-    return replace(earlier, levers=state.levers, skipped_steps=skipped, roll_backs=state.roll_backs + 1)
+            problem = f"step {step} was not applied: {found}. The weights are those of step {state.step}, and are saved"
+            raise Diverged(problem, f"look at the rows of this step or lower optimizer.lr; {skip}")
 
 
 def _validated(ctx: TrainContext, state: TrainState, *, saving: bool) -> TrainState:
@@ -248,9 +213,9 @@ def _validated(ctx: TrainContext, state: TrainState, *, saving: bool) -> TrainSt
         ctx.metrics.write(event="validation_not_finite", step=state.step, found=str(loss))
         return replace(state, validation_loss=None)
     ctx.metrics.write(event="validated", step=state.step, **found)
-    if saving and (state.best is None or loss < state.best.validation_loss):
-        return replace(state, validation_loss=loss, best=Best(step=state.step, validation_loss=loss))
-    return replace(state, validation_loss=loss)
+    is_best = saving and (state.best is None or loss < state.best.validation_loss)
+    best = Best(step=state.step, validation_loss=loss) if is_best else state.best
+    return replace(state, validation_loss=loss, best=best)
 
 
 def _due(ctx: TrainContext, every: Period, step: int, last: float) -> bool:

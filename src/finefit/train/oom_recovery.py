@@ -1,9 +1,6 @@
-"""Recovery from running out of memory in a step: the same rows again, fewer of them at once.
-
-What the step held is freed, the random numbers are restored, and all ranks repeat the same rows with the next levers.
-The global batch, its count and its loss do not change. Only when every exact lever is pulled does the run stop,
-resumable. On a card the worst batch is measured once, after the first step.
-"""
+"""Recovery from running out of memory in a step: what it held is freed, the random numbers are restored, and all ranks
+repeat the same rows, fewer at once. The global batch, its count and its loss do not change. Only when every exact lever
+is pulled does the run stop, resumable."""
 
 import gc
 from collections.abc import Callable
@@ -22,7 +19,6 @@ from finefit.data.collate import largest_row
 from finefit.errors import Resumable, is_out_of_memory
 from finefit.facts.cards import find_kind
 from finefit.spec.schema import DeepSpeed
-from finefit.spec.schema import Engine as EngineSpec
 from finefit.step.engine import Engine
 from finefit.step.levers import layers_of
 from finefit.step.optimize import optimizer_step
@@ -34,14 +30,11 @@ from finefit.train.saver import agreed_checkpoint
 from finefit.train.validation import validate
 
 T = TypeVar("T")
-_CHUNKS = (1024, 256)
-_TILES = 8
+_CHUNKS, _TILES = (1024, 256), 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """How an attempt ran out of memory."""
-
     message: str
     bytes_held: dict[str, int]
     partially_updated: bool
@@ -49,11 +42,9 @@ class OutOfMemory:
 
 
 def attempt(run: Callable[[Engine], T], ctx: TrainContext, levers: Levers) -> T | OutOfMemory:
-    """The result of `run`, or how it ran out of memory on any rank; all ranks get the same of the two.
-
-    Ranks that hold whole models ask one another before they exchange gradients. A rank that runs out later, or whose
-    engine exchanges weights all the time, cannot wait for the others: it records the next levers and ends, and the
-    others with it; the same command resumes."""
+    """The result of `run`, or how it ran out of memory on any rank; all ranks get the same of the two. Ranks that hold
+    whole models ask one another before they exchange gradients. A rank that runs out later, or whose engine exchanges
+    weights all the time, cannot wait: it records the next levers and ends, and the others with it."""
     can_agree = ctx.stage.engine.kind in ("single", "ddp")
     guarded = _GuardedEngine(ctx.engine, ctx.ranks if can_agree else ONE_RANK, updates_inside=levers.update == "inside")
     held: dict[str, int] = {}
@@ -75,20 +66,31 @@ def attempt(run: Callable[[Engine], T], ctx: TrainContext, levers: Levers) -> T 
     oom = OutOfMemory(message=message, bytes_held=held, partially_updated=guarded.partially_updated)
     if is_here and ctx.ranks.size > 1:
         if not can_agree or guarded.has_agreed:
-            raise out_of_memory_on_rank(ctx, levers, oom)
+            raise _out_of_memory_on_rank(ctx, levers, oom)
         ctx.ranks.any(True)
     return oom
 
 
 def recover(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> TrainState:
     """The same state with the next levers; the last checkpoint with them, where weights may be partially updated."""
-    levers = next_levers(state.levers, ctx)
+    step, levers, earlier = state.step + 1, next_levers(state.levers, ctx), state
     if levers is None:
-        raise _nothing_left(ctx, state, oom)
-    earlier = _last_whole_state(ctx, state, levers, oom) if oom.partially_updated else state
+        pulled = f"with every exact lever pulled, {state.levers.micro_batch} row(s) at a time"
+        what = "in the update of its weights" if oom.partially_updated else pulled
+        problem = f"step {step} is out of memory {what}: {oom.message}. The last checkpoint is intact"
+        raise Resumable(problem, _suggestions(ctx))
+    if oom.partially_updated:
+        checkpoint, _ = agreed_checkpoint(ctx.saver.where, ctx.stage, ctx.ranks)
+        if checkpoint is None:
+            ctx.lever_changes.add(0, levers, writes=ctx.ranks.is_first)
+            problem = f"out of memory in the update of step {step}, before the first checkpoint: {oom.message}"
+            changes = _changes(state.levers, levers)
+            raise Resumable(problem, f"give the same command again: it starts from step 0 with {changes}")
+        earlier = ctx.saver.restore(checkpoint)
+        ctx.metrics.write(event="rolled_back", step=earlier.step)
     ctx.lever_changes.add(earlier.step, levers, writes=ctx.ranks.is_first)
     changed = {"before": asdict(state.levers), "after": asdict(levers)}
-    ctx.metrics.write(event="oom_recovered", step=state.step + 1, **changed, found=oom.message, **oom.bytes_held)
+    ctx.metrics.write(event="oom_recovered", step=step, **changed, found=oom.message, **oom.bytes_held)
     ctx.forward.change(levers)
     return replace(earlier, levers=levers)
 
@@ -96,7 +98,11 @@ def recover(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> TrainStat
 def validate_with_recovery(ctx: TrainContext, state: TrainState) -> dict[str, float] | None:
     """A validation that does not fit is repeated with smaller batches, and so are later ones; training keeps its
     levers. None where no lever is left: training continues without it."""
-    levers = _no_larger(state.levers, ctx.lever_changes.validation)
+    levers = state.levers
+    if (known := ctx.lever_changes.validation) is not None:  # no larger than what is known to fit a validation
+        chunks = [chunk for chunk in (levers.loss_chunk, known.loss_chunk) if chunk is not None]
+        at_once, tiles = min(levers.micro_batch, known.micro_batch), max(levers.mlp_tiles, known.mlp_tiles)
+        levers = replace(levers, micro_batch=at_once, loss_chunk=min(chunks, default=None), mlp_tiles=tiles)
     while isinstance(found := _validated_under(ctx, levers, state), OutOfMemory):
         event = {"step": state.step, "found": found.message, **found.bytes_held}
         following = next_validation_levers(levers, ctx)
@@ -110,14 +116,10 @@ def validate_with_recovery(ctx: TrainContext, state: TrainState) -> dict[str, fl
 
 def _validated_under(ctx: TrainContext, levers: Levers, state: TrainState) -> dict[str, float] | OutOfMemory:
     """With the model under these levers; training gets its own back."""
-
-    def run(engine: Engine) -> dict[str, float]:
-        return validate(replace(ctx, engine=engine), levers.micro_batch)
-
     is_other_model = replace(levers, micro_batch=state.levers.micro_batch) != state.levers
     if is_other_model:
         ctx.forward.change(levers)
-    found = attempt(run, ctx, state.levers)
+    found = attempt(lambda engine: validate(replace(ctx, engine=engine), levers.micro_batch), ctx, state.levers)
     if is_other_model:
         ctx.forward.change(state.levers)
     return found
@@ -127,25 +129,9 @@ def next_validation_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
     """Those exact levers that save memory where nothing is kept for backward."""
     if (at_once := min(levers.micro_batch, len(ctx.validation))) > 1:
         return replace(levers, micro_batch=at_once // 2)
-    if ctx.compose is not None:  # nothing else is known to save memory in a custom model
-        return None
-    num_layers = len(layers_of(ctx.model))
-    without_backward = replace(levers, recompute=num_layers, keep_attention=False, offload=True)
-    pulled = _next_model_lever(without_backward, ctx.stage.engine, num_layers=num_layers)
+    without_backward = replace(levers, recompute=len(layers_of(ctx.model)), keep_attention=False, offload=True)
+    pulled = _next_model_lever(without_backward, ctx)
     return pulled and replace(levers, loss_chunk=pulled.loss_chunk, mlp_tiles=pulled.mlp_tiles)
-
-
-def _no_larger(levers: Levers, known: Levers | None) -> Levers:
-    """Those of training, but no larger than what is known to fit a validation."""
-    if known is None:
-        return levers
-    chunks = [chunk for chunk in (levers.loss_chunk, known.loss_chunk) if chunk is not None]
-    return replace(
-        levers,
-        micro_batch=min(levers.micro_batch, known.micro_batch),
-        loss_chunk=min(chunks, default=None),
-        mlp_tiles=max(levers.mlp_tiles, known.mlp_tiles),
-    )
 
 
 def next_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
@@ -154,15 +140,15 @@ def next_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
     # an update inside backward needs all rows in one micro-batch
     if levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1:
         return replace(levers, micro_batch=at_once // 2)
-    num_layers = len(layers_of(ctx.model))
-    if ctx.compose is not None:
-        return replace(levers, recompute=num_layers) if levers.recompute < num_layers else None
-    return _next_model_lever(levers, ctx.stage.engine, num_layers=num_layers)
+    return _next_model_lever(levers, ctx)
 
 
-def _next_model_lever(levers: Levers, engine: EngineSpec, *, num_layers: int) -> Levers | None:
+def _next_model_lever(levers: Levers, ctx: TrainContext) -> Levers | None:
+    engine, num_layers = ctx.stage.engine, len(layers_of(ctx.model))
     if levers.recompute < num_layers:
         return replace(levers, recompute=num_layers)
+    if ctx.compose is not None:  # nothing else is known to save memory in a custom model
+        return None
     for chunk in _CHUNKS:
         if levers.loss_chunk is None or levers.loss_chunk > chunk:
             return replace(levers, loss_chunk=chunk)
@@ -175,41 +161,18 @@ def _next_model_lever(levers: Levers, engine: EngineSpec, *, num_layers: int) ->
     return replace(levers, mlp_tiles=_TILES) if levers.mlp_tiles < _TILES else None
 
 
-def _last_whole_state(ctx: TrainContext, state: TrainState, levers: Levers, oom: OutOfMemory) -> TrainState:
-    checkpoint, _ = agreed_checkpoint(ctx.saver.where, ctx.stage, ctx.ranks)
-    if checkpoint is None:
-        ctx.lever_changes.add(0, levers, writes=ctx.ranks.is_first)
-        problem = f"out of memory in the update of step {state.step + 1}, before the first checkpoint: {oom.message}"
-        changes = _changes(state.levers, levers)
-        raise Resumable(problem, f"give the same command again: it starts from step 0 with {changes}")
-    earlier = ctx.saver.restore(checkpoint)
-    ctx.metrics.write(event="rolled_back", step=earlier.step)
-    return earlier
-
-
-def out_of_memory_on_rank(ctx: TrainContext, levers: Levers, oom: OutOfMemory) -> Resumable:
-    """Records the levers of the next attempt, so that the same command resumes with them."""
+def _out_of_memory_on_rank(ctx: TrainContext, levers: Levers, oom: OutOfMemory) -> Resumable:
     step, rank = ctx.saver.last or 0, ctx.ranks.rank
     if (following := next_levers(levers, ctx)) is None:
         problem = f"rank {rank} is out of memory with every exact lever pulled: {oom.message}"
         return Resumable(problem, _suggestions(ctx))
     ctx.lever_changes.add(step, following)
-    return Resumable(
-        f"rank {rank} is out of memory while others wait for it: {oom.message}",
-        f"give the same command again: it resumes from step {step} with {_changes(levers, following)}",
-    )
-
-
-def _nothing_left(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> Resumable:
-    what = f"with every exact lever pulled, {state.levers.micro_batch} row(s) at a time"
-    if oom.partially_updated:
-        what = "in the update of its weights"
-    problem = f"step {state.step + 1} is out of memory {what}: {oom.message}. The last checkpoint is intact"
-    return Resumable(problem, _suggestions(ctx))
+    problem = f"rank {rank} is out of memory while others wait for it: {oom.message}"
+    changes = _changes(levers, following)
+    return Resumable(problem, f"give the same command again: it resumes from step {step} with {changes}")
 
 
 def _suggestions(ctx: TrainContext) -> str:
-    """Those of this run's plan."""
     plan = RunDir(ctx.saver.where.run).plan
     forecast = read_record(plan, Plan).forecasts.get(ctx.stage.name) if plan.exists() else None
     found = [
@@ -226,13 +189,11 @@ def _changes(before: Levers, after: Levers) -> str:
     return ", ".join(f"{name} {value}" for name, value in asdict(after).items() if value != getattr(before, name))
 
 
-class _OutOfMemoryElsewhere(Exception):
-    pass
+class _OutOfMemoryElsewhere(Exception): ...
 
 
 class _GuardedEngine:
-    """The engine of one attempt: asks the other ranks before the first exchange, and knows whether weights may have
-    changed."""
+    """Of one attempt: asks the other ranks before the first exchange, and knows whether weights may have changed."""
 
     def __init__(self, engine: Engine, ranks: Ranks, *, updates_inside: bool) -> None:
         self._engine, self._ranks, self._updates_inside = engine, ranks, updates_inside
@@ -240,8 +201,7 @@ class _GuardedEngine:
         self.has_agreed = self.partially_updated = False
 
     def _agree(self) -> None:
-        """Once in an attempt, before the first exchange: a rank that runs out earlier answers the same question in
-        `attempt`."""
+        """Once: a rank that runs out before the first exchange answers the same question in `attempt`."""
         if self._ranks.size > 1 and not self.has_agreed:
             self.has_agreed = True
             if self._ranks.any(False):

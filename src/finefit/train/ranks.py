@@ -1,7 +1,7 @@
 """The ranks of one training: how they find each other, prove that they are alike, and agree on decisions."""
 
-import hashlib
 import json
+import logging
 import os
 import platform
 import socket
@@ -26,8 +26,8 @@ from finefit.errors import FinefitError, RunError, WorkerDied
 from finefit.facts.files import sha256_of
 from finefit.facts.machine import read_version
 
-_TIMEOUT = timedelta(minutes=30)
-"""For a working rank: the first one may be writing a large checkpoint."""
+log = logging.getLogger("finefit")
+_TIMEOUT = timedelta(minutes=30)  # the first rank may be writing a large checkpoint
 _LOST = ("/gloo/", "monitoredBarrier")
 """gloo has no error type of its own; its messages name their source file, or the barrier."""
 _SAME_COMMAND = "give the same command again: it resumes from the last checkpoint"
@@ -36,26 +36,20 @@ _SAME_COMMAND = "give the same command again: it resumes from the last checkpoin
 class Ranks(Protocol):
     rank: int
     size: int
-
-    @property
-    def is_first(self) -> bool:
-        """The one that writes: metrics, checkpoints, the result."""
-        ...
+    is_first: bool
+    """The one that writes: metrics, checkpoints, the result."""
 
     def any(self, claim: bool) -> bool:
         """Whether any rank claims it; every rank gets the same answer, so every rank has to ask."""
-        ...
 
     def gather(self, value: Any) -> Sequence[Any]:
         """Plain data of every rank, by rank."""
-        ...
 
     def barrier(self) -> None: ...
 
 
 class OneRank:
-    rank, size = 0, 1
-    is_first = True
+    rank, size, is_first = 0, 1, True
 
     def any(self, claim: bool) -> bool:
         return claim
@@ -71,16 +65,12 @@ ONE_RANK = OneRank()
 
 
 class ManyRanks:
-    """Over its own group on the host (gloo), even where tensors travel between cards: agreeing never waits for a
-    card."""
+    """Over its own group on the host (gloo), so that agreeing never waits for a card."""
 
-    def __init__(self, group: dist.ProcessGroup, *, patience: timedelta = _TIMEOUT) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta = _TIMEOUT) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._patience = group, patience
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
+        self.is_first = self.rank == 0
+        self._group, self._timeout = group, timeout
 
     def any(self, claim: bool) -> bool:
         flag = torch.tensor([int(claim)])
@@ -97,45 +87,38 @@ class ManyRanks:
     def barrier(self) -> None:
         with peers_named(self.rank, "waiting for the others"):
             # its error names the ranks that are missing
-            dist.monitored_barrier(self._group, timeout=self._patience, wait_all_ranks=True)
+            dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
 
 
 @contextmanager
-def joined(place: RankEnv, store: Store, *, device: str, patience: timedelta = _TIMEOUT) -> Iterator[ManyRanks]:
+def joined(place: RankEnv, store: Store, *, device: str, timeout: timedelta = _TIMEOUT) -> Iterator[ManyRanks]:
     """torch's process group, for as long as the block lasts: NCCL between cards, gloo between processes on a CPU."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     card = torch.device("cuda", place.local_rank) if device == "cuda" else None
     with peers_named(place.rank, "joining the process group"):
         inner, rank, size = PrefixStore("group", store), place.rank, place.size
-        dist.init_process_group(backend, store=inner, rank=rank, world_size=size, timeout=patience, device_id=card)
-        group = dist.new_group(backend="gloo", timeout=patience)
+        dist.init_process_group(backend, store=inner, rank=rank, world_size=size, timeout=timeout, device_id=card)
+        group = dist.new_group(backend="gloo", timeout=timeout)
     assert group is not None  # every rank is in it
-    yield ManyRanks(group, patience=patience)
+    yield ManyRanks(group, timeout=timeout)
     dist.destroy_process_group()  # not after a failure: it would wait for ranks that are gone
 
 
-def open_store(place: RankEnv, *, patience: timedelta) -> Store:
+def open_store(place: RankEnv, *, timeout: timedelta) -> Store:
     """Where ranks exchange messages. The first one holds it, unless torchrun does."""
-    held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_holder = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            place.address,
-            place.port,
-            place.size,
-            is_master=place.rank == 0 and not held_by_torchrun,
-            timeout=patience,
-            wait_for_workers=False,
-            multi_tenant=True,
+            place.address, place.port, place.size, is_holder, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
         return store
     except dist.DistNetworkError as error:
-        if place.rank == 0 and not held_by_torchrun:
+        if is_holder:
             raise WorkerDied(f"rank 0 cannot listen on port {place.port}: {first_line(error)}", _SAME_COMMAND) from None
-        where, seconds = f"{place.address}:{place.port}", f"{patience.total_seconds():.0f} s"
-        raise WorkerDied(
-            f"rank {place.rank} did not find rank 0 at {where} within {seconds}: {first_line(error)}",
-            "check why rank 0 did not start, and that its node is reachable; then give the same command again",
-        ) from None
+        where, seconds = f"{place.address}:{place.port}", f"{timeout.total_seconds():.0f} s"
+        problem = f"rank {place.rank} did not find rank 0 at {where} within {seconds}: {first_line(error)}"
+        remedy = "check why rank 0 did not start, and that its node is reachable; then give the same command again"
+        raise WorkerDied(problem, remedy) from None
 
 
 def first_line(error: BaseException) -> str:
@@ -161,21 +144,15 @@ def peers_named(rank: int, doing: str) -> Iterator[None]:
         raise peers_lost(rank, doing, error) from error
 
 
-# The rendezvous, before anything is loaded: each rank publishes what it is and what it sees. When all have done so,
-# every rank reads them and comes to the same verdict, which names missing ranks and those that differ.
-
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 """Between the first and the last rank; loading Python and torch from a slow shared disk takes a minute."""
 _POLL_SECONDS = 0.1
 _PACKAGES = ("torch", "transformers", "peft", "deepspeed")
-_MUCH_LESS = 0.8
-"""Of the most free memory on any card: below it another program uses the card."""
+_MUCH_LESS = 0.8  # of the most free memory on any card: below it another program uses the card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """A rank, as it describes itself."""
-
     rank: int
     host: str
     pid: int
@@ -192,15 +169,12 @@ class RankInfo:
 
 
 def describe_rank(where: StageDir, stage: Stage, place: RankEnv) -> RankInfo:
-    card, versions = place.local_rank, {name: read_version(name) for name in _PACKAGES}
+    card, installed = place.local_rank, {name: read_version(name) for name in _PACKAGES}
+    versions = {name: version for name, version in installed.items() if version is not None}
+    device, free = "cpu", psutil.virtual_memory().available
     if stage.device == "cuda":
         device, free = f"cuda:{card} {torch.cuda.get_device_name(card)}", torch.cuda.mem_get_info(card)[0]
-    else:
-        device, free = "cpu", psutil.virtual_memory().available
-    own, prepared = {"finefit": __version__, "python": platform.python_version()}, {}
-    for name in stage.prepared:
-        path = where.prepared(name)
-        prepared[name] = sha256_of(path) if path.exists() else "missing"
+    paths = {name: where.prepared(name) for name in stage.prepared}
     return RankInfo(
         rank=place.rank,
         host=socket.gethostname(),
@@ -208,40 +182,47 @@ def describe_rank(where: StageDir, stage: Stage, place: RankEnv) -> RankInfo:
         device=device,
         threads=torch.get_num_threads(),
         free_bytes=free,
-        versions=own | {name: version for name, version in versions.items() if version is not None},
-        stage_sha256=hashlib.sha256(where.stage.read_bytes()).hexdigest(),
-        prepared=prepared,
+        versions={"finefit": __version__, "python": platform.python_version(), **versions},
+        stage_sha256=sha256_of(where.stage),
+        prepared={name: sha256_of(path) if path.exists() else "missing" for name, path in paths.items()},
     )
 
 
-def rendezvous(info: RankInfo, store: Store, *, size: int, patience: timedelta = RENDEZVOUS_TIMEOUT) -> list[RankInfo]:
-    """All ranks in order. Those that are missing when the time is up are named."""
-    keys = [f"rendezvous/{rank}" for rank in range(size)]
+def rendezvous(info: RankInfo, store: Store, *, size: int, timeout: timedelta = RENDEZVOUS_TIMEOUT) -> list[RankInfo]:
+    """All ranks in order, before anything is loaded. Those that are missing when the time is up are named."""
+    keys, deadline = [f"rendezvous/{rank}" for rank in range(size)], time.monotonic() + timeout.total_seconds()
     try:
         store.set(keys[info.rank], json.dumps(asdict(info)))
-        missing = _wait_for(store, keys, patience)
-        if not missing:
+        while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        else:
             return [RankInfo(**json.loads(store.get(key))) for key in keys]
     except dist.DistError as error:
         problem = f"rank {info.rank} lost rank 0, which holds the rendezvous: {first_line(error)}"
         raise WorkerDied(problem, "check why it ended; then give the same command again") from None
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     logs = " and ".join(f"logs/rank-{rank}.log" if rank else "logs/run.log" for rank in missing)
-    problem = f"{who} of {size} did not reach the rendezvous within {patience.total_seconds():.0f} s"
-    raise WorkerDied(
-        f"{problem}: not started, hung, or unable to reach the first rank",
-        f"{logs} may say why; then give the same command again",
-    )
+    late = f"did not reach the rendezvous within {timeout.total_seconds():.0f} s"
+    problem = f"{who} of {size} {late}: not started, hung, or unable to reach the first rank"
+    raise WorkerDied(problem, f"{logs} may say why; then give the same command again")
 
 
-def _wait_for(store: Store, keys: Sequence[str], patience: timedelta) -> list[int]:
-    """Returns the ranks that are missing."""
-    deadline = time.monotonic() + patience.total_seconds()
-    while True:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing or time.monotonic() > deadline:
-            return missing
-        time.sleep(_POLL_SECONDS)
+@contextmanager
+def rank_group(
+    where: StageDir, stage: Stage, place: RankEnv | None, store: Store | None
+) -> Iterator[tuple[Ranks, Sequence[RankInfo]]]:
+    """The other ranks, after the rendezvous has found them alike."""
+    if place is None or place.size == 1:
+        yield ONE_RANK, ()
+        return
+    store = store or open_store(place, timeout=RENDEZVOUS_TIMEOUT)
+    infos = rendezvous(describe_rank(where, stage, place), store, size=place.size)
+    for line in require_alike_ranks(infos, stage):
+        log.warning(line)
+    with joined(place, store, device=stage.device) as ranks:
+        yield ranks, infos
 
 
 def require_alike_ranks(ranks: Sequence[RankInfo], stage: Stage) -> list[str]:
@@ -263,10 +244,9 @@ def require_alike_ranks(ranks: Sequence[RankInfo], stage: Stage) -> list[str]:
     needed = stage.predicted_bytes
     found += [f"{words}; {needed:,} are needed" for words, free_bytes in short.items() if free_bytes < needed]
     if found:
-        raise RunError(
-            "the ranks are not alike:\n" + "\n".join(f"  {line}" for line in found),
-            "all ranks need the same versions, the same run directory and a card that nothing else uses",
-        )
+        problem = "the ranks are not alike:\n" + "\n".join(f"  {line}" for line in found)
+        remedy = "all ranks need the same versions, the same run directory and a card that nothing else uses"
+        raise RunError(problem, remedy)
     return list(short)
 
 

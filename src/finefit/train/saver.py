@@ -1,43 +1,27 @@
 """Writes checkpoints of a training, names the best and the last, and restores the newest verified one."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finefit.artifacts.checkpoint import (
-    list_checkpoints,
-    name_checkpoint,
-    newest_verified,
-    rotate,
-    step_of,
-    write_checkpoint,
-)
+from finefit.artifacts import checkpoint as checkpoints
 from finefit.artifacts.records import Failure, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import Stage, TrainState
 from finefit.errors import FinefitError, Resumable, RunError
+from finefit.model import saved_weights
 from finefit.model.family import save_weights
-from finefit.model.frozen_weights import FrozenWeights, require_frozen_unchanged, weight_bytes
-from finefit.model.saved_weights import restore_weights, whole_weights
 from finefit.step.engine import SINGLE_PROCESS, Layout
 from finefit.step.state import optimizer_tensors, random_state, restore_state, save_state, state_bytes
 from finefit.train.ranks import ONE_RANK, Ranks
 
 STATE = "finefit_state.json"
 _SLACK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gathered:
-    """The state of several ranks, gathered on the first."""
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    random_of_ranks: Sequence[dict[str, Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +34,7 @@ class Saver:
     optimizer: torch.optim.Optimizer
     layout: Layout = SINGLE_PROCESS
     ranks: Ranks = ONE_RANK
-    kept: FrozenWeights | None = None
+    kept: saved_weights.FrozenWeights | None = None
     """The source of the frozen weights where only a part of a model is trained."""
     resumed_from: int | None = None
     last: int | None = None
@@ -58,56 +42,53 @@ class Saver:
 
     def save(self, state: TrainState) -> Path:
         checkpoint = self.where.checkpoints / f"checkpoint-{state.step}"
-        gathered = self._gathered() if self.last != state.step and self.ranks.size > 1 else None
-        _first_acts(self.ranks, lambda: self._write(state, checkpoint, gathered))
+        weights: dict[str, Tensor] | None = None
+        gathered: dict[str, Any] = {}
+        if self.last != state.step and self.ranks.size > 1:  # else the state is written as it is
+            layout, keeps, only_trained = self.layout, self.ranks.is_first, self.kept is not None
+            weights = saved_weights.whole_weights(self.model, layout.weight, keeps=keeps, only_trained=only_trained)
+            gathered["gathered"] = optimizer_tensors(self.model, self.optimizer, layout, keeps=keeps)
+            gathered["random_of_ranks"] = self.ranks.gather(random_state())
+        first_acts(self.ranks, lambda: self._write(state, checkpoint, weights, gathered))
         self.last = state.step
         return checkpoint
 
     def restore(self, checkpoint: Path) -> TrainState:
-        """Model, optimizer and random numbers as they were when the checkpoint was written."""
-        restore_weights(self.model, checkpoint, self.layout.put_weight)
+        saved_weights.restore_weights(self.model, checkpoint, self.layout.put_weight)
         restore_state(checkpoint, self.model, self.optimizer, self.layout, rank=self.ranks.rank)
         state = read_record(checkpoint / STATE, TrainState)
         self.last = self.resumed_from = state.step
         return state
 
-    def _gathered(self) -> _Gathered:
-        keeps = self.ranks.is_first
-        return _Gathered(
-            weights=whole_weights(self.model, self.layout.weight, keeps=keeps, only_trained=self.kept is not None),
-            optimizer=optimizer_tensors(self.model, self.optimizer, self.layout, keeps=keeps),
-            random_of_ranks=self.ranks.gather(random_state()),
-        )
+    def _write(
+        self, state: TrainState, checkpoint: Path, weights: dict[str, Tensor] | None, gathered: dict[str, Any]
+    ) -> None:
+        def fill(staging: Path) -> None:
+            save_weights(self.model, staging, weights, self.kept)
+            shutil.copytree(self.where.tokenizer, staging, copy_function=shutil.copy, dirs_exist_ok=True)
+            save_state(staging, self.model, self.optimizer, **gathered)
+            write_record(staging / STATE, state)
+            (staging / "README.md").write_text(_model_card(self.stage, state), encoding="utf-8")
 
-    def _write(self, state: TrainState, checkpoint: Path, gathered: _Gathered | None) -> None:
         folder = self.where.checkpoints
         if self.last != state.step:
             tokenizer = sum(file.stat().st_size for file in self.where.tokenizer.rglob("*"))
-            needed = weight_bytes(self.model, self.kept) + state_bytes(self.model) + tokenizer + _SLACK_BYTES
-            write_checkpoint(
-                folder, state.step, lambda staging: self._fill(staging, state, gathered), needed_bytes=needed
-            )
+            tensors = saved_weights.weight_bytes(self.model, self.kept) + state_bytes(self.model)
+            needed_bytes = tensors + tokenizer + _SLACK_BYTES
+            checkpoints.write_checkpoint(folder, state.step, fill, needed_bytes=needed_bytes)
         if state.best is not None:
-            name_checkpoint(folder, "best", folder / f"checkpoint-{state.best.step}")
+            checkpoints.name_checkpoint(folder, "best", folder / f"checkpoint-{state.best.step}")
         if state.step == self.stage.total_steps:
             if self.kept is not None:
-                require_frozen_unchanged(self.kept, checkpoint)
-            name_checkpoint(folder, "final", checkpoint)
+                saved_weights.require_frozen_unchanged(self.kept, checkpoint)
+            checkpoints.name_checkpoint(folder, "final", checkpoint)
         others = (state.best.step if state.best else None, self.resumed_from)
         protected = {state.step, *(step for step in others if step is not None)}
-        rotate(folder, keep=self.stage.save.keep, protected=protected)
-
-    def _fill(self, staging: Path, state: TrainState, gathered: _Gathered | None) -> None:
-        save_weights(self.model, staging, gathered.weights if gathered else None, self.kept)
-        shutil.copytree(self.where.tokenizer, staging, copy_function=shutil.copy, dirs_exist_ok=True)
-        state_of, numbers = (gathered.optimizer, gathered.random_of_ranks) if gathered else (None, None)
-        save_state(staging, self.model, self.optimizer, gathered=state_of, random_of_ranks=numbers)
-        write_record(staging / STATE, state)
-        (staging / "README.md").write_text(_model_card(self.stage, state), encoding="utf-8")
+        checkpoints.rotate(folder, keep=self.stage.save.keep, protected=protected)
 
 
-def _first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
-    """The others wait for it, and fail with it."""
+def first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
+    """The others wait for the first rank, and fail with it."""
     error: FinefitError | None = None
     if ranks.is_first:
         try:
@@ -122,21 +103,15 @@ def _first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
         raise kind(f"the first rank could not save: {failure.problem}", failure.remedy)
 
 
-def find_checkpoint(where: StageDir, stage: Stage) -> tuple[Path | None, list[str]]:
-    """The newest verified checkpoint of this stage. One of another model, template or adapter is an error, not
-    skipped."""
-    checkpoint, rejected = newest_verified(where.checkpoints)
-    if checkpoint is None and list_checkpoints(where.checkpoints):
+def agreed_checkpoint(where: StageDir, stage: Stage, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """The newest verified checkpoint of this stage, and a line for each rejected one. One of another model, template or
+    adapter is an error. The same on all ranks: copies of different steps would silently train on together."""
+    checkpoint, rejected = checkpoints.newest_verified(where.checkpoints)
+    if checkpoint is None and checkpoints.list_checkpoints(where.checkpoints):
         problem = "no checkpoint verifies:\n" + "\n".join(rejected)
         raise RunError(problem, "remove the damaged checkpoints to start from the beginning")
     if checkpoint is not None:
         _require_own(checkpoint, read_record(checkpoint / STATE, TrainState), stage)
-    return checkpoint, rejected
-
-
-def agreed_checkpoint(where: StageDir, stage: Stage, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """The same on all ranks: copies of different steps would silently train on together."""
-    checkpoint, rejected = find_checkpoint(where, stage)
     names = [name or "none" for name in ranks.gather(checkpoint.name if checkpoint else None)]
     if len(set(names)) > 1:
         seen = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
@@ -156,10 +131,9 @@ def _require_own(checkpoint: Path, state: TrainState, stage: Stage) -> None:
         "model": (model(state), model(stage)),
         "prompt template": (state.template_sha256[:12], stage.template_sha256[:12]),
         "tuning": (tuning(state), tuning(stage)),
-        "step": (str(state.step), str(step_of(checkpoint))),
+        "step": (str(state.step), str(checkpoints.step_of(checkpoint))),
     }
-    differing = [f"{what}: the checkpoint has {a}, this stage {b}" for what, (a, b) in pairs.items() if a != b]
-    if differing:
+    if differing := [f"{what}: the checkpoint has {a}, this stage {b}" for what, (a, b) in pairs.items() if a != b]:
         problem = f"{checkpoint.name} belongs to another run: " + "; ".join(differing)
         raise RunError(problem, "remove it from this run's checkpoints folder")
 

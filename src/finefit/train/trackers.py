@@ -15,27 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from finefit.artifacts.atomic import parse_line, write_text
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.spec.schema import Tracker
 
-_LAST_SECONDS = 30.0
-"""That a tracker has for the remaining lines after a successful training."""
-_HURRIED_SECONDS = 5.0
-"""After any other end: a scheduler may be waiting."""
-_COMMAND = (sys.executable, "-m", "finefit.train.trackers")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrackerProcess:
-    tracker: Tracker
-    process: "subprocess.Popen[bytes]"
-    offset: int
-    """In the lines that it began at."""
+_LAST_SECONDS = 30.0  # that a tracker has for the remaining lines after a successful training
+_HURRIED_SECONDS = 5.0  # after any other end: a scheduler may be waiting
 
 
 class Tracking:
@@ -55,72 +45,64 @@ class Tracking:
         self._where, self._trackers, self._tell = where, trackers, tell
         self._last_seconds = last_seconds or _LAST_SECONDS
         self._lines, self._offset = lines or where.metrics, offset
-        self._fed: list[_TrackerProcess] = []
+        self._fed: list[tuple[str, subprocess.Popen[bytes], int]] = []
+        """Kind, process, and the offset in the lines that it began at."""
 
     def __enter__(self) -> "Tracking":
+        run = self._where.run
         for tracker in self._trackers:
             if importlib.util.find_spec(tracker.kind) is None:  # packages are named like their kind
                 found = f"{tracker.kind} is not installed: pip install {tracker.kind}"
                 self._tell(event="tracker_failed", tracker=tracker.kind, found=found)
-            else:
-                self._fed.append(self._started(tracker))
+                continue
+            end = self._lines.stat().st_size if self._lines.exists() else 0
+            offset = end if self._offset is None else self._offset
+            project = tracker.project or run.name.rpartition("-")[0] or run.name
+            arguments = (tracker.kind, self._where.path, project, self._lines, offset, self._last_seconds)
+            log = tracker_log(self._where, tracker.kind)
+            log.parent.mkdir(exist_ok=True)
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "finefit.train.trackers", *map(str, arguments)],
+                    stdin=subprocess.PIPE,  # its end tells the process that training has ended
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # a keyboard interrupt is for the worker
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the card is for training
+                )
+            self._fed.append((tracker.kind, process, offset))
         return self
 
-    def _started(self, tracker: Tracker) -> _TrackerProcess:
-        end = self._lines.stat().st_size if self._lines.exists() else 0
-        offset = end if self._offset is None else self._offset
-        project = tracker.project or self._where.run.name.rpartition("-")[0] or self._where.run.name
-        log = tracker_log(self._where, tracker.kind)
-        log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as output:
-            where = (str(self._where.path), project, str(self._lines), str(offset), str(self._last_seconds))
-            process = subprocess.Popen(
-                [*_COMMAND, tracker.kind, *where],
-                stdin=subprocess.PIPE,  # its end tells the process that training has ended
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a keyboard interrupt is for the worker
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the card is for training
-            )
-        return _TrackerProcess(tracker=tracker, process=process, offset=offset)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for fed in self._fed:
-            assert fed.process.stdin is not None
-            fed.process.stdin.close()
-        seconds = self._last_seconds if kind is None else min(self._last_seconds, _HURRIED_SECONDS)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for _kind, process, _offset in self._fed:
+            assert process.stdin is not None
+            process.stdin.close()
+        seconds = self._last_seconds if error is None else min(self._last_seconds, _HURRIED_SECONDS)
         deadline = time.monotonic() + seconds
-        for fed in self._fed:
-            self._account(fed, _ended(fed.process, deadline, seconds))
-
-    def _account(self, fed: _TrackerProcess, problem: str | None) -> None:
-        delivery = last_delivery(self._where, fed.tracker.kind, fed.process.pid)
-        lost = sum(1 for _ in metric_points(self._lines, fed.offset)) - delivery.sent
-        if lost > 0 or problem:
-            found = "; ".join(part for part in (problem, delivery.problem) if part)
-            log = tracker_log(self._where, fed.tracker.kind).relative_to(self._where.run)
-            self._tell(event="tracker_failed", tracker=fed.tracker.kind, lost_lines=lost, found=found, log=str(log))
-
-
-def _ended(process: "subprocess.Popen[bytes]", deadline: float, seconds: float) -> str | None:
-    """Why it had to be killed, or its exit code if that is not 0."""
-    try:
-        code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return f"it had not accepted all lines {seconds:g} seconds after the end of training"
-    return None if code == 0 else f"its process ended with {code}"
+        for kind, process, offset in self._fed:
+            try:
+                code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
+                problem = None if code == 0 else f"its process ended with {code}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                problem = f"it had not accepted all lines {seconds:g} seconds after the end of training"
+            log, delivery = tracker_log(self._where, kind), Delivery(pid=process.pid)
+            if (state := log.with_suffix(".json")).exists():
+                last = Delivery(**json.loads(state.read_text()))
+                delivery = last if last.pid == process.pid else delivery  # else this process never began
+            lost = sum(1 for _ in metric_points(self._lines, offset)) - delivery.sent
+            if lost > 0 or problem:
+                why = "; ".join(part for part in (problem, delivery.problem) if part)
+                shown = str(log.relative_to(self._where.run))
+                self._tell(event="tracker_failed", tracker=kind, lost_lines=lost, found=why, log=shown)
 
 
 _LOOK_SECONDS = 0.5
-_PAUSES = (1.0, 5.0, 20.0, 60.0)
-"""Between attempts to start; the last one repeats."""
+_PAUSES = (1.0, 5.0, 20.0, 60.0)  # between attempts to start; the last one repeats
 _NO_MEASURES = ("step", "time", "event")
-_WITH_MEASURES = (None, "validated", "scored")
-"""Events whose numbers are metrics: a step has no event."""
+_WITH_MEASURES = (None, "validated", "scored")  # events whose numbers are metrics: a step has no event
 _LONGEST_TEXT = 4000
-
 _SECRET_WORDS, _SECRET_LENGTH = ("KEY", "TOKEN", "SECRET", "PASSWORD"), 6
 
 
@@ -134,22 +116,13 @@ class MetricPoint:
     """Where the line ends in the file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Delivery:
-    """The progress of a process."""
-
     pid: int
     sent: int = 0
     dropped: int = 0
     problem: str | None = None
     """The last one."""
-
-
-class TrackerSink(Protocol):
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """`texts`: a few answers, where the values are scores of a checkpoint; the tracker is past that step then."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,106 +135,88 @@ class Identity:
     """For the tracker's own files."""
 
 
-class TensorBoard:
-    def __init__(self, run: Identity) -> None:
-        from tensorboard.summary import Writer
+Sink = tuple[Callable[[int, Mapping[str, float], Mapping[str, str]], None], Callable[[], Any]]
+"""Logs (step, values, texts), and closes. `texts`: a few answers, with scores of an earlier step."""
 
-        self._folder = str(run.folder / "tensorboard")
-        self._writer = Writer(self._folder)
 
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+def _tensorboard(run: Identity) -> Sink:
+    from tensorboard.summary import Writer
+
+    folder = str(run.folder / "tensorboard")
+    numbers = Writer(folder)
+
+    def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            numbers.add_scalar(name, value, step)
         if texts:
             from torch.utils.tensorboard import SummaryWriter  # the package's own writer supports only numbers
 
-            with SummaryWriter(self._folder) as writer:
+            with SummaryWriter(folder) as writer:
                 for name, text in texts.items():
                     writer.add_text(name, text, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, numbers.close
 
 
-class Wandb:
-    def __init__(self, run: Identity) -> None:
-        import wandb
+def _wandb(run: Identity) -> Sink:
+    import wandb
 
-        # our numbers and nothing else
-        settings = wandb.Settings(x_disable_stats=True, console="off", disable_git=True, save_code=False)
-        about = {"project": run.project, "id": run.name, "name": run.name, "dir": str(run.folder)}
-        self._run, self._table = wandb.init(**about, resume="allow", settings=settings), wandb.Table
+    # our numbers and nothing else
+    settings = wandb.Settings(x_disable_stats=True, console="off", disable_git=True, save_code=False)
+    about = {"project": run.project, "id": run.name, "name": run.name, "dir": str(run.folder)}
+    opened = wandb.init(**about, resume="allow", settings=settings)
 
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
         """Its own steps only increase, so a checkpoint's step is a value beside the scores."""
         if not texts:
-            self._run.log(dict(values), step=step)
+            opened.log(dict(values), step=step)
             return
         task, rows = next(iter(values), "").partition("/")[0], [list(pair) for pair in texts.items()]
-        samples = self._table(columns=["sample", "text"], data=rows)
-        self._run.log({**values, f"{task}/samples": samples, f"{task}/step": step})
+        samples = wandb.Table(columns=["sample", "text"], data=rows)
+        opened.log({**values, f"{task}/samples": samples, f"{task}/step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    return log, opened.finish
 
 
-class Mlflow:
-    def __init__(self, run: Identity) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        import mlflow
+def _mlflow(run: Identity) -> Sink:
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    import mlflow
 
-        self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        earlier = self._client.search_runs([experiment], filter_string=f"tags.finefit = '{run.name}'", max_results=1)
-        tags = {"finefit": run.name}
-        made = earlier[0] if earlier else self._client.create_run(experiment, run_name=run.name, tags=tags)
-        self._id, self._metric = made.info.run_id, mlflow.entities.Metric
+    client = mlflow.MlflowClient()
+    found = client.get_experiment_by_name(run.project)
+    experiment = found.experiment_id if found else client.create_experiment(run.project)
+    earlier = client.search_runs([experiment], filter_string=f"tags.finefit = '{run.name}'", max_results=1)
+    tags = {"finefit": run.name}
+    opened = earlier[0] if earlier else client.create_run(experiment, run_name=run.name, tags=tags)
+    number = opened.info.run_id
 
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        metrics = [mlflow.entities.Metric(name, value, now, step) for name, value in values.items()]
+        client.log_batch(number, metrics=metrics)
         for name, text in texts.items():
-            self._client.log_text(self._id, text, f"samples/{name}.txt")
+            client.log_text(number, text, f"samples/{name}.txt")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-class Trackio:
-    def __init__(self, run: Identity) -> None:
-        import trackio
-
-        self._trackio = trackio
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        trackio.init(project=run.project, name=run.name, resume="allow", **quiet)
-
-    def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        self._trackio.log({**values, **texts}, step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+    return log, partial(client.set_terminated, number)
 
 
-SINKS: dict[str, Callable[[Identity], TrackerSink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
-}
+def _trackio(run: Identity) -> Sink:
+    import trackio
+
+    quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    trackio.init(project=run.project, name=run.name, resume="allow", **quiet)
+
+    def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        trackio.log({**values, **texts}, step=step)
+
+    return log, trackio.finish
+
+
+SINKS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
 def tracker_log(where: StageDir, kind: str) -> Path:
-    """The tracker's own output."""
     return where.run / "logs" / f"tracker-{kind}.log"
-
-
-def last_delivery(where: StageDir, kind: str, pid: int) -> Delivery:
-    """Of this process; empty for one that never began."""
-    path = tracker_log(where, kind).with_suffix(".json")
-    found = Delivery(**json.loads(path.read_text())) if path.exists() else Delivery(pid=pid)
-    return found if found.pid == pid else Delivery(pid=pid)
 
 
 def metric_points(lines: Path, offset: int) -> Iterator[MetricPoint]:
@@ -275,70 +230,51 @@ def metric_points(lines: Path, offset: int) -> Iterator[MetricPoint]:
             found = parse_line(line)
             if found is None or found.get("event") not in _WITH_MEASURES or "step" not in found:
                 continue
-            yield MetricPoint(step=int(found["step"]), values=_numbers(found), texts=_texts(found), end=offset)
+            numbers = {k: v for k, v in found.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+            values = {k: float(v) for k, v in numbers.items() if math.isfinite(v) and k not in _NO_MEASURES}
+            texts = {}
+            for at, sample in enumerate(found.get("samples", ()), 1):
+                text = f"{sample['prompt']}\n\nanswer: {sample['answer']}\n\nreference: {sample['reference']}"
+                texts[f"{found.get('task')}/{found.get('checkpoint')}/sample-{at}"] = text[:_LONGEST_TEXT]
+            yield MetricPoint(step=int(found["step"]), values=values, texts=texts, end=offset)
 
 
-def _texts(line: Mapping[str, Any]) -> dict[str, str]:
-    """The samples of a line of scores."""
-    about, found = f"{line.get('task')}/{line.get('checkpoint')}", {}
-    for at, sample in enumerate(line.get("samples", ()), 1):
-        text = f"{sample['prompt']}\n\nanswer: {sample['answer']}\n\nreference: {sample['reference']}"
-        found[f"{about}/sample-{at}"] = text[:_LONGEST_TEXT]
-    return found
+def feed(where: StageDir, kind: str, project: str, lines: Path, offset: int, is_over: threading.Event) -> None:
+    record, name, delivery = RunDir(where.run).run, where.run.name, Delivery(pid=os.getpid())
+    if record.exists():  # enough of the digest to make the name unique
+        name = f"{name}-{json.loads(record.read_text(encoding='utf-8'))['digest'][:8]}"
 
-
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    return {name: float(v) for name, v in numbers.items() if math.isfinite(v) and name not in _NO_MEASURES}
-
-
-class TrackerFeed:
-    """Feeds one tracker until `is_over`."""
-
-    def __init__(
-        self, where: StageDir, kind: str, project: str, lines: Path, offset: int, is_over: threading.Event
-    ) -> None:
-        record, name = RunDir(where.run).run, where.run.name
-        if record.exists():  # enough of the digest to make the name unique
-            name = f"{name}-{json.loads(record.read_text(encoding='utf-8'))['digest'][:8]}"
-        self._log, self._kind, self._lines, self._is_over = tracker_log(where, kind), kind, lines, is_over
-        self._identity, self._offset = Identity(project=project, name=name, folder=where.path), offset
-        self._delivery = Delivery(pid=os.getpid())
-
-    def run(self) -> None:
-        sink = self._opened()
-        while True:
-            ends = self._is_over.is_set()  # before reading, so that lines written until then are read
-            for point in metric_points(self._lines, self._offset):
-                self._send(sink, point)
-            if ends:
-                break
-            self._is_over.wait(_LOOK_SECONDS)
-        sink.close()
-
-    def _opened(self) -> TrackerSink:
-        pauses = iter(_PAUSES)
-        while True:
-            try:
-                return SINKS[self._kind](self._identity)
-            except Exception as error:
-                self._note(replace(self._delivery, problem=_words(error)))
-                if self._is_over.wait(next(pauses, _PAUSES[-1])):
-                    raise
-
-    def _send(self, sink: TrackerSink, point: MetricPoint) -> None:
-        try:
-            sink.log(point.step, point.values, point.texts)
-            self._delivery = replace(self._delivery, sent=self._delivery.sent + 1)
-        except Exception as error:  # noqa: BLE001 a tracker may raise anything, and may accept the next line
-            print(_words(error), file=sys.stderr, flush=True)
-            self._delivery = replace(self._delivery, dropped=self._delivery.dropped + 1, problem=_words(error))
-        self._offset = point.end
-        self._note(self._delivery)
-
-    def _note(self, delivery: Delivery) -> None:
+    def note() -> None:
         # often, and made again if lost
-        write_text(self._log.with_suffix(".json"), json.dumps(asdict(delivery)), durable=False)
+        write_text(tracker_log(where, kind).with_suffix(".json"), json.dumps(asdict(delivery)), durable=False)
+
+    pauses = iter(_PAUSES)
+    while True:
+        try:
+            log, close = SINKS[kind](Identity(project=project, name=name, folder=where.path))
+            break
+        except Exception as error:
+            delivery.problem = _words(error)
+            note()
+            if is_over.wait(next(pauses, _PAUSES[-1])):
+                raise
+    delivery.problem = None
+    while True:
+        ends = is_over.is_set()  # before reading, so that lines written until then are read
+        for point in metric_points(lines, offset):
+            try:
+                log(point.step, point.values, point.texts)
+                delivery.sent += 1
+            except Exception as error:  # noqa: BLE001 a tracker may raise anything, and may accept the next line
+                print(_words(error), file=sys.stderr, flush=True)
+                delivery.dropped += 1
+                delivery.problem = _words(error)
+            offset = point.end
+            note()
+        if ends:
+            break
+        is_over.wait(_LOOK_SECONDS)
+    close()
 
 
 def _words(error: Exception) -> str:
@@ -350,20 +286,20 @@ def _words(error: Exception) -> str:
     return text
 
 
-def _wait_for_the_end(is_over: threading.Event, last_seconds: float) -> None:
-    """The process must end by itself: its parent may be gone, and a tracker may block forever."""
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    is_over.set()
-    time.sleep(last_seconds)
-    os._exit(1)
-
-
 def main() -> NoReturn:
     kind, folder, project, lines, offset, last_seconds = sys.argv[1:]
     is_over = threading.Event()
-    threading.Thread(target=_wait_for_the_end, args=(is_over, float(last_seconds)), daemon=True).start()
-    TrackerFeed(StageDir(Path(folder)), kind, project, Path(lines), int(offset), is_over).run()
+
+    def wait_for_the_end() -> None:
+        """The process must end by itself: its parent may be gone, and a tracker may block forever."""
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        is_over.set()
+        time.sleep(float(last_seconds))
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    feed(StageDir(Path(folder)), kind, project, Path(lines), int(offset), is_over)
     sys.stderr.flush()
     os._exit(0)  # exit handlers of a tracker may block forever
 

@@ -1,5 +1,4 @@
-"""What is measured on held-out rows: the validation loss with perplexity or rewards, and at the end where a mixture
-routes tokens. Nothing is generated."""
+"""The loss of held-out rows, with perplexity or rewards, and at the end where a mixture routes tokens."""
 
 import logging
 import math
@@ -16,8 +15,7 @@ from finefit.artifacts.rundir import StageDir
 from finefit.data.collate import grouped, lengths_of
 from finefit.data.examples import Example, TrainRow
 from finefit.data.order import part_of_rank
-from finefit.moe.centroids import num_shared
-from finefit.moe.routing import measure_routing, routing_map
+from finefit.moe.routing import measure_routing, num_shared, routing_map
 from finefit.spec.schema import Router, Sft
 from finefit.step.engine_choice import divides_weights
 from finefit.step.forward import autocast_for, eval_without_grad
@@ -25,11 +23,12 @@ from finefit.train.batches import batch_call, on_device, prefetched
 from finefit.train.context import TrainContext
 
 LOSS = "validation_loss"
+_ROUTED_ROWS = 32  # of each source
+log = logging.getLogger("finefit")
 
 
 def validate(ctx: TrainContext, micro_batch: int) -> dict[str, float]:
-    """Means over all validation rows and ranks, without dropout. Rows are grouped by length and never packed; the sums
-    do not depend on the micro-batch."""
+    """Means over all validation rows and ranks, without dropout and packing, whatever the micro-batch."""
     names, sums = _sums(ctx, micro_batch)
     total, count, *measures = ctx.engine.sum(sums).tolist()
     means = {LOSS: total / count} | {name: value / count for name, value in zip(names, measures, strict=True)}
@@ -56,41 +55,30 @@ def _sums(ctx: TrainContext, micro_batch: int) -> tuple[list[str], Tensor]:
     return names, torch.stack(parts).sum(dim=0)
 
 
-log = logging.getLogger("finefit")
-_ROWS = 32
-"""Measured of each source."""
-
-
 def record_routing(ctx: TrainContext, where: StageDir, step: int) -> None:
-    """Where the tokens of each data set go once routers are trained: writes routing.json and routing.svg into the
-    stage's folder. Training is over and saved by then, so a failure here is only logged."""
+    """Writes routing.json and routing.svg: where the tokens of each data set go, by held-out rows or else training
+    rows. The tokens that every row starts with are skipped: words of a template belong to no data set. Training is
+    saved by then, so a failure is only logged."""
     if not isinstance(ctx.stage.objective, Router) or not ctx.ranks.is_first:
         return
     if ctx.ranks.size > 1 and divides_weights(ctx.stage.engine):
         log.info("routing is not measured: the model is divided over %s ranks", ctx.ranks.size)
         return
+    held = bool(ctx.validation)
     try:
-        _note(ctx, where, step)
+        rows = _by_source(where, ctx.validation, "validation") if held else _by_source(where, ctx.examples, "train")
+        shared = num_shared([row for several in rows.values() for row in several])
+        with autocast_for(ctx.stage.device, ctx.stage.precision):
+            found = measure_routing(ctx.model, rows, skipped=shared)
+        write_record(where.routing, found)
+        where.routing_map.write_text(routing_map(found), encoding="utf-8")
+        first = {
+            name: [round(sum(column) / len(source.first), 4) for column in zip(*source.first, strict=True)]
+            for name, source in found.sources.items()
+        }
+        ctx.metrics.write(event="routed", step=step, held_out=held, first=first, experts=found.experts)
     except Exception:  # a failed measurement must not fail the training
         log.exception("routing is not measured; the training and its last checkpoint are intact")
-
-
-def _note(ctx: TrainContext, where: StageDir, step: int) -> None:
-    """On held-out rows, or without any on training rows. The tokens that every row starts with are skipped: words of
-    a template belong to no data set."""
-    held = bool(ctx.validation)
-    rows = _by_source(where, ctx.validation, "validation") if held else _by_source(where, ctx.examples, "train")
-    with autocast_for(ctx.stage.device, ctx.stage.precision):
-        found = measure_routing(
-            ctx.model, rows, skipped=num_shared([row for several in rows.values() for row in several])
-        )
-    write_record(where.routing, found)
-    where.routing_map.write_text(routing_map(found), encoding="utf-8")
-    first = {
-        name: [round(sum(column) / len(source.first), 4) for column in zip(*source.first, strict=True)]
-        for name, source in found.sources.items()
-    }
-    ctx.metrics.write(event="routed", step=step, held_out=held, first=first, experts=found.experts)
 
 
 def _by_source(where: StageDir, examples: Sequence[TrainRow], split: str) -> Mapping[str, list[tuple[int, ...]]]:
@@ -99,6 +87,6 @@ def _by_source(where: StageDir, examples: Sequence[TrainRow], split: str) -> Map
     ends = list(accumulate(int(entry["examples"]) + int(entry["repeated"]) for entry in entries))
     found: dict[str, list[tuple[int, ...]]] = {}
     for entry, begin, end in zip(entries, [0, *ends], ends, strict=False):
-        rows = (examples[at] for at in range(begin, min(end, begin + _ROWS)))
+        rows = (examples[at] for at in range(begin, min(end, begin + _ROUTED_ROWS)))
         found.setdefault(entry["source"], []).extend(row.tokens for row in rows if isinstance(row, Example))
     return found

@@ -1,13 +1,11 @@
-"""`python -m finefit.train.worker STAGE_DIR`: trains one stage, from its newest verified checkpoint if there is one,
-and leaves a result."""
+"""`python -m finefit.train.worker STAGE_DIR`: trains one stage, from its newest verified checkpoint if it has one."""
 
 import logging
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +29,11 @@ from finefit.data.examples import open_examples
 from finefit.data.image_check import ModelProcessor
 from finefit.data.render import open_renderer
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
-from finefit.facts.nvml import CardUsage, Read, open_card
+from finefit.facts.nvml import CardUsage, open_card
 from finefit.model.attention import attention_here
-from finefit.model.frozen_weights import frozen_weights_of
 from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
 from finefit.model.resolve_model import custom_source, resolve_start
+from finefit.model.saved_weights import FrozenWeights, frozen_weights_of
 from finefit.objective.batch import Forward
 from finefit.spec.models import CustomModel, Full
 from finefit.step import optimize
@@ -45,24 +43,11 @@ from finefit.step.fused import kernels_here
 from finefit.step.levers import apply_levers
 from finefit.step.state import frozen_checksums, make_optimizer, require_frozen_unchanged
 from finefit.train.audit import Audit
-from finefit.train.context import LeverChanges, SwitchableForward, TrainContext
-from finefit.train.custom import prove_sum
+from finefit.train.batches import prove_sum
+from finefit.train.context import LeverChanges, SpikeDetector, StopRequest, SwitchableForward, TrainContext, Watchdog
 from finefit.train.loop import train
-from finefit.train.monitors import SpikeDetector, StopRequest, Watchdog
-from finefit.train.ranks import (
-    ONE_RANK,
-    RENDEZVOUS_TIMEOUT,
-    RankInfo,
-    Ranks,
-    describe_rank,
-    joined,
-    lost_peers,
-    open_store,
-    peers_lost,
-    rendezvous,
-    require_alike_ranks,
-)
-from finefit.train.reference import ReferenceInputs, with_reference
+from finefit.train.ranks import Ranks, lost_peers, peers_lost, rank_group
+from finefit.train.reference import ReferencePass
 from finefit.train.saver import Saver, agreed_checkpoint
 from finefit.train.trackers import Tracking
 from finefit.train.validation import record_routing
@@ -76,7 +61,7 @@ def run_stage(
     """`place`: this process among the ranks; `store`: where they exchange messages, if it is open already."""
     stage = read_record(where.stage, Stage)
     _set_up_torch(stage, place)
-    with _rank_group(where, stage, place, store) as (ranks, infos):
+    with rank_group(where, stage, place, store) as (ranks, infos):
         where.checkpoints.mkdir(exist_ok=True)
         if ranks.is_first:
             sweep(where.checkpoints)
@@ -85,51 +70,29 @@ def run_stage(
             keys = ("rank", "host", "pid", "device", "threads", "free_bytes")
             who = [{key: getattr(info, key) for key in keys} for info in infos]
             metrics.write(event="environment", **about, ranks=who)
-            return _trained(where, stage, stop, ranks, metrics, memory)
-
-
-def _trained(
-    where: StageDir, stage: Stage, stop: StopRequest, ranks: Ranks, metrics: Journal, memory: Journal
-) -> StageResult:
-    note_memory = _memory_notes(memory, stage.device)
-    note_memory("start", 0)
-    with BatchWorkers(num_workers(ranks.size)) as workers:
-        ctx, state = _make_context(where, stage, stop, ranks, metrics, note_memory, workers)
-        note_memory("loaded", state.step)
-        began = time.perf_counter()
-        with ctx.watchdog, ctx.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
-            state = train(ctx, state)
-    record_routing(ctx, where, state.step)
-    unmoved = require_frozen_unchanged(ctx.frozen, ctx.model)
-    note_memory("end", state.step)
-    size = counts(ctx.model)
-    return StageResult(
-        step=state.step,
-        total_steps=stage.total_steps,
-        checkpoint=f"checkpoint-{state.step}",
-        trainable_parameters=size.trainable,
-        parameters=size.total,
-        tokens=state.tokens,
-        seconds=time.perf_counter() - began,
-        peak_bytes=max(ranks.gather(_peak_bytes(stage.device))),
-        frozen_unchanged=unmoved,
-    )
-
-
-@contextmanager
-def _rank_group(
-    where: StageDir, stage: Stage, place: RankEnv | None, store: Store | None
-) -> Iterator[tuple[Ranks, Sequence[RankInfo]]]:
-    """The other ranks, after the rendezvous has found them alike."""
-    if place is None or place.size == 1:
-        yield ONE_RANK, ()
-        return
-    store = store or open_store(place, patience=RENDEZVOUS_TIMEOUT)
-    infos = rendezvous(describe_rank(where, stage, place), store, size=place.size)
-    for line in require_alike_ranks(infos, stage):
-        log.warning(line)
-    with joined(place, store, device=stage.device) as ranks:
-        yield ranks, infos
+            note_memory = _memory_notes(memory, stage.device)
+            note_memory("start", 0)
+            with BatchWorkers(num_workers(ranks.size)) as workers:
+                ctx, state = _make_context(where, stage, stop, ranks, metrics, note_memory, workers)
+                note_memory("loaded", state.step)
+                began = time.perf_counter()
+                with ctx.watchdog, ctx.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
+                    state = train(ctx, state)
+            record_routing(ctx, where, state.step)
+            unmoved = require_frozen_unchanged(ctx.frozen, ctx.model)
+            note_memory("end", state.step)
+            size = counts(ctx.model)
+            return StageResult(
+                step=state.step,
+                total_steps=stage.total_steps,
+                checkpoint=f"checkpoint-{state.step}",
+                trainable_parameters=size.trainable,
+                parameters=size.total,
+                tokens=state.tokens,
+                seconds=time.perf_counter() - began,
+                peak_bytes=max(ranks.gather(_peak_bytes(stage.device))),
+                frozen_unchanged=unmoved,
+            )
 
 
 def _set_up_torch(stage: Stage, place: RankEnv | None) -> None:
@@ -161,15 +124,14 @@ def _make_context(
     note_memory: Callable[[str, int], None],
     workers: BatchWorkers,
 ) -> tuple[TrainContext, TrainState]:
-    checkpoint = _checkpoint(where, stage, ranks, metrics)  # verified before a weight is loaded
+    """Everything is as at the start of training until `_start_or_resume`."""
+    checkpoint, rejected = agreed_checkpoint(where, stage, ranks)  # verified before a weight is loaded
+    for line in rejected:
+        log.warning(line)
+        metrics.write(event="rejected", note=line)
     names = [name for name in stage.prepared if name.endswith(".safetensors")]
     examples = {name: open_examples(where.verified(name, stage.prepared)) for name in names}
-    folder = _folder(where, stage)
-    base = _base(folder, stage, where.run, num_ranks=ranks.size)
-    model = make_trainable(base, stage.tuning, name=stage.model_name, base=where.run)
-    # with full tuning the few frozen tensors are saved like the rest
-    kept = None if isinstance(stage.tuning, Full) else frozen_weights_of(model, folder)
-    keep_reference_copy(stage.objective, stage.tuning, model)
+    model, folder, kept = _load_model(where, stage, num_ranks=ranks.size)
     engine = make_engine(stage, ranks, folder=where.path, run=where.run)
     watchdog = Watchdog(metrics.write)
     forward = SwitchableForward(
@@ -183,30 +145,17 @@ def _make_context(
     pad = open_renderer(where.tokenizer, stage.template, template_options=stage.template_options).pad
     processor = ModelProcessor(where.tokenizer, folder / "config.json", stage.images)
     collator = Collator(pad=pad, processor_factory=processor)
-    start = ReferenceInputs(
-        where=where,
-        stage=stage,
-        model=model,
-        forward=forward,
-        collator=collator,
-        workers=workers,
-        ranks=ranks,
-        stop=stop,
-        metrics=metrics,
+    reference = ReferencePass(
+        saver=saver, forward=forward, collator=collator, workers=workers, stop=stop, metrics=metrics
     )
-    rows = with_reference(start, examples)  # of the starting weights, so before a checkpoint is restored
-    state = _initial_state(stage)
-    if checkpoint is None:
-        metrics.write(event="started", step=0)
-    else:
-        state = saver.restore(checkpoint)
-        log.info("resumed from %s", checkpoint.name)
-        metrics.write(event="resumed", step=state.step, checkpoint=checkpoint.name)
+    rows = reference.rows(examples)  # of the starting weights, so before a checkpoint is restored
+    state = _start_or_resume(stage, saver, checkpoint, metrics)
     forward.change(state.levers)
     compose = None
     if isinstance(stage.model, CustomModel):
         compose = CustomCollate(source=custom_source(stage.model, where.run), pad=pad)
     unfused = replace(state.levers, kernels="torch")
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if stage.device == "cuda" else None
     ctx = TrainContext(
         stage=stage,
         model=model,
@@ -229,59 +178,44 @@ def _make_context(
         audit=Audit(model, engine, ranks, metrics.write, unfuse=partial(forward.change, unfused)),
         spikes=SpikeDetector(line["loss"] for line in read_steps(where.metrics)),
         watchdog=watchdog,
-        usage=CardUsage(_card(stage.device)),
+        usage=CardUsage(open_card(f"GPU-{uuid}") if uuid else None),
     )
     if compose is not None and state.step == 0:
         prove_sum(ctx)
     return ctx, state
 
 
-def _forward(model: nn.Module, stage: Stage, levers: Levers) -> Forward:
-    """Applies the levers and binds the model."""
-    is_fused = levers.kernels == "fused"
-    kernels = kernels_here(stage.device) if is_fused else None
-    apply_levers(model, levers, kernels=kernels)
-    autocast = autocast_for(stage.device, stage.precision, with_cache=keeps_casts(stage.tuning, levers))
-    return bind(model, loss_chunk=levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
-
-
-def _card(device: str) -> Read | None:
-    if device != "cuda":
-        return None
-    return open_card(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
-
-
-def _checkpoint(where: StageDir, stage: Stage, ranks: Ranks, metrics: Journal) -> Path | None:
-    checkpoint, rejected = agreed_checkpoint(where, stage, ranks)
-    for line in rejected:
-        log.warning(line)
-        metrics.write(event="rejected", note=line)
-    return checkpoint
-
-
-def _folder(where: StageDir, stage: Stage) -> Path:
+def _load_model(where: StageDir, stage: Stage, *, num_ranks: int) -> tuple[nn.Module, Path, FrozenWeights | None]:
+    """The model with what is trained, its folder, and the source of its frozen weights."""
     located = resolve_start(stage.model, stage.tuning, where.run)
     if located.fingerprint != stage.model_fingerprint:
         problem = f"the model {stage.model_name} has changed since this run began"
         raise RunError(problem, "restore the old one, or start again with --new")
-    return located.folder
-
-
-def _base(folder: Path, stage: Stage, run: Path, *, num_ranks: int) -> nn.Module:
+    folder, dtype = located.folder, weight_dtype(stage.precision, stage.tuning)
     if isinstance(stage.model, CustomModel):
-        dtype = weight_dtype(stage.precision, stage.tuning)
-        return load_custom(stage.model, run, device=stage.device, dtype=dtype, seed=stage.seed)
-    base: nn.Module = load_base(
-        folder,
-        device=loads_on(stage, num_ranks=num_ranks),
-        dtype=weight_dtype(stage.precision, stage.tuning),
-        attention=attention_here(stage.device, stage.precision, folder, packing=stage.levers.packing),
-        bits=base_bits(stage.tuning),
-    )
-    return base
+        base: nn.Module = load_custom(stage.model, where.run, device=stage.device, dtype=dtype, seed=stage.seed)
+    else:
+        base = load_base(
+            folder,
+            device=loads_on(stage, num_ranks=num_ranks),
+            dtype=dtype,
+            attention=attention_here(stage.device, stage.precision, folder, packing=stage.levers.packing),
+            bits=base_bits(stage.tuning),
+        )
+    model = make_trainable(base, stage.tuning, name=stage.model_name, base=where.run)
+    # with full tuning the few frozen tensors are saved like the rest
+    kept = None if isinstance(stage.tuning, Full) else frozen_weights_of(model, folder)
+    keep_reference_copy(stage.objective, stage.tuning, model)
+    return model, folder, kept
 
 
-def _initial_state(stage: Stage) -> TrainState:
+def _start_or_resume(stage: Stage, saver: Saver, checkpoint: Path | None, metrics: Journal) -> TrainState:
+    if checkpoint is not None:
+        state = saver.restore(checkpoint)
+        log.info("resumed from %s", checkpoint.name)
+        metrics.write(event="resumed", step=state.step, checkpoint=checkpoint.name)
+        return state
+    metrics.write(event="started", step=0)
     return TrainState(
         step=0,
         tokens=0,
@@ -293,6 +227,14 @@ def _initial_state(stage: Stage) -> TrainState:
         template_sha256=stage.template_sha256,
         tuning=stage.tuning,
     )
+
+
+def _forward(model: nn.Module, stage: Stage, levers: Levers) -> Forward:
+    is_fused = levers.kernels == "fused"
+    kernels = kernels_here(stage.device) if is_fused else None
+    apply_levers(model, levers, kernels=kernels)
+    autocast = autocast_for(stage.device, stage.precision, with_cache=keeps_casts(stage.tuning, levers))
+    return bind(model, loss_chunk=levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
 
 
 def _memory_notes(journal: Journal, device: str) -> Callable[[str, int], None]:
@@ -317,8 +259,7 @@ def _peak_bytes(device: str) -> int:
 def work(
     where: StageDir, place: RankEnv | None = None, store: Store | None = None, *, is_child_of_ours: bool = True
 ) -> int:
-    """Returns the exit code; a failure's reason is in this rank's result. After a success only the first rank writes
-    one."""
+    """The exit code; a failure's reason is in this rank's result. After a success only the first rank writes one."""
     stop = StopRequest()
     stop.listen(is_child_of_ours=is_child_of_ours)
     rank = 0 if place is None else place.rank
@@ -328,15 +269,15 @@ def work(
     except torch.OutOfMemoryError as error:
         log.error("%s", error)
         remedy = "lower levers.micro_batch: start again with --new --set levers.micro_batch=1"
-        result = _failed(where, Failure.of(FindingError(f"out of memory: {error}", remedy)))
+        result = _failed(where, FindingError(f"out of memory: {error}", remedy))
     except FinefitError as error:
         log.error("%s", error)
-        result = _failed(where, Failure.of(error))
+        result = _failed(where, error)
     except RuntimeError as error:  # from a collective of an engine or of torch; our own name the cause themselves
         if place is None or not lost_peers(error):
             raise
         log.exception("rank %s", rank)
-        result = _failed(where, Failure.of(peers_lost(rank, "training", error)))
+        result = _failed(where, peers_lost(rank, "training", error))
     try:
         if rank == 0 or result.failure:
             write_record(where.result_of(rank), result)
@@ -346,9 +287,8 @@ def work(
     return result.failure.exit_code if result.failure else 0
 
 
-def _failed(where: StageDir, failure: Failure) -> StageResult:
-    stage = read_record(where.stage, Stage)
-    newest = list_checkpoints(where.checkpoints)
+def _failed(where: StageDir, error: FinefitError) -> StageResult:
+    stage, newest = read_record(where.stage, Stage), list_checkpoints(where.checkpoints)
     return StageResult(
         step=step_of(newest[-1]) if newest else 0,
         total_steps=stage.total_steps,
@@ -358,7 +298,7 @@ def _failed(where: StageDir, failure: Failure) -> StageResult:
         tokens=0,
         seconds=0.0,
         peak_bytes=_peak_bytes(stage.device),
-        failure=failure,
+        failure=Failure.of(error),
     )
 
 

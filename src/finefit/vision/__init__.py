@@ -1,7 +1,7 @@
 """Families of vision-language models, by the `model_type` of their config, and which modules of a model belong to its
 vision tower, its projector and its language model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from finefit.vision.llava import LLAVA, LLAVA_NEXT
 from finefit.vision.qwen import QWEN2, QWEN3
 
 _PEFT_PREFIX = "base_model.model."
-_LAYERS, _NORM, _POOLING = "encoder.layers", "post_layernorm", "head"
+_LAYERS = "encoder.layers"
 
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": QWEN2,
@@ -47,9 +47,6 @@ def open_image_processor(folder: Path, config: Config, limits: ImageLimits) -> I
 def vision_forward_of(config: PretrainedConfig) -> VisionForward | None:
     family = FAMILIES.get(config.model_type)
     return None if family is None else family.forward
-
-
-# towers
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
@@ -82,8 +79,7 @@ def tower_of(vision_forward: VisionForward, name: str) -> Tower | None:
 
 
 def tower_in(model: nn.Module, name: str) -> Tower | None:
-    """Of a parameter or module by its name in `model`, with or without peft's prefix; None also for a model that takes
-    no images."""
+    """Of a parameter or module, with or without peft's prefix; None also for a model that takes no images."""
     vision_forward = vision_forward_in(model)
     return None if vision_forward is None else tower_of(vision_forward, name.removeprefix(_PEFT_PREFIX))
 
@@ -91,23 +87,19 @@ def tower_in(model: nn.Module, name: str) -> Tower | None:
 def unused_modules(model: nn.Module) -> tuple[str, ...]:
     """Dotted names of the modules of a vision tower that no image passes through, since features are taken before
     them. They get no gradient, so none of them is trained."""
-    vision_forward = vision_forward_in(model)
-    towers = () if vision_forward is None else vision_forward.towers["vision"]
-    return tuple(name for tower in towers for name in _unused(without_adapter(model), tower))
-
-
-def _unused(causal: nn.Module, tower: str) -> Iterator[str]:
-    """LLaVA takes the features after one or several layers and leaves out what follows; SigLIP's pooled vector of a
-    whole image is never used."""
-    parts = dict(causal.get_submodule(tower).named_modules())
-    features = getattr(causal.config, "vision_feature_layer", None)
-    if features is not None and _LAYERS in parts:
-        depth = len(list(parts[_LAYERS].children()))
-        last = max(layer % (depth + 1) for layer in ([features] if isinstance(features, int) else features))
-        yield from (f"{tower}.{_LAYERS}.{number}" for number in range(last, depth))
-        yield f"{tower}.{_NORM}"
-    if _POOLING in parts:
-        yield f"{tower}.{_POOLING}"
+    causal, vision_forward, found = without_adapter(model), vision_forward_in(model), list[str]()
+    for tower in () if vision_forward is None else vision_forward.towers["vision"]:
+        parts = dict(causal.get_submodule(tower).named_modules())
+        # LLaVA takes the features after one or several layers and leaves out what follows
+        features = getattr(causal.config, "vision_feature_layer", None)
+        if features is not None and _LAYERS in parts:
+            depth = len(list(parts[_LAYERS].children()))
+            last = max(layer % (depth + 1) for layer in ([features] if isinstance(features, int) else features))
+            found += [f"{tower}.{_LAYERS}.{number}" for number in range(last, depth)]
+            found.append(f"{tower}.post_layernorm")
+        if "head" in parts:  # SigLIP's pooled vector of a whole image
+            found.append(f"{tower}.head")
+    return tuple(found)
 
 
 def is_inside(name: str, modules: tuple[str, ...]) -> bool:

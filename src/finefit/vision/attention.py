@@ -22,8 +22,6 @@ Attention = Callable[..., tuple[Tensor, None]]
 PIECES: Final = "_flash_by_piece"
 """Suffix of an attention's name. Transformers passes boundaries to attentions whose name contains flash; for any other
 it reads them on the host."""
-HasKernel = Callable[[Tensor, Tensor, Tensor], bool]
-"""Whether the flash kernel takes this query, key and value."""
 
 
 def attend_by_piece(tower: PreTrainedModel) -> None:
@@ -52,7 +50,7 @@ def _on_gpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def by_piece(
     attend: Attention,
-    has_kernel: HasKernel,
+    has_kernel: Callable[[Tensor, Tensor, Tensor], bool],
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -67,21 +65,15 @@ def by_piece(
 ) -> tuple[Tensor, None]:
     """As transformers calls an attention of this kind; the geometry has added `pieces`: the lengths for each way in
     which the tower cuts. The model's own forward has none, and waits for the device."""
-    lengths = _cut_by(cu_seq_lens_q, pieces)
+    # identified by their number alone: windows lie within images, so their numbers are equal only where they are the
+    # same pieces
+    known = next((lengths for lengths in pieces if len(lengths) + 1 == cu_seq_lens_q.numel()), None)
+    lengths: Sequence[int] = cu_seq_lens_q.diff().tolist() if known is None else known
     if has_kernel(query, key, value):
-        longest = max(lengths)
-        return flash_varlen(
-            query, key, value, cu_seq_lens_q, longest, dropout=dropout, scaling=scaling, is_causal=False
-        ), None
+        how: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": False}
+        return flash_varlen(query, key, value, cu_seq_lens_q, max(lengths), **how), None
     one = partial(attend, module, attention_mask=None, dropout=dropout, scaling=scaling, is_causal=False)
     return in_runs(one, query, key, value, lengths), None
-
-
-def _cut_by(boundaries: Tensor, pieces: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Identified by their number alone: windows lie within images, so their numbers are equal only where they are the
-    same pieces."""
-    known = next((lengths for lengths in pieces if len(lengths) + 1 == boundaries.numel()), None)
-    return boundaries.diff().tolist() if known is None else known
 
 
 def in_runs(attend: Attention, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -95,9 +87,6 @@ def in_runs(attend: Attention, query: Tensor, key: Tensor, value: Tensor, length
         q, k, v = (tensor.unflatten(2, (count, length)).squeeze(0).transpose(0, 1) for tensor in run)
         answers.append(attend(query=q, key=k, value=v)[0].flatten(0, 1))
     return torch.cat(answers).unsqueeze(0)
-
-
-# the flash kernel for sequences of any length
 
 
 def widest_head(capability: tuple[int, int]) -> int:
@@ -144,14 +133,12 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-# patch embedding
-
-
 def patches_by_matmul(proj: nn.Module) -> None:
     """Makes a convolution whose patches neither overlap nor leave gaps compute as a matrix product. Idempotent. A
     product has no workspace that cuDNN chooses at run time, and its output is contiguous by patch: a norm would copy
     channels that lie apart, in every layer of the tower."""
-    product = _PRODUCTS.get(type(proj))
+    products: Mapping[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {nn.Conv2d: _of_tiles, nn.Conv3d: _of_patches}
+    product = products.get(type(proj))
     if product is not None and "forward" not in vars(proj):
         proj.forward = partial(product, proj)
 
@@ -169,6 +156,3 @@ def _of_tiles(proj: nn.Conv2d, tiles_NCSS: Tensor) -> Tensor:
     seen = tiles_NCSS[:, :, : rows * down, : columns * across].view(tiles, channels, rows, down, columns, across)
     patches = seen.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
     return linear(patches, proj.weight.flatten(1), proj.bias).transpose(1, 2).view(tiles, -1, rows, columns)
-
-
-_PRODUCTS: Mapping[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {nn.Conv2d: _of_tiles, nn.Conv3d: _of_patches}

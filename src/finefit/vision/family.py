@@ -54,20 +54,15 @@ class ImageGeometry(Protocol):
     @property
     def image_token(self) -> int:
         """Its embeddings are replaced by the features of the images, in order."""
-        ...
 
     def num_tokens(self, grid: Grid) -> int:
         """Image tokens of one image: as many as the tower gives features."""
-        ...
 
     def square_grid(self, side: int) -> Grid:
-        """Of a square image with `side` pixels, where no processor says how it is scaled: unscaled, in whole units of
-        the family."""
-        ...
+        """Of a square image with `side` pixels that no processor scales, in whole units of the family."""
 
     def blank_pixels(self, grid: Grid) -> Pixels:
         """Zeros in the shapes and types of real pixels."""
-        ...
 
     def extra(self, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows, prompts: Lengths | None = None) -> Extra:
         """What a batch carries beside its tokens, which are padded on the right to more than their own `lengths`. The
@@ -75,39 +70,28 @@ class ImageGeometry(Protocol):
         family's geometry and its forward. Without images it holds only what rows of text need (positions, masks).
         `prompts`: the number of tokens before each row's first supervised one, for families with bidirectional prompts;
         None: the rows are prompts alone."""
-        ...
 
 
-class ImageProcessor(Protocol):
-    @property
-    def geometry(self) -> ImageGeometry: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageProcessor:
+    """Opened by each process that needs one."""
 
-    @property
-    def placeholder(self) -> str:
-        """What the chat template writes where an image belongs; users may not write it."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """Equal where equal images become equal pixels and tokens."""
-        ...
-
-    def grid(self, size: Size) -> Grid:
-        """Of an image of this size. Raises ValueError for one that the model's processor refuses."""
-        ...
-
-    def text(self, size: Size) -> str:
-        """What replaces the placeholder in the prompt, with as many image tokens as there will be features."""
-        ...
-
-    def plain_prompt(self, prompt: str, start: str) -> str:
-        """The text of a prompt without a chat template. `prompt` has placeholders where its images belong, `start` is
-        the tokenizer's start token."""
-        ...
-
-    def pixels(self, image: PIL.Image.Image) -> Pixels:
-        """Of an image in RGB. Called in processes without a GPU."""
-        ...
+    geometry: ImageGeometry
+    placeholder: str
+    """What the chat template writes where an image belongs; users may not write it."""
+    identity: str
+    """Equal where equal images become equal pixels and tokens."""
+    grid: Callable[[Size], Grid]
+    """Of an image of this size. Raises ValueError for one that the model's processor refuses."""
+    text: Callable[[Size], str]
+    """What replaces the placeholder in the prompt, with as many image tokens as there will be features."""
+    pixels: Callable[[PIL.Image.Image], Pixels]
+    """Of an image in RGB. Called in processes without a GPU."""
+    plain_prompt: Callable[[str, str], str] = lambda prompt, start: start + prompt
+    """(prompt, start) -> the text of a prompt without a chat template. The prompt has placeholders where its images
+    belong; the start is the tokenizer's start token."""
+    views: int | None = None
+    """Images that every row must have; None: any number."""
 
 
 class VisionForward(Protocol):
@@ -117,12 +101,10 @@ class VisionForward(Protocol):
     @property
     def towers(self) -> Mapping[Tower, tuple[str, ...]]:
         """Dotted names of modules below the whole model; the longest matching prefix decides the tower of a module."""
-        ...
 
     def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
         """With `last_hidden_state`. `extra` comes from the family's geometry; None: text alone. `settings` go to the
         language model (a cache, ...). Reads nothing on the host, so a rehearsal runs the same code."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

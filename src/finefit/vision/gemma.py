@@ -5,33 +5,18 @@ start token, the prompt and a newline, and the whole prompt is bidirectional.
 Which tokens are bidirectional comes with the batch as B x T small numbers; the masks are made from them on the device.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from torch import Tensor
 
 from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
-from finefit.spec.models import Tower
+from finefit.vision import tiles
 from finefit.vision.family import Config, ImageProcessor, VisionFamily, special_token
-from finefit.vision.tiles import (
-    PIXELS,
-    OneTileGeometry,
-    as_attention_masks,
-    causal_or_same_block,
-    config_and_tile,
-    embed_tokens,
-    has_images,
-    insert_features,
-    one_tile_processor,
-    siglip_features,
-    window_or_same_block,
-    within_window,
-)
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WORDS = (("boi_token", "<start_of_image>"), ("image_token", "<image_soft_token>"), ("eoi_token", "<end_of_image>"))
@@ -40,28 +25,29 @@ Masks = dict[str, Tensor]
 """By the kind of layer that they are for."""
 
 
-def gemma3_geometry(config: Config) -> OneTileGeometry:
-    typed, tile = config_and_tile(config, "siglip_vision_model")
-    return OneTileGeometry(typed.image_token_id, tile, typed.mm_tokens_per_image, bidirectional="images")
+def gemma3_geometry(config: Config) -> tiles.OneTileGeometry:
+    typed, tile = tiles.config_and_tile(config, "siglip_vision_model")
+    return tiles.OneTileGeometry(typed.image_token_id, tile, typed.mm_tokens_per_image, bidirectional="images")
 
 
 def gemma3_processor(folder: Path, config: Config, limits: ImageLimits) -> ImageProcessor:
     geometry = gemma3_geometry(config)
     start, image, end = (special_token(folder, *names) for names in _WORDS)
     written = f"\n\n{start}{image * geometry.features}{end}\n\n"
-    return one_tile_processor(geometry, folder, limits, placeholder=start, written=written, do_pan_and_scan=False)
+    how = {"do_pan_and_scan": False}
+    return tiles.one_tile_processor(geometry, folder, limits, written=written, how=how, placeholder=start)
 
 
-def paligemma_geometry(config: Config) -> OneTileGeometry:
-    typed, tile = config_and_tile(config, "siglip_vision_model")
+def paligemma_geometry(config: Config) -> tiles.OneTileGeometry:
+    typed, tile = tiles.config_and_tile(config, "siglip_vision_model")
     end = typed.text_config.eos_token_id
-    return OneTileGeometry(typed.image_token_id, tile, tile.patches**2, bidirectional="prompts", end_token=end)
+    return tiles.OneTileGeometry(typed.image_token_id, tile, tile.patches**2, bidirectional="prompts", end_token=end)
 
 
 def paligemma_processor(folder: Path, config: Config, limits: ImageLimits) -> ImageProcessor:
     geometry, image = paligemma_geometry(config), special_token(folder)
-    written = image * geometry.features
-    return one_tile_processor(geometry, folder, limits, placeholder=image, written=written, write=_images_first)
+    words = {"placeholder": image, "plain_prompt": partial(_images_first, image)}
+    return tiles.one_tile_processor(geometry, folder, limits, written=image * geometry.features, how={}, **words)
 
 
 def _images_first(placeholder: str, prompt: str, start: str) -> str:
@@ -70,62 +56,73 @@ def _images_first(placeholder: str, prompt: str, start: str) -> str:
     return f"{prompt[:behind]}{start}{prompt[behind:]}\n"
 
 
-@dataclass(frozen=True)
-class GemmaForward:
-    towers: Mapping[Tower, tuple[str, ...]]
-    masks: Callable[[Tensor, Any], Masks]
-    """(blocks_BT, the language model's config) -> masks."""
-    first_position: int
+def _features(model: Any, pixels_NCSS: Tensor) -> Tensor:
+    features_NPH: Tensor = model.multi_modal_projector(tiles.siglip_features(model.vision_tower, pixels_NCSS))
+    return features_NPH
 
-    def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
-        model: Any = backbone
-        embedded_BTH = embed_tokens(model, input_ids_BT)
-        if has_images(extra):
-            features_NPH = model.multi_modal_projector(siglip_features(model.vision_tower, extra.tensors[PIXELS]))
-            embedded_BTH = insert_features(embedded_BTH, extra, features_NPH.flatten(0, 1))
-        if extra is not None and "blocks_BT" in extra.tensors:
-            settings.setdefault(
-                "attention_mask", self._mask(model.language_model, extra.tensors["blocks_BT"], embedded_BTH.dtype)
-            )
-        output: ModelOutput = model.language_model(
-            inputs_embeds=embedded_BTH, **self._with_positions(settings, input_ids_BT)
-        )
-        return output
 
-    def _mask(self, language: Any, blocks_BT: Tensor, dtype: torch.dtype) -> Tensor | Masks:
-        masks = as_attention_masks(self.masks(blocks_BT, language.config), language.config, dtype)
-        return masks if _SLIDING in masks else masks[_FULL]
-
-    def _with_positions(self, settings: dict[str, Any], input_ids_BT: Tensor) -> dict[str, Any]:
-        """Callers count positions from 0, as for every model."""
-        if not self.first_position:
-            return settings
-        positions = settings.get("position_ids")
-        if positions is None:
-            cache = settings.get("past_key_values")
-            start = 0 if cache is None else cache.get_seq_length()
-            positions = start + torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)[None]
-        return settings | {"position_ids": positions + self.first_position}
+def _adjusted(
+    masks_of: Callable[[Tensor, Any], Masks],
+    first_position: int,
+    language: Any,
+    extra: Extra | None,
+    embedded_BTH: Tensor,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """With the masks of bidirectional tokens; `masks_of` makes them from blocks_BT and the language model's config.
+    Callers count positions from 0, as for every model, and the model from `first_position`."""
+    if extra is not None and "blocks_BT" in extra.tensors:
+        masks = masks_of(extra.tensors["blocks_BT"], language.config)
+        masks = tiles.as_attention_masks(masks, language.config, embedded_BTH.dtype)
+        settings.setdefault("attention_mask", masks if _SLIDING in masks else masks[_FULL])
+    if not first_position:
+        return settings
+    positions = settings.get("position_ids")
+    if positions is None:
+        cache = settings.get("past_key_values")
+        start = 0 if cache is None else cache.get_seq_length()
+        positions = start + torch.arange(embedded_BTH.shape[1], device=embedded_BTH.device)[None]
+    return settings | {"position_ids": positions + first_position}
 
 
 def _gemma3_masks(blocks_BT: Tensor, text: Any) -> Masks:
-    full = causal_or_same_block(blocks_BT)
-    return {_FULL: full, _SLIDING: within_window(full, text.sliding_window)}
+    full = _causal_or_same_block(blocks_BT)
+    return {_FULL: full, _SLIDING: _within_window(full, text.sliding_window)}
 
 
 def _paligemma_masks(blocks_BT: Tensor, text: Any) -> Masks:
     """PaliGemma 2 has sliding layers; a prompt sees all of itself in them, too."""
     window = getattr(text, "sliding_window", None)
-    sliding = {} if window is None else {_SLIDING: window_or_same_block(blocks_BT, window)}
-    return {_FULL: causal_or_same_block(blocks_BT), **sliding}
+    sliding = {} if window is None else {_SLIDING: _within_window(_before(blocks_BT), window) | _same_block(blocks_BT)}
+    return {_FULL: _causal_or_same_block(blocks_BT), **sliding}
 
 
-_TOWERS: Mapping[Tower, tuple[str, ...]] = {
-    "vision": ("model.vision_tower",),
-    "projector": ("model.multi_modal_projector",),
-    "language": ("model.language_model", "lm_head"),
-}
-GEMMA3 = VisionFamily(gemma3_geometry, gemma3_processor, GemmaForward(_TOWERS, _gemma3_masks, first_position=0))
-PALIGEMMA = VisionFamily(
-    paligemma_geometry, paligemma_processor, GemmaForward(_TOWERS, _paligemma_masks, first_position=1)
-)
+def _causal_or_same_block(blocks_BT: Tensor) -> Tensor:
+    """All earlier tokens, and all of the token's own block; -1 is no block. B x 1 x T x T, true where visible."""
+    return _before(blocks_BT) | _same_block(blocks_BT)
+
+
+def _within_window(mask_B1TT: Tensor, window: int) -> Tensor:
+    """Without what lies `window` tokens back or further."""
+    return mask_B1TT & _near(mask_B1TT, window)
+
+
+def _before(blocks_BT: Tensor) -> Tensor:
+    places_T = torch.arange(blocks_BT.shape[1], device=blocks_BT.device)
+    return (places_T[None, :] <= places_T[:, None])[None, None]
+
+
+def _near(mask_B1TT: Tensor, window: int) -> Tensor:
+    places_T = torch.arange(mask_B1TT.shape[-1], device=mask_B1TT.device)
+    return (places_T[None, :] > places_T[:, None] - window)[None, None]
+
+
+def _same_block(blocks_BT: Tensor) -> Tensor:
+    same_BTT = (blocks_BT[:, :, None] == blocks_BT[:, None, :]) & (blocks_BT[:, :, None] >= 0)
+    return same_BTT[:, None]
+
+
+_GEMMA3_FORWARD = tiles.TileForward(features=_features, adjust=partial(_adjusted, _gemma3_masks, 0))
+_PALIGEMMA_FORWARD = tiles.TileForward(features=_features, adjust=partial(_adjusted, _paligemma_masks, 1))
+GEMMA3 = VisionFamily(gemma3_geometry, gemma3_processor, _GEMMA3_FORWARD)
+PALIGEMMA = VisionFamily(paligemma_geometry, paligemma_processor, _PALIGEMMA_FORWARD)

@@ -14,42 +14,18 @@ from typing import Any
 
 import PIL.Image
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BaseImageProcessor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
-from transformers.utils import ModelOutput
 
 from finefit.errors import SpecError
 from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
 from finefit.spec.models import Tower
+from finefit.vision import family, tiles
 from finefit.vision.attention import patches_by_matmul
-from finefit.vision.family import (
-    Config,
-    Grid,
-    ImageProcessor,
-    ImageRows,
-    Lengths,
-    Pixels,
-    Size,
-    TokenIds,
-    VisionFamily,
-    load_processor,
-    processor_identity,
-    special_token,
-)
-from finefit.vision.tiles import (
-    PIXELS,
-    Tile,
-    config_and_tile,
-    embed_tokens,
-    has_images,
-    image_tensors,
-    insert_features,
-    processed_tiles,
-    with_checked_tiles,
-)
+from finefit.vision.family import Config, Grid, ImageProcessor, ImageRows, Lengths, Pixels, Size, TokenIds
 
 _PIL: Mapping[str, type[BaseImageProcessor]] = {
     "idefics3": Idefics3ImageProcessorPil,
@@ -69,7 +45,7 @@ class IdeficsGeometry:
     """A grid is rows and columns of tiles; (0, 0) of an image that is shown whole and not cut."""
 
     image_token: int
-    tile: Tile
+    tile: tiles.Tile
     features: int
     """Of a tile."""
 
@@ -77,75 +53,67 @@ class IdeficsGeometry:
         return self.features * (grid[0] * grid[1] + 1)
 
     def square_grid(self, side: int) -> Grid:
-        tiles = min(side, _LARGEST) // self.tile.side
-        return (tiles, tiles) if tiles > 1 else (0, 0)
+        count = min(side, _LARGEST) // self.tile.side
+        return (count, count) if count > 1 else (0, 0)
 
     def blank_pixels(self, grid: Grid) -> Pixels:
         return self.tile.blank(grid[0] * grid[1] + 1)
 
     def extra(self, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows, prompts: Lengths | None = None) -> Extra:  # noqa: ARG002
-        return Extra(tensors=image_tensors(self, input_ids_BT, lengths, rows))
+        return Extra(tensors=tiles.image_tensors(self, input_ids_BT, lengths, rows))
 
 
 def idefics_geometry(config: Config) -> IdeficsGeometry:
-    typed, tile = config_and_tile(config)
+    typed, tile = tiles.config_and_tile(config)
     return IdeficsGeometry(typed.image_token_id, tile, tile.patches**2 // typed.scale_factor**2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IdeficsProcessor:
-    geometry: IdeficsGeometry
-    placeholder: str
-    identity: str
-    processor: Any
-    max_pixels: int | None
-    around: str
-    whole: str
+def idefics_processor(folder: Path, config: Config, limits: ImageLimits) -> ImageProcessor:
+    geometry, processor = idefics_geometry(config), family.load_processor(folder, _PIL[str(config["model_type"])])
+    side, is_split = geometry.tile.side, processor.do_image_splitting
+    _require_effect(limits, side, processor)
+    words = [family.special_token(folder, *names) for names in _WORDS]
+    image, around, whole = words
 
-    def grid(self, size: Size) -> Grid:
-        return self._cut(size, self._longest(size)) if self.processor.do_image_splitting else (0, 0)
-
-    def text(self, size: Size) -> str:
-        rows, columns = self.grid(size)
-        tokens = self.placeholder * self.geometry.features
-        lines = [
-            "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
-            for row in range(rows)
-        ]
-        return "".join(lines) + ("\n" if rows else "") + self.around + self.whole + tokens + self.around
-
-    def plain_prompt(self, prompt: str, start: str) -> str:
-        return start + prompt
-
-    def pixels(self, image: PIL.Image.Image) -> Pixels:
-        return {PIXELS: processed_tiles(self.processor, [image], size={"longest_edge": self._longest(image.size)})[0]}
-
-    def _longest(self, size: Size) -> int:
-        """What the longer side is scaled to: the processor's own value, or as many whole tiles as the limit allows an
-        image of this shape."""
-        usual, side = int(self.processor.size["longest_edge"]), self.geometry.tile.side
-        if self.max_pixels is None or not self.processor.do_image_splitting:
+    def longest(size: Size) -> int:
+        """What the longer side is scaled to: the processor's own value, or as many whole tiles as the limit allows."""
+        usual = int(processor.size["longest_edge"])
+        if limits.max_pixels is None or not is_split:
             return usual
-        for longest in (usual, *(side * tiles for tiles in range(math.ceil(usual / side) - 1, 0, -1))):
-            rows, columns = self._cut(size, longest)
-            if max(rows * columns, 1) * side**2 <= self.max_pixels:
-                return longest
+        for pixels in (usual, *(side * count for count in range(math.ceil(usual / side) - 1, 0, -1))):
+            rows, columns = _cut(size, pixels, side)
+            if max(rows * columns, 1) * side**2 <= limits.max_pixels:
+                return pixels
         return side
 
-    def _cut(self, size: Size, longest: int) -> Grid:
-        width, height = _scaled(size, longest)
-        side = self.geometry.tile.side
-        if width >= height:
-            columns = math.ceil(width / side)
-            rows = math.ceil(int(columns * side / (width / height)) / side)
-        else:
-            rows = math.ceil(height / side)
-            columns = math.ceil(int(rows * side * (width / height)) / side)
-        return (rows, columns) if max(rows, columns) > 1 else (0, 0)
+    def grid(size: Size) -> Grid:
+        return _cut(size, longest(size), side) if is_split else (0, 0)
+
+    def text(size: Size) -> str:
+        rows, columns = grid(size)
+        tokens = image * geometry.features
+        lines = [
+            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        return "".join(lines) + ("\n" if rows else "") + around + whole + tokens + around
+
+    def pixels(shown: PIL.Image.Image) -> Pixels:
+        return {tiles.PIXELS: tiles.processed_tiles(processor, [shown], size={"longest_edge": longest(shown.size)})[0]}
+
+    opened = ImageProcessor(
+        geometry=geometry,
+        placeholder=image,
+        identity=family.processor_identity(processor, limits.max_pixels, words),
+        grid=grid,
+        text=text,
+        pixels=pixels,
+    )
+    return tiles.with_checked_tiles(opened, geometry.tile)
 
 
-def _scaled(size: Size, longest: int) -> Size:
-    """With the longer side of this length and the other one even; rounded as the processors round."""
+def _cut(size: Size, longest: int, side: int) -> Grid:
+    """Into tiles, once the longer side has this length and the other one is even; rounded as the processors round."""
     width, height = size
     ratio = width / height
     if width >= height:
@@ -154,26 +122,18 @@ def _scaled(size: Size, longest: int) -> Size:
     else:
         width, height = int(longest * ratio), longest
         width = max(width + width % 2, 1)
-    if max(width, height) <= _LARGEST:
-        return width, height
     ratio = width / height
-    return (_LARGEST, max(int(_LARGEST / ratio), 1)) if width >= height else (max(int(_LARGEST * ratio), 1), _LARGEST)
-
-
-def idefics_processor(folder: Path, config: Config, limits: ImageLimits) -> ImageProcessor:
-    geometry, processor = idefics_geometry(config), load_processor(folder, _PIL[str(config["model_type"])])
-    _require_effect(limits, geometry.tile.side, processor)
-    words = [special_token(folder, *names) for names in _WORDS]
-    opened = IdeficsProcessor(
-        geometry=geometry,
-        placeholder=words[0],
-        identity=processor_identity(processor, limits.max_pixels, words),
-        processor=processor,
-        max_pixels=limits.max_pixels,
-        around=words[1],
-        whole=words[2],
-    )
-    return with_checked_tiles(opened, geometry.tile)
+    if max(width, height) > _LARGEST:
+        is_wide = width >= height
+        width = _LARGEST if is_wide else max(int(_LARGEST * ratio), 1)
+        height = max(int(_LARGEST / ratio), 1) if is_wide else _LARGEST
+    if width >= height:
+        columns = math.ceil(width / side)
+        rows = math.ceil(int(columns * side / (width / height)) / side)
+    else:
+        rows = math.ceil(height / side)
+        columns = math.ceil(int(rows * side * (width / height)) / side)
+    return (rows, columns) if max(rows, columns) > 1 else (0, 0)
 
 
 def _require_effect(limits: ImageLimits, side: int, processor: Any) -> None:
@@ -187,10 +147,8 @@ def _require_effect(limits: ImageLimits, side: int, processor: Any) -> None:
     if limits.max_pixels is None:
         return
     if not processor.do_image_splitting:
-        raise SpecError(
-            f"data.images.max_pixels would have no effect: this model sees every image as {side} x {side} pixels",
-            "remove it from the spec",
-        )
+        problem = f"data.images.max_pixels would have no effect: this model sees every image as {side} x {side} pixels"
+        raise SpecError(problem, "remove it from the spec")
     if limits.max_pixels < side**2:
         raise SpecError(
             f"data.images.max_pixels is {limits.max_pixels}, and the smallest image that this model sees has "
@@ -199,18 +157,9 @@ def _require_effect(limits: ImageLimits, side: int, processor: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class IdeficsForward:
-    towers: Mapping[Tower, tuple[str, ...]]
-
-    def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
-        model: Any = backbone
-        embedded_BTH = embed_tokens(model, input_ids_BT)
-        if has_images(extra):
-            features_NPH = model.connector(_hidden_states(model.vision_model, extra.tensors[PIXELS]))
-            embedded_BTH = insert_features(embedded_BTH, extra, features_NPH.flatten(0, 1))
-        output: ModelOutput = model.text_model(inputs_embeds=embedded_BTH, **settings)
-        return output
+def _features(model: Any, pixels_NCSS: Tensor) -> Tensor:
+    features_NPH: Tensor = model.connector(_hidden_states(model.vision_model, pixels_NCSS))
+    return features_NPH
 
 
 def _hidden_states(tower: Any, pixels_NCSS: Tensor) -> Tensor:
@@ -228,4 +177,5 @@ _TOWERS: Mapping[Tower, tuple[str, ...]] = {
     "projector": ("model.connector",),
     "language": ("model.text_model", "lm_head"),
 }
-IDEFICS = VisionFamily(idefics_geometry, idefics_processor, IdeficsForward(_TOWERS))
+_FORWARD = tiles.TileForward(features=_features, language="text_model", towers=_TOWERS)
+IDEFICS = family.VisionFamily(idefics_geometry, idefics_processor, _FORWARD)

@@ -31,21 +31,9 @@ from finefit.errors import DataError, ModelError
 from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
 from finefit.spec.models import Tower
+from finefit.vision import family
 from finefit.vision.attention import attend_by_piece, patches_by_matmul
-from finefit.vision.family import (
-    Config,
-    Grid,
-    ImageInput,
-    ImageRows,
-    Lengths,
-    Pixels,
-    Size,
-    TokenIds,
-    VisionFamily,
-    load_processor,
-    processor_identity,
-    typed_config,
-)
+from finefit.vision.family import Config, Grid, ImageInput, ImageProcessor, ImageRows, Lengths, Pixels, Size, TokenIds
 
 PLACEHOLDER: Final = "<|image_pad|>"
 _PIXELS: Final = "pixel_values"
@@ -87,8 +75,7 @@ class QwenGeometry:
         following, places = [], []
         for row, (length, images) in enumerate(zip(lengths, rows, strict=True)):
             own = np.flatnonzero(input_ids_BT[row, :length] == self.image_token)
-            grids = [image.grid for image in images]
-            positions_3BT[:, row, :length], after = _positions(length, self._starts(own, grids), grids, self.merge)
+            positions_3BT[:, row, :length], after = self._positions(length, own, [image.grid for image in images])
             following.append(after)
             places.append(own + row * input_ids_BT.shape[1])
         tensors = {
@@ -98,8 +85,12 @@ class QwenGeometry:
         tower_tensors, tower_host = self._tower_inputs([image for images in rows for image in images])
         return Extra(tensors=tensors | tower_tensors, host={"next_positions": tuple(following)} | tower_host)
 
-    def _starts(self, places: NDArray[np.int64], grids: Sequence[Grid]) -> list[int]:
-        """Where each image of a row begins; an error where features would take the places of others."""
+    def _positions(
+        self, length: int, places: NDArray[np.int64], grids: Sequence[Grid]
+    ) -> tuple[NDArray[np.int64], int]:
+        """Of a row in time, down and across, and the position that follows. Text advances by one in all three; an image
+        has one time, its blocks count down and across from there, and the next token begins after its longer side.
+        `places`: of the row's image tokens; an error where features would take the places of others."""
         counts = [self.num_tokens(grid) for grid in grids]
         ends = np.cumsum(counts, dtype=np.int64)
         firsts = ends - np.array(counts, dtype=np.int64)
@@ -111,7 +102,16 @@ class QwenGeometry:
                 "piece",
                 "prepare the rows again with the same model and the same data.images",
             )
-        return [int(places[first]) for first in firsts]
+        parts, at, now = [], 0, 0
+        for start, (frames, rows, columns) in zip(places[firsts].tolist(), grids, strict=True):
+            parts.append(_text_positions(start - at) + now)
+            now += start - at
+            blocks = np.indices((frames, rows // self.merge, columns // self.merge)).reshape(3, -1)
+            parts.append(blocks + now)
+            now += max(rows, columns) // self.merge
+            at = start + blocks.shape[1]
+        parts.append(_text_positions(length - at) + now)
+        return np.concatenate(parts, axis=1), now + length - at
 
     def _tower_inputs(self, images: Sequence[ImageInput]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What the tower's own code would compute from the grids, by the names of its arguments."""
@@ -140,27 +140,12 @@ def _lengths(boundaries: Tensor) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(boundaries.tolist()))
 
 
-def _positions(length: int, starts: Sequence[int], grids: Sequence[Grid], merge: int) -> tuple[NDArray[np.int64], int]:
-    """Of a row in time, down and across, and the position that follows. Text advances by one in all three; an image has
-    one time, its blocks count down and across from there, and the next token begins after its longer side."""
-    parts, at, now = [], 0, 0
-    for start, (frames, rows, columns) in zip(starts, grids, strict=True):
-        parts.append(_text_positions(start - at) + now)
-        now += start - at
-        blocks = np.indices((frames, rows // merge, columns // merge)).reshape(3, -1)
-        parts.append(blocks + now)
-        now += max(rows, columns) // merge
-        at = start + blocks.shape[1]
-    parts.append(_text_positions(length - at) + now)
-    return np.concatenate(parts, axis=1), now + length - at
-
-
 def _text_positions(length: int) -> NDArray[np.int64]:
     return np.broadcast_to(np.arange(length, dtype=np.int64), (3, length))
 
 
 def qwen_geometry(config: Config) -> QwenGeometry:
-    typed = typed_config(config)
+    typed = family.typed_config(config)
     vision = typed.vision_config
     learned = getattr(vision, "num_position_embeddings", None)
     return QwenGeometry(
@@ -174,41 +159,8 @@ def qwen_geometry(config: Config) -> QwenGeometry:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QwenProcessor:
-    geometry: QwenGeometry
-    placeholder: str
-    identity: str
-    processor: Qwen2VLImageProcessorPil
-    min_pixels: int
-    """Of a scaled image, like `max_pixels`."""
-    max_pixels: int
-
-    def grid(self, size: Size) -> Grid:
-        width, height = size
-        unit = self.geometry.patch_size * self.geometry.merge
-        try:
-            scaled = smart_resize(height, width, unit, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
-        except ValueError:
-            raise ValueError(
-                f"it has {width:,} x {height:,} pixels: one side is more than 200 times the other, which the "
-                "model's processor refuses"
-            ) from None
-        return (1, scaled[0] // self.geometry.patch_size, scaled[1] // self.geometry.patch_size)
-
-    def text(self, size: Size) -> str:
-        return self.placeholder * self.geometry.num_tokens(self.grid(size))
-
-    def plain_prompt(self, prompt: str, start: str) -> str:
-        return start + prompt
-
-    def pixels(self, image: PIL.Image.Image) -> Pixels:
-        size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
-        return {_PIXELS: self.processor([image], size=size, return_tensors="np")[_PIXELS]}
-
-
-def qwen_processor(folder: Path, config: Config, limits: ImageLimits) -> QwenProcessor:
-    geometry, processor = qwen_geometry(config), load_processor(folder, Qwen2VLImageProcessorPil)
+def qwen_processor(folder: Path, config: Config, limits: ImageLimits) -> ImageProcessor:
+    geometry, processor = qwen_geometry(config), family.load_processor(folder, Qwen2VLImageProcessorPil)
     cut = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
     if cut != (geometry.patch_size, geometry.merge, geometry.frames):
         raise ModelError(
@@ -220,17 +172,31 @@ def qwen_processor(folder: Path, config: Config, limits: ImageLimits) -> QwenPro
     smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
     max_pixels = limits.max_pixels or max(largest, limits.min_pixels or 0)
     min_pixels = limits.min_pixels or min(smallest, max_pixels)
-    return QwenProcessor(
+
+    def grid(size: Size) -> Grid:
+        width, height = size
+        unit = geometry.patch_size * geometry.merge
+        try:
+            scaled = smart_resize(height, width, unit, min_pixels=min_pixels, max_pixels=max_pixels)
+        except ValueError:
+            raise ValueError(
+                f"it has {width:,} x {height:,} pixels: one side is more than 200 times the other, which the model's "
+                "processor refuses"
+            ) from None
+        return 1, scaled[0] // geometry.patch_size, scaled[1] // geometry.patch_size
+
+    def pixels(image: PIL.Image.Image) -> Pixels:
+        size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        return {_PIXELS: processor([image], size=size, return_tensors="np")[_PIXELS]}
+
+    return ImageProcessor(
         geometry=geometry,
         placeholder=PLACEHOLDER,
-        identity=processor_identity(processor, min_pixels, max_pixels),
-        processor=processor,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
+        identity=family.processor_identity(processor, min_pixels, max_pixels),
+        grid=grid,
+        text=lambda size: PLACEHOLDER * geometry.num_tokens(grid(size)),
+        pixels=pixels,
     )
-
-
-# forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +253,13 @@ def _adding_by_place(language: nn.Module) -> Iterator[None]:
         del language._deepstack_process
 
 
-def _family(*projector: str) -> VisionFamily:
+def _family(*projector: str) -> family.VisionFamily:
     towers: Mapping[Tower, tuple[str, ...]] = {
         "language": ("model.language_model", "lm_head"),
         "vision": ("model.visual",),
         "projector": projector,
     }
-    return VisionFamily(qwen_geometry, qwen_processor, QwenForward(towers))
+    return family.VisionFamily(qwen_geometry, qwen_processor, QwenForward(towers))
 
 
 QWEN2 = _family("model.visual.merger")

@@ -2,46 +2,41 @@
 with one tile per image, the tower read as far as its features are used, and masks for tokens with bidirectional
 attention.
 
-The towers' own forward would keep the output of every layer where one is wanted, and some wait for the device. B rows,
-T tokens, I image tokens of a whole batch, N tiles, P patches of a tile, C channels, S pixels of a side, H hidden.
+The towers' own forward would keep the output of every layer where one is wanted, and some wait for the device. What a
+function of the forward holds on to while another runs is part of the memory that was predicted. B rows, T tokens, I
+image tokens of a whole batch, N tiles, P patches of a tile, C channels, S pixels of a side, H hidden.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.utils import ModelOutput
 
 from finefit.errors import DataError, ModelError, SpecError
 from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
+from finefit.spec.models import Tower
+from finefit.vision import family
 from finefit.vision.attention import patches_by_matmul
-from finefit.vision.family import (
-    Config,
-    Grid,
-    ImageGeometry,
-    ImageInput,
-    ImageProcessor,
-    ImageRows,
-    Lengths,
-    Pixels,
-    Size,
-    TokenIds,
-    load_processor,
-    processor_identity,
-    typed_config,
-)
+from finefit.vision.family import Config, Grid, ImageGeometry, ImageProcessor, ImageRows, Lengths, Pixels, TokenIds
 
 PIXELS = "pixel_values"
+TOWERS: Mapping[Tower, tuple[str, ...]] = {
+    "vision": ("model.vision_tower",),
+    "projector": ("model.multi_modal_projector",),
+    "language": ("model.language_model", "lm_head"),
+}
+"""As most families name them."""
 ONE_TILE: Grid = (1,)
 """The grid of every image in families that show an image as one tile."""
-Processor = TypeVar("Processor", bound=ImageProcessor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,7 @@ class Tile:
 
 def config_and_tile(config: Config, *known: str) -> tuple[Any, Tile]:
     """The family's config, and the tile that its tower takes. `known`: types of towers that the family may have."""
-    typed = typed_config(config)
+    typed = family.typed_config(config)
     vision = typed.vision_config
     if known and vision.model_type not in known:
         raise ModelError(
@@ -69,9 +64,6 @@ def config_and_tile(config: Config, *known: str) -> tuple[Any, Tile]:
             "take a model of the family with one of these towers",
         )
     return typed, Tile(vision.image_size, vision.patch_size, getattr(vision, "num_channels", 3))
-
-
-# batches
 
 
 def image_tensors(
@@ -91,16 +83,13 @@ def image_tensors(
     images = [image for row in rows for image in row]
     if not images:
         return {}
-    pixels = np.concatenate([_checked_pixels(geometry, image) for image in images])
+    for image in images:
+        expected, found = geometry.blank_pixels(image.grid)[PIXELS].shape, image.pixels[PIXELS].shape
+        if found != expected:
+            problem = f"an image has pixels of the shape {found}, and its grid {image.grid} requires {expected}"
+            raise DataError(problem, "prepare the data again")
+    pixels = np.concatenate([image.pixels[PIXELS] for image in images])
     return {"places_I": torch.from_numpy(np.flatnonzero(is_image_BT)), PIXELS: torch.from_numpy(pixels)}
-
-
-def _checked_pixels(geometry: ImageGeometry, image: ImageInput) -> NDArray[np.float32]:
-    expected, found = geometry.blank_pixels(image.grid)[PIXELS].shape, image.pixels[PIXELS].shape
-    if found != expected:
-        problem = f"an image has pixels of the shape {found}, and its grid {image.grid} requires {expected}"
-        raise DataError(problem, "prepare the data again")
-    return image.pixels[PIXELS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,96 +121,45 @@ class OneTileGeometry:
             places_I = tensors["places_I"].numpy()
             blocks_BT.reshape(-1)[places_I] = np.arange(len(places_I)) // self.features
         elif self.bidirectional == "prompts":
-            if prompts is None:
-                self._require_prompts(input_ids_BT, lengths)
+            last = [row[length - 1] for row, length in zip(input_ids_BT, lengths, strict=True) if length]
+            if prompts is None and self.end_token in last:  # its answer would be visible to the tokens that predict it
+                problem = "a row of a batch ends with an answer, and nothing says where its prompt ends"
+                raise DataError(problem, "give the geometry `prompts`")
             ends_B = np.asarray(lengths if prompts is None else prompts)
             blocks_BT[np.arange(input_ids_BT.shape[1])[None] < ends_B[:, None]] = 0
         else:
             return Extra(tensors=tensors)
         return Extra(tensors=tensors | {"blocks_BT": torch.from_numpy(blocks_BT)})
 
-    def _require_prompts(self, input_ids_BT: TokenIds, lengths: Lengths) -> None:
-        """An answer taken for a prompt would be visible to the tokens that must predict it."""
-        if self.end_token in [row[length - 1] for row, length in zip(input_ids_BT, lengths, strict=True) if length]:
-            raise DataError(
-                "a row of a batch ends with an answer, and nothing says where its prompt ends",
-                "give the geometry `prompts`",
-            )
-
-
-# image processors
-
 
 def processed_tiles(processor: Any, image: PIL.Image.Image | list[PIL.Image.Image], **how: Any) -> NDArray[np.float32]:
     """With what the processor puts around them, as it stacks them."""
-    tiles: NDArray[np.float32] = (
-        processor(images=[image], return_tensors="pt", **how)[PIXELS].numpy().astype(np.float32, copy=False)
-    )
+    found = processor(images=[image], return_tensors="pt", **how)[PIXELS]
+    tiles: NDArray[np.float32] = found.numpy().astype(np.float32, copy=False)
     return tiles
 
 
-def start_then_prompt(_placeholder: str, prompt: str, start: str) -> str:
-    return start + prompt
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneTileProcessor:
-    """Of families that show an image as one tile, whatever its size."""
-
-    geometry: OneTileGeometry
-    placeholder: str
-    identity: str
-    processor: Any
-    how: Mapping[str, Any]
-    """What the family's processor asks of its image processor."""
-    written: str
-    """In place of a placeholder."""
-    write: Callable[[str, str, str], str]
-    """(placeholder, prompt, start) -> the text of a prompt without a chat template."""
-
-    def grid(self, size: Size) -> Grid:  # noqa: ARG002
-        return ONE_TILE
-
-    def text(self, size: Size) -> str:  # noqa: ARG002
-        return self.written
-
-    def plain_prompt(self, prompt: str, start: str) -> str:
-        return self.write(self.placeholder, prompt, start)
-
-    def pixels(self, image: PIL.Image.Image) -> Pixels:
-        return {PIXELS: processed_tiles(self.processor, image, **self.how)}
-
-
 def one_tile_processor(
-    geometry: OneTileGeometry,
-    folder: Path,
-    limits: ImageLimits,
-    *,
-    placeholder: str,
-    written: str,
-    write: Callable[[str, str, str], str] = start_then_prompt,
-    **how: Any,
-) -> OneTileProcessor:
+    geometry: OneTileGeometry, folder: Path, limits: ImageLimits, *, written: str, how: Mapping[str, Any], **more: Any
+) -> ImageProcessor:
+    """`written`: in place of a placeholder; `how`: what the family asks of its image processor; `more`: of ours."""
     if given := [f"data.images.{name}" for name, value in limits.model_dump().items() if value is not None]:
         side = geometry.tile.side
-        raise SpecError(
-            f"{' and '.join(given)} would have no effect: this model sees every image as {side} x {side} pixels",
-            "remove it from the spec",
-        )
-    processor = load_processor(folder)
-    opened = OneTileProcessor(
+        problem = f"{' and '.join(given)} would have no effect: this model sees every image as {side} x {side} pixels"
+        raise SpecError(problem, "remove it from the spec")
+    processor = family.load_processor(folder)
+    opened = ImageProcessor(
         geometry=geometry,
-        placeholder=placeholder,
-        identity=processor_identity(processor, how, written),
-        processor=processor,
-        how=how,
-        written=written,
-        write=write,
+        identity=family.processor_identity(processor, how, written),
+        grid=lambda _: ONE_TILE,
+        text=lambda _: written,
+        pixels=lambda image: {PIXELS: processed_tiles(processor, image, **how)},
+        **more,
     )
     return with_checked_tiles(opened, geometry.tile)
 
 
-def with_checked_tiles(processor: Processor, tile: Tile) -> Processor:
+def with_checked_tiles(processor: ImageProcessor, tile: Tile) -> ImageProcessor:
     """The processor itself, once it has made a tile of the size that the tower takes."""
     side = processor.pixels(PIL.Image.new("RGB", (tile.side, tile.side)))[PIXELS].shape[-1]
     if side != tile.side:
@@ -231,9 +169,6 @@ def with_checked_tiles(processor: Processor, tile: Tile) -> Processor:
             "take config.json and preprocessor_config.json of the same model",
         )
     return processor
-
-
-# forward; what a function holds on to while another runs is part of the memory that was predicted
 
 
 def embed_tokens(backbone: Any, input_ids_BT: Tensor) -> Tensor:
@@ -251,13 +186,32 @@ def insert_features(embedded_BTH: Tensor, extra: Extra, features_IH: Tensor) -> 
     return flat.view_as(embedded_BTH)
 
 
-def has_images(extra: Extra | None) -> TypeGuard[Extra]:
-    return extra is not None and PIXELS in extra.tensors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileForward:
+    features: Callable[[Any, Tensor], Tensor]
+    """(the whole model without its head, pixels_NCSS) -> features_NPH."""
+    arrange: Callable[[Any, Extra, Tensor], Tensor] = lambda _model, _extra, features_FH: features_FH
+    """The features of all tiles -> those of the image tokens."""
+    adjust: Callable[[Any, Extra | None, Tensor, dict[str, Any]], dict[str, Any]] = lambda *given: given[-1]
+    """(language model, extra, embedded_BTH, settings) -> settings."""
+    language: str = "language_model"
+    towers: Mapping[Tower, tuple[str, ...]] = field(default_factory=lambda: TOWERS)
+
+    def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
+        model: Any = backbone
+        embedded_BTH = embed_tokens(model, input_ids_BT)
+        if extra is not None and PIXELS in extra.tensors:
+            features_NPH = self.features(model, extra.tensors[PIXELS])
+            embedded_BTH = insert_features(embedded_BTH, extra, self.arrange(model, extra, features_NPH.flatten(0, 1)))
+        language = getattr(model, self.language)
+        output: ModelOutput = language(
+            inputs_embeds=embedded_BTH, **self.adjust(language, extra, embedded_BTH, settings)
+        )
+        return output
 
 
 def hidden_states(tower: Any, pixels_NCSS: Tensor, layers: Sequence[int]) -> list[Tensor]:
-    """What CLIP and SigLIP give after these layers, 0 before the first, -1 after the last; later layers are not
-    computed."""
+    """Of CLIP and SigLIP after these layers, 0 before the first, -1 after the last; later ones are not computed."""
     patches_by_matmul(tower.embeddings.patch_embedding)
     hidden_NPH = tower.embeddings(pixels_NCSS)
     if hasattr(tower, "pre_layrnorm"):
@@ -277,24 +231,6 @@ def siglip_features(tower: Any, pixels_NCSS: Tensor) -> Tensor:
     return features_NPH
 
 
-# masks: B x 1 x T x T, true where a token is visible
-
-
-def causal_or_same_block(blocks_BT: Tensor) -> Tensor:
-    """All earlier tokens, and all of the token's own block; -1 is no block."""
-    return _before(blocks_BT) | _same_block(blocks_BT)
-
-
-def within_window(mask_B1TT: Tensor, window: int) -> Tensor:
-    """Without what lies `window` tokens back or further."""
-    return mask_B1TT & _near(mask_B1TT, window)
-
-
-def window_or_same_block(blocks_BT: Tensor, window: int) -> Tensor:
-    """As `causal_or_same_block`, but beyond the window only the token's own block is visible."""
-    return within_window(_before(blocks_BT), window) | _same_block(blocks_BT)
-
-
 def as_attention_masks(masks: Mapping[str, Tensor], config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Eager attention adds its mask to the scores."""
     if config._attn_implementation != "eager":
@@ -303,18 +239,3 @@ def as_attention_masks(masks: Mapping[str, Tensor], config: PretrainedConfig, dt
         kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         for kind, mask in masks.items()
     }
-
-
-def _before(blocks_BT: Tensor) -> Tensor:
-    places_T = torch.arange(blocks_BT.shape[1], device=blocks_BT.device)
-    return (places_T[None, :] <= places_T[:, None])[None, None]
-
-
-def _near(mask_B1TT: Tensor, window: int) -> Tensor:
-    places_T = torch.arange(mask_B1TT.shape[-1], device=mask_B1TT.device)
-    return (places_T[None, :] > places_T[:, None] - window)[None, None]
-
-
-def _same_block(blocks_BT: Tensor) -> Tensor:
-    same_BTT = (blocks_BT[:, :, None] == blocks_BT[:, None, :]) & (blocks_BT[:, :, None] >= 0)
-    return same_BTT[:, None]

@@ -3,7 +3,6 @@ asks for the results, which is recorded."""
 
 import io
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Literal, TypeVar
@@ -23,7 +22,7 @@ from finefit.report.review import results_document
 from finefit.review.items import ImageUnavailable, ReviewImage, read_image
 from finefit.review.session import NAME_LENGTH, NOTE_LENGTH, Press, Refused, Session, Stale, Turn
 from finefit.review.verdicts import REASONS, results_of
-from finefit.spec.part import Part
+from finefit.spec import Part
 from finefit.web.server import LOGIN, Token
 
 _PAGES = {
@@ -33,14 +32,11 @@ _PAGES = {
 }
 _INSUFFICIENT_STORAGE = 507
 _FAST_COMPRESSION = 1
-Answer = Callable[[Request], Awaitable[Response]]
+A = TypeVar("A", bound=Part)
 
 
 class _BadRequest(Exception):
     """The body is not one that our page sends."""
-
-
-A = TypeVar("A", bound=Part)
 
 
 class _Rater(Part):
@@ -67,14 +63,9 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
     """`rater`: who judges, if the command names them; otherwise the page asks."""
 
     async def begin(_: Request) -> Response:
-        settings = {
-            "models": len(session.review_set.models),
-            "reasons": list(REASONS),
-            "rater": rater,
-            "name_length": NAME_LENGTH,
-            "note_length": NOTE_LENGTH,
-        }
-        return JSONResponse(settings)
+        lengths = {"name_length": NAME_LENGTH, "note_length": NOTE_LENGTH}
+        models = len(session.review_set.models)
+        return JSONResponse({"models": models, "reasons": list(REASONS), "rater": rater, **lengths})
 
     async def turn(request: Request) -> Response:
         return _shown(session.turn((await _body(request, _Rater)).rater))
@@ -108,38 +99,29 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
         if image is None:
             return JSONResponse({"error": "no item of this review shows this image"}, 404)
         try:
-            return Response(await run_in_threadpool(png_of, image), media_type="image/png")
+            return Response(await run_in_threadpool(_png_of, image), media_type="image/png")
         except ImageUnavailable as gone:
             return JSONResponse({"error": str(gone)}, 410)
 
-    asked: dict[str, Answer] = {
-        "/api/begin": begin,
-        "/api/turn": turn,
-        "/api/verdict": verdict,
-        "/api/undo": undo,
-        "/api/results": results,
-        LOGIN: login,
-    }
-    routes = [Route(path, _page(name, kind)) for path, (name, kind) in _PAGES.items()]
-    routes.append(Route("/favicon.ico", _no_icon))
-    routes += [Route(path, answer, methods=["POST"]) for path, answer in asked.items()]
-    routes.append(Route("/api/image/{sha256}", image))
-    return Starlette(
-        routes=routes, exception_handlers={Refused: _refused, _BadRequest: _bad_request, FinefitError: _failed}
-    )
-
-
-def _page(name: str, kind: str) -> Answer:
-    content = files("finefit.web").joinpath("pages", name).read_bytes()
-
-    async def page(_: Request) -> Response:
+    async def page(request: Request) -> Response:
+        name, kind = _PAGES[request.scope["path"]]
+        content = files("finefit.web").joinpath("pages", name).read_bytes()
         return Response(content, media_type=f"{kind}; charset=utf-8")
 
-    return page
+    async def no_icon(_: Request) -> Response:
+        return Response(status_code=204)
 
-
-async def _no_icon(_: Request) -> Response:
-    return Response(status_code=204)
+    asked = {"begin": begin, "turn": turn, "verdict": verdict, "undo": undo, "results": results}
+    posted = {f"/api/{name}": answer for name, answer in asked.items()} | {LOGIN: login}
+    return Starlette(
+        routes=[
+            *(Route(path, page) for path in _PAGES),
+            Route("/favicon.ico", no_icon),
+            *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
+            Route("/api/image/{sha256}", image),
+        ],
+        exception_handlers={Refused: _failed, _BadRequest: _failed, FinefitError: _failed},
+    )
 
 
 async def _body(request: Request, kind: type[A]) -> A:
@@ -153,22 +135,17 @@ def _shown(turn: Turn, status: int = 200) -> Response:
     return JSONResponse(asdict(turn), status)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 422)
-
-
-async def _bad_request(_: Request, __: Exception) -> Response:
-    return JSONResponse({"error": "this request does not come from the page; reload it"}, 400)
-
-
 async def _failed(_: Request, error: Exception) -> Response:
-    """Most likely the disk is full. The verdict was not saved, and the rater must know."""
+    if isinstance(error, Refused):
+        return JSONResponse({"error": str(error)}, 422)
+    if isinstance(error, _BadRequest):
+        return JSONResponse({"error": "this request does not come from the page; reload it"}, 400)
+    # most likely the disk is full: the verdict was not saved, and the rater must know
     return JSONResponse({"error": f"not saved: {error}"}, _INSUFFICIENT_STORAGE)
 
 
-def png_of(image: ReviewImage) -> bytes:
-    """Decoded as for the model and encoded again, so that a rater sees what the model saw and a browser gets nothing
-    else."""
+def _png_of(image: ReviewImage) -> bytes:
+    """Decoded as for the model and encoded again: a rater sees what the model saw, and a browser gets nothing else."""
     try:
         shown = decode(Image(path=image.name), content=read_image(image))
     except RecordError as fault:

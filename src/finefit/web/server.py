@@ -22,6 +22,7 @@ from finefit.errors import UserError
 
 MAX_BODY_BYTES = 64 << 10
 LOGIN = "/api/login"
+_HTTP = 80
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
@@ -74,7 +75,14 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # neither lifespan nor websockets
             return
-        sending = _with_headers(send)
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
         refused = self._refusal(scope)
         if refused is None and scope["method"] == "POST":
             body = await _read(receive)
@@ -98,14 +106,11 @@ class Guard:
                 return PlainTextResponse("the request does not come from this page", 403)
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 return PlainTextResponse("the body must be application/json", 415)
-        return self._without_token(scope, headers)
-
-    def _without_token(self, scope: Scope, headers: Headers) -> PlainTextResponse | None:
-        """The page itself holds no data; its requests need the cookie."""
-        asks = scope["path"].startswith("/api/") and scope["path"] != LOGIN
-        if self._token is None or not asks or self._token.knows(headers.get("cookie", "")):
-            return None
-        return PlainTextResponse("open the address that was printed at the start: it contains the token", 401)
+        # the page itself holds no data; its requests need the cookie
+        is_private = scope["path"].startswith("/api/") and scope["path"] != LOGIN
+        if is_private and self._token is not None and not self._token.knows(headers.get("cookie", "")):
+            return PlainTextResponse("open the address that was printed at the start: it contains the token", 401)
+        return None
 
 
 async def _read(receive: Receive) -> bytes | None:
@@ -129,28 +134,16 @@ def _replayed(body: bytes) -> Receive:
     return receive
 
 
-def _with_headers(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
-                headers[name] = value
-        await send(message)
-
-    return sending
-
-
-LOOPBACK = "127.0.0.1"
-_HTTP = 80
-
-
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+    address = _ip_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 @contextmanager
@@ -162,44 +155,21 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listening.bind((host, port))
         except OSError as error:
-            raise UserError(
-                f"cannot listen on {host}:{port}: {error.strerror}",
-                "name another --port, or leave it out to get a free one",
-            ) from None
+            remedy = "name another --port, or leave it out to get a free one"
+            raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", remedy) from None
         yield listening
 
 
 def names_of(host: str, port: int) -> list[str]:
-    """The names a browser may use, the one to show first. If the server listens everywhere, these are all addresses of
-    this machine and its name."""
-    names = [_written(name) for name in _reached_by(host)]
+    """What a browser may use, the one to show first: all names of this machine if the server listens everywhere."""
+    reached = [host, *(["localhost"] if is_loopback(host) else [])]
+    if host in ("0.0.0.0", "::"):
+        interfaces = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
+        found = (interface.address.partition("%")[0] for interface in interfaces)
+        reached = [socket.gethostname(), *(address for address in found if _ip_address(address)), "localhost"]
+    names = [f"[{name}]" if ":" in name else name for name in dict.fromkeys(reached)]
     bare = names if port == _HTTP else []  # a browser omits this port
     return bare + [f"{name}:{port}" for name in names]
-
-
-def _reached_by(host: str) -> list[str]:
-    if host in ("0.0.0.0", "::"):
-        machine = socket.gethostname()
-        found = [
-            address.address.partition("%")[0]
-            for addresses in psutil.net_if_addrs().values()
-            for address in addresses
-            if _is_ip_address(address.address)
-        ]
-        return list(dict.fromkeys([machine, *found, "localhost"]))
-    return list(dict.fromkeys([host, *(["localhost"] if is_loopback(host) else [])]))
-
-
-def _is_ip_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _written(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def serve(app: Guard, listening: socket.socket, *, ready: Callable[[], None] = lambda: None) -> None:

@@ -1,5 +1,4 @@
-"""SHIRG on a masked-diffusion language model, after LaViDa: an image is seen twice, the second view keeps its best
-patches, an answer is unmasked.
+"""SHIRG on a masked-diffusion language model, after LaViDa: the second view of an image keeps its best patches.
 
 The whole image is the global view: its patches are pooled 2 x 2. The foveal view keeps single patches, those that score
 best, in raster order. Both together are as many tokens for every image, so image and question are read once and all
@@ -25,16 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from finefit.objective.custom import CustomRow
+from finefit.objective.batch import CustomRow
 
 READ, FIRST, SECOND, UNSEEN = range(4)
-"""Parts of a row: what is read (image and question), the two copies of the answer, and what nobody sees: padding and
-dropped image tokens."""
+"""Parts of a row: image and question, the two copies of the answer, and what is unseen: padding, dropped tokens."""
 _LEAST = 1e-3
 """LLaDA's smallest probability to be masked."""
-
-
-# --- settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +79,19 @@ class Settings:
         if not 0 <= self.token_dropout < 1:
             raise ValueError(f"token_dropout {self.token_dropout} is no share below 1")
         if self.side % (2 * self.patch):
-            raise ValueError(
-                f"side {self.side} is no multiple of two patches of {self.patch} pixels, so patches cannot be "
-                "pooled 2 x 2"
-            )
+            two = f"two patches of {self.patch} pixels"
+            raise ValueError(f"side {self.side} is no multiple of {two}, so patches cannot be pooled 2 x 2")
         if not 0 < self.keep <= self.num_patches:
-            raise ValueError(
-                f"keep {self.keep} of the {self.num_patches} patches that a view of {self.side} pixels has"
-            )
+            there = f"the {self.num_patches} patches that a view of {self.side} pixels has"
+            raise ValueError(f"keep {self.keep} of {there}")
 
     @property
     def patch(self) -> int:
         return int(self.vision.get("patch_size", 16))  # what SiglipVisionConfig takes
 
     @property
-    def grid(self) -> int:
-        return self.side // self.patch
-
-    @property
     def num_patches(self) -> int:
-        return self.grid**2
+        return (self.side // self.patch) ** 2
 
     @property
     def num_seen(self) -> int:
@@ -112,11 +100,7 @@ class Settings:
 
 
 def build(config: Mapping[str, Any]) -> "Shirg":
-    language = Language(**config.get("language", {}))
-    return Shirg(Settings(**{**config, "language": language}))
-
-
-# --- the two views
+    return Shirg(Settings(**{**config, "language": Language(**config.get("language", {}))}))
 
 
 def views(image: PIL.Image.Image, side: int, fovea: str) -> NDArray[np.uint8]:
@@ -129,11 +113,8 @@ def views(image: PIL.Image.Image, side: int, fovea: str) -> NDArray[np.uint8]:
     return np.stack(both).transpose(0, 3, 1, 2)
 
 
-# --- which patches are kept
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class PatchFeatures:
     """What patches of the foveal view are scored by."""
 
     attention_BPP: Tensor
@@ -154,11 +135,8 @@ class Look:
 
     def edge(self) -> Tensor:
         """Sobel over the grid of mean features. The border is continued, so that it is no edge itself."""
-        num_rows, num_patches = self.similarity_BP.shape
-        side = round(num_patches**0.5)
-        plane = functional.pad(
-            self.features_BPC.mean(dim=2).view(num_rows, 1, side, side), (1, 1, 1, 1), mode="replicate"
-        )
+        side = round(self.similarity_BP.shape[1] ** 0.5)
+        plane = functional.pad(self.features_BPC.mean(dim=2).view(-1, 1, side, side), (1, 1, 1, 1), mode="replicate")
         sobel = plane.new_tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
         across, down = (functional.conv2d(plane, kernel.view(1, 1, 3, 3)) for kernel in (sobel, sobel.T))
         return scaled(torch.hypot(across, down).flatten(1))
@@ -176,45 +154,38 @@ class Look:
 
 
 def scaled(scores_BP: Tensor) -> Tensor:
-    """From 0 to 1 within each row, so that weights weigh what they say. Where all are equal, their rounding is not
-    blown up."""
+    """From 0 to 1 within each row, so that weights weigh what they say. Rounding of equal ones is not blown up."""
     lowest, highest = scores_BP.amin(dim=1, keepdim=True), scores_BP.amax(dim=1, keepdim=True)
     return (scores_BP - lowest) / torch.maximum(highest - lowest, 1e-3 * highest.abs()).clamp_min(1e-12)
 
 
-def base(look: Look) -> Tensor:
-    return 0.7 * look.received() + 0.3 * scaled(look.similarity_BP)
+def base(patches: PatchFeatures) -> Tensor:
+    return 0.7 * patches.received() + 0.3 * scaled(patches.similarity_BP)
 
 
-def entropy(look: Look) -> Tensor:
+def entropy(patches: PatchFeatures) -> Tensor:
     """As base, but the tenth of the patches that look at everything alike come last."""
-    spread_BP = look.entropy()
+    spread_BP = patches.entropy()
     limit_B1 = spread_BP.sort(dim=1).values[:, [int(0.9 * spread_BP.shape[1])]]
-    return base(look) - 2.0 * (spread_BP > limit_B1)
+    return base(patches) - 2.0 * (spread_BP > limit_B1)
 
 
-def edge(look: Look) -> Tensor:
-    return base(look) + 0.25 * look.edge()
+def edge(patches: PatchFeatures) -> Tensor:
+    return base(patches) + 0.25 * patches.edge()
 
 
-def full(look: Look) -> Tensor:
+def full(patches: PatchFeatures) -> Tensor:
     """No term is below zero, so that less weight far from the middle never lifts a patch."""
-    novelty_BP = 1 - look.redundancy()
-    sum_BP = 0.4 * look.received() + 0.25 * scaled(look.similarity_BP) + 0.1 * novelty_BP + 0.25 * look.edge()
-    return sum_BP * look.centre()
+    novelty_BP = 1 - patches.redundancy()
+    sum_BP = 0.4 * patches.received() + 0.25 * scaled(patches.similarity_BP) + 0.1 * novelty_BP + 0.25 * patches.edge()
+    return sum_BP * patches.centre()
 
 
-def random(look: Look) -> Tensor:
-    return look.noise_BP
+def random(patches: PatchFeatures) -> Tensor:
+    return patches.noise_BP
 
 
-SCORES: Mapping[str, Callable[[Look], Tensor]] = {
-    "base": base,
-    "entropy": entropy,
-    "edge": edge,
-    "full": full,
-    "random": random,
-}
+SCORES: Mapping[str, Callable[[PatchFeatures], Tensor]] = {f.__name__: f for f in (base, entropy, edge, full, random)}
 
 
 def best(scores_BP: Tensor, keep: int) -> Tensor:
@@ -227,27 +198,19 @@ def taken(features_BPC: Tensor, kept_BK: Tensor) -> Tensor:
 
 
 def merged(features_BPC: Tensor, kept_BK: Tensor, least: float) -> Tensor:
-    """The kept patches, each the mean of itself and of those left out that are most like it, where they are enough
-    so."""
+    """The kept patches, each the mean of itself and of those left out that are most like it, and enough so."""
     kept_BKC = taken(features_BPC, kept_BK)
     with torch.no_grad():
-        direction_BPC, kept_direction_BKC = (
-            functional.normalize(features_BPC, dim=2),
-            functional.normalize(kept_BKC, dim=2),
-        )
+        direction_BPC, kept_direction_BKC = (functional.normalize(one, dim=2) for one in (features_BPC, kept_BKC))
         cosine_BPK, nearest_BP = (direction_BPC @ kept_direction_BKC.mT).max(dim=2)
         is_left_BP = torch.ones_like(cosine_BPK).scatter(1, kept_BK, 0.0)
         joins_BP = is_left_BP * (cosine_BPK >= least)
         share_BKP = functional.one_hot(nearest_BP, kept_BK.shape[1]).mT * joins_BP[:, None, :]
-    return (kept_BKC + share_BKP.to(features_BPC.dtype) @ features_BPC) / (1 + share_BKP.sum(dim=2, keepdim=True)).to(
-        features_BPC.dtype
-    )
+    dtype = features_BPC.dtype
+    return (kept_BKC + share_BKP.to(dtype) @ features_BPC) / (1 + share_BKP.sum(dim=2, keepdim=True)).to(dtype)
 
 
-# --- the language model
-
-
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A layer of LLaDA, with its names: a Llama layer that sees in both directions."""
 
     def __init__(self, made: Language) -> None:
@@ -265,7 +228,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """`before`: keys and values of what was read already, which stand in front of those made here."""
         normed_BLH = self.attn_norm(hidden_BLH)
-        query, (key, value) = turned(self._heads(self.q_proj(normed_BLH)), turn), self._remembered(normed_BLH, turn)
+        query, (key, value) = turned(self._heads(self.q_proj(normed_BLH)), turn), self.remembered(normed_BLH, turn)
         if before is not None:
             key, value = torch.cat([before[0], key], dim=2), torch.cat([before[1], value], dim=2)
         found = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees_B1LL)
@@ -274,22 +237,12 @@ class Block(nn.Module):
         changed_BLH: Tensor = self.ff_out(functional.silu(self.ff_proj(normed_BLH)) * self.up_proj(normed_BLH))
         return hidden_BLH + changed_BLH
 
-    def remembered(self, hidden_BLH: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer's input."""
-        return self._remembered(self.attn_norm(hidden_BLH), turn)
-
-    def _remembered(self, normed_BLH: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+    def remembered(self, normed_BLH: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer's input behind its norm."""
         return turned(self._heads(self.k_proj(normed_BLH)), turn), self._heads(self.v_proj(normed_BLH))
 
     def _heads(self, flat_BLH: Tensor) -> Tensor:
         return flat_BLH.view(*flat_BLH.shape[:2], self.heads, -1).transpose(1, 2)
-
-
-def turn_of(positions_BL: Tensor, width: int, theta: float) -> Tensor:
-    """Cosines and sines of the rotary embedding, 2 x B x 1 x L x D."""
-    pace = theta ** -(torch.arange(0, width, 2, device=positions_BL.device, dtype=torch.float32) / width)
-    angle = (positions_BL[:, None, :, None] * pace).repeat(1, 1, 1, 2)
-    return torch.stack([angle.cos(), angle.sin()])
 
 
 def turned(heads: Tensor, turn: Tensor) -> Tensor:
@@ -302,13 +255,17 @@ class Transformer(nn.Module):
         super().__init__()
         self.made = made
         self.wte = nn.Embedding(made.vocabulary, made.hidden)
-        self.blocks = nn.ModuleList(Block(made) for _ in range(made.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(made) for _ in range(made.layers))
         self.ln_f = nn.RMSNorm(made.hidden, eps=1e-5)
         self.ff_out = nn.Linear(made.hidden, made.vocabulary, bias=False)
         nn.init.normal_(self.wte.weight, std=0.02)
 
     def turn(self, positions_BL: Tensor) -> Tensor:
-        return turn_of(positions_BL, self.made.hidden // self.made.heads, self.made.theta)
+        """Cosines and sines of the rotary embedding, 2 x B x 1 x L x D."""
+        width = self.made.hidden // self.made.heads
+        pace = self.made.theta ** -(torch.arange(0, width, 2, device=positions_BL.device, dtype=torch.float32) / width)
+        angle = (positions_BL[:, None, :, None] * pace).repeat(1, 1, 1, 2)
+        return torch.stack([angle.cos(), angle.sin()])
 
     def forward(self, hidden_BLH: Tensor, positions_BL: Tensor, parts_BL: Tensor) -> Tensor:
         turn, sees_B1LL = self.turn(positions_BL), sees(parts_BL, parts_BL)
@@ -322,50 +279,42 @@ class Transformer(nn.Module):
 
 
 def sees(looking_BL: Tensor, seen_BL: Tensor) -> Tensor:
-    """Everybody sees what is read, and the part that he belongs to. So no token sees nothing, and what is unseen sees
-    but is not."""
+    """Every token sees what is read and its own part. So none sees nothing, and what is unseen sees but is not."""
     looking_BL1, seen_B1L = looking_BL[:, :, None], seen_BL[:, None, :]
     return ((seen_B1L == READ) | (seen_B1L == looking_BL1))[:, None]
 
 
-# --- rows
+def laid(row: CustomRow, made: Settings, chance: np.random.Generator) -> dict[str, NDArray[Any]]:
+    """The text of a row as the model is given it: `ids` and `parts` of its T tokens; `positions` of all L tokens;
+    `places` of the answer's A copied tokens among them, with their `targets` and `weights`, 0 where nothing is to be
+    told. The answer reaches from the first supervised token to the last, and is filled up; of a prompt there is none.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
-    """The text of a row as the model is given it."""
-
-    ids_T: NDArray[np.int64]
-    positions_L: NDArray[np.int64]
-    """Of image and text."""
-    parts_T: NDArray[np.int64]
-    places_A: NDArray[np.int64]
-    """Of the answer's copies among all tokens of the row."""
-    targets_A: NDArray[np.int64]
-    weights_A: NDArray[np.float32]
-    """0 where nothing is to be told."""
-
-
-def laid(row: CustomRow, made: Settings, chance: np.random.Generator) -> Laid:
-    """The answer reaches from the first supervised token to the last, and is filled up; of a prompt there is none."""
+    A token weighs one over its probability to be masked, as in LLaDA's loss, and rows weigh alike however long their
+    answers; a row is the mean of its copies, as far as they are masked."""
     supervised = np.flatnonzero(row.supervised)
     first, last = (supervised[0], supervised[-1] + 1) if len(supervised) else (len(row.tokens), len(row.tokens))
     fill = 0 if row.is_prompt else max(0, made.answer_tokens - (last - first))
     answer_A = np.concatenate([row.tokens[first:last], np.full(fill, made.end_token)])
     is_told_A = np.concatenate([row.supervised[first:last], np.full(fill, True)])
-    return _twice(row.tokens[:first], answer_A, _masked(is_told_A, chance), made)
-
-
-Copies = tuple[tuple[NDArray[np.bool_], float], tuple[NDArray[np.bool_], float]]
-"""Where each copy is masked, and with which probability a place in it is."""
-
-
-def _masked(is_told_A: NDArray[np.bool_], chance: np.random.Generator) -> Copies:
-    first = np.zeros_like(is_told_A)
-    if not is_told_A.any():
-        return (first, 1.0), (first, 1.0)
-    first[is_told_A], probability = drawn(int(is_told_A.sum()), chance)
-    return (first, probability), (is_told_A & ~first, 1 - probability)
+    is_masked_A, probability = np.zeros_like(is_told_A), 1.0
+    if is_told_A.any():
+        is_masked_A[is_told_A], probability = drawn(int(is_told_A.sum()), chance)
+    copies = ((is_masked_A, probability), (is_told_A & ~is_masked_A, 1 - probability))
+    whole = is_told_A.sum() * sum(bool(is_masked.any()) for is_masked, _ in copies)
+    weights = [is_masked / (whole * p) if is_masked.any() else np.zeros(len(answer_A)) for is_masked, p in copies]
+    masked = [np.where(is_masked, made.mask_token, answer_A) for is_masked, _ in copies]
+    # The image comes first in memory and stands behind `lead` tokens: attention knows the order by positions alone.
+    # Both copies of an answer stand in the same place.
+    lead, seen, behind = min(made.lead, first), made.num_seen, made.num_seen + first + np.arange(len(answer_A))
+    positions = [lead + np.arange(seen), np.arange(lead), seen + np.arange(lead, first), behind, behind]
+    return {
+        "ids": np.concatenate([row.tokens[:first], *masked]),
+        "positions": np.concatenate(positions),
+        "parts": np.repeat([READ, FIRST, SECOND], [first, len(answer_A), len(answer_A)]),
+        "places": seen + first + np.arange(2 * len(answer_A)),
+        "targets": np.tile(answer_A, 2),
+        "weights": np.concatenate(weights).astype(np.float32),
+    }
 
 
 def drawn(num: int, chance: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
@@ -382,41 +331,9 @@ def drawn(num: int, chance: np.random.Generator) -> tuple[NDArray[np.bool_], flo
     return is_masked, 1.0 if num == 1 else share + ((1 - share) ** num - share**num) / num
 
 
-def _twice(question: NDArray[np.int64], answer_A: NDArray[np.int64], copies: Copies, made: Settings) -> Laid:
-    """A token weighs one over its probability to be masked, as in LLaDA's loss, and rows weigh alike however long their
-    answers; a row is the mean of its copies, as far as they are masked."""
-    lengths = (len(question), len(answer_A), len(answer_A))
-    whole = sum(is_masked.sum() for is_masked, _ in copies) * sum(bool(is_masked.any()) for is_masked, _ in copies)
-    return Laid(
-        ids_T=np.concatenate([question, *(np.where(is_masked, made.mask_token, answer_A) for is_masked, _ in copies)]),
-        positions_L=_positions(*lengths, made=made),
-        parts_T=np.repeat([READ, FIRST, SECOND], lengths),
-        places_A=made.num_seen + lengths[0] + np.arange(2 * lengths[1]),
-        targets_A=np.tile(answer_A, 2),
-        weights_A=np.concatenate(
-            [is_masked / (whole * p) if is_masked.any() else np.zeros(len(answer_A)) for is_masked, p in copies]
-        ).astype(np.float32),
-    )
-
-
-def _positions(question: int, *copies: int, made: Settings) -> NDArray[np.int64]:
-    """The image comes first in memory and stands behind `lead` tokens: attention knows the order by positions alone.
-    Both copies of an answer stand in the same place."""
-    lead, num_seen = min(made.lead, question), made.num_seen
-    text = [
-        np.arange(lead),
-        num_seen + np.arange(lead, question),
-        *(num_seen + question + np.arange(copy) for copy in copies),
-    ]
-    return np.concatenate([lead + np.arange(num_seen), *text])
-
-
 def padded(rows: Sequence[NDArray[Any]], value: float) -> Tensor:
     width = max(len(row) for row in rows)
     return torch.from_numpy(np.stack([np.pad(row, (0, width - len(row)), constant_values=value) for row in rows]))
-
-
-# --- the model
 
 
 class Shirg(nn.Module):
@@ -439,17 +356,14 @@ class Shirg(nn.Module):
         self.transformer = Transformer(made.language)
         linear = [name for name, module in self.named_modules() if isinstance(module, nn.Linear)]
         self.adaptable = tuple(name for name in linear if name != "transformer.ff_out")
-        self.layers = tuple(
-            [f"vision.encoder.layers.{n}" for n in range(config.num_hidden_layers)]
-            + [f"transformer.blocks.{n}" for n in range(made.language.layers)]
-        )
-
-    # rows become tensors
+        towers = {"vision.encoder.layers": config.num_hidden_layers, "transformer.blocks": made.language.layers}
+        self.layers = tuple(f"{tower}.{n}" for tower, count in towers.items() for n in range(count))
 
     def inputs(self, rows: Sequence[CustomRow]) -> dict[str, Tensor]:
         made = self.made
         chances = [np.random.default_rng(row.seed) for row in rows]
         texts = [laid(row, made, chance) for row, chance in zip(rows, chances, strict=True)]
+        fills = {"ids": made.end_token, "parts": UNSEEN}
         noise_BP = np.stack([chance.random(made.num_patches, dtype=np.float32) for chance in chances])
         is_dropped_BS = np.stack([chance.random(made.num_seen) < made.token_dropout for chance in chances])
         pixels = np.stack([views(row.images[0], made.side, made.fovea) for row in rows])
@@ -457,15 +371,8 @@ class Shirg(nn.Module):
             "pixels": torch.from_numpy(pixels),
             "noise": torch.from_numpy(noise_BP),
             "image_parts": torch.from_numpy(np.where(is_dropped_BS, UNSEEN, READ)),
-            "ids": padded([text.ids_T for text in texts], made.end_token),
-            "positions": padded([text.positions_L for text in texts], 0),
-            "parts": padded([text.parts_T for text in texts], UNSEEN),
-            "places": padded([text.places_A for text in texts], 0),
-            "targets": padded([text.targets_A for text in texts], 0),
-            "weights": padded([text.weights_A for text in texts], 0.0),
+            **{name: padded([text[name] for text in texts], fills.get(name, 0)) for name in texts[0]},
         }
-
-    # training
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         return len(inputs["ids"])
@@ -486,12 +393,10 @@ class Shirg(nn.Module):
         hidden_BLH = torch.cat([image_BSH.to(text_BTH.dtype), text_BTH], dim=1)
         return hidden_BLH, inputs["positions"], torch.cat([image_parts_BS, inputs["parts"]], dim=1)
 
-    # images become tokens
-
     def seen(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The image tokens of both views, projected: B x S x H."""
         before_BVPC, features_BVPC = self._looked_at(inputs["pixels"])
-        grid = self.made.grid
+        grid = self.made.side // self.made.patch
         whole_BPC = features_BVPC[:, 0]
         plane = whole_BPC.mT.reshape(len(whole_BPC), -1, grid, grid)
         pooled = functional.avg_pool2d(plane, 2).flatten(2).mT
@@ -502,8 +407,7 @@ class Shirg(nn.Module):
         return found
 
     def _looked_at(self, pixels_BVCXY: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last layer of the tower is given, and what it gives, of both views. SigLIP's positions are stretched
-        to the grid."""
+        """What the last layer of the tower is given and gives, of both views. Positions are stretched to the grid."""
         num_rows = len(pixels_BVCXY)
         values = pixels_BVCXY.flatten(0, 1).float() / 127.5 - 1
         hidden = self.vision.embeddings(values, interpolate_pos_encoding=True)
@@ -515,13 +419,13 @@ class Shirg(nn.Module):
     @torch.no_grad()
     def kept(self, before_BPC: Tensor, features_BPC: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """Which patches the foveal view keeps. A choice has no gradient; the features that are chosen have."""
-        look = Look(
+        patches = PatchFeatures(
             attention_BPP=self._attention(before_BPC),
             features_BPC=features_BPC.float(),
             similarity_BP=self._similarity(features_BPC, inputs),
             noise_BP=inputs["noise"],
         )
-        return best(SCORES[self.made.score](look), self.made.keep)
+        return best(SCORES[self.made.score](patches), self.made.keep)
 
     def _attention(self, before_BPC: Tensor) -> Tensor:
         """Head by head: all heads at once would hold as many squares of the patches."""
@@ -544,11 +448,8 @@ class Shirg(nn.Module):
         question_B1H = words_BTH.sum(dim=1, keepdim=True) / is_question_BT1.sum(dim=1, keepdim=True).clamp_min(1)
         return functional.cosine_similarity(self.projector(features_BPC).float(), question_B1H, dim=2)
 
-    # answers
-
     def generate(self, inputs: Mapping[str, Tensor], *, max_new_tokens: int, stops: frozenset[int]) -> list[list[int]]:
-        """All tokens of an answer start masked; at every step the surest are settled. Image and question are read
-        once."""
+        """All tokens of an answer start masked; each step settles the surest. Image and question are read once."""
         hidden_BLH, positions_BL, parts_BL = self._read(inputs)
         past = self._remembered(hidden_BLH, positions_BL, parts_BL)
         num_rows, made = len(hidden_BLH), self.made
@@ -569,8 +470,8 @@ class Shirg(nn.Module):
         turn, sees_B1LL = self.transformer.turn(positions_BL), sees(parts_BL, parts_BL)
         found = []
         for block in self.transformer.blocks:
-            assert isinstance(block, Block)
-            found.append(block.remembered(hidden_BLH, turn))
+            assert isinstance(block, TransformerBlock)
+            found.append(block.remembered(block.attn_norm(hidden_BLH), turn))
             hidden_BLH = block(hidden_BLH, turn, sees_B1LL)
         return found
 

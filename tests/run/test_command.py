@@ -9,7 +9,7 @@ from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, stage_of
 from finefit.artifacts.stage_records import Stage
 from finefit.errors import FindingError, UserError
-from finefit.run.measure_step import _ONE_STEP, measured, require_measurable
+from finefit.run.command import _ONE_STEP, measured, require_measurable
 from finefit.spec.load import load_spec
 from finefit.spec.schema import Ddp
 
@@ -20,7 +20,7 @@ def test_what_training_has_measured_is_found_among_its_events() -> None:
     assert measured([{"event": "started", "step": 0}, {"step": 1, "loss": 2.0}, FOUND]) == FOUND
 
 
-def test_rows_that_do_not_fit_are_a_finding_with_what_was_foretold() -> None:
+def test_rows_that_do_not_fit_are_a_finding_with_the_predicted_size() -> None:
     with pytest.raises(FindingError, match="24,000 bytes were predicted") as caught:
         measured([{"event": "worst_does_not_fit", "step": 1, "predicted_bytes": 24000}])
     assert "levers.micro_batch" in caught.value.remedy

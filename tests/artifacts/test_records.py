@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.wiring import output_of, wired_model, wired_spec
+from finefit.artifacts.records import output_of, wired_model, wired_spec
 from finefit.spec.load import parse_any
 from finefit.spec.models import FolderModel
 from finefit.spec.pipeline import Pipeline

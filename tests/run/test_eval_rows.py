@@ -10,7 +10,7 @@ import pytest
 from finefit.artifacts.checkpoint import step_named
 from finefit.data.rows import Message, Row, key_of
 from finefit.errors import DataError
-from finefit.run.external_answers import ExternalAnswer, align_answers, answers_name, read_answers, write_answers
+from finefit.run.eval_rows import ExternalAnswer, align_answers, answers_name, read_answers, write_answers
 from tests.conftest import write_jsonl
 from tests.evals import make_request
 
@@ -170,7 +170,7 @@ def test_answers_of_a_file_called_as_a_checkpoint_are_no_checkpoint(tmp_path: Pa
 
 def test_a_task_that_asks_for_likelihoods_cannot_be_scored_from_answers(tmp_path: Path) -> None:
     from finefit.artifacts.rundir import EvalPaths
-    from finefit.tasks import make_task
+    from finefit.tasks.make import make_task
 
     request = make_request("theirs", task="perplexity")
     with pytest.raises(DataError, match="needs a model's likelihoods"):
@@ -179,7 +179,7 @@ def test_a_task_that_asks_for_likelihoods_cannot_be_scored_from_answers(tmp_path
 
 def test_given_answers_become_items_with_their_scores(tmp_path: Path) -> None:
     from finefit.artifacts.rundir import EvalPaths
-    from finefit.tasks import make_task
+    from finefit.tasks.make import make_task
 
     request, paths = make_request("theirs", task="exact_match"), EvalPaths(tmp_path / "exact_match", "theirs", None)
     write_answers(make_task(request.evaluation), request, paths, ["1", "", "4"], ROWS)
